@@ -190,7 +190,9 @@ def try_collective(collective: "Collective", size: int, device: torch.device) ->
     try:
         for count in (num_ranks * 16, size // 4 // num_ranks * num_ranks):
             inputs = [contribution(other, count, device) for other in range(num_ranks)]
-            got, right = collective.run(inputs[rank].clone()), collective.answer(inputs, rank)
+            mine, right = inputs[rank], collective.answer(inputs, rank).contiguous()
+            got = torch.empty_like(right)
+            collective.run(got, mine)
             if not torch.equal(got, right):
                 wrong = (got != right).nonzero().flatten()
                 first = int(wrong[0])
@@ -198,7 +200,7 @@ def try_collective(collective: "Collective", size: int, device: torch.device) ->
                 where = f"{len(wrong)} of {len(right)} elements wrong, the first at {first}"
                 return Report(problem=f"got {where}: {values}")
             if count > num_ranks * 16 and num_ranks > 1:
-                seconds = measure_seconds(lambda mine=inputs[rank]: collective.run(mine), device, 3)
+                seconds = measure_seconds(lambda out=got, mine=mine: collective.run(out, mine), device, 3)
                 rate = collective.bus_share(num_ranks) * 4 * count / seconds
     except RuntimeError as error:
         return Report(problem=describe_error(error))
@@ -212,51 +214,37 @@ def contribution(rank: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 class Collective(NamedTuple):
-    run: Callable[[torch.Tensor], torch.Tensor]
-    """This rank's input -> its output; the input may be overwritten."""
+    run: Callable[[torch.Tensor, torch.Tensor], object]
+    """(output, this rank's input)"""
     answer: Callable[[list[torch.Tensor], int], torch.Tensor]
     """(inputs of all ranks, this rank) -> the right output."""
     bus_share: Callable[[int], float]
     """Bytes over one link for each byte of the input; the convention of nccl-tests, PERFORMANCE.md."""
 
 
-def all_reduce(mine: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(mine)
-    return mine
-
-
-def reduce_scatter(mine: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(len(mine) // dist.get_world_size(), device=mine.device)
-    dist.reduce_scatter_tensor(out, mine)
-    return out
-
-
-def all_gather(mine: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(len(mine) * dist.get_world_size(), device=mine.device)
-    dist.all_gather_into_tensor(out, mine)
-    return out
-
-
-def broadcast(mine: torch.Tensor) -> torch.Tensor:
-    dist.broadcast(mine, src=dist.get_world_size() - 1)
-    return mine
-
-
-def all_to_all(mine: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(mine)
-    dist.all_to_all_single(out, mine)
-    return out
-
-
 COLLECTIVES = {
-    "all_reduce": Collective(all_reduce, lambda inputs, rank: torch.stack(inputs).sum(0), lambda n: 2 * (n - 1) / n),
-    "reduce_scatter": Collective(
-        reduce_scatter, lambda inputs, rank: torch.stack(inputs).sum(0).chunk(len(inputs))[rank], lambda n: (n - 1) / n
+    "all_reduce": Collective(
+        lambda out, mine: dist.all_reduce(out.copy_(mine)),
+        lambda inputs, rank: torch.stack(inputs).sum(0),
+        lambda n: 2 * (n - 1) / n,
     ),
-    "all_gather": Collective(all_gather, lambda inputs, rank: torch.cat(inputs), lambda n: n - 1),
-    "broadcast": Collective(broadcast, lambda inputs, rank: inputs[-1], lambda n: 1),
+    "reduce_scatter": Collective(
+        lambda out, mine: dist.reduce_scatter_tensor(out, mine),
+        lambda inputs, rank: torch.stack(inputs).sum(0).chunk(len(inputs))[rank],
+        lambda n: (n - 1) / n,
+    ),
+    "all_gather": Collective(
+        lambda out, mine: dist.all_gather_into_tensor(out, mine),
+        lambda inputs, rank: torch.cat(inputs),
+        lambda n: n - 1,
+    ),
+    "broadcast": Collective(
+        lambda out, mine: dist.broadcast(out.copy_(mine), src=dist.get_world_size() - 1),
+        lambda inputs, rank: inputs[-1],
+        lambda n: 1,
+    ),
     "all_to_all": Collective(
-        all_to_all,
+        lambda out, mine: dist.all_to_all_single(out, mine),
         lambda inputs, rank: torch.cat([given.chunk(len(inputs))[rank] for given in inputs]),
         lambda n: (n - 1) / n,
     ),

@@ -60,6 +60,8 @@ class Island:
     is_leaving: bool = False
     has_state: bool = False
     """It has the run's weights, and so may save and give them."""
+    waits_because: str = ""
+    """The reason that it has heard."""
 
     @property
     def is_whole(self) -> bool:
@@ -115,8 +117,6 @@ class Coordinator:
         self.newest_connection = -1
         self.last_of_the_past = -1
         """The newest connection when the last member left: ranks up to it may not have the newest save."""
-        self.left_waiting: tuple[Any, ...] = ()
-        """Members and waiting islands at the last look for joiners that fit."""
         self.ticked_at = 0.0
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
@@ -389,23 +389,17 @@ class Coordinator:
 
     def _that_fit(self, members: list[str], waiting: list[str]) -> list[str]:
         """Return waiting islands with which the batch can be divided. The others hear why not, and go on waiting."""
-        here = (tuple(members), tuple((name, self.islands[name].launch) for name in waiting))
-        if here == self.left_waiting:
-            return []
         fitting: list[str] = []
         while more := next(
             (n for n in waiting if n not in fitting and self._can_divide([*members, *fitting, n])), None
         ):
             fitting.append(more)
-        for name in waiting:
-            if name not in fitting:
-                reason = self._why_not([*members, *fitting, name])
-                self._tell(self.islands[name], {"kind": "waits", "reason": reason}, speaker_only=True)
-                self.log(f"{name} waits until other islands are here: {reason}")
-        self.left_waiting = (
-            tuple(sorted([*members, *fitting])),
-            tuple(one for one in here[1] if one[0] not in fitting),
-        )
+        for island in [self.islands[name] for name in waiting if name not in fitting]:
+            reason = self._why_not([*members, *fitting, island.name])
+            if reason != island.waits_because:
+                island.waits_because = reason
+                self._tell(island, {"kind": "waits", "reason": reason}, speaker_only=True)
+                self.log(f"{island.name} waits until other islands are here: {reason}")
         return fitting
 
     def _best_of(self, members: list[str]) -> list[str]:
@@ -516,7 +510,7 @@ class Coordinator:
         """Begin again without a member. Waiting islands that may not have the newest checkpoint leave."""
         reason = f"the run has ended after batch {self.batch}" if self.is_over else "no island is left"
         self.log(reason if self.is_over else f"{reason}; the next ones begin at the newest checkpoint")
-        self.scribe, self.lanes, self.left_waiting = "", {}, ()
+        self.scribe, self.lanes = "", {}
         self.last_of_the_past = self.newest_connection
         behind = [name for name, one in self.islands.items() if one.batch < self.batch or self.is_over]
         self._let_go(behind, reason)

@@ -118,7 +118,7 @@ class Ending:
     """Counts how often this process is asked to end by SIGINT or SIGTERM."""
 
     def __init__(self) -> None:
-        self.num_asked = 0
+        self.num_asked = self._num_seen = 0
 
     def __enter__(self) -> "Ending":
         self._handlers = {number: signal.signal(number, self._count) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -129,12 +129,13 @@ class Ending:
             signal.signal(number, handler)
 
     def sleep(self, seconds: float, process: psutil.Process | None = None) -> None:
-        """Sleep until the time is over, a signal comes, or the process has ended."""
-        end, num_asked = time.monotonic() + seconds, self.num_asked
-        while self.num_asked == num_asked and (left := end - time.monotonic()) > 0:
+        """Sleep until the time is over, the process has ended, or a signal comes; one since the last sleep counts."""
+        end = time.monotonic() + seconds
+        while self.num_asked == self._num_seen and (left := end - time.monotonic()) > 0:
             if process is not None and not is_running(process):
                 return
             time.sleep(min(SLEEP_SECONDS, left))
+        self._num_seen = self.num_asked
 
     def _count(self, number: int, frame: object) -> None:
         self.num_asked += 1

@@ -11,7 +11,6 @@ import torch
 from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.state import local_part
-from llmfoundry_lite.islands import exchange
 from llmfoundry_lite.islands.exchange import HEADING, MAGIC, Exchange
 from llmfoundry_lite.training import islands
 
@@ -131,25 +130,3 @@ class Rest(Callback):
     def batch_checkpoint(self, state, logger):
         if int(state.timestamp.batch) == self.batch:
             time.sleep(self.seconds)
-
-
-class Toil(Callback):
-    """In one batch this host takes so long to gather its gradients, and again to add up all islands'."""
-
-    def __init__(self, batch: int, seconds: float):
-        self.batch, self.seconds = batch, seconds
-
-    def batch_start(self, state, logger):
-        if int(state.timestamp.batch) + 1 == self.batch:
-            for module, name in ((exchange, "_gather"), (islands, "sum_weighted")):
-                setattr(module, name, self._late(module, name))
-
-    def _late(self, module, name):
-        work = getattr(module, name)
-
-        def call(*arguments):
-            setattr(module, name, work)  # once
-            time.sleep(self.seconds)
-            return work(*arguments)
-
-        return call

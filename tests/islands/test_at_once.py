@@ -3,7 +3,6 @@
 import signal
 import socket
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.islands.messages import format_address
 from tests.helpers.launch import free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
-from tests.islands.world import coordination, island, line_to, metrics, metrics_path, together
+from tests.islands.world import coordination, island, islands, line_to, metrics, metrics_path, together
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -36,10 +35,7 @@ def check_is_one_run(records, alone, tolerance=1e-5):
 def test_two_islands_train_one_run_and_one_saves(tmp_path, data, alone):
     """Ranks of a have addresses of their own, as on several hosts."""
     with coordination(tmp_path) as running:
-        for launch in together(
-            partial(island, tmp_path, data, running, "a", 2, islands={"address": "127.0.0.1${oc.env:RANK}"}),
-            partial(island, tmp_path, data, running, "b", 1),
-        ):
+        for launch in islands(tmp_path, data, running, a=(2, {"islands": {"address": "127.0.0.1${oc.env:RANK}"}}), b=1):
             launch.check()
             assert "islands: waiting until as many are here" in launch.output
         running.wait_for("the run has ended after batch 10")
@@ -70,7 +66,7 @@ def test_an_island_dies_with_half_its_gradient_sent_and_comes_back(tmp_path, dat
             running.wait_for("b is here", times=2)
             gate.touch()
 
-        first, second, _ = together(partial(island, tmp_path, data, running, "a", 2, callbacks=hold), twice, open_gate)
+        first, second, _ = islands(tmp_path, data, running, twice, open_gate, a=(2, {"callbacks": hold}))
         assert "batch 4 is repeated: without b" in running.lines
     first.check()
     second.check()
@@ -94,10 +90,7 @@ def test_where_shares_never_change_links_that_were_cut_leave_every_digit_as_it_w
         folder.mkdir()
         changes = {"global_train_batch_size": 2, "callbacks": callbacks}
         with coordination(folder) as running:
-            for launch in together(
-                partial(island, folder, data, running, "a", 1, **changes),
-                partial(island, folder, data, running, "b", 1, **{**changes, "callbacks": {}}),
-            ):
+            for launch in islands(folder, data, running, a=(1, changes), b=(1, changes | {"callbacks": {}})):
                 launch.check()
         found.append(metrics(folder, "a"))
     assert found[1][-1]["islands/repeats"] >= 3
@@ -113,10 +106,7 @@ def test_the_first_island_starts_the_coordinator_which_ends_when_nobody_is_left(
     where = format_address((host, port))
     changes = {"islands": {"begin_with": 2, "coordinator": where, "address": host}}
     nobody: Any = SimpleNamespace(port=port)
-    for launch in together(
-        partial(island, tmp_path, data, nobody, "a", 2, **changes),
-        partial(island, tmp_path, data, nobody, "b", 1, **changes),
-    ):
+    for launch in islands(tmp_path, data, nobody, a=(2, changes), b=(1, changes)):
         launch.check()
     said = [tmp_path / f"runs/run/{name}/coordinator.txt" for name in ("a", "b")]
     assert sum("epoch 1, batch 1" in path.read_text() for path in said if path.exists()) == 1
@@ -134,9 +124,12 @@ def test_a_coordinator_that_cannot_start_here_is_said(tmp_path, data):
 
 def test_the_lease_moves_when_the_island_that_saves_dies(tmp_path, data, alone):
     with coordination(tmp_path) as running:
-        dead, last = together(
-            partial(island, tmp_path, data, running, "a", 2, callbacks=kill(4, rank=1), save_interval="2ba"),
-            partial(island, tmp_path, data, running, "b", 1, save_interval="2ba"),
+        dead, last = islands(
+            tmp_path,
+            data,
+            running,
+            a=(2, {"callbacks": kill(4, rank=1), "save_interval": "2ba"}),
+            b=(1, {"save_interval": "2ba"}),
         )
     assert -9 in dead.exit_codes
     last.check()
@@ -165,18 +158,12 @@ def test_without_the_coordinator_one_saves_all_leave_and_the_next_launches_carry
             running.send(number)
             gate.touch()
 
-        first, second, _ = together(
-            partial(island, tmp_path, data, running, "a", 2, callbacks=hold("a")),
-            partial(island, tmp_path, data, running, "b", 1, callbacks=hold("b")),
-            end,
-        )
+        held = {"a": (2, {"callbacks": hold("a")}), "b": (1, {"callbacks": hold("b")})}
+        first, second, _ = islands(tmp_path, data, running, end, **held)
     assert {*first.exit_codes, *second.exit_codes} == {75}
     assert f"{words} after batch 4, saved as ba4; run the same command again" in first.output
     with coordination(tmp_path) as running:
-        for launch in together(
-            partial(island, tmp_path, data, running, "a", 1, autoresume=True),
-            partial(island, tmp_path, data, running, "b", 2, autoresume=True),
-        ):
+        for launch in islands(tmp_path, data, running, a=(1, {"autoresume": True}), b=(2, {"autoresume": True})):
             launch.check()
     check_is_one_run(metrics(tmp_path, "a"), alone)
 
@@ -214,7 +201,7 @@ def test_an_island_that_saves_and_alone_loses_the_coordinator_does_not_take_the_
             gates["a"].touch()
 
         held = changes("b", 14 if after else 8)
-        left, last, _ = together(leave, partial(island, tmp_path, data, running, "b", 1, **held), cut)
+        last, left, _ = islands(tmp_path, data, running, leave, cut, b=(1, held))
     assert left.exit_codes == [75]
     assert f"the coordinator is silent after batch {last_batch}, another island saves" in left.output
     last.check()
@@ -241,12 +228,8 @@ def test_an_island_dies_with_half_the_state_streamed_and_the_others_carry_on(tmp
             gate.touch()
 
         giving = {**hold(4), **(die if way == "give" else {})}
-        a, b, c, _ = together(
-            partial(island, tmp_path, data, running, "a", 2, callbacks=giving),
-            join,
-            partial(island, tmp_path, data, running, "c", 1, callbacks=hold(4)),
-            open_gate,
-        )
+        there = {"a": (2, {"callbacks": giving}), "c": (1, {"callbacks": hold(4)})}
+        a, c, b, _ = islands(tmp_path, data, running, join, open_gate, **there)
     if way == "give":
         assert -9 in a.exit_codes and b.exit_codes == [75]
         assert "left the run: a could not give its state; run the same command again" in b.output
@@ -280,10 +263,7 @@ def test_an_island_that_waits_for_others_leaves_as_soon_as_it_is_asked_to(tmp_pa
 
 def test_an_island_that_is_asked_to_leave_does_and_the_other_carries_on(tmp_path, data, alone):
     with coordination(tmp_path) as running:
-        asked, last = together(
-            partial(island, tmp_path, data, running, "a", 2, callbacks=kill(4, number=int(signal.SIGTERM))),
-            partial(island, tmp_path, data, running, "b", 1),
-        )
+        asked, last = islands(tmp_path, data, running, a=(2, {"callbacks": kill(4, number=int(signal.SIGTERM))}), b=1)
     assert asked.exit_codes == [75, 75]
     assert "the other islands carry on" in asked.output
     last.check()
@@ -291,27 +271,10 @@ def test_an_island_that_is_asked_to_leave_does_and_the_other_carries_on(tmp_path
     assert "is repeated" not in running.lines
 
 
-def test_a_host_that_toils_for_longer_than_a_link_may_be_silent_is_not_a_dead_link(tmp_path, data, alone):
-    """As one that gathers and adds up the gradients of a large model."""
-    toil = {"python:tests.islands.faults:Toil": {"batch": 3, "seconds": 5.0}}
-    with coordination(tmp_path, silence=2.0) as running:
-        for launch in together(
-            partial(island, tmp_path, data, running, "a", 2),
-            partial(island, tmp_path, data, running, "b", 1, callbacks=toil),
-        ):
-            launch.check()
-        assert "batch 3 is repeated" not in running.lines, running.lines
-    check_is_one_run(metrics(tmp_path, "b"), alone)
-    assert metrics(tmp_path, "b")[2]["islands/exchange_seconds"] > 10
-
-
 def test_an_evaluation_or_a_save_says_nothing_of_an_island_s_pace(tmp_path, data):
     rest = {"python:tests.islands.faults:Rest": {"batch": 4, "seconds": 6.0}}
     with coordination(tmp_path) as running:
-        for launch in together(
-            partial(island, tmp_path, data, running, "a", 1),
-            partial(island, tmp_path, data, running, "b", 1, callbacks=rest),
-        ):
+        for launch in islands(tmp_path, data, running, a=1, b=(1, {"callbacks": rest})):
             launch.check()
     assert "is repeated" not in running.lines, running.lines
     assert metrics(tmp_path, "b")[4]["islands/compute_seconds"] < 5
@@ -324,10 +287,7 @@ def test_an_island_whose_rows_are_all_padding_takes_part(tmp_path):
     changes = {"train_loader__drop_last": False, "train_loader__dataset__shuffle": False, "max_duration": "5ba"}
     train([write_config(tmp_path / "alone.yaml", tiny_config(data, run_name="alone", **changes))], tmp_path, 1).check()
     with coordination(tmp_path) as running:
-        for launch in together(
-            partial(island, tmp_path, data, running, "a", 1, **changes),
-            partial(island, tmp_path, data, running, "b", 1, **changes),
-        ):
+        for launch in islands(tmp_path, data, running, a=(1, changes), b=(1, changes)):
             launch.check()
     assert "is repeated" not in running.lines, running.lines
     check_is_one_run(metrics(tmp_path, "b"), read_metrics(tmp_path / "runs/alone"))
@@ -336,9 +296,12 @@ def test_an_island_whose_rows_are_all_padding_takes_part(tmp_path):
 def test_weights_that_have_drifted_are_found_and_replaced(tmp_path, data, alone):
     drift = {"python:tests.islands.faults:Drift": {"batch": 3}}
     with coordination(tmp_path) as running:
-        for launch in together(
-            partial(island, tmp_path, data, running, "a", 2, islands={"check_weights_every": 1}),
-            partial(island, tmp_path, data, running, "b", 1, islands={"check_weights_every": 1}, callbacks=drift),
+        for launch in islands(
+            tmp_path,
+            data,
+            running,
+            a=(2, {"islands": {"check_weights_every": 1}}),
+            b=(1, {"islands": {"check_weights_every": 1}, "callbacks": drift}),
         ):
             launch.check()
         assert "batch 4: other weights than a's on b" in running.lines
@@ -372,11 +335,8 @@ def test_where_those_left_cannot_divide_the_batch_one_carries_on_and_the_other_l
     """Six rows: islands of 2, 3 and 1 ranks can divide them, those of 2 and 3 cannot."""
     changes = {"global_train_batch_size": 6}
     with coordination(tmp_path, num_islands=3) as running:
-        first, second, dead = together(
-            partial(island, tmp_path, data, running, "a", 2, **changes),
-            partial(island, tmp_path, data, running, "b", 3, **changes),
-            partial(island, tmp_path, data, running, "c", 1, callbacks=kill(4), **changes),
-        )
+        dies = {"callbacks": kill(4), **changes}
+        first, second, dead = islands(tmp_path, data, running, a=(2, changes), b=(3, changes), c=(1, dies))
     assert dead.exit_codes == [-9]
     left, carried_on = (first, second) if 75 in first.exit_codes else (second, first)
     carried_on.check()

@@ -6,6 +6,7 @@ import pytest
 
 from llmfoundry_lite.islands.coordinator import BATCHES_BETWEEN_MOVES, Coordinator
 from llmfoundry_lite.islands.messages import BadMessageError
+from tests.islands.world import HELLO, PREPARED
 
 ROWS = 8
 
@@ -33,9 +34,7 @@ class Play:
         return number
 
     def hello(self, name, **facts):
-        hello = {"kind": "hello", "island": name, "launch": "1", "rank": 0, "size": 1, "address": ["127.0.0.1", 1]}
-        hello |= {"boxes": {}, "fingerprints": {"seed": "17"}, "machine": {}}
-        return hello | {"batch": 0, "rows": self.rows, "microbatch": 1, "weight": 1.0} | facts
+        return {"kind": "hello", **HELLO, "island": name, "boxes": {}, "rows": self.rows, **facts}
 
     def number(self, name, rank=0):
         return max(n for n, (other, _, r) in self.numbers.items() if (other, r) == (name, rank))
@@ -49,19 +48,11 @@ class Play:
     def last(self, name, rank=0):
         return self.heard[name, rank][-1]
 
-    def prepare(self, name, *, ok=True, weight=100, seconds=1.0, loss=1.0, digest=1, norm=1.0, **changes):
-        report = {"kind": "prepared", "epoch": self.coordinator.epoch, "batch": self.coordinator.batch, "ok": ok}
-        report |= {"weight": weight, "samples": len(self.coordinator.lanes[name]), "tokens": weight, "losses": weight}
-        report |= {
-            "digest": digest,
-            "loss": loss,
-            "norm": norm,
-            "bad": 0,
-            "seconds": seconds,
-            "leaving": False,
-            "weights": "",
-        }
-        self.coordinator.receive(self.number(name), {**report, **changes}, self.now)
+    def prepare(self, name, *, weight=100, **changes):
+        here = self.coordinator
+        report = {**PREPARED, "epoch": here.epoch, "batch": here.batch, "samples": len(here.lanes[name])}
+        report |= {"weight": weight, "tokens": weight, "losses": weight, **changes}
+        here.receive(self.number(name), report, self.now)
         self.listen()
 
     def batch(self, **seconds):
@@ -142,25 +133,17 @@ def test_a_batch_counts_when_all_have_prepared_it(play):
     assert play.last("a", 1)["kind"] == "view", "other ranks are told by their own"
 
 
-def test_an_exchange_that_failed_for_one_fails_for_all(play):
-    play.prepare("a", ok=False)
-    play.prepare("b")
-    for who in (("a", 0), ("a", 1), ("b", 0)):
-        view = play.heard[who][-1]
-        assert view["kind"] == "view" and view["epoch"] == 2 and view["batch"] == 0
-    play.batch()
-    assert play.last("b")["kind"] == "commit"
-
-
-def test_a_batch_that_counts_ends_a_row_of_failures(play):
+def test_an_exchange_that_failed_for_one_fails_for_all_and_a_batch_that_counts_ends_a_row_of_failures(play):
     """Long after, one more exchange that fails is the first of another row, and evicts nobody."""
-    play.prepare("a", ok=False)
-    play.prepare("b")
-    play.batch()
-    play.now += 1000.0
-    play.prepare("a", ok=False)
-    play.prepare("b")
-    assert play.coordinator.members == ["a", "b"] and play.last("b")["kind"] == "view"
+    for number in (1, 2):
+        play.prepare("a", ok=False)
+        play.prepare("b")
+        for who in (("a", 0), ("a", 1), ("b", 0)):
+            view = play.heard[who][-1]
+            assert view["kind"] == "view" and view["epoch"] == number + 1 and view["batch"] == number - 1
+        play.batch()
+        assert play.last("b")["kind"] == "commit" and play.coordinator.members == ["a", "b"]
+        play.now += 1000.0
 
 
 def test_what_belongs_to_an_earlier_epoch_is_not_counted(play):
@@ -273,14 +256,20 @@ def test_a_link_that_is_dead_while_both_ends_live_repeats_the_batch_then_evicts_
     assert play.coordinator.members == ["a"] and play.now <= 10
 
 
-def test_a_link_that_is_cut_again_and_again_costs_the_smaller_island_its_place(play):
-    for _ in range(30):
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_link_that_is_cut_again_and_again_costs_the_smaller_island_its_place(play, is_alone):
+    """An island alone, whose batches fail, leaves too."""
+    if is_alone:
+        play.lose("b")
+    failing = "a" if is_alone else "b"
+    for _ in range(40):
         play.wait(0.25)
         for name in list(play.coordinator.members):
-            play.beat(name, 0)
-            play.beat(name, play.coordinator.islands[name].size - 1)
-            play.prepare(name, ok=name != "b")
-    assert play.coordinator.members == ["a"] and play.coordinator.batch > 0
+            for rank in range(play.coordinator.islands[name].size):
+                play.beat(name, rank)
+            play.prepare(name, ok=name != failing)
+    assert play.coordinator.members == ([] if is_alone else ["a"])
+    assert is_alone or play.coordinator.batch > 0
 
 
 def test_slow_links_are_not_dead(play):
@@ -301,12 +290,16 @@ def test_rows_move_with_what_is_measured_and_not_at_every_batch(play):
     assert play.coordinator.epoch == epoch
 
 
-def test_islands_of_two_runs_are_refused(play):
-    play.come("c", fingerprints={"seed": "18"})
-    assert play.last("c") == {
-        "kind": "refused",
-        "reason": "c and a differ in seed; islands train one run",
-    }
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"fingerprints": {"seed": "18"}}, "c and a differ in seed; islands train one run"),
+        ({"boxes": {"w": [[0, 0], [2, 2]]}}, "c and a differ in their parameters; islands train one run"),
+    ],
+)
+def test_islands_of_two_runs_are_refused(play, facts, reason):
+    play.come("c", **facts)
+    assert play.last("c") == {"kind": "refused", "reason": reason}
     play.batch()
     assert play.coordinator.members == ["a", "b"]
 
@@ -469,11 +462,6 @@ def test_ranks_of_an_island_that_differ_in_rows_are_refused():
     assert play.last("a")["reason"] == "a: its ranks differ in their configuration"
 
 
-def test_islands_of_unlike_tensors_are_refused(play):
-    play.come("c", boxes={"w": [[0, 0], [2, 2]]})
-    assert play.last("c")["reason"] == "c and a differ in their parameters; islands train one run"
-
-
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_an_island_on_another_host_that_listens_on_loopback_is_refused(order):
     """The address that an island has when it says none."""
@@ -520,21 +508,11 @@ def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
 @pytest.mark.parametrize(
     "change",
     [
-        {"rank": 2},
-        {"rows": 0},
+        *({"rank": 2}, {"rows": 0}, {"size": "2"}, {"size": 10**30}, {"batch": -1}, {"launch": ""}),
         *({"weight": weight} for weight in (-1.0, 0, float("inf"), float("nan"), 1e-300, 10**400)),
-        {"size": "2"},
-        {"size": 10**30},
-        {"boxes": []},
-        {"boxes": {"w": [[0], [1, 2]]}},
-        {"boxes": {"w": 3}},
-        {"address": ["h"]},
-        {"address": [7070, "h"]},
-        {"address": ["a-name", 7070]},
-        {"address": ["127.0.0.1", 70000]},
-        {"batch": -1},
+        *({"boxes": boxes} for boxes in ([], {"w": [[0], [1, 2]]}, {"w": 3})),
+        *({"address": address} for address in (["h"], [7070, "h"], ["a-name", 7070], ["127.0.0.1", 70000])),
         {"island": "c\nbatch 3 is repeated"},
-        {"launch": ""},
     ],
 )
 def test_a_malformed_hello_changes_nothing(play, change):
@@ -555,17 +533,6 @@ def test_a_time_that_cannot_be_moves_no_rows(play, seconds):
     for _ in range(BATCHES_BETWEEN_MOVES + 1):
         play.batch(a=seconds)
     assert play.coordinator.epoch == 1 and play.coordinator.batch == BATCHES_BETWEEN_MOVES + 1
-
-
-def test_an_island_alone_whose_batches_fail_again_and_again_leaves(play):
-    play.lose("b")
-    for _ in range(40):
-        play.wait(0.25)
-        for rank in (0, 1):
-            play.beat("a", rank)
-        if play.coordinator.members:
-            play.prepare("a", ok=False)
-    assert not play.coordinator.members and play.last("a")["kind"] == "evicted"
 
 
 @pytest.mark.parametrize("seed", range(20))

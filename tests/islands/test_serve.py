@@ -21,43 +21,11 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.islands import member, serve
 from llmfoundry_lite.islands.coordinator import Coordinator
 from llmfoundry_lite.islands.member import Lost, Member
-from llmfoundry_lite.islands.messages import HEADER, TOKEN, dial, greet, pack, receive, welcome
+from llmfoundry_lite.islands.messages import HEADER, TOKEN, dial, greet, pack, receive, unpack, welcome
 from tests.helpers.launch import free_port
-from tests.islands.world import SECRET, coordination, line_to
+from tests.islands.world import HELLO, PREPARED, SECRET, coordination, line_to
 
 in_a_process = pytest.mark.slow
-
-HELLO = {
-    "island": "a",
-    "launch": "1",
-    "rank": 0,
-    "size": 1,
-    "address": ["127.0.0.1", 1],
-    "boxes": {"w": [[0], [2]]},
-    "fingerprints": {"seed": "17"},
-    "machine": {},
-    "batch": 0,
-    "rows": 8,
-    "microbatch": 1,
-    "weight": 1.0,
-}
-PREPARED = {
-    "kind": "prepared",
-    "epoch": 1,
-    "batch": 0,
-    "ok": True,
-    "leaving": False,
-    "bad": 0,
-    "seconds": 1.0,
-    "weight": 8,
-    "samples": 8,
-    "tokens": 8,
-    "losses": 8,
-    "digest": 1,
-    "loss": 1.0,
-    "norm": 1.0,
-    "weights": "",
-}
 
 
 @pytest.fixture
@@ -190,48 +158,40 @@ def unstarted(num_founders=1):
     return serve.Server(SECRET.encode(), Coordinator(num_founders, 4.0), handles_signals=False)
 
 
-def test_a_stranger_that_says_nothing_is_closed(monkeypatch):
-    monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 0.01)
-    assert len(attend(unstarted())) == 1  # its own question
-
-
-def test_a_stranger_may_not_announce_a_long_message(capsys):
-    attend(unstarted(), HEADER.pack(serve.MAX_STRANGER_BYTES + 1))
-    assert f"at most {serve.MAX_STRANGER_BYTES} are allowed" in capsys.readouterr().out
-
-
-def test_a_stranger_without_the_token_is_greeted_by_nobody(capsys):
-    server = unstarted()
-    server.coordinator.greet = lambda number: pytest.fail("greeted")  # type: ignore[method-assign]
-    attend(server, pack({"kind": "answer", "challenge": "c", "proof": "0" * 64}))
-    assert "the other end does not know the token" in capsys.readouterr().out
-
-
-def test_the_coordinator_hears_of_every_connection_that_ends(monkeypatch):
-    monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 0.01)
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b"", ""),
+        (HEADER.pack(serve.MAX_STRANGER_BYTES + 1), f"at most {serve.MAX_STRANGER_BYTES} are allowed"),
+        (
+            pack({"kind": "answer", "challenge": "c", "proof": "0" * 64}),
+            "the other end does not know the token",
+        ),
+    ],
+)
+def test_a_stranger_is_closed_greeted_by_nobody_and_the_coordinator_hears_of_its_end(said, words, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 0.05)
     server, lost = unstarted(), []
+    server.coordinator.greet = lambda number: pytest.fail("greeted")  # type: ignore[method-assign]
     server.coordinator.lose = lambda number: lost.append(number)  # type: ignore[method-assign]
-    attend(server)
+    assert len(attend(server, said)) == 1  # its own question
+    assert words in capsys.readouterr().out
     assert lost == [0] and not server.attended
 
 
-@pytest.mark.parametrize(("waiting_bytes", "beats"), [(0, 1), (1, 0)])
-def test_who_does_not_read_gets_no_further_beat(waiting_bytes, beats):
-    server, written = unstarted(), []
-    transport = SimpleNamespace(get_write_buffer_size=lambda: waiting_bytes)
-    server.writers[0] = cast(Any, SimpleNamespace(transport=transport, write=written.append))
-    server.beat()
-    assert len(written) == beats
-
-
-@pytest.mark.parametrize(("waiting_bytes", "is_written"), [(serve.LONGEST_BACKLOG, True), (1 << 29, False)])
-def test_who_has_not_read_for_long_is_cut_off(waiting_bytes, is_written):
+@pytest.mark.parametrize(
+    ("waiting_bytes", "expected"),
+    [(0, ["beat", "view"]), (serve.LONGEST_BACKLOG, ["view"]), (serve.LONGEST_BACKLOG + 1, ["cut off"])],
+)
+def test_who_does_not_read_gets_no_beat_and_at_last_is_cut_off(waiting_bytes, expected):
     server, said = unstarted(), []
     transport = SimpleNamespace(get_write_buffer_size=lambda: waiting_bytes, abort=lambda: said.append("cut off"))
-    server.writers[0] = cast(Any, SimpleNamespace(transport=transport, write=lambda raw: said.append("written")))
+    write = lambda raw: said.append(unpack(raw[HEADER.size :])["kind"])  # noqa: E731
+    server.writers[0] = cast(Any, SimpleNamespace(transport=transport, write=write))
+    server.beat()
     server.coordinator.outbox = [(0, {"kind": "view"})]
     server.deliver()
-    assert said == ["written" if is_written else "cut off"]
+    assert said == expected
 
 
 @contextmanager

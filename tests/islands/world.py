@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from tests.helpers.launch import Launch, free_port, train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config
 
 SECRET = "a-secret-of-this-test"
+HELLO = {"island": "a", "launch": "1", "rank": 0, "size": 1, "address": ["127.0.0.1", 1], "boxes": {"w": [[0], [2]]}}
+HELLO |= {"fingerprints": {"seed": "17"}, "machine": {}, "batch": 0, "rows": 8, "microbatch": 1, "weight": 1.0}
+PREPARED = {"kind": "prepared", "epoch": 1, "batch": 0, "ok": True, "leaving": False, "bad": 0, "seconds": 1.0}
+PREPARED |= {"weight": 8, "samples": 8, "tokens": 8, "losses": 8, "digest": 1, "loss": 1.0, "norm": 1.0, "weights": ""}
 _processes = multiprocessing.get_context("forkserver")
 
 
@@ -154,10 +159,19 @@ def island(folder: Path, data: Path, running: Coordination, name: str, num_ranks
     return train([path], folder, num_ranks, env=env, timeout_seconds=240)
 
 
-def together(*launches: Any) -> list[Launch]:
-    """Each a function that returns a Launch; all at once."""
+def together(*launches: Any) -> list[Any]:
+    """The results of functions, most of which return a Launch; all run at once."""
     with ThreadPoolExecutor(len(launches)) as pool:
         return [future.result() for future in [pool.submit(launch) for launch in launches]]
+
+
+def islands(folder: Path, data: Path, running: Any, *others: Any, **ranks: Any) -> list[Any]:
+    """Islands at once, `name=ranks` or `name=(ranks, changes)`, and other functions."""
+    launches = []
+    for name, given in ranks.items():
+        num_ranks, changes = given if isinstance(given, tuple) else (given, {})
+        launches.append(partial(island, folder, data, running, name, num_ranks, **changes))
+    return together(*launches, *others)
 
 
 def metrics_path(folder: Path, name: str) -> Path:

@@ -74,19 +74,9 @@ def launched(tmp_path):
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [
-        ((0, 0), 0),
-        ((0, 75), 75),
-        ((1, 75, -9), 75),
-        ((1, 2, 75), 2),
-        ((-15, 0), 1),
-        ((130, 1), 130),
-        ((1, 3), 1),
-        ((1, 74), 74),
-        ((74, 71, 1), 71),
-        ((74, 75), 75),
-        ((74, 2), 2),
+        *(((0, 0), 0), ((0, 75), 75), ((1, 75, -9), 75), ((1, 2, 75), 2), ((-15, 0), 1), ((130, 1), 130), ((1, 3), 1)),
+        *(((1, 74), 74), ((74, 71, 1), 71), ((74, 75), 75), ((74, 2), 2)),
     ],
-    ids=lambda value: str(value).replace(" ", ""),
 )
 def test_a_launch_has_one_exit_code_of_its_ranks(codes, expected):
     assert verdict(codes) == expected
@@ -119,12 +109,6 @@ def test_a_rank_that_dies_takes_all_to_the_next_try_which_carries_on(launched, e
     assert (run.logs / "began-0.2").read_text().endswith("autoresume=true")
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(launched):
-    code, _, words = launched(2, 0, "0.0=wait", "1.0=kill:35").end()
-    assert code == 1
-    assert words.startswith("launcher: rank 1 was killed by signal 35; the end of ")
-
-
 @pytest.mark.parametrize("closed", ["2>/dev/full", "<&- >&- 2>&-"])
 def test_ranks_start_again_though_nobody_hears_of_it(closed, tmp_path):
     command = [sys.executable, "-m", "tests.launch.program", str(tmp_path), "2", "1", "json", "1.0=kill:SIGKILL"]
@@ -133,11 +117,17 @@ def test_ranks_start_again_though_nobody_hears_of_it(closed, tmp_path):
     assert (tmp_path / "rank1.txt").read_text() == "rank 1 of 2 speaks, try 0\nrank 1 of 2 speaks, try 1\n"
 
 
-def test_when_no_try_is_left_it_says_what_the_culprit_said(launched):
-    code, _, words = launched(2, 0, "0.0=wait", "1.0=raise:no such lamp").end()
+@pytest.mark.parametrize(
+    ("end", "how", "last"),
+    [
+        ("raise:no such lamp", "left with exit code 1", "  RuntimeError: no such lamp"),
+        ("kill:35", "was killed by signal 35", "  rank 1 of 2 speaks, try 0"),  # a signal without a name
+    ],
+)
+def test_when_no_try_is_left_it_says_what_the_culprit_said(launched, end, how, last):
+    code, _, words = launched(2, 0, "0.0=wait", f"1.0={end}").end()
     assert code == 1
-    assert words.startswith("launcher: rank 1 left with exit code 1; the end of ")
-    assert words.splitlines()[-1] == "  RuntimeError: no such lamp"
+    assert words.startswith(f"launcher: rank 1 {how}; the end of ") and words.splitlines()[-1] == last
 
 
 def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
@@ -303,14 +293,6 @@ def test_a_server_that_ends_before_it_has_a_rank_is_a_failed_try(launched):
     ]
 
 
-def test_a_channel_that_ends_is_enough_to_know_that_the_server_has(tmp_path):
-    mine, its = open_channel()
-    its.close()
-    ranks = world.World(mine, lambda: False, 2)
-    ranks.start([], {}, tmp_path)
-    assert ranks.wait() == world.Outcome(1, "the process that starts the ranks has ended")
-
-
 @pytest.mark.parametrize(
     ("environment", "name"),
     [
@@ -349,20 +331,13 @@ def test_progress_ends_the_backing_off_of_ranks_that_die():
     assert tried.after(7, 7, 8, is_transient=False) == [0.0, 1.0, 0.0]
 
 
-def test_faults_that_may_pass_are_waited_for_with_a_time_and_are_no_restarts():
+def test_transient_faults_are_waited_for_with_a_time_are_no_restarts_and_progress_begins_that_time_anew():
     tried = Tried(max_restarts=0, retry_seconds=60.0)
     assert tried.after(*[0] * 7, is_transient=True) == [1.0, 2.0, 5.0, 10.0, 30.0, 12.0, None]
     assert tried.restarts.num_restarts == 0 and not tried.restarts.has_progressed
-
-
-def test_progress_begins_the_time_for_faults_that_may_pass_anew():
     tried = Tried(retry_seconds=8.0)
     assert tried.after(0, 0, 0, is_transient=True) == [1.0, 2.0, 5.0]
-    assert tried.after(4, is_transient=True) == [1.0]
-    assert tried.after(4, 4, 4, 4, is_transient=True) == [2.0, 5.0, None, None]
-
-
-def test_no_time_for_faults_that_may_pass_is_no_try():
+    assert tried.after(*[4] * 5, is_transient=True) == [1.0, 2.0, 5.0, None, None]
     assert Tried(retry_seconds=0.0).after(0, is_transient=True) == [None]
 
 

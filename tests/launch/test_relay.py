@@ -63,6 +63,13 @@ def begin() -> subprocess.Popen[Any]:
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
 
 
+def ask_to_leave(process: subprocess.Popen[Any], number: int = signal.SIGTERM) -> str:
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75, output
+    return output
+
+
 def wait_for(condition):
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (found := condition()):
@@ -201,10 +208,8 @@ def test_a_launch_into_another_run_folder_is_noticed(capsys):
     write({"a": f"{TRAINER}-elsewhere 10"}, rest="3s")
     process = begin()
     wait_for(lambda: legs() and legs()[0].over)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    output = ask_to_leave(process, signal.SIGINT)
     assert "exit code 0, but this launch has written no status.json here; is `run` its run folder?" in output
-    assert process.returncode == 75
 
 
 def test_saves_in_another_folder_are_noticed():
@@ -293,9 +298,7 @@ def test_one_relay_moves_a_run_and_its_lock_ends_with_it():
     third = begin()
     said: Any = third.stdout
     wait_for(lambda: "waiting for it" in said.readline())
-    third.send_signal(signal.SIGTERM)
-    output, _ = third.communicate(timeout=DEADLINE_SECONDS)
-    assert third.returncode == 75, output
+    ask_to_leave(third)
     assert legs()[0].ended == "preempted" and len(legs()) == 1
 
 
@@ -307,17 +310,6 @@ def test_a_relay_that_was_killed_before_its_launch_had_begun_goes_on():
     assert spans() == [("b", 0, 0, "lost"), ("a", 0, 10, "done")]
 
 
-@pytest.mark.fault
-def test_a_launch_by_exec_is_asked_to_leave_too():
-    write({"a": SLOW.replace("PYTHONPATH", "exec env PYTHONPATH", 1)})
-    process = begin()
-    wait_for(batches)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 75, output
-    assert [(leg.ended, leg.code, leg.to_batch) for leg in legs()] == [("preempted", 75, batches()[-1])]
-
-
 def test_a_relay_that_nobody_listens_to_goes_on():
     """Ctrl-C ends `| tee` before the place has saved."""
     write({"a": f"{TRAINER} 10"})
@@ -327,17 +319,20 @@ def test_a_relay_that_nobody_listens_to_goes_on():
     assert spans() == [("a", 0, 10, "done")]
 
 
-@pytest.mark.parametrize("leave", [None, pytest.param("kill -TERM $(cat pid)", marks=pytest.mark.slow)])
-def test_a_relay_that_is_asked_to_leave_asks_its_place_and_waits_for_the_save(leave):
-    launch = f"echo $$ > pid; exec env {SLOW}" if leave else SLOW
-    launch = f"sh -c '{launch} {{arguments}}'" if leave else launch
-    write({"a": {"launch": launch, **({"leave": leave} if leave else {})}})
+LEAVE = {"launch": f"sh -c 'echo $$ > pid; exec env {SLOW} {{arguments}}'", "leave": "kill -TERM $(cat pid)"}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "place",
+    [SLOW, SLOW.replace("PYTHONPATH", "exec env PYTHONPATH", 1), pytest.param(LEAVE, marks=pytest.mark.slow)],
+    ids=["command", "exec", "leave"],
+)
+def test_a_relay_that_is_asked_to_leave_asks_its_place_and_waits_for_the_save(place):
+    write({"a": place})
     process = begin()
     wait_for(batches)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 75, output
-    assert output.endswith("relay: asked to leave; start the relay again to carry on\n")
+    assert ask_to_leave(process).endswith("relay: asked to leave; start the relay again to carry on\n")
     (leg,) = legs()
     assert (leg.ended, leg.code, leg.to_batch) == ("preempted", 75, batches()[-1])
 
@@ -356,8 +351,7 @@ def test_ranks_that_outlive_their_launcher_are_asked_to_leave_before_the_next_pl
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     first = legs()[0]
     assert (first.ended, first.code, first.to_batch) == ("preempted", 137, batches()[-1])
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=DEADLINE_SECONDS)
+    ask_to_leave(process)
 
 
 @pytest.mark.fault
@@ -391,28 +385,26 @@ def test_a_launch_elsewhere_that_has_fallen_silent_is_given_up():
     assert [(leg.place, leg.ended) for leg in legs()] == [("far", "failed"), ("here", "done")]
 
 
-def test_a_launch_that_a_relay_on_another_machine_began_is_waited_for_and_not_asked_to_leave():
-    begin_leg("far", host="another")
-    running = {"status": "running", "batch": 3, "reason": None}
-    Path("1.json").write_text(json.dumps(running))
-    Path("2.json").write_text(json.dumps(PREEMPTED))
-    looks = "n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n; cat $((n < 2 ? 1 : 2)).json"
-    far = {"launch": "true", "leave": "touch asked", "status": looks}
-    assert relay({"far": far, "here": f"{TRAINER} 10"}) == 0
-    assert [(leg.place, leg.ended) for leg in legs()] == [("far", "preempted"), ("here", "done")]
-    assert not Path("asked").exists()
+RUNNING = {"status": "running", "batch": 3, "reason": None}
+
+
+def far_place(*answers: Any, **more: str) -> dict[str, str]:
+    """A place whose status.json says one thing after another; the last one stays."""
+    for number, answer in enumerate(answers):
+        Path(f"{number}.json").write_text(json.dumps(answer) if answer else "")
+    last = len(answers) - 1
+    looks = f"n=$(cat n 2>/dev/null || echo -1); n=$((n < {last} ? n + 1 : {last})); echo $n > n; cat $n.json"
+    return {"launch": "true", "leave": "touch asked", "status": looks, **more}
 
 
 @pytest.mark.fault
-def test_a_launch_that_has_not_yet_written_its_status_is_waited_for_by_a_relay_on_another_machine():
-    """It imports and reads data for minutes. A second launch would begin beside it."""
+@pytest.mark.parametrize("answers", [(RUNNING, PREEMPTED), ("", RUNNING, PREEMPTED)])
+def test_a_launch_that_a_relay_on_another_machine_began_is_waited_for_and_not_asked_to_leave(answers):
+    """Also one that has not yet written its status: it imports and reads data for minutes."""
     begin_leg("far", host="another")
-    answers = {1: "", 2: {"status": "running", "batch": 3, "reason": None}, 3: PREEMPTED}
-    for number, answer in answers.items():
-        Path(f"{number}.json").write_text(json.dumps(answer))
-    looks = "n=$(cat n 2>/dev/null || echo 0); n=$((n < 3 ? n + 1 : 3)); echo $n > n; cat $n.json"
-    assert relay({"far": {"launch": "true", "leave": "true", "status": looks}, "here": f"{TRAINER} 10"}) == 0
+    assert relay({"far": far_place(*answers), "here": f"{TRAINER} 10"}) == 0
     assert [(leg.place, leg.ended) for leg in legs()] == [("far", "preempted"), ("here", "done")]
+    assert not Path("asked").exists()
 
 
 @pytest.mark.fault
@@ -426,11 +418,7 @@ def test_a_launch_that_never_began_on_another_machine_is_given_up_after_the_sile
 @pytest.mark.fault
 def test_a_status_that_cannot_be_read_for_a_moment_does_not_end_a_launch():
     """The network that lost ssh loses the next question too."""
-    answers = {1: json.dumps({"status": "running", "batch": 3, "reason": None}), 2: "", 3: json.dumps(PREEMPTED)}
-    for number, answer in answers.items():
-        Path(f"{number}.json").write_text(answer)
-    looks = "n=$(cat n 2>/dev/null || echo -1); n=$((n < 3 ? n + 1 : 3)); echo $n > n; cat $n.json"
-    far = {"launch": "exit 255;:", "leave": "true", "status": looks}
+    far = far_place("", RUNNING, "", PREEMPTED, launch="exit 255;:")
     assert relay({"far": far, "here": f"{TRAINER} 10"}) == 0
     assert [(leg.place, leg.ended) for leg in legs()] == [("far", "preempted"), ("here", "done")]
 
@@ -477,23 +465,16 @@ def test_the_last_line_of_a_long_output_is_found_in_its_tail(capsys):
 
 
 @pytest.mark.fault
-def test_a_run_folder_that_cannot_be_written_any_more_is_said_and_mended():
+@pytest.mark.parametrize(("name", "ended"), [("relay/1-a.txt", ["lost", "done"]), (JOURNAL, ["done"])])
+def test_a_run_folder_that_cannot_be_used_any_more_is_said_and_mended(name, ended):
     """As a full disk, or one that has become read-only. (Root may write all, so a folder stands in the way.)"""
-    in_the_way = Path("runs/x/relay/1-a.txt")
+    in_the_way = Path("runs/x", name)
     in_the_way.mkdir(parents=True)
-    with pytest.raises(
-        UserError, match=r"run: runs/x/relay/1-a.txt: Is a directory; when that is mended, start the re"
-    ):
+    with pytest.raises(UserError, match=rf"run: runs/x/{name}: Is a directory; when that is mended, start the re"):
         relay({"a": f"{TRAINER} 10"})
     in_the_way.rmdir()
     assert relay({"a": f"{TRAINER} 10"}) == 0
-    assert [leg.ended for leg in legs()] == ["lost", "done"]
-
-
-def test_a_journal_that_cannot_be_read_is_refused():
-    Path("runs/x", JOURNAL).mkdir(parents=True)
-    with pytest.raises(UserError, match=r"run: runs/x/relay.jsonl: Is a directory; when that is mended"):
-        relay({"a": f"{TRAINER} 10"})
+    assert [leg.ended for leg in legs()] == ended
 
 
 def test_the_run_is_not_touched_while_a_launch_that_no_relay_began_runs():
@@ -625,58 +606,49 @@ def test_a_save_that_has_lost_a_shard_is_not_where_a_launch_carries_on():
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
+def command(launch: Any, **more: Any) -> dict[str, Any]:
+    return {"places": {"a": {"launch": launch, **more}}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"places": {"a": {"launch": "true", "leaves": "true"}}}, "places.a.leaves: unknown key; did you mean places"),
+        (command("true", leaves="true"), "places.a.leaves: unknown key; did you mean places"),
         ({"places": {}}, "places: none given; name at least one, with its launch command"),
         ({"places": {"a": {}}}, "relay.yaml: places.a.launch: missing; expected text"),
         ({"places": {"a/b": {"launch": "true"}}}, "places: 'a/b' given, expected the name of a file"),
-        ({"run": None}, "relay.yaml: run: missing; expected text"),
-        (
-            {"policy": "sometimes"},
-            "relay.yaml: policy: 'sometimes' given, expected on_preemption or, as a block, every: 200ba",
-        ),
-        ({"policy": {"every": "200"}}, "policy.every: '200' given, expected batches, such as 200ba"),
-        ({"policy": {"every": "2h"}}, "policy.every: '2h' given, expected batches, such as 200ba"),
-        ({"policy": {"order": ["mi25"]}}, "policy.order: 'mi25' is not a place; did you mean mi250?"),
-        ({"policy": {"order": ["x"]}}, "policy.order: 'x' is not a place; expected one of mi250"),
-        ({"rest": "soon"}, "rest: 'soon' given, expected a time such as 3h55m, 90s"),
-        ({"places": {"a": {"launch": "tarin -n 8"}}}, "places.a.launch: tarin: command not found; install it, or give"),
-        ({"places": {"a": {"launch": " "}}}, "places.a.launch: no command given"),
-        ({"places": {"a": {"launch": "true 'x"}}}, 'places.a.launch: "true \'x" is not a shell command: '),
-        ({"places": {"a": {"launch": "ssh x y"}}}, "places.a.leave: missing; SIGTERM to ssh does not let the launch"),
-        ({"places": {"a": {"launch": "true", "leave": "scancle"}}}, "places.a.leave: scancle: command not found"),
-        (
-            {"places": {"a": {"launch": "cd x && A=b nice /usr/bin/ssh x y"}}},
-            "places.a.leave: missing; SIGTERM to /usr/bin/ssh does not let the launch",
-        ),
-        (
-            {"places": {"a": {"launch": "ssh x sbatch y {arguments}", "leave": "true"}}},
-            "places.a.launch: sbatch without --wait ends when the job is queued; add --wait",
-        ),
-        (
-            {"places": {"a": {"launch": "ssh x 'cd y && sbatch -W z {arguments}'", "leave": "true"}}},
-            "places.a.launch: sbatch without --no-requeue waits for a job that SLURM queues again and again; add",
-        ),
+        ({"places": {"x" * 300: {"launch": "true"}}}, "given, expected the name of a file: at most 100 letters,"),
         ({"places": {True: {"launch": "true"}}}, "places: YAML does not read on, yes or y as a name; put it in quotes"),
         ({"places": {1.5: {"launch": "true"}}}, "places: YAML does not read 1.5 as a name; put it in quotes"),
-        ({"places": {"x" * 300: {"launch": "true"}}}, "given, expected the name of a file: at most 100 letters,"),
-        (
-            {"places": {"a": {"launch": "true 'a'"}}},
-            "places.a.launch: {arguments} is missing; write it where those of the run stand: the relay",
-        ),
-        ({"places": {"a": {"launch": "true # {arguments}"}}}, "places.a.launch: {arguments} is missing; "),
-        ({"places": {"a": {"launch": "(true) {arguments}"}}}, "places.a.launch: '(true) {arguments}' is not a shell "),
-        (
-            {"places": {"a": {"launch": "true \0"}}},
-            "places.a.launch: 'true \\x00' is not a shell command: it has a NUL",
-        ),
+        ({"run": None}, "relay.yaml: run: missing; expected text"),
         ({"run": ""}, "relay.yaml: run: '' given, expected a folder"),
         ({"run": "s3://bucket/x"}, "relay.yaml: run: 's3://bucket/x' given, expected a folder"),
         ({"checkpoints": "relay.yaml"}, "checkpoints: 'relay.yaml' given, expected the run's save_folder: a folder or"),
-        ({"places": {"a": {"launch": "if true"}}}, "places.a.launch: 'if true' is not a shell command: "),
-        ({"places": {"a": {"launch": "true", "price": -1}}}, "places.a.price: -1 given, expected the price of an hour"),
+        ({"policy": "sometimes"}, "policy: 'sometimes' given, expected on_preemption or, as a block, every: 200ba"),
+        ({"policy": {"every": "200"}}, "policy.every: '200' given, expected batches, such as 200ba"),
+        ({"policy": {"order": ["mi25"]}}, "policy.order: 'mi25' is not a place; did you mean mi250?"),
+        ({"policy": {"order": ["x"]}}, "policy.order: 'x' is not a place; expected one of mi250"),
+        ({"rest": "soon"}, "rest: 'soon' given, expected a time such as 3h55m, 90s"),
+        (command("tarin -n 8"), "places.a.launch: tarin: command not found; install it, or give"),
+        (command(" "), "places.a.launch: no command given"),
+        (command("true 'x"), 'places.a.launch: "true \'x" is not a shell command: '),
+        (command("if true"), "places.a.launch: 'if true' is not a shell command: "),
+        (command("true \0"), "places.a.launch: 'true \\x00' is not a shell command: it has a NUL"),
+        (command("(true) {arguments}"), "places.a.launch: '(true) {arguments}' is not a shell "),
+        (command("true 'a'"), "places.a.launch: {arguments} is missing; write it where those of the run stand: the"),
+        (command("true # {arguments}"), "places.a.launch: {arguments} is missing; "),
+        (command("ssh x y"), "places.a.leave: missing; SIGTERM to ssh does not let the launch"),
+        (command("cd x && A=b nice /usr/bin/ssh x y"), "places.a.leave: missing; SIGTERM to /usr/bin/ssh does not let"),
+        (command("true", leave="scancle"), "places.a.leave: scancle: command not found"),
+        (command("true", price=-1), "places.a.price: -1 given, expected the price of an hour"),
+        (
+            command("ssh x sbatch y {arguments}", leave="true"),
+            "places.a.launch: sbatch without --wait ends when the job is queued; add --wait",
+        ),
+        (
+            command("ssh x 'cd y && sbatch -W z {arguments}'", leave="true"),
+            "places.a.launch: sbatch without --no-requeue waits for a job that SLURM queues again and again; add",
+        ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
@@ -686,12 +658,8 @@ def test_what_is_wrong_with_relay_yaml_is_said_in_one_line(changes, message, mon
     (programs / "ssh").write_text("#!/bin/sh\n")
     (programs / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    content = {
-        "run": "runs/x",
-        "policy": "on_preemption",
-        "places": {"mi250": {"launch": "true {arguments}"}},
-    } | changes
-    content = {key: value for key, value in content.items() if value is not None}
+    content = {"run": "runs/x", "policy": "on_preemption", "places": {"mi250": {"launch": "true {arguments}"}}}
+    content = {key: value for key, value in (content | changes).items() if value is not None}
     Path("relay.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError) as error:
         load_relay("relay.yaml")
