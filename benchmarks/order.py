@@ -92,7 +92,7 @@ def measure_mixing() -> dict[str, list[float]]:
 
 
 def variance_over_binomial(domains_bl: NDArray[np.int64]) -> float:
-    """Of how often each domain is in a batch [batches, lanes], the mean over domains."""
+    """Variance of how often each domain is in a batch [batches, lanes], the mean over domains."""
     batch_size, ratios = domains_bl.shape[1], []
     for domain in np.unique(domains_bl):
         share = float((domains_bl == domain).mean())
@@ -113,7 +113,7 @@ def our_batches(window_samples: int, epoch: int = 0) -> NDArray[np.int64]:
 
 
 def streaming_batches(algorithm: str, num_canonical_nodes: int, window_samples: int) -> NDArray[np.int64]:
-    """As StreamingDataset has them on one node of 8 ranks, with a loader worker each [batches, lanes]."""
+    """Batches of StreamingDataset on one node of 8 ranks, with a loader worker each [batches, lanes]."""
     from streaming.base.partition import get_partitions
     from streaming.base.shuffle import get_shuffle
 

@@ -1,4 +1,4 @@
-"""What stages of a pipeline wait: every schedule played by ranks that sleep instead of computing.
+"""Waiting of pipeline stages: every schedule played by ranks that sleep instead of computing.
 
 python -m benchmarks pipeline --stages 2,4 --microbatches 4,8,16 --out results
 
@@ -41,7 +41,7 @@ NOTES = (
     "zbv has no formula",
 )
 NUM_PASSES = 3
-"""Of a microbatch: forward, inputs' gradient, weights' gradient."""
+"""Parts of a microbatch: forward, inputs' gradient, weights' gradient."""
 
 
 def run(

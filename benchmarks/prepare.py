@@ -49,16 +49,16 @@ TRAINING_STRIDE = 8
 OURS, PEER = "llmfoundry-lite data prepare", "LLM Foundry convert_dataset_json"
 OURS_OF_PARQUET, OURS_ON_ONE_CORE = f"{OURS}, parquet", f"{OURS}, one core"
 ROWS_IN_A_GROUP = 1024
-"""Of the parquet file."""
+"""Rows of a group of the parquet file."""
 
 
 class Timing(NamedTuple):
     """One run of one side."""
 
     seconds: float
-    """Of the whole command."""
+    """Wall time of the whole command."""
     cpu_seconds: float
-    """Of all its processes together."""
+    """Processor time of all its processes."""
 
 
 def run(
@@ -76,6 +76,7 @@ def run(
     `peer_command` is the peer's program; by default that of LLMFOUNDRY_COMMAND, or the `llmfoundry` on the PATH.
     Raises DataError when a side fails, or the peer made other samples than we did.
     """
+    # Long because it is the story of the benchmark, told once from top to bottom.
     peer_command = peer_command or os.environ.get(PEER_VARIABLE) or shutil.which("llmfoundry")
     console, report = open_console(), describe_conditions()
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:

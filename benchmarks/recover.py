@@ -1,4 +1,4 @@
-"""What a fault costs: ranks and launchers are killed and frozen at random while a run trains.
+"""Cost of a fault: ranks and launchers are killed and frozen at random while a run trains.
 
 python -m benchmarks recover --num-faults 50 --peer-faults 6 --out results
 
@@ -36,9 +36,9 @@ from llmfoundry_lite.errors import DataError
 KILL_RANK, FREEZE_RANK = "a rank killed", "a rank frozen"
 KILL_LAUNCHER, FREEZE_LAUNCHER = "the launcher killed", "the launcher frozen"
 SHARES = {KILL_RANK: 0.5, FREEZE_RANK: 0.25, KILL_LAUNCHER: 0.15, FREEZE_LAUNCHER: 0.1}
-"""Of the faults. torchrun's agent is left alone: its ranks would live on when it is killed."""
+"""Share of the faults. torchrun's agent is left alone: its ranks would live on when it is killed."""
 FROZEN_SECONDS = 15.0
-"""Of the launcher, which then goes on. It is longer than the silence by which a rank counts as frozen."""
+"""Seconds after which the launcher goes on. They are longer than the silence by which a rank counts as frozen."""
 BATCHES_BETWEEN = (3, 10)
 COLLECTIVE_SECONDS = 30
 """`dist_timeout` of both sides; torchrun learns of a frozen rank by it."""
@@ -69,9 +69,9 @@ class Side:
 
     name: str
     command: Callable[[Path, int], list[str]]
-    """Of the YAML and the most restarts."""
+    """Arguments: the YAML and the most restarts."""
     ranks: Callable[[psutil.Process], list[psutil.Process]]
-    """Of the launcher's process."""
+    """Number of the launcher's process."""
     kinds: tuple[str, ...]
     word: str | None = None
     """In its output: it has noticed, and starts again."""

@@ -29,7 +29,7 @@ from llmfoundry_lite.report.tables import Table
 
 LEVEL, SEED = 0.05, 17
 SIZES = (0.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
-"""Of a difference, in standard errors of all items."""
+"""Size of a difference, in standard errors of all items."""
 FEWER_DRAWS = 20
 """There are so many times fewer draws of clusters and of texts, which cost 10,000 resamples a look."""
 
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     by_all: float
     """How often the single test of all items claims the true direction; either, where there is no difference."""
     same: float
-    """Of the claims, how many all items make as well; NaN without any."""
+    """Share of the claims that all items make as well; NaN without any."""
     covered: float
     asked: float
     num_draws: int

@@ -1,4 +1,4 @@
-"""What does saving cost the training loop, and how fast is it durable and back, beside peers and this machine's limits?
+"""Cost of saving for the training loop, and how fast it is durable and back, beside peers and this machine's limits.
 
     python -m benchmarks checkpoint --folder /data/scratch --out .
 
@@ -60,7 +60,7 @@ from llmfoundry_lite.models.flops import count_parameters
 GROWTH_ROUNDS = 2
 """Warm saves of each size are enough to see how it grows."""
 INTERVAL_ROUNDS = 2
-"""Of batches that take more than a minute each on two cores."""
+"""Sizes whose batches take more than a minute on two cores."""
 BYTES_PER_PARAMETER = 12
 """The weights and AdamW's two moments, fp32."""
 
@@ -131,7 +131,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def size_bytes(size: str) -> int:
-    """Of one checkpoint."""
+    """Bytes of one checkpoint."""
     return count_parameters(model_config(size)) * BYTES_PER_PARAMETER
 
 

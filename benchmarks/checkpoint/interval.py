@@ -1,4 +1,4 @@
-"""What does a save after every batch cost? One rank's part: batches of real training, with saves and without, in turns.
+"""Cost of a save after every batch, one rank's part: batches of real training, with saves and without, in turns.
 
 A block with saves is `SAVES` batches, each followed by a save as a run makes it, and one batch more behind which the
 last one is written. Nothing but the next save waits for a save. The same number of batches without saves is the other
@@ -28,9 +28,9 @@ MICROBATCH = 4
 
 class Shape(NamedTuple):
     num_samples: int
-    """Of all ranks."""
+    """Samples of all ranks."""
     num_tokens: int
-    """Of each sample."""
+    """Tokens of each sample."""
 
     def __str__(self) -> str:
         return f"{self.num_samples} x {self.num_tokens}"
@@ -110,7 +110,7 @@ def keep_one(store: CheckpointStore, lease: Lease) -> None:
 
 
 def train_batch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, shape: Shape) -> None:
-    """Of this rank's share of made-up tokens. The learning rate is whatever it is: nobody looks at the loss."""
+    """Train on this rank's share of made-up tokens."""
     left = max(1, shape.num_samples // dist.get_world_size())
     device = next(model.parameters()).device
     while left:

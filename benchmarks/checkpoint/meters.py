@@ -56,7 +56,7 @@ def available_bytes() -> int:
 
 
 class Limits:
-    """What this machine can do with the bytes of the local state, all ranks at once, one file each."""
+    """Measure what this machine does with the bytes of the local state, all ranks at once, one file each."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], folder: Path):
         self.tensors = tensors

@@ -1,4 +1,4 @@
-"""What would a large run's checkpoints cost on thousands of ranks? The real code; one process plays all ranks.
+"""Cost of a large run's checkpoints on thousands of ranks. The real code; one process plays all ranks.
 
     python -m benchmarks checkpoint-plan --plan yamls/pretrain/mpt-70b.yaml --num-ranks 4096 --folder /data/scratch
 
@@ -284,8 +284,10 @@ class CountingFiles(MemoryFileSystem):
 
 
 def measure_requests(figures: dict[str, float], num_ranks: int) -> None:
-    """Of all ranks together, for a save on an object store beside three others: small shards, as many as there are
-    ranks. A large shard goes in parts, each of them a request more."""
+    """Count the requests of all ranks for a save on an object store that holds three others.
+
+    Shards are small, as many as there are ranks. A large shard goes in parts, each of them one more request.
+    """
     with mock.patch("fsspec.core.url_to_fs", lambda url: (CountingFiles(), "/" + url.partition("://")[2])):
         store = CheckpointStore("counting://run/checkpoints")
         lease = store.acquire()

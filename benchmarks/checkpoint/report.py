@@ -1,4 +1,4 @@
-"""What `python -m benchmarks checkpoint` makes of its numbers: the targets, and the tables that are shown and written.
+"""Targets and tables of `python -m benchmarks checkpoint`.
 
 Owns the names of the sides, which are keys of the report. Leaves measuring to `rank_program.py`.
 """
@@ -130,7 +130,7 @@ def table_of_targets(report: dict[str, Any]) -> Table:
 
 
 def table_of_intervals(report: dict[str, Any]) -> Table:
-    """What a save costs the training around it: the larger of two medians, of time lost and of processor time."""
+    """Return a save's cost for training: the larger median of time lost and of processor time."""
     rows = []
     for shape, rounds in report["batches"].items():
         batch_seconds = statistics.median(one["plain"] for one in rounds) / (SAVES + 1)

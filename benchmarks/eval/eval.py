@@ -56,7 +56,7 @@ from llmfoundry_lite.models.products import multiply
 from llmfoundry_lite.report.tables import Table
 
 VOCAB_SIZE = 8192
-"""Of the tokenizer that is made for the items."""
+"""Vocabulary of the tokenizer that is made for the items."""
 LOGITS_AT_A_TIME = 256
 """Positions, when the product that makes logits is timed."""
 
@@ -345,7 +345,7 @@ def _forward_rate(model: Any) -> float:
 
 
 def _logits_seconds(model: TreeModel, num_positions: int) -> float:
-    """Of the product that makes logits of so many positions, and of nothing that is made of them."""
+    """Count the product that makes logits of so many positions, and of nothing that is made of them."""
     config = model.model.config
     hidden_ud = torch.randn(num_positions, config.d_model, device=model.device)
     unembedding_vd = torch.randn(config.vocab_size, config.d_model, device=model.device)
@@ -356,7 +356,7 @@ def _logits_seconds(model: TreeModel, num_positions: int) -> float:
 
 
 def _elapsed(model: Any, seconds: float, cpu_seconds: float) -> float:
-    """What counts for a share of the floor: on a CPU its own time, whoever else was there."""
+    """Seconds that count for the share of the floor: on a CPU processor time."""
     return cpu_seconds if model.device.type == "cpu" else seconds
 
 

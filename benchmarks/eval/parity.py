@@ -37,7 +37,7 @@ TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40
 TASKS = ("arc_easy", "piqa", "copa", "winograd", "lambada_openai")
 TOLERANCE_NATS, TOLERANCE_SHARE = 1e-4, 1e-6
 """Whichever is more: the log-probability of a long answer is a sum of thousands of nats in fp32."""
-"""Of a summed log-probability."""
+"""Tolerance of a summed log-probability."""
 
 Record = dict[str, Any]
 

@@ -55,12 +55,12 @@ DEADLINE_SECONDS = 10.0
 LAUNCH_SECONDS = 120.0
 """The same where all begin again, on two busy cores."""
 FROZEN_SECONDS = 6.0
-"""Of a rank, which then wakes up where the others have gone on without it."""
+"""Seconds that a rank is frozen. It then wakes up where the others have gone on without it."""
 LINK_SECONDS = (0.3, 1.0, 4.0)
 MOST_BANDS = 2.0
 """The loss may be so many bands from that of the single worlds: rows are divided in many more ways than theirs."""
 SHARE_WHOLE = 0.8
-"""Of faults, that come when all islands train; the others come while one may still be on its way."""
+"""Share of faults that come when all islands train; the others come while one may still be on its way."""
 SAVE_EVERY = 10
 LOOK_SECONDS = 0.01
 
@@ -132,7 +132,7 @@ class Keeper:
         self.newest = self.num_read = 0
         """The last batch in the log, and how many of its lines have been read."""
         self.codes: list[int] = []
-        """Of launches that have ended."""
+        """Exit codes of launches that have ended."""
         self.is_over = threading.Event()
         mine, its = open_channel()
         command = [sys.executable, "-m", "llmfoundry_lite.launch.server", str(its.fileno()), str(os.getpid())]

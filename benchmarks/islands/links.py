@@ -126,7 +126,7 @@ class ProxyingServer(Server):
 
 
 def serve_with_links(port: int, num_islands: int, silence_seconds: float, path: Path) -> None:
-    """As `islands.serve.serve`, on loopback."""
+    """Serve like `islands.serve.serve`, on loopback."""
     coordinator = Coordinator(num_islands, silence_seconds, say)
     asyncio.run(ProxyingServer(find_token(), coordinator, Links(path)).run(("127.0.0.1", port)))
 

@@ -1,4 +1,4 @@
-"""What the exchange costs: islands beside the same launches that share nothing, and over slower and slower links.
+"""Cost of the exchange: islands beside the same launches that share nothing, and over slower and slower links.
 
     python -m benchmarks islands-speed --out results                   some 6 minutes on two quiet cores
 
@@ -35,7 +35,7 @@ WARM_UP = 4
 MOVES = 20
 """Batches after which rows have found their places."""
 GRADIENT_BYTES = 4
-"""Of each parameter, each way: fp32."""
+"""Bytes of each parameter, each way: fp32."""
 
 
 def run(
@@ -155,7 +155,7 @@ def set_rate(links: Path, megabits: float | None) -> None:
 
 
 def describe(logs: Sequence[Log], begin: int, until: int, rows: int) -> dict[str, Any]:
-    """Of the batches after `begin` up to `until`. The island that comes last to an exchange does not wait in it."""
+    """Measure batches `begin` + 1 to `until`. The island that comes last to an exchange does not wait in it."""
     batches = [[log.last_of_each_batch()[batch] for log in logs] for batch in range(begin + 1, until + 1)]
     return {
         "rows_per_second": rows / mean([records[0] for records in batches], "time/batch_seconds"),

@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """What one run did, batch after batch."""
+    """Losses and digests of one run, batch after batch."""
 
     losses: Sequence[float]
     digests: Sequence[str]
@@ -49,14 +49,14 @@ class Verdict:
     first_outside: int | None
     """The first batch at which its deviation was larger than the band."""
     largest_ratio: float
-    """Of deviation to band, over all batches."""
+    """Largest ratio of deviation to band, over all batches."""
     final_deviation: float
     """Nats per token, at the last batch."""
     validation_ratio: float
     validation_difference: float
-    """Of the final validation loss to the mean of the uninterrupted runs, nats per token."""
+    """Distance of the final validation loss from the mean of the uninterrupted runs, nats per token."""
     share_outside: float
-    """Of single batches: further from the mean than any two uninterrupted runs have been from each other so far."""
+    """Share of batches further from the mean than any two uninterrupted runs were from each other so far."""
 
     @property
     def same_data(self) -> bool:

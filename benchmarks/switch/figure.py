@@ -78,7 +78,7 @@ def _draw_losses(axes: Any, series: dict[str, Any], colour: str) -> None:
 
 
 def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
-    """Of the switching run and of those that were carried on wrongly, from the mean of the uninterrupted ones."""
+    """Deviations of the switching run and of the controls from the mean of the uninterrupted ones."""
     batches = range(1, report["num_batches"] + 1)
     floor = min(report["band"]) / 5
     axes.fill_between(batches, floor, [max(value, floor) for value in report["band"]], color="#bbbbbb", alpha=0.6, lw=0)

@@ -28,7 +28,7 @@ INSTRUCTION_SETS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "sse": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
-"""What keeps torch's own kernels and oneDNN's from using more than that."""
+"""Variables that hold torch's own kernels and oneDNN's to an instruction set."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 PROBE = """
@@ -54,7 +54,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What torch says about a cluster."""
+    """Facts that torch reports of a cluster."""
 
     torch: str
     device: str
@@ -97,7 +97,7 @@ class Workshop:
         return self.folder / "runs" / name
 
     def records(self, name: str) -> dict[int, dict[str, Any]]:
-        """Of each batch the last record."""
+        """Return the last record of each batch."""
         lines = (self.run_folder(name) / "metrics.jsonl").read_text().splitlines()
         return {record["batch"]: record for record in map(json.loads, lines)}
 

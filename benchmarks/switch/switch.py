@@ -45,7 +45,7 @@ CONTROLS: dict[str, tuple[str, tamper.Change]] = {
     "repeated": ("one batch repeated", tamper.move_data(-1)),
     "steps": ("step counter reset", tamper.reset_steps),
 }
-"""What is done to the checkpoint at one switch. The first is sound, and must pass; the others must not."""
+"""Changes of the checkpoint at one switch. The first is sound, and must pass; the others must not."""
 
 
 def run(
@@ -67,6 +67,7 @@ def run(
     The runs themselves happen in `keep`, or in a folder that is removed; `jobs` of them at a time, which changes no
     digit, but for the last launches, which are timed. Raises UserError.
     """
+    # Long because it is the story of the benchmark, told once from top to bottom.
     num_switches = -(-num_batches // every) - 1
     if num_switches < 2:
         raise UserError(f"--num-batches {num_batches}, --every {every}: need two switches; use a smaller --every")
@@ -187,7 +188,7 @@ def layout_clusters() -> list[Cluster]:
 
 
 def degrees_of(overlay: dict[str, Any]) -> dict[str, int]:
-    """Of the ways to divide a run that have a block of their own: {"pipeline": 2}."""
+    """Degrees of the layouts that have a block of their own: {"pipeline": 2}."""
     degrees = {}
     for block, name in (("pp_config", "pipeline"), ("tp_config", "tensor"), ("cp_config", "context")):
         if block in overlay:
@@ -280,7 +281,7 @@ def checkpoint(shop: Workshop, batch: int) -> Path:
 
 
 def read(shop: Workshop, name: str, before: tuple[str, int] | None = None) -> Series:
-    """What a run did; with `before`, another run's batches up to that one go before its own."""
+    """Read what a run did; with `before`, another run's batches up to that one go before its own."""
     records = shop.records(name)
     if before is not None:
         other, until = before

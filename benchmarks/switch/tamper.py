@@ -28,14 +28,14 @@ Url = str | os.PathLike[str]
 
 @dataclass(slots=True)
 class Content:
-    """What a checkpoint restores, to be changed in place."""
+    """State that a checkpoint restores, to be changed in place."""
 
     tensors: Tensors
     """`model/<parameter>` and `optim/<parameter>/<slot>`, whole."""
     optimizer: dict[str, Any]
-    """As in `Manifest`: class, groups, and slots that are single numbers."""
+    """Optimizer as in `Manifest`: class, groups, and slots that are single numbers."""
     scalars: dict[str, Any]
-    """As in `Manifest`: timestamp, place in the data, ..."""
+    """Run state as in `Manifest`: timestamp, place in the data, ..."""
 
 
 Change = Callable[[Content], None]
@@ -73,20 +73,20 @@ def republish(checkpoint: Url, folder: Url, change: Change) -> str:
 
 
 def zero_moments(content: Content) -> None:
-    """As if the optimizer's moments had been lost."""
+    """Zero the optimizer's moments."""
     for name, tensor in content.tensors.items():
         if name.startswith("optim/"):
             tensor.zero_()
 
 
 def reset_steps(content: Content) -> None:
-    """As if AdamW had just begun: its bias correction starts anew."""
+    """Reset AdamW's step: its bias correction starts again."""
     for numbers in content.optimizer["state"].values():
         numbers["step"]["value"] = 0.0
 
 
 def move_data(num_batches: int) -> Change:
-    """As if the data went on `num_batches` further than the run, or further back."""
+    """Move the data `num_batches` ahead of the run, or back."""
 
     def change(content: Content) -> None:
         data = content.scalars["data"]
@@ -96,7 +96,7 @@ def move_data(num_batches: int) -> Change:
 
 
 def move_run(batch: int, batches_in_epoch: int, seq_len: int) -> Change:
-    """As if `batch` batches had been trained, and the data were there too; the weights stay as they are."""
+    """Set the run and its data to `batch`; the weights stay as they are."""
 
     def change(content: Content) -> None:
         batch_size = content.scalars["data"]["global_batch_size"]

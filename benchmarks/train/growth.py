@@ -38,7 +38,7 @@ GROWTH: dict[str, list[Point]] = {
     "sequence": [("40m", 256, 4), ("40m", 512, 4), ("40m", 1024, 4), ("40m", 2048, 4)],
     "batch": [("40m", 512, 1), ("40m", 512, 2), ("40m", 512, 4), ("40m", 512, 8)],
 }
-"""What grows -> points."""
+"""Quantity that grows -> points."""
 
 HEADINGS = ["grows", "model", "tokens", "seconds", "by model FLOPs", "of the line", "products alone", "why"]
 

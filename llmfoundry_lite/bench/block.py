@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,45 +83,32 @@ def run(
     if device_type() == "cuda" and max(devices) > torch.cuda.device_count():
         raise ConfigError(f"--devices: {max(devices)} given, there are {torch.cuda.device_count()}")
     console, deadline = open_console(), time.monotonic() + 60 * minutes
-    report: dict[str, Any] = describe_conditions() | {
-        "d_model": d_model,
-        "n_heads": n_heads,
-        "num_repeats": num_repeats,
-        "rows": [],
-        "left_out": [],
-    }
-    for batch_size, seq_len in points:
-        for dtype in dtypes:
-            for num_devices in devices:
-                for implementation in [*implementations, NONE]:
-                    divided = f", {num_devices} devices" if num_devices > 1 else ""
-                    title = f"{dtype}, {batch_size} x {seq_len}{divided}, {implementation}"
-                    if time.monotonic() > deadline:
-                        report["left_out"].append(title)
-                        continue
-                    console.print(title)
-                    model = model_of(d_model, n_heads, seq_len)
-                    row = {"dtype": dtype, "batch_size": batch_size, "seq_len": seq_len, "num_devices": num_devices}
-                    row["attention"] = implementation
-                    try:
-                        config = divide(model, num_devices)
-                        case = (model, batch_size, dtype, implementation, num_repeats)
-                        row |= measure(*case) if config is None else measure_divided(config, *case)
-                    # Out of memory; a dtype that the device does not have; more parts than there are tokens.
-                    except (RuntimeError, ConfigError) as error:
-                        row["error"] = str(error).strip().splitlines()[-1 if num_devices > 1 else 0]
-                    report["rows"].append(row)
+    rows, left_out = list[dict[str, Any]](), list[str]()
+    for (batch_size, seq_len), dtype, num_devices, implementation in product(
+        points, dtypes, devices, [*implementations, NONE]
+    ):
+        divided = f", {num_devices} devices" if num_devices > 1 else ""
+        title = f"{dtype}, {batch_size} x {seq_len}{divided}, {implementation}"
+        if time.monotonic() > deadline:
+            left_out.append(title)
+            continue
+        console.print(title)
+        row = {"dtype": dtype, "batch_size": batch_size, "seq_len": seq_len, "num_devices": num_devices}
+        case = (model_of(d_model, n_heads, seq_len), batch_size, dtype, implementation, num_repeats)
+        rows.append(row | {"attention": implementation} | measure_on(num_devices, *case))
+    report = describe_conditions() | {"d_model": d_model, "n_heads": n_heads, "num_repeats": num_repeats}
+    report |= {"rows": rows, "left_out": left_out}
     lists = {"dtypes": dtypes, "attention": implementations} | ({} if name == "block" else {"devices": devices})
     tell(
         report,
         build_table(report),
-        notes=[f"no time for: {'; '.join(report['left_out'])}"] if report["left_out"] else [],
+        notes=[f"no time for: {'; '.join(left_out)}"] if left_out else [],
         name=name,
         heading="One transformer layer, forward and backward",
         command=build_command(name, points, report, **lists),
         asked=("d_model", "n_heads"),
         plot=partial(plot, report, name),
-        out=out if report["rows"] else None,
+        out=out if rows else None,
     )
     return report
 
@@ -254,15 +242,22 @@ def divide(model: ModelConfig, num_devices: int) -> ContextParallelConfig | None
     return config
 
 
-def measure_divided(config: ContextParallelConfig, *case: Any) -> dict[str, float]:
-    """`measure` on as many processes as divide a sample. Raises RuntimeError for what happens to any of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure_part, (config, case, folder), nprocs=config.context_parallel_degree)
-        return json.loads((Path(folder) / "row.json").read_text())
+def measure_on(num_devices: int, model: ModelConfig, *case: Any) -> dict[str, Any]:
+    """Run `measure` on as many processes as divide a sample; the error where one fails."""
+    try:
+        config = divide(model, num_devices)
+        if config is None:
+            return measure(model, *case)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(measure_part, (config, (model, *case), folder), nprocs=num_devices)
+            return json.loads((Path(folder) / "row.json").read_text())
+    # Out of memory; a dtype that the device does not have; more parts than there are tokens.
+    except (RuntimeError, ConfigError) as error:
+        return {"error": str(error).strip().splitlines()[-1 if num_devices > 1 else 0]}
 
 
 def measure_part(rank: int, config: ContextParallelConfig, case: Sequence[Any], folder: str) -> None:
-    """One rank's."""
+    """Measure on one rank; rank 0 writes row.json."""
     keep_freed_memory()
     size = config.context_parallel_degree
     if device_type() == "cuda":
@@ -280,7 +275,7 @@ def measure_part(rank: int, config: ContextParallelConfig, case: Sequence[Any], 
 
 
 def count_forward_flops(model: ModelConfig, batch_size: int, *, with_attention: bool) -> int:
-    """Of one layer: 2 for each of 12 d^2 weights and token, and 4 d for each pair of tokens, the whole square."""
+    """Count one layer: 2 for each of 12 d^2 weights and token, and 4 d for each pair of tokens, the whole square."""
     d, num_tokens = model.d_model, batch_size * model.max_seq_len
     return num_tokens * (2 * 12 * d * d + (4 * d * model.max_seq_len if with_attention else 0))
 

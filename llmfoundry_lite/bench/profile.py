@@ -48,7 +48,7 @@ IS_PRODUCT = re.compile(
 )
 IS_PRODUCT_KERNEL = re.compile(r"gemm|cutlass|nvjet|Cijk_|splitK|wgmma", re.IGNORECASE)
 IS_OPERATION = re.compile(r"^(?!autograd::|torch::autograd::|FSDP::)\w+::\w+|^Torch-Compiled Region")
-"""Of torch's or a library's, not a wrapper around some of them."""
+"""Operations of torch or a library, without the wrappers around them."""
 
 Interval = tuple[float, float]
 

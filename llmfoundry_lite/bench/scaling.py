@@ -56,7 +56,7 @@ class Point(NamedTuple):
     batch_size: int
     """Samples of a step, on all devices."""
     same: dict[str, Any]
-    """What must be the same in all runs of a table."""
+    """Facts that must be equal in all runs of a table."""
     flops_per_step: int
     tokens_per_step: int
     seconds: float

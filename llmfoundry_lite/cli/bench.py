@@ -1,4 +1,4 @@
-"""`llmfoundry-lite bench`: measurements beside peers, on this machine."""
+"""`llmfoundry-lite bench`: measurements of this machine. A command has a parameter for each of its options."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from llmfoundry_lite.cli.options import out_folder, refuse_beside
 
-bench = typer.Typer(help="Measure, beside peers, on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
 Shape = Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")]
