@@ -1,7 +1,4 @@
-"""The library that stands in for CUDA: built from `cuda.c` at first use, kept for each torch release.
-
-Owns the compiler's call and the cache folder. Leaves the device's facts to `device.py`. No torch is imported here.
-"""
+"""The library that stands in for CUDA: built from `cuda.c` at first use, kept for each torch release. No torch."""
 
 import hashlib
 import importlib.metadata
@@ -29,7 +26,7 @@ FUNCTION = r"(?:__cuda[A-Z]|cuda[A-Z]|cu[A-Z]|cublas)\w*"
 
 
 def build_library() -> Path:
-    """The folder of a `libcuda.so.1` for the torch of this environment. Raises ConfigError where it cannot be made."""
+    """Return the folder of a `libcuda.so.1` for this environment's torch. Raises ConfigError if it cannot be built."""
     torch_folder = find_torch()
     release = importlib.metadata.version("torch")
     version = hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:12]
@@ -54,7 +51,7 @@ def build_library() -> Path:
 
 
 def compile_library(compiler: str, torch_folder: Path, headers: Path, place: Path) -> Path:
-    """In `place`, which other builds do not use."""
+    """Compile in `place`, which other builds do not use."""
     write_stubs(torch_folder, place / "stubs.inc")
     made = place / NAME
     # Torch's own headers leave out `crt`, which Triton brings.
@@ -80,7 +77,7 @@ def cache_folder() -> Path:
 
 
 def find_torch() -> Path:
-    """Where torch lies. Raises ConfigError for one that was built without CUDA."""
+    """Return torch's folder. Raises ConfigError for one that was built without CUDA."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent
@@ -105,7 +102,7 @@ def find_headers(torch_folder: Path) -> Path:
 
 
 def write_stubs(torch_folder: Path, path: Path) -> None:
-    """A function that returns 0 for each name that torch or Triton wants from CUDA and `cuda.c` does not define."""
+    """Write a function that returns 0 for each name that torch or Triton wants from CUDA and `cuda.c` lacks."""
     wanted: set[str] = set()
     for name in LIBRARIES:
         command = ["nm", "-D", "--undefined-only", str(torch_folder / "lib" / name)]

@@ -1,8 +1,8 @@
 """The process that rehearses: the run's own `train()`, as one rank of many, on devices that are not there.
 
-Started by `stage.py` with the library of `cuda.c` preloaded; each rehearsal is a fork of it. Owns what is replaced: the
-process group is torch's `fake` one, data are made up, weights are not drawn, nothing is saved, and numbers that the
-host reads are sound. All else is the run's own code.
+Started by `stage.py` with the library of `cuda.c` preloaded; each rehearsal is a fork of it. Replaced are: the process
+group by torch's `fake` one, data by made-up samples, and numbers that the host reads by sound ones. Weights are not
+drawn and nothing is saved. All else is the run's own code.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from llmfoundry_lite.rehearse.device import choose_kernels
 from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
 
 GRADIENT_NORM = 1000.0
-"""As the host reads it: more than clipping allows, so that gradients are clipped."""
+"""The norm that the host reads: more than clipping allows, so that gradients are clipped."""
 
 
 def main(parent: int, folder: str) -> None:
-    """Each line of standard input names a folder with a `request.json`; the exit code is the answer."""
+    """Answer each line of standard input, a folder with a `request.json`, with an exit code."""
     end_with(parent, folder)
     replace_the_world()
     import_lean(*HEAVY)
@@ -91,7 +91,7 @@ def rehearse(arguments: Sequence[str]) -> None:
 
 
 def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> TrainConfig:
-    """The same model, layout, precision, optimizer and schedule; nothing that reads or writes outside `folder`."""
+    """Keep model, layout, precision, optimizer and schedule; drop all that reads or writes outside `folder`."""
     num_batches = request["num_batches"]
     loader = LoaderConfig(
         name="python:llmfoundry_lite.rehearse.data:load",
@@ -131,7 +131,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
 
 
 def replace_the_world() -> None:
-    """Before the run's own modules are imported: they keep what they have imported by name."""
+    """Replace what is not there. Called before the run's own modules import it by name."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
@@ -147,7 +147,7 @@ def replace_the_world() -> None:
         real_init("fake", rank=here.rank, world_size=here.world_size, store=dist.HashStore())
 
     def get_backend(group: Any = None) -> str:
-        """Ours and Composer's code asks in order to choose a device: as on the real one."""
+        """Answer our and Composer's code, which choose a device by it, as on the real one."""
         asks = sys._getframe(1).f_globals.get("__name__", "")
         return "nccl" if asks.startswith(("composer", "llmfoundry_lite")) else real_backend(group)
 
@@ -171,7 +171,7 @@ def replace_the_world() -> None:
 
 
 def replace_votes() -> None:
-    """The stages of a pipeline ask each other whether all know the shapes that they send: all of ours do."""
+    """Let all stages of a pipeline know the shapes that they send, about which they ask each other."""
     import torch
     from torch.distributed.pipelining import PipelineStage
 
@@ -187,7 +187,7 @@ def replace_votes() -> None:
 
 
 def replace_numbers() -> None:
-    """Nothing is computed, so the host would read whatever lies in memory. Each read is still made."""
+    """Replace numbers that the host reads: nothing is computed. Each read is still made."""
     from llmfoundry_lite.training import builders, gradients
     from llmfoundry_lite.training.agreement import Agreement
     from llmfoundry_lite.training.trainer import GroupedTrainer
@@ -205,18 +205,18 @@ def replace_numbers() -> None:
         return batch["input_ids"].numel()
 
     def agree(self: Agreement, counted: Any, reason: int = 0, wants_save: bool = False) -> int:
-        """Every data rank has counted as much as this one."""
+        """Assume that every data rank has counted as much as this one."""
         answer = real_agree(self, counted, reason, wants_save)
         sums = {name: self.ranks.size * getattr(counted, name) for name in counted._fields if name.startswith("num_")}
         self.upcoming = counted._replace(**sums)
         return answer
 
     def load_tokenizer(name: str) -> Any:
-        """Documents end with the same token, made up, where the tokenizer is on another machine."""
+        """Make up the token that ends documents if the tokenizer is on another machine."""
         return real_load(name) if is_local_or_cached(name) else SimpleNamespace(eos_token_id=0)
 
     def iterate(self: Any, trainer_mode: Any) -> Any:
-        """The loop's end is a number on the device; the host knows it too."""
+        """End the loop by the host's number; its own is on the device."""
         num_batches = self.state.dataloader_len
         return itertools.islice(real_iterate(self, trainer_mode), None if num_batches is None else int(num_batches))
 
@@ -228,7 +228,7 @@ def replace_numbers() -> None:
 
 
 def end_with(parent: int, folder: str) -> None:
-    """Should the process that waits for this one be killed, leave nothing behind."""
+    """Leave nothing behind if the process that waits for this one is killed."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""Which device is rehearsed, and what the library that stands in for CUDA must say about it. No torch."""
+"""The rehearsed device, and what the library that stands in for CUDA must say about it. No torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ AMD_STAND_IN = (9, 0)
 
 
 def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
-    """The row `name` of the hardware table; without a name, the one that the overlay's name begins.
+    """Return the row `name` of the hardware table; without a name, the row that the overlay's name begins.
 
     Raises ConfigError, which lists the rows, for a name that none has or several have.
     """
@@ -54,7 +54,7 @@ def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
 
 
 def describe_device(device: Accelerator, num_devices: int, cuda_release: int, spare_bytes: int = 0) -> dict[str, str]:
-    """The environment of `cuda.c`. `spare_bytes` of the memory are out of reach."""
+    """Return the environment of `cuda.c`. `spare_bytes` of the memory are out of reach."""
     capability = AMD_STAND_IN
     if device.vendor == "nvidia":
         family = max((name for name in CAPABILITIES if device.name.startswith(name)), key=len)
@@ -76,7 +76,7 @@ def describe_device(device: Accelerator, num_devices: int, cuda_release: int, sp
 
 
 def choose_kernels(built_for: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Which of torch's kernels (`sm_80 sm_90`, as it says itself) the device of `describe_device` would run.
+    """Return which of torch's kernels (`sm_80 sm_90` …) the device of `describe_device` would run.
 
     A device runs those of its own generation that are not newer. Raises ConfigError where there are none.
     """
@@ -92,7 +92,7 @@ def choose_kernels(built_for: str, environment: Mapping[str, str]) -> dict[str, 
 
 
 def device_name(device: Accelerator) -> str:
-    """A name that the row's pattern matches: its first alternative, without what is optional."""
+    """Return a name that the row's pattern matches: its first alternative, without optional parts."""
     name = re.sub(r"\([^()]*\)\?|.\?", "", device.pattern.split("|")[0])
     assert re.fullmatch(device.pattern, name), device.pattern
     return name

@@ -1,8 +1,6 @@
-"""What a rehearsal measures, from inside the run: memory at its peak by category, then one more batch's operations.
+"""Measurements from inside a rehearsed run: memory at its peak by category, then one more batch's operations.
 
-Owns the callback, the replay of the allocator's history, and the dispatch mode that sees collectives, FLOPs, kernels
-and reads by the host. Leaves the figures' words to `report.py`. Memory is measured while nothing watches: the dispatch
-mode belongs to the batch after those.
+Memory is measured while nothing watches: the dispatch mode that sees operations belongs to the batch after those.
 """
 
 import inspect
@@ -86,13 +84,13 @@ class Measure(Callback):
 
 
 def record() -> None:
-    """From now on, every allocation with the Python lines that asked for it, and every compilation."""
+    """Record every allocation with the Python lines that asked for it, and every compilation."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY_ENTRIES)
     torch._dynamo.utils.set_compilation_metrics_limit(HISTORY_ENTRIES)
 
 
 def measure_workspaces() -> int:
-    """Bytes that cuBLAS keeps, from the allocator too. It takes them again when it needs them."""
+    """Measure bytes that cuBLAS keeps, from the allocator too. It takes them again when it needs them."""
     before = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
     return before - torch.cuda.memory_allocated()
@@ -110,7 +108,7 @@ class Peak(NamedTuple):
 
 
 def replay(trace: list[dict[str, Any]], since_us: int) -> Peak:
-    """From the allocator's history; a peak before `since_us`, in microseconds of the clock, does not count."""
+    """Replay the allocator's history; a peak before `since_us`, in microseconds of the clock, does not count."""
     live: dict[int, tuple[tuple[str, str], int]] = {}
     now: Counter[tuple[str, str]] = Counter()
     total, peak, at_peak, asked_last = 0, 0, {}, ""
@@ -143,7 +141,7 @@ def replay(trace: list[dict[str, Any]], since_us: int) -> Peak:
 
 
 def place_of(frames: list[dict[str, Any]]) -> str:
-    """The innermost line of ours, and without one of torch's."""
+    """Name the innermost line of ours, or without one, of torch's."""
     ours = [frame for frame in frames if frame["filename"].startswith(str(PACKAGE))] or frames
     return f"{shorten(ours[0]['filename'])}:{ours[0]['line']}" if ours else BACKWARD
 
@@ -204,7 +202,7 @@ def categorise(frames: list[dict[str, Any]]) -> str:
 
 
 def categorise_sharded(names: set[str]) -> str:
-    """By the names of FSDP's functions in the stack."""
+    """Return the category by the names of FSDP's functions in the stack."""
     if any("reduce" in name or "accumulate" in name or "grad" in name for name in names):
         return "gradients"
     if names & {"reset_sharded_param", "_init_sharded_param", "lazy_init", "_lazy_init", "_apply"}:
@@ -231,7 +229,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays so. This sees nothing of its inside."""
+        """Leave compiled code compiled. This sees nothing of its inside."""
         return True
 
     def __enter__(self) -> "Watch":
@@ -269,9 +267,9 @@ class Watch(TorchDispatchMode):
         if group is None:
             return
         tensors = list(flatten(args)) + (list(flatten(result)) if namespace == "_c10d_functional" else [])
-        largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
-        if largest is None:
+        if not tensors:
             return
+        largest = max(tensors, key=lambda tensor: tensor.nbytes)
         kind = re.sub("_(base|into_tensor|tensor|coalesced|single)", "", name.strip("_"))
         kind = re.sub("^all(?=gather|reduce|to)", "all_", kind).replace("toall", "to_all")
         found = self.collectives[kind, describe_group(group, self.devices_per_node), str(largest.dtype)[6:]]
@@ -292,53 +290,35 @@ class Watch(TorchDispatchMode):
         }
 
 
-class Compiled(NamedTuple):
-    """What torch.compile made: of the run's own code, or of FlexAttention's."""
-
-    num_graphs: int
-    num_before: int
-    """Of them, before the first batch, while `auto` tried sizes."""
-    functions: list[str]
-    again: dict[str, int]
-    """Function and reason -> how often it was compiled again in a batch."""
-    breaks: dict[str, int]
-    """Reason -> how often a graph was cut there."""
-    kernels: dict[str, int]
-    """Target, sm_90 for one -> Triton kernels built for it."""
-    attention: list[str]
-
-
 def count_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def describe_compiled(num_entries_before: int, num_graphs_before: int) -> dict[str, Any]:
-    """A graph has several entries in torch's record: its backward pass is another."""
-    utils = torch._dynamo.utils
-    made = utils.get_compilation_metrics()
+    """Describe what torch.compile made of the run's own code, or of FlexAttention's."""
     functions, again = Counter(), Counter()
-    for place, one in enumerate(made):
-        if one.co_name is None:  # a backward pass, which is its forward pass's
+    for place, made in enumerate(torch._dynamo.utils.get_compilation_metrics()):
+        if made.co_name is None:  # a backward pass, another entry of its forward pass's graph
             continue
-        name = f"{one.co_name} ({shorten(one.co_filename or '')}:{one.co_firstlineno})"
+        name = f"{made.co_name} ({shorten(made.co_filename or '')}:{made.co_firstlineno})"
         functions[name] += 1
-        if place >= num_entries_before and one.recompile_reason:
-            again[f"{name}: {one_line(one.recompile_reason)}"] += 1
+        if place >= num_entries_before and made.recompile_reason:
+            again[f"{name}: {one_line(made.recompile_reason)}"] += 1
     kernels, attention = read_compilers_caches()
-    breaks = {one_line(reason): count for reason, count in utils.counters["graph_break"].items()}
-    return Compiled(
-        num_graphs=count_graphs(),
-        num_before=num_graphs_before,
-        functions=list(functions),
-        again=dict(again),
-        breaks=breaks,
-        kernels=kernels,
-        attention=attention,
-    )._asdict()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    return {
+        "num_graphs": count_graphs(),
+        "num_before": num_graphs_before,  # before the first batch, while `auto` tried sizes
+        "functions": list(functions),
+        "again": dict(again),  # function and reason -> compilations in a batch
+        "breaks": {one_line(reason): count for reason, count in breaks.items()},
+        "kernels": kernels,  # target, such as sm_90 -> Triton kernels built for it
+        "attention": attention,
+    }
 
 
 def read_compilers_caches() -> tuple[dict[str, int], list[str]]:
-    """(target -> Triton kernels, attention kernels that the generated code names)"""
+    """Return (target -> Triton kernels, attention kernels that the generated code names)."""
     kernels, attention = Counter(), set()
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         folder = Path(os.environ[name])
@@ -352,12 +332,12 @@ def read_compilers_caches() -> tuple[dict[str, int], list[str]]:
 
 
 def one_line(text: str) -> str:
-    """The first line that says something."""
+    """Return the first line that is not empty."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def find_group(args: tuple) -> list[int] | None:
-    """The ranks of the process group among a collective's arguments."""
+    """Return the ranks of the process group among a collective's arguments."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
@@ -386,7 +366,7 @@ def flatten(value: Any):
 
 
 def where_asked() -> str | None:
-    """File and line of the innermost Python line outside torch and this file; None for what `Measure` asks itself."""
+    """Return the innermost Python line outside torch and this file; None for reads of `Measure` itself."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,12 +1,8 @@
-"""Rehearse a run without its hardware: one rank's real code, on devices that are not there.
+"""Rehearse a run without its hardware: one rank's real code, on devices that are not there. No torch."""
 
-Owns what may be asked for and the order of things. Leaves the process to `stage.py`, the search for a microbatch to
-`search.py`, the words to `report.py`. No torch is imported here.
-"""
-
-import dataclasses
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 from llmfoundry_lite import preflight
@@ -26,7 +22,7 @@ FARTHEST = 64
 
 
 class Job(NamedTuple):
-    """What is rehearsed, checked."""
+    """A rehearsal that has been checked."""
 
     arguments: list[str]
     config: TrainConfig
@@ -61,23 +57,15 @@ def rehearse(
     layout = layout_of(config, num_devices, per_node)
     if rank is not None:
         ranks = [rank]
-    elif searches:
-        ranks = [rank_of_fullest(config, layout)]
     else:
-        ranks = find_kinds(layout, all_kinds)
+        ranks = [rank_of_fullest(config, layout)] if searches else find_kinds(layout, all_kinds)
     job = Job(list(arguments), config, device, num_devices, min(per_node, num_devices))
     with Stage() as stage:
         if searches:
             return search(stage, *job, rank=ranks[0])
         for rank in ranks:
-            outcome = stage.rehearse(
-                job.arguments,
-                device,
-                num_devices=num_devices,
-                per_node=job.per_node,
-                rank=rank,
-                num_batches=num_batches,
-            )
+            options = {"num_devices": num_devices, "per_node": job.per_node, "num_batches": num_batches}
+            outcome = stage.rehearse(job.arguments, device, rank=rank, **options)
             if outcome.exit_code != EXIT_DONE:
                 print(outcome.said, end="", file=sys.stderr, flush=True)
                 return outcome.exit_code
@@ -86,14 +74,14 @@ def rehearse(
 
 
 def find_kinds(layout: Layout, all_kinds: bool) -> list[int]:
-    """The first rank of each stage; with `all_kinds` also the last one, which has the smallest share."""
+    """Return the first rank of each stage; with `all_kinds` also the last one, which has the smallest share."""
     stage_size = layout.world_size // layout.pipeline
     firsts = range(0, layout.world_size, stage_size)
     return sorted({*firsts, *(first + stage_size - 1 for first in firsts)}) if all_kinds else list(firsts)
 
 
 def rank_of_fullest(config: TrainConfig, layout: Layout) -> int:
-    """The first rank of the stage that needs the most."""
+    """Return the first rank of the stage that needs the most."""
     if layout.pipeline == 1:
         return 0
     sizes = [estimate.total_bytes for _, estimate in estimate_stages(config, layout)]
@@ -103,41 +91,39 @@ def rank_of_fullest(config: TrainConfig, layout: Layout) -> int:
 def as_rehearsal(outcome: Outcome, job: Job, rank: int) -> Rehearsal:
     found = outcome.found
     return Rehearsal(
-        config=dataclasses.replace(job.config, device_train_microbatch_size=found["microbatch_size"]),
+        config=replace(job.config, device_train_microbatch_size=found["microbatch_size"]),
         device=job.device,
         rank=rank,
         num_devices=job.num_devices,
         per_node=job.per_node,
         wall_seconds=outcome.seconds,
-        **{field.name: found[field.name] for field in dataclasses.fields(Rehearsal) if field.name in found},
+        **{field.name: found[field.name] for field in fields(Rehearsal) if field.name in found},
     )
 
 
 def check_count(config: TrainConfig, num_devices: int, per_node: int) -> None:
     """Raises ConfigError for a number of devices that nodes, batch or mesh do not divide, with the nearest that fit."""
-    try:
-        check_layout(config, num_devices, per_node)
-    except ConfigError as error:
-        step = per_node if num_devices > per_node else 1
-        start = num_devices // step * step
-        below = range(start, 0, -step)[: FARTHEST + 1]
-        above = range(start + step, start + FARTHEST * step, step)
-        nearest = [next((n for n in counts if fits(config, n, per_node)), None) for counts in (below, above)]
-        fitting = " and ".join(str(n) for n in nearest if n is not None)
-        if not fitting:
-            raise
-        raise ConfigError(f"--devices: {num_devices}: {error}; the nearest counts that fit: {fitting}") from None
+    error = find_refusal(config, num_devices, per_node)
+    if error is None:
+        return
+    step = per_node if num_devices > per_node else 1
+    start = num_devices // step * step
+    below = range(start, 0, -step)[: FARTHEST + 1]
+    above = range(start + step, start + FARTHEST * step, step)
+    nearest = [
+        next((n for n in counts if find_refusal(config, n, per_node) is None), None) for counts in (below, above)
+    ]
+    fitting = " and ".join(str(n) for n in nearest if n is not None)
+    if not fitting:
+        raise error
+    raise ConfigError(f"--devices: {num_devices}: {error}; the nearest counts that fit: {fitting}")
 
 
-def fits(config: TrainConfig, num_devices: int, per_node: int) -> bool:
-    try:
-        check_layout(config, num_devices, per_node)
-    except ConfigError:
-        return False
-    return True
-
-
-def check_layout(config: TrainConfig, num_devices: int, per_node: int) -> None:
+def find_refusal(config: TrainConfig, num_devices: int, per_node: int) -> ConfigError | None:
     if num_devices > per_node and num_devices % per_node:
-        raise ConfigError(f"no whole number of nodes of {per_node} (--per-node says how many devices a node has)")
-    preflight.check(config, layout_of(config, num_devices, per_node), must_exist=False)
+        return ConfigError(f"no whole number of nodes of {per_node} (--per-node says how many devices a node has)")
+    try:
+        preflight.check(config, layout_of(config, num_devices, per_node), must_exist=False)
+    except ConfigError as error:
+        return error
+    return None

@@ -1,4 +1,4 @@
-"""A rehearsal as lines for people. No torch."""
+"""A rehearsal's measurements as text. No torch."""
 
 import dataclasses
 from collections import Counter
@@ -22,7 +22,7 @@ NAMES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "lo
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Rehearsal:
-    """One rank's."""
+    """Measurements of one rank."""
 
     config: TrainConfig
     """With the microbatch size that was used."""
@@ -36,7 +36,7 @@ class Rehearsal:
     reserved_bytes: int
     """The most that torch's allocator took from the device."""
     workspaces_bytes: int
-    """Of `allocated_bytes`, cuBLAS'."""
+    """cuBLAS' part of `allocated_bytes`."""
     at_peak_bytes: dict[str, int]
     """Category -> bytes, at the moment of `allocated_bytes`."""
     largest_bytes: dict[str, int]
@@ -49,7 +49,7 @@ class Rehearsal:
     flops: dict[str, int]
     """Operation -> FLOPs in a batch, on this rank."""
     compiled: dict[str, Any]
-    """`measure.Compiled`: some of the run's code is compiled, FlexAttention for one; its inside is not counted."""
+    """Graphs, functions, kernels; the inside of compiled code is not counted."""
     attention: list[str]
     reads: dict[str, int]
     """File and line -> how often the host waited for the device there, in a batch."""
@@ -96,7 +96,7 @@ def describe(rehearsal: Rehearsal) -> str:
 
 
 def describe_peak(at_peak_bytes: dict[str, int], estimate: MemoryEstimate, *, is_stage: bool) -> list[str]:
-    """Category by category. For a stage of a pipeline the estimate counts logits among the activations."""
+    """List categories. For a stage of a pipeline the estimate counts logits among the activations."""
     found, expected = Counter(at_peak_bytes), {name: getattr(estimate, f"{name}_bytes") for name in NAMES}
     if is_stage:
         found["activations"] += found.pop("logits", 0)
@@ -112,7 +112,7 @@ def stages_of_rank(config: TrainConfig, layout: Layout, rank: int) -> list[Stage
 
 
 def describe_stage(config: TrainConfig, layout: Layout, rank: int) -> list[str]:
-    """Of a pipeline's rank, what it holds."""
+    """Describe what a pipeline's rank holds."""
     if layout.pipeline == 1:
         return []
     place = f"{layout.coordinates(rank).pipeline + 1} of {layout.pipeline}, {config.pipeline.schedule}"
@@ -126,7 +126,7 @@ def estimate_rank(config: TrainConfig, layout: Layout, rank: int, device: Accele
 
 
 def count_rank_flops(config: TrainConfig, layout: Layout, rank: int) -> float:
-    """Model FLOPs of one token on this rank, which computes its stages' share of the layers."""
+    """Count model FLOPs of one token on this rank, which computes its stages' share of the layers."""
     stages = stages_of_rank(config, layout, rank)
     part = dataclasses.replace(
         config.model,

@@ -1,7 +1,4 @@
-"""The largest microbatch that fits, found by rehearsing: a bisection over the divisors of a device's batch.
-
-Owns the choice of what is tried and the table of it. No torch.
-"""
+"""The largest microbatch that fits, found by rehearsing divisors of a device's batch, by bisection. No torch."""
 
 import dataclasses
 import sys
@@ -29,15 +26,20 @@ def search(
     *,
     rank: int = 0,
 ) -> int:
-    """Print what is tried, as it is tried, and the answer as an override. Returns the exit code: 2 if not even one
-    sample fits."""
-    num_ranks = layout_of(config, num_devices, per_node).num_data_ranks
+    """Print each trial, and the answer as an override. Returns the exit code: 2 if not even one sample fits."""
+    layout = layout_of(config, num_devices, per_node)
+    num_ranks = layout.num_data_ranks
     device_batch_size = config.global_train_batch_size // num_ranks
     sizes = find_sizes(config, device_batch_size)
     limit = device.free_bytes - UNREHEARSED_BYTES
-    estimates = {size: estimate(config, size, device, num_devices, per_node) for size in sizes}
+    estimates = {
+        size: estimate_training_memory(
+            dataclasses.replace(config, device_train_microbatch_size=size), layout, device
+        ).total_bytes
+        for size in sizes
+    }
     first = max((size for size in sizes if estimates[size] <= limit), default=1)
-    last: list[Outcome] = []
+    outcome: Outcome | None = None
     print(
         f"search         {config.run_name} on {num_devices} x {device.name}, as rank {rank}",
         f"batch          {device_batch_size} samples on this rank",
@@ -49,7 +51,8 @@ def search(
     )
 
     def attempt(size: int) -> bool | None:
-        """None: it fails in another way."""
+        """Return None if it fails in another way."""
+        nonlocal outcome
         outcome = stage.rehearse(
             [*arguments, *sized_batch(config, size, device_batch_size, num_ranks)],
             device,
@@ -59,7 +62,6 @@ def search(
             counts_operations=False,
             spare_bytes=UNREHEARSED_BYTES,
         )
-        last[:] = [outcome]
         fits = outcome.exit_code == EXIT_DONE
         if not fits and "is_out_of_memory" not in outcome.found:
             return None
@@ -67,18 +69,16 @@ def search(
         return fits
 
     answer = bisect(sizes, first, attempt)
-    if answer is None:
-        print(last[0].said, end="", file=sys.stderr, flush=True)
-        return last[0].exit_code
-    if answer == 0:
-        print(last[0].said, end="", file=sys.stderr, flush=True)
-        return EXIT_USER
-    print(f"answer         device_train_microbatch_size={answer}", flush=True)
-    return EXIT_DONE
+    if answer:
+        print(f"answer         device_train_microbatch_size={answer}", flush=True)
+        return EXIT_DONE
+    assert outcome is not None
+    print(outcome.said, end="", file=sys.stderr, flush=True)
+    return outcome.exit_code if answer is None else EXIT_USER
 
 
 def bisect(sizes: list[int], first: int, attempt: Callable[[int], bool | None]) -> int | None:
-    """The largest of `sizes` (ascending) that fits, 0 if none does, None if an attempt has no answer.
+    """Find the largest of `sizes` (ascending) that fits, 0 if none does, None if an attempt has no answer.
 
     `first` is tried first, then its neighbour, since the estimate is seldom far off; then halves.
     """
@@ -96,7 +96,7 @@ def bisect(sizes: list[int], first: int, attempt: Callable[[int], bool | None]) 
 
 
 def find_sizes(config: TrainConfig, device_batch_size: int) -> list[int]:
-    """Those that a device's batch can be cut into, ascending, and that a pipeline's schedule can play."""
+    """Return sizes that a device's batch can be cut into, ascending, and that a pipeline's schedule can play."""
     sizes = divisors(device_batch_size)
     if config.pipeline.pipeline_parallel_degree == 1:
         return sizes
@@ -104,21 +104,16 @@ def find_sizes(config: TrainConfig, device_batch_size: int) -> list[int]:
 
 
 def sized_batch(config: TrainConfig, size: int, device_batch_size: int, num_ranks: int) -> list[str]:
-    """A short batch; a pipeline's whole one, since it keeps several microbatches at the same time."""
+    """Return a short batch; a pipeline's whole one, since it keeps several microbatches at the same time."""
     if config.pipeline.pipeline_parallel_degree > 1:
         return [f"device_train_microbatch_size={size}"]
     return short_batch(size, device_batch_size, num_ranks)
 
 
 def short_batch(size: int, device_batch_size: int, num_ranks: int) -> list[str]:
-    """Two microbatches take as much memory as many."""
+    """Return two microbatches: they take as much memory as many."""
     num_samples = min(2 * size, device_batch_size) * num_ranks
     return [f"device_train_microbatch_size={size}", f"global_train_batch_size={num_samples}"]
-
-
-def estimate(config: TrainConfig, size: int, device: Accelerator, num_devices: int, per_node: int) -> int:
-    sized = dataclasses.replace(config, device_train_microbatch_size=size)
-    return estimate_training_memory(sized, layout_of(sized, num_devices, per_node), device).total_bytes
 
 
 def describe(size: int, outcome: Outcome, estimated_bytes: int) -> str:

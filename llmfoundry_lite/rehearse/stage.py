@@ -1,8 +1,4 @@
-"""A stage: one process that has imported the training code on a CUDA that is not there.
-
-Owns that process, its environment and its end. Each rehearsal is a fork of it, since the imports take longer than a
-small rehearsal. No torch is imported here.
-"""
+"""A process that imports the training code on a CUDA that is not there, and its forks, the rehearsals. No torch."""
 
 import contextlib
 import importlib.metadata
@@ -23,8 +19,7 @@ from llmfoundry_lite.rehearse.build import NAME, build_library
 from llmfoundry_lite.rehearse.device import describe_device
 
 CUDA_RELEASE = 13000
-"""As CUDA counts, where no package says it."""
-
+"""By CUDA's own count, if no package says it."""
 
 TOO_SHORT = (
     "error: rehearse: the run ends before enough batches were measured; give it a longer one: max_duration=100ba\n"
@@ -34,9 +29,9 @@ TOO_SHORT = (
 class Outcome(NamedTuple):
     exit_code: int
     said: str
-    """What the rank wrote to standard error."""
+    """The rank's standard error."""
     found: dict[str, Any]
-    """What was measured, until it ended."""
+    """Measurements, until it ended."""
     seconds: float
 
 
@@ -44,13 +39,16 @@ class Stage:
     """`with Stage() as stage: stage.rehearse(...)`. Leaves nothing behind, however this process ends."""
 
     def __enter__(self) -> "Stage":
-        self.library = build_library()
         self._place = tempfile.TemporaryDirectory(prefix="rehearse-", ignore_cleanup_errors=True)
         self.folder = Path(self._place.name)
         self._num_rehearsals = 0
+        # This machine's devices are not those that are rehearsed.
+        inherited = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
+        # Compiling processes of its own would outlive a fork.
+        own = {**preload(build_library()), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "llmfoundry_lite.rehearse.child", str(os.getpid()), str(self.folder)],
-            env={**without_choice_of_devices(), **self.environment()},
+            env={**inherited, **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -59,22 +57,14 @@ class Stage:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with_forks = self._process.pid  # leads its session
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(with_forks, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)  # with its forks
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         self._place.cleanup()
-
-    def environment(self) -> dict[str, str]:
-        """What makes torch take our library for CUDA's, and keeps compilers' caches in `folder`."""
-        return {
-            **preload(self.library),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # processes of its own would outlive a fork
-        }
 
     def rehearse(
         self,
@@ -88,62 +78,48 @@ class Stage:
         counts_operations: bool = True,
         spare_bytes: int = 0,
     ) -> Outcome:
-        """One rank of a run, to its end. `spare_bytes` of the device are out of its reach."""
+        """Run one rank to its end. `spare_bytes` of the device are out of its reach."""
         began = time.monotonic()
         self._num_rehearsals += 1
         folder = self.folder / str(self._num_rehearsals)
         folder.mkdir()
-        environment = {
-            **describe_device(device, per_node, cuda_release(), spare_bytes),
-            **place_in_launch(rank, num_devices, per_node),
-        }
         write_request(
             folder,
             arguments,
-            environment,
+            describe_device(device, per_node, cuda_release(), spare_bytes)
+            | place_in_launch(rank, num_devices, per_node),
             num_devices=num_devices,
             per_node=per_node,
             num_batches=num_batches,
             counts_operations=counts_operations,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{folder}\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
         said = folder / "stderr.txt"
         text = said.read_text(errors="replace") if said.is_file() else ""
-        if answer.strip():
-            code = int(answer)
-        else:  # the stage itself is gone, with its reason on our standard error
-            code = self._process.wait() or EXIT_BUG
+        # Without an answer the stage itself is gone, with its reason on our standard error.
+        code = int(answer) if answer.strip() else self._process.wait() or EXIT_BUG
         last = "collectives" if counts_operations else "allocated_bytes"
         return read_outcome(folder, code, text, time.monotonic() - began, last)
 
 
 def run_for_real(arguments: list[str]) -> Outcome:
-    """The same measurement on this machine's own device, alone."""
+    """Measure the same on this machine's own device, alone."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="measure-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        write_request(
-            folder,
-            arguments,
-            place_in_launch(0, 1, 1),
-            num_devices=1,
-            per_node=1,
-            num_batches=2,
-            counts_operations=False,
-        )
-        command = [sys.executable, "-m", "llmfoundry_lite.rehearse.child", str(folder)]
+        options = {"num_devices": 1, "per_node": 1, "num_batches": 2, "counts_operations": False}
+        write_request(Path(name), arguments, place_in_launch(0, 1, 1), **options)
+        command = [sys.executable, "-m", "llmfoundry_lite.rehearse.child", name]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        return read_outcome(folder, done.returncode, done.stderr, time.monotonic() - began)
+        return read_outcome(Path(name), done.returncode, done.stderr, time.monotonic() - began)
 
 
 def place_in_launch(rank: int, num_devices: int, per_node: int) -> dict[str, str]:
-    """As a launcher would say it."""
+    """Return the environment that a launcher would set."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -159,16 +135,17 @@ def place_in_launch(rank: int, num_devices: int, per_node: int) -> dict[str, str
 
 
 def write_request(folder: Path, arguments: list[str], environment: dict[str, str], **options: Any) -> None:
-    """`options`: num_devices, per_node, num_batches, counts_operations. Compilers keep their caches in `folder`."""
+    """Write `request.json`. `options`: num_devices, per_node, num_batches, counts_operations."""
     caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     request = {"arguments": arguments, "environment": {**environment, **caches}, **options}
     (folder / "request.json").write_text(json.dumps(request))
 
 
 def read_outcome(folder: Path, code: int, said: str, seconds: float, last: str = "allocated_bytes") -> Outcome:
-    """`last`: what a run that is long enough has found."""
+    """`last`: the last thing that a run of enough batches finds."""
     if code < 0:
-        said += describe_killed(-code)
+        reason = "; this machine may be out of memory" if code == -signal.SIGKILL else ""
+        said += f"error: rehearse: the process was killed by {signal.Signals(-code).name}{reason}\n"
         code = EXIT_BUG
     result = folder / "result.json"
     found = json.loads(result.read_text()) if result.is_file() else {}
@@ -177,13 +154,8 @@ def read_outcome(folder: Path, code: int, said: str, seconds: float, last: str =
     return Outcome(code, said, found, seconds)
 
 
-def without_choice_of_devices() -> dict[str, str]:
-    """This machine's are not those that are rehearsed."""
-    return {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
-
-
 def preload(library: Path) -> dict[str, str]:
-    """The environment of a process that takes `library` for CUDA. `describe_device` says which device it finds."""
+    """Return the environment of a process that takes `library` for CUDA. `describe_device` adds the device."""
     return {
         "LD_PRELOAD": " ".join(filter(None, [str(library / NAME), os.environ.get("LD_PRELOAD")])),
         "TRITON_LIBCUDA_PATH": str(library),
@@ -191,13 +163,8 @@ def preload(library: Path) -> dict[str, str]:
     }
 
 
-def describe_killed(number: int) -> str:
-    reason = "; this machine may be out of memory" if number == signal.SIGKILL else ""
-    return f"error: rehearse: the process was killed by {signal.Signals(number).name}{reason}\n"
-
-
 def cuda_release() -> int:
-    """As CUDA counts: 13000 for 13.0, of the release that torch was built for."""
+    """Return the release that torch was built for: 13000 for 13.0."""
     for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
         try:
             major, minor, *_ = importlib.metadata.version(name).split(".")
