@@ -155,20 +155,13 @@ def _check_number(place: str, number: float, layers: Sequence[Layer]) -> None:
 
 
 SYNONYMS = {
-    "bf16": "amp_bf16",
-    "bfloat16": "amp_bf16",
-    "fp16": "amp_fp16",
-    "float16": "amp_fp16",
-    "amp": "amp_fp16",
-    "float32": "fp32",
-    "adam": "adamw",
-    "decoupled_lion": "decoupled_lionw",
-    "mpt": "mpt_causal_lm",
-    "triton": "flash",
-    **{f"zero{dash}1": "ZERO_1" for dash in ("", "-")},
-    **{f"zero{dash}2": "SHARD_GRAD_OP" for dash in ("", "-", "_")},
-    **{f"zero{dash}3": "FULL_SHARD" for dash in ("", "-", "_")},
-    "wsd": "warmup_stable_decay",
+    **dict.fromkeys(("bf16", "bfloat16"), "amp_bf16"),
+    **dict.fromkeys(("fp16", "float16", "amp"), "amp_fp16"),
+    "float32": "fp32", "adam": "adamw", "decoupled_lion": "decoupled_lionw", "mpt": "mpt_causal_lm",
+    "triton": "flash", "wsd": "warmup_stable_decay",
+    **dict.fromkeys(("zero1", "zero-1"), "ZERO_1"),
+    **dict.fromkeys(("zero2", "zero-2", "zero_2"), "SHARD_GRAD_OP"),
+    **dict.fromkeys(("zero3", "zero-3", "zero_3"), "FULL_SHARD"),
 }
 """Other libraries' words for our values."""
 

@@ -50,7 +50,8 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
         elif is_yaml(argument):
             layers.append(_read_file(argument))
         else:
-            raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{_spell(argument)}")
+            hint = f"; did you mean {near[0]}?" if (near := near_names(argument)) else ""
+            raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{hint}")
     if needs_file and not layers:
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
     layers += overlays
@@ -74,17 +75,6 @@ def is_yaml(argument: str) -> bool:
     return argument.endswith((".yaml", ".yml")) or find_yaml(argument) is not None
 
 
-def _spell(argument: str) -> str:
-    """Name the shipped YAML that was probably meant, or spell a callback whose name has dots that separate nothing."""
-    if near := near_names(argument):
-        return f"; did you mean {near[0]}?"
-    match = re.fullmatch(r"callbacks\.(python:\w+(?:\.\w+)*:\w+)(?:\.(\w+)=(.*)|=.*)", argument)
-    if match is None:
-        return ""
-    options = f"{match[2]}: {match[3]}" if match[2] else ""
-    return f"; write \"callbacks={{'{match[1]}': {{{options}}}}}\""
-
-
 def _quote_run_name(argument: str) -> str:
     """Quote `{run_name}/x`, a folder, where YAML would read the beginning of a mapping."""
     key, _, value = argument.partition("=")
@@ -95,12 +85,7 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         try:
             OmegaConf.from_dotlist([argument])
-        except UnicodeEncodeError:
-            raise ConfigError(
-                f"command line: {argument} has bytes that are not UTF-8, which no configuration can hold; rename "
-                "the file"
-            ) from None
-        except (OmegaConfBaseException, YAMLError) as error:
+        except (OmegaConfBaseException, YAMLError, UnicodeEncodeError) as error:
             raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
     try:
         return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments))))
@@ -194,19 +179,20 @@ def _name_eval_loaders(layers: Sequence[Layer]) -> None:
     In place. A list replaces what earlier layers have, as any list does; so does null. Raises ConfigError.
     """
     for number, (source, values, _) in enumerate(layers):
-        for key in ("eval_loader", "eval_loaders"):
-            given, other = values.get(key), "eval_loader" if key == "eval_loaders" else "eval_loaders"
+        for key, other in (("eval_loader", "eval_loaders"), ("eval_loaders", "eval_loader")):
+            given = values.get(key, "")
             if isinstance(given, list):
                 if values.get(other) is not None:
                     raise ConfigError(f"{source}: {key}: {other} given too; keep one of them")
                 values.pop(other, None)
                 values.pop(key)
                 values["eval_loaders"] = _by_label(key, given, source)
-            if isinstance(given, list) or (key in values and given is None):
-                for earlier in layers[:number]:
-                    earlier.values.pop("eval_loaders", None)
-                    if isinstance(given, list) or key == "eval_loader":
-                        earlier.values.pop("eval_loader", None)
+            elif given is not None:
+                continue
+            for earlier in layers[:number]:
+                earlier.values.pop("eval_loaders", None)
+                if given is not None or key == "eval_loader":
+                    earlier.values.pop("eval_loader", None)
     single, several = (
         [name for layer in layers if isinstance(layer.values.get(key), dict) for name in layer.values[key]]
         for key in ("eval_loader", "eval_loaders")
