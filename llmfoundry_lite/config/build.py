@@ -154,16 +154,20 @@ def _check_number(place: str, number: float, layers: Sequence[Layer]) -> None:
         raise _wrong(place, number, "a finite number", layers)
 
 
-SYNONYMS = {
-    **dict.fromkeys(("bf16", "bfloat16"), "amp_bf16"),
-    **dict.fromkeys(("fp16", "float16", "amp"), "amp_fp16"),
-    "float32": "fp32", "adam": "adamw", "decoupled_lion": "decoupled_lionw", "mpt": "mpt_causal_lm",
-    "triton": "flash", "wsd": "warmup_stable_decay",
-    **dict.fromkeys(("zero1", "zero-1"), "ZERO_1"),
-    **dict.fromkeys(("zero2", "zero-2", "zero_2"), "SHARD_GRAD_OP"),
-    **dict.fromkeys(("zero3", "zero-3", "zero_3"), "FULL_SHARD"),
+OTHER_WORDS = {
+    "amp_bf16": ("bf16", "bfloat16"),
+    "amp_fp16": ("fp16", "float16", "amp"),
+    "fp32": ("float32",),
+    "adamw": ("adam",),
+    "decoupled_lionw": ("decoupled_lion",),
+    "mpt_causal_lm": ("mpt",),
+    "flash": ("triton",),
+    "ZERO_1": ("zero1", "zero-1"),
+    "SHARD_GRAD_OP": ("zero2", "zero-2", "zero_2"),
+    "FULL_SHARD": ("zero3", "zero-3", "zero_3"),
+    "warmup_stable_decay": ("wsd",),
 }
-"""Other libraries' words for our values."""
+"""Our value -> other libraries' words for it."""
 
 
 def _check_choice(place: str, value: Any, setting: Setting, layers: Sequence[Layer]) -> None:
@@ -181,8 +185,9 @@ def _check_choice(place: str, value: Any, setting: Setting, layers: Sequence[Lay
 
 
 def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | None:
-    if SYNONYMS.get(value.lower()) in choices:
-        return SYNONYMS[value.lower()]
+    for ours in choices:
+        if value.lower() in OTHER_WORDS.get(ours, ()):
+            return ours
     begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
     near = begun if len(begun) == 1 else difflib.get_close_matches(value, choices, n=1, cutoff=cutoff)
     return near[0] if near else None
