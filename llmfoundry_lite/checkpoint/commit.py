@@ -124,7 +124,7 @@ class RenameCommits:
 
     def commit(self, save_id: str, raw: bytes, check: Callable[[], None]) -> None:
         """Put a draft in its place, unless `check` objects at the last moment."""
-        self.root.child(DRAFT + save_id).put_last(MANIFEST, raw)
+        self.root.child(DRAFT + save_id).put(MANIFEST, raw)
         name, replaced, is_replaced = committed_name(save_id), REPLACED + save_id, False
         check()
         with contextlib.suppress(FileNotFoundError):  # not there, or removed by a prune since it was

@@ -6,6 +6,7 @@ Errors of the operating system pass through as OSError.
 
 import contextlib
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from llmfoundry_lite.errors import (
+    CheckpointError,
     DamagedCheckpointError,
     IncompleteCheckpointError,
     UnreadableCheckpointError,
@@ -98,6 +100,39 @@ class Folder(Protocol):
     def source(self, name: str, *, bypass_cache: bool = False) -> Source:
         """Open a file for reading. `bypass_cache`: past what this machine remembers of it, as far as it lets us."""
         ...
+
+
+EXTRAS = {"s3": "s3", "s3a": "s3"}
+
+
+def open_folder(url: str | os.PathLike[str]) -> Folder:
+    """Raises CheckpointError when the protocol's package is not installed, or a client would read another folder."""
+    from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+
+    text = os.fspath(url)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalFolder(Path(os.path.expanduser(text)))
+    if protocol in ("file", "local"):
+        return LocalFolder(Path(rest))
+    # fsspec splits an URL at `::`; s3fs cuts it at `?versionId=`, takes a newline for its end, and lists nothing of a
+    # folder whose path has `//`, though it writes there.
+    is_wrong = {part: part in text for part in ("::", "?versionId=", *"\n\r\0")} | {"//": "//" in rest.strip("/")}
+    if wrong := next((part for part, is_here in is_wrong.items() if is_here), None):
+        raise CheckpointError(f"{text!r}: {wrong!r} is not possible in the URL of a folder; give another name")
+    import fsspec
+
+    from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        remedy = f"pip install 'llmfoundry-lite[{extra}]'" if extra else f"install the package it names: {error}"
+        raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
+    except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
+        raise CheckpointError(f"{text}: {first_line(error)}") from error
+    return RemoteFolder(RenewingFilesystem(filesystem), path, text.rstrip("/"))
 
 
 def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:

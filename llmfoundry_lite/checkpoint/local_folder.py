@@ -8,7 +8,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +95,6 @@ class LocalFolder:
                 draft.unlink(missing_ok=True)
         if is_durable:
             self.sync()
-
-    def put_last(self, name: str, data: bytes) -> None:
-        """Write into a folder that nobody reads before this returns: durable then, with the names of all that is in it.
-
-        Both at once, so that the file system's journal is waited for once.
-        """
-        with (
-            open(self.path / name, "xb") as file,
-            ThreadPoolExecutor(1, thread_name_prefix="checkpoint-names") as beside,
-        ):
-            file.write(data)
-            file.flush()
-            names = beside.submit(self.sync)
-            os.fsync(file.fileno())
-            names.result()
 
     def _link(self, draft: Path, target: Path) -> None:
         try:

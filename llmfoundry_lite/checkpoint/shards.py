@@ -6,7 +6,6 @@ stays plain safetensors. The manifest has one digest for header and hashes, whic
 
 import json
 import math
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -113,23 +112,16 @@ def write_shard(
     size = starts[-1]
     hashes = [b""] * -(-size // block_bytes)
     sink = folder.sink(name, size + HASH_BYTES * len(hashes))
-    has_failed = threading.Event()
     chunk_bytes = _chunk_bytes(block_bytes)
 
     def write(begin: int) -> None:
-        if has_failed.is_set():
-            return
-        try:
-            end = min(begin + chunk_bytes, size)
-            for block in range(begin // block_bytes, -(-end // block_bytes)):
-                stop = min((block + 1) * block_bytes, end)
-                hashes[block] = hash_pieces(_cut(views, starts, block * block_bytes, stop))
-            sink.write_at(begin, _cut(views, starts, begin, end))
-            if begin <= size // 2 < end:
-                on_phase("half a shard")
-        except BaseException:
-            has_failed.set()
-            raise
+        end = min(begin + chunk_bytes, size)
+        for block in range(begin // block_bytes, -(-end // block_bytes)):
+            stop = min((block + 1) * block_bytes, end)
+            hashes[block] = hash_pieces(_cut(views, starts, block * block_bytes, stop))
+        sink.write_at(begin, _cut(views, starts, begin, end))
+        if begin <= size // 2 < end:
+            on_phase("half a shard")
 
     try:
         _for_each(write, range(0, size, chunk_bytes), num_threads if sink.any_order else 1)
@@ -413,7 +405,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _for_each(work: Callable[[Any], None], items: Sequence[Any], num_threads: int) -> None:
-    """Work in several threads; the first failure is raised here once all have stopped."""
+    """Work in several threads; the first failure is raised here once all have stopped, and the rest is cancelled."""
     if min(num_threads, len(items)) <= 1:
         for item in items:
             work(item)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from llmfoundry_lite.checkpoint.open_folder import open_folder
+from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
     Checkpoint,
@@ -208,10 +208,13 @@ def export(
         raise CheckpointError(f"{found.where}: does not say what model it is; `consolidate` writes its bare weights")
 
     from llmfoundry_lite.checkpoint.whole import load_full_tensors
+    from llmfoundry_lite.config.build import build_block
+    from llmfoundry_lite.config.model_schema import ModelConfig
     from llmfoundry_lite.convert.huggingface import export_model
 
     with tokenizer_of(found, tokenizer) as folder:
-        export_model(load_full_tensors(found.where), model_config(config), out, dtype=dtype, tokenizer_folder=folder)
+        model = build_block(ModelConfig, config["model"], "model")
+        export_model(load_full_tensors(found.where), model, out, dtype=dtype, tokenizer_folder=folder)
     say(f"exported {found.where} to {out}" + ("" if folder else ", without a tokenizer"))
 
 
@@ -233,13 +236,6 @@ def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         yield Path(folder)
-
-
-def model_config(config: dict[str, Any]) -> Any:
-    from llmfoundry_lite.config.build import build_block
-    from llmfoundry_lite.config.model_schema import ModelConfig
-
-    return build_block(ModelConfig, config["model"], "model")
 
 
 @checkpoint.command("import")

@@ -12,11 +12,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from llmfoundry_lite.checkpoint.folders import Folder
+from llmfoundry_lite.checkpoint.folders import Folder, open_folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
-from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.launch.log_lines import Record, merge_logs, number_of, read_lines, validation_losses

@@ -1,7 +1,6 @@
 import errno
 import fcntl
 import os
-import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.checkpoint import folders, local_folder, shards
+from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import part_bytes
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.save import About, aligned_memory, as_bytes, open_saver
@@ -24,7 +23,7 @@ from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_sh
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
-from tests.checkpoint.saves import names, save, saved, write_draft
+from tests.checkpoint.saves import names, save
 
 
 @pytest.fixture
@@ -140,25 +139,6 @@ def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.Monkey
 def test_home_may_be_written_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_folder("~/runs").url == f"{tmp_path}/runs"
-
-
-def test_what_commits_a_save_waits_for_the_disk_twice_and_the_hint_not_at_all(tmp_path, monkeypatch):
-    """The manifest and the names in its folder go out together; then the new name of the folder."""
-    store, lease = saved(tmp_path)
-    draft = write_draft(store, lease, 1)
-    synced, both = [], threading.Barrier(2, timeout=20)
-    real = os.fsync
-
-    def fsync(descriptor):
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        if len(synced) <= 2:
-            both.wait()
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    store.publish(draft, lease)
-    assert sorted(synced[:2]) == sorted(["manifest.json", f".tmp-{draft.save_id}"])
-    assert synced[2:] == [tmp_path.name]
 
 
 PATTERNS = {"sweep[1-3]": "sweep1", "run*": "run1", "run?": "run1", "**": "run1", "a\nb": "a", "{a,b}": "a"}

@@ -17,10 +17,10 @@ import pytest
 
 from llmfoundry_lite.checkpoint import commit, folders, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
+from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import encode
-from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure, verify_checkpoint
