@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
 from llmfoundry_lite.checkpoint.folders import Folder
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
 from llmfoundry_lite.checkpoint.save import About, open_saver
 from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
@@ -90,12 +89,13 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
 def open_empty_store(out: str) -> CheckpointStore:
     """Before anything is read. What is imported must not become the newest checkpoint of another run."""
     store = CheckpointStore(out)
-    if isinstance(store.root, LocalFolder) and store.root.path.exists() and not store.root.path.is_dir():
+    path = store.root.path_here
+    if path is not None and path.exists() and not path.is_dir():
         raise CheckpointError(f"{out}: a file; give a folder for the imported checkpoint")
     if is_checkpoint(out):
         raise CheckpointError(f"{out}: a checkpoint itself; give another folder for the imported one")
-    if isinstance(store.root, LocalFolder):
-        check_outside_checkpoints(store.root.path)
+    if path is not None:
+        check_outside_checkpoints(path)
     for candidate in store.candidates():
         raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
     names = store.root.names()
@@ -356,9 +356,9 @@ def build_model(weights: Weights) -> MPT:
 
 def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> tuple[About, str]:
     """Its files beside the checkpoint, its fingerprint and folder in the manifest; or why not."""
-    if not isinstance(out, LocalFolder):
+    if out.path_here is None:
         return about, "its tokenizer is not carried to a URL"
-    folder = out.path.resolve() / TOKENIZER
+    folder = out.path_here.resolve() / TOKENIZER
     folder.mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)

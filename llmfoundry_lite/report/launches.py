@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.launch.journal import Leg, read_legs
 from llmfoundry_lite.launch.log_lines import Record
 from llmfoundry_lite.launch.status import is_running, read_status
@@ -117,7 +116,8 @@ def find_told(run: Run) -> list[tuple[Record, Record]]:
             told.append((begun, event))
             begun = None
     if begun is not None:
-        lives = isinstance(run.folder, LocalFolder) and is_running(read_status(run.folder.path) or {})
+        path = run.folder.path_here
+        lives = path is not None and is_running(read_status(path) or {})
         told.append((begun, {"status": RUNNING if lives else KILLED}))
     return told
 
@@ -147,7 +147,7 @@ def match(trained: list[Launch], told: list[tuple[Record, Record]]) -> list[Laun
 
 def describe_relay(run: Run) -> dict[str, Any] | None:
     """Return None for a run that no relay has moved."""
-    legs = read_legs(run.folder.path) if isinstance(run.folder, LocalFolder) else []
+    legs = read_legs(run.folder.path_here) if run.folder.path_here is not None else []
     if not legs:
         return None
     held = [hold(run, leg, legs[0].began) for leg in legs]

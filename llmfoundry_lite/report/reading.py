@@ -13,7 +13,6 @@ import yaml
 from numpy.typing import NDArray
 
 from llmfoundry_lite.checkpoint.folders import Folder, open_folder
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
@@ -121,7 +120,7 @@ def read_run(where: str) -> Run:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(content, newest, notes)
     if not is_run and not lines:
-        within = runs_within(Path(where)) if isinstance(folder, LocalFolder) else ""
+        within = runs_within(Path(where)) if folder.path_here is not None else ""
         expected = within or "expected a run directory such as runs/mpt-quickstart"
         raise DataError(f"{where}: no {METRICS} here; {expected}")
     log = parse_log(lines)

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
@@ -116,9 +115,9 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
 
 
 def folder_of(run: Run) -> Path:
-    if not isinstance(run.folder, LocalFolder):
+    if run.folder.path_here is None:
         raise ConfigError(f"{run.where} is not on this disk; say with --out DIR where the report goes")
-    return Path(run.folder.url)
+    return run.folder.path_here
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
@@ -286,7 +285,7 @@ def splits_of(folder: Path) -> dict[str, Any]:
 def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
     """Return what the exported model writes after each prompt, if one was exported. `sampling`: temperature, top_k."""
     folder = Path(run.folder.url) / "huggingface"
-    if not isinstance(run.folder, LocalFolder) or not (folder / "tokenizer.json").is_file():
+    if run.folder.path_here is None or not (folder / "tokenizer.json").is_file():
         return []
 
     import torch

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
@@ -305,8 +304,8 @@ class Checkpointing(Callback):
     def _about(self, state: State) -> About:
         stamp = state.timestamp
         run_folder = Path(self.config.run_folder)
-        root = self.store.root
-        has_log = isinstance(root, LocalFolder) and root.path.resolve().is_relative_to(run_folder.resolve())
+        path = self.store.root.path_here
+        has_log = path is not None and path.resolve().is_relative_to(run_folder.resolve())
         return About(
             timestamp=Timestamp(
                 epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)

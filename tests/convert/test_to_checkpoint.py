@@ -19,7 +19,8 @@ from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.cli.checkpoint import model_config
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.convert.pickles import StandIn, TensorsOnly
 from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
@@ -86,7 +87,7 @@ def test_export_import_export_is_bit_equal(tmp_path, capsys, config, dtype):
 def test_the_manifest_says_what_is_known_and_no_more(tmp_path, capsys):
     folder_of(tmp_path / "hf", SMALL)
     manifest = import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out")).checkpoint.manifest
-    assert model_config(manifest.config) == SMALL
+    assert build_block(ModelConfig, manifest.config["model"], "model") == SMALL
     assert manifest.config.keys() == {"model", "tokenizer"}
     assert Path(manifest.config["tokenizer"]["name"]) == tmp_path / "out" / "tokenizer"
     assert manifest.fingerprints.keys() == {"tokenizer"}
@@ -285,7 +286,7 @@ def test_a_checkpoint_of_composers_trainer_becomes_a_portable_one(saves, tmp_pat
     assert "holds datetime.timedelta, so it was read with stand-ins" in out and "nothing in it was run" in out
     checkpoint = open_checkpoint(tmp_path / "out" / "ba0")
     verify_checkpoint(checkpoint)
-    config = model_config(checkpoint.manifest.config)
+    config = build_block(ModelConfig, checkpoint.manifest.config["model"], "model")
     assert (config.d_model, config.n_layers, config.attn_config.alibi, config.no_bias) == (48, 2, True, True)
     expected = load_file(saves / "expected" / "model.safetensors")
     weights = load_full_tensors(checkpoint.where)
@@ -337,7 +338,7 @@ def test_the_yaml_says_what_model_it_is_when_the_checkpoint_does_not(tmp_path):
     run_config = {**tiny_config(tmp_path), "model": {"name": "mpt_causal_lm", "max_seq_len": 32, **model}}
     path = write_config(tmp_path / "train.yaml", run_config)
     imported = import_checkpoint(str(source), str(out), trust_pickle=True, config=[path])
-    assert model_config(imported.checkpoint.manifest.config) == SMALL
+    assert build_block(ModelConfig, imported.checkpoint.manifest.config["model"], "model") == SMALL
     assert imported.notes == ["ep0-ba1-rank0.pt was read by torch's weights-only reader"]
     with pytest.raises(ConfigError, match=r"train\.yam: no such file|neither a \.yaml"):
         import_checkpoint(str(source), str(tmp_path / "more"), trust_pickle=True, config=[str(tmp_path / "train.yam")])
