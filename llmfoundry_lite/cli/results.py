@@ -1,37 +1,13 @@
 """`llmfoundry-lite watch`, `report` and `compare`: where a run is, what runs and evaluations came to."""
 
 import contextlib
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from llmfoundry_lite.cli.options import out_folder
 from llmfoundry_lite.errors import UserError, printable
-
-
-class FigureFormat(StrEnum):
-    """A file that a figure can be."""
-
-    png = "png"
-    pdf = "pdf"
-    svg = "svg"
-
-
-class FigureAxis(StrEnum):
-    """What batches are placed by."""
-
-    batch = "batch"
-    tokens = "tokens"
-    flops = "flops"
-
-
-class Spending(StrEnum):
-    """How a sequential comparison's error is spent: late, or evenly."""
-
-    obrien_fleming = "obrien_fleming"
-    pocock = "pocock"
 
 
 def watch_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
@@ -53,8 +29,10 @@ def report_runs(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Of the samples; 0 takes the likeliest token.")] = 0.7,
     top_k: Annotated[int, typer.Option(min=1, help="Samples are drawn among the k likeliest tokens.")] = 40,
-    form: Annotated[FigureFormat, typer.Option("--format", help="Of the figure.")] = FigureFormat.png,
-    x: Annotated[FigureAxis, typer.Option("--x", help="What stands along the figure.")] = FigureAxis.batch,
+    form: Annotated[Literal["png", "pdf", "svg"], typer.Option("--format", help="Of the figure.")] = "png",
+    x: Annotated[
+        Literal["batch", "tokens", "flops"], typer.Option("--x", help="What stands along the figure.")
+    ] = "batch",
     smooth: Annotated[
         int | None, typer.Option(min=1, help="Batches in the running mean; 1: none [9, or a fiftieth of many].")
     ] = None,
@@ -66,7 +44,7 @@ def report_runs(
     from llmfoundry_lite.report.report import PROMPTS, report
 
     sampling = {"prompts": prompt or PROMPTS, "temperature": temperature, "top_k": top_k}
-    options = {"form": form.value, "x": x.value, "smooth_batches": smooth, "with_csv": with_csv}
+    options = {"form": form, "x": x, "smooth_batches": smooth, "with_csv": with_csv}
     report(runs, out=out, prices=price or (), **sampling, **options)
 
 
@@ -81,9 +59,9 @@ def compare_results(
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Stop a task when it is decided: what fewer items would have said.")
     ] = False,
-    spending: Annotated[Spending, typer.Option(help="Of --sequential: when its error is spent.")] = (
-        Spending.obrien_fleming
-    ),
+    spending: Annotated[
+        Literal["obrien_fleming", "pocock"], typer.Option(help="Of --sequential: when its error is spent.")
+    ] = "obrien_fleming",
     margin: Annotated[
         float | None, typer.Option(min=0, help="Of --sequential: stop also when no difference is as large as this.")
     ] = None,
@@ -104,7 +82,7 @@ def compare_results(
     if not sequential and margin is not None:
         raise UserError("--margin: it is for a comparison that is --sequential; add that")
     loaded = load_results(results)
-    rule = Rule(spending=spending.value, margin=margin) if sequential else None
+    rule = Rule(spending=spending, margin=margin) if sequential else None
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, sequential=rule)
     console, beside = Console(), published_table(loaded) if published else None
     if beside is not None:

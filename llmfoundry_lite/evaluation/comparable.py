@@ -21,8 +21,6 @@ from llmfoundry_lite.evaluation.records import (
 )
 from llmfoundry_lite.evaluation.results import Results
 
-# --------------------------------------------------------------------------------------------------------- refusals
-
 
 def refuse_if_different(task: str, first: Results, other: Results, left_out_by: str = "") -> None:
     """Raises DataError where the two were not asked the same, in the same way."""
@@ -86,9 +84,6 @@ def is_reference(task: str, first: Results, other: Results) -> bool:
 
 def has_other_tokenizer(first: Results, other: Results) -> bool:
     return bool(first.tokenizer and other.tokenizer) and first.tokenizer != other.tokenizer
-
-
-# ------------------------------------------------------------------------------------------------------------ notes
 
 
 def notes_on(first: Results, other: Results, common: Sequence[str], skip: Sequence[str]) -> list[str]:
@@ -173,9 +168,6 @@ def note_on_unshared(task: str, first: Results, other: Results) -> str | None:
 
 def _count(number: int, noun: str) -> str:
     return f"one {noun}" if number == 1 else f"{number} {noun}s"
-
-
-# ------------------------------------------------------------------------------------------------------------ items
 
 
 class Answers(NamedTuple):

@@ -85,9 +85,6 @@ def is_right(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
     return any(text.startswith(wanted) for answer in answers if (wanted := clean(config, answer)))
 
 
-# ---------------------------------------------------------------------------------------------------------- samples
-
-
 def model_of(subject: Subject) -> MPT:
     """Return the model of a loaded subject. Raises DataError for one that only transformers can run."""
     if not isinstance(subject.model, TreeModel):

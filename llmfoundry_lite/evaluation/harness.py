@@ -80,7 +80,7 @@ def evaluate(
         results.tasks[task.name], items = run_task(asker, task, results, against)
         if files is not None:
             with user_errors_on_all_ranks():  # rank 0 alone writes, and the others would wait for it at the next task
-                files.add(results, task.name, items)
+                files.add(results, outline(task), items)
     if files is not None:
         results.tasks |= {k: v for k, v in broadcast_json(files.kept(results)).items() if k not in results.tasks}
     return results

@@ -47,9 +47,6 @@ def z_of(level: float) -> float:
     return NormalDist().inv_cdf(1 - level / 2)
 
 
-# ------------------------------------------------------------------------------------------------- right or wrong
-
-
 class Counts(NamedTuple):
     """Units won, lost and asked, and what one of them adds. Numbers or arrays."""
 
@@ -167,9 +164,6 @@ def exact_power(num_items: int, discordance: float, difference: float) -> float:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- real numbers
-
-
 class Studentised(NamedTuple):
     """A difference, its standard error, and how many errors chance puts between the two."""
 
@@ -255,9 +249,6 @@ def documents_needed(deviation: float, difference: float = 0.01) -> int:
         z = z_of(0.05 / (1 + CAUTION / math.ceil(n)))
         n = max(MIN_DOCUMENTS, ((z + Z_POWER) * deviation / difference) ** 2 + z**2 / 2)
     return math.ceil(n)
-
-
-# ---------------------------------------------------------------------------------------------------- several tests
 
 
 def holm(values: Sequence[float], level: float = 0.05) -> tuple[list[float], list[float]]:

@@ -287,7 +287,7 @@ class ResultFiles:
         """Return what is here of the same model, asked for now or not."""
         return {} if self.known is None or self._other_model(results) else self.known.tasks
 
-    def add(self, results: Results, name: str, items: Sequence[Record]) -> None:
+    def add(self, results: Results, task: Outline, items: Sequence[Record]) -> None:
         """Raises DataError where it cannot be written, or another launch has meanwhile finished what would be lost."""
         if not self.is_main:
             return
@@ -295,23 +295,15 @@ class ResultFiles:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with lock_folder(self.path.parent):
                 self._read()  # other launches may have finished other tasks meanwhile
-                self._write(results, name, items)
+                self.refuse_to_replace(results, [task])
+                tasks = results.tasks | {k: v for k, v in self.kept(results).items() if k not in results.tasks}
+                lines = {**self.lines, task.name: [json.dumps(item) for item in items]}
+                # Items first: a task counts as finished when the JSON has it.
+                text = "".join(line + "\n" for name in tasks for line in lines.get(name, []))
+                write_atomically(self.items_path, text)
+                write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
         except OSError as error:
             raise DataError(f"results_folder: {self.path} cannot be written: {error.strerror or error}") from error
-
-    def _write(self, results: Results, name: str, items: Sequence[Record]) -> None:
-        finished = set() if self.redo else self._finished()
-        if finished and (other := self._other_model(results)):
-            raise DataError(f"{self.path} was written by another launch meanwhile, and is of {other}")
-        there = self.known.tasks[name] if self.known and name in finished and self._is_whole(name) else None
-        if there is not None and there["fingerprint"] != results.tasks[name]["fingerprint"]:
-            raise DataError(f"{self.path}: another launch finished {name} meanwhile, with other settings or data")
-        tasks = results.tasks | {k: v for k, v in self.kept(results).items() if k not in results.tasks}
-        lines = {**self.lines, name: [json.dumps(item) for item in items]}
-        # Items first: a task counts as finished when the JSON has it.
-        text = "".join(line + "\n" for task in tasks for line in lines.get(task, []))
-        write_atomically(self.items_path, text)
-        write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
 
 
 @contextlib.contextmanager

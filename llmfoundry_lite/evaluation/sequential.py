@@ -161,9 +161,6 @@ def cut_to(result: Results, task: str, units: Sequence[str]) -> Results:
     return replace(result, items={task: [item for item in result.items[task] if unit_of_record(item) in wanted]})
 
 
-# ------------------------------------------------------------------------------------------------------- in results
-
-
 def told_of(plan: Plan, reference: Results, task: str) -> Record:
     """Return what a task's record says of its plan: two that say the same are the same comparison."""
     return {"against_items": reference.tasks[task]["items_hash"], **asdict(plan), "looks": list(plan.looks)}
@@ -179,9 +176,6 @@ def from_record(record: Record) -> Stage:
     found = record["sequential"]
     plan = Plan(**{key: found[key] for key in Plan.__dataclass_fields__ if key != "looks"}, looks=tuple(found["looks"]))
     return Stage(plan=plan, look=found["look"], num_asked=record["n"])
-
-
-# ------------------------------------------------------------------------------------------------------- boundaries
 
 
 @lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel, load_subject
 from llmfoundry_lite.evaluation.records import hash_of, mean_and_error
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results
+from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tasks import prepare
@@ -151,10 +151,8 @@ def test_launches_side_by_side_keep_each_others_tasks(here):
     counts = {"next/0-shot": 12, "next/2-shot": 12, "choice/0-shot": 20, "choice/2-shot": 20}
     assert {name: len(items) for name, items in loaded.items.items()} == counts
     other = Results(model="ours", suite="suite", source="other", tokenizer=subject.fingerprint)
-    with pytest.raises(
-        DataError, match=r"ours.json was written by another launch meanwhile, and is of model, and other"
-    ):
-        files.add(other, "choice/0-shot", [])
+    with pytest.raises(DataError, match=r"ours.json holds 4 finished tasks of model, and other is to be evaluated"):
+        files.add(other, Outline("choice/0-shot", {}, None), [])
 
 
 def test_a_try_side_by_side_does_not_replace_what_was_finished_meanwhile(here):
@@ -164,7 +162,7 @@ def test_a_try_side_by_side_does_not_replace_what_was_finished_meanwhile(here):
     begun = ResultFiles(Path("results"), "suite", "ours")
     evaluate(subject.model, subject.tokenizer, asked, results[0], ResultFiles(Path("results"), "suite", "ours"))
     before = path.read_text()
-    with pytest.raises(DataError, match=r"ours.json: another launch finished next/0-shot meanwhile, with other sett"):
+    with pytest.raises(DataError, match=r"ours.json holds next/0-shot with limit None, not 3 as asked for now"):
         evaluate(subject.model, subject.tokenizer, asked, results[1], begun, limit=3)
     assert path.read_text() == before
 
