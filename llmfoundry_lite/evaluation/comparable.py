@@ -171,7 +171,7 @@ def _count(number: int, noun: str) -> str:
 
 
 class Answers(NamedTuple):
-    """What two models answered to the items of a task that both have."""
+    """Two models' scores on the items of a task that both have."""
 
     first: Floats
     other: Floats

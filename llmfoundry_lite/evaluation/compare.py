@@ -80,7 +80,7 @@ class Paired:
     """At a level, such as 0.05 for 95 %."""
     is_detected: bool = False
     stage: Stage | None = None
-    """Where a sequential comparison stopped."""
+    """The look at which a sequential comparison stopped."""
 
     @property
     def detectable(self) -> float | None:
@@ -129,11 +129,11 @@ class Pair:
     first: str
     other: str
     tasks: list[Paired]
-    """By each task's main metric."""
+    """Each by its main metric."""
     mean: Paired | None
-    """Of the accuracies, each task counting the same."""
+    """The mean of the accuracies, each task counting the same."""
     more: list[Paired]
-    """By the other metrics, if they were asked for."""
+    """The other metrics, if they were asked for."""
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -79,15 +79,15 @@ class Subject:
 
     source: str
     save_id: str | None
-    """Its checkpoint's; for a folder, what its files' sizes and times say."""
+    """The checkpoint's; for a folder a hash of its files' sizes and times."""
     num_tokens_trained: int | None
     load: Callable[[], Any]
     """Reads the weights and gives something Scorable."""
     tokenizer: Tokenizer
     notes: list[str] = field(default_factory=list)
-    """What the user should know of how it was found."""
+    """Lines for the user on how it was found."""
     model: Any = None
-    """What `load` gave, where it has been called."""
+    """The loaded model, once `load_subject` has read it."""
 
     @property
     def fingerprint(self) -> str:

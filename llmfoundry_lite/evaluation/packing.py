@@ -63,10 +63,8 @@ class Row:
         return len(self.tokens)
 
     def may_see(self, length: int, separator: Separator | None = None) -> np.ndarray:
-        """Bool [length, length]; beyond the row's end a token sees itself, which keeps softmax from dividing by 0.
-
-        With a separator, only what is of its document.
-        """
+        """Return bool [length, length]. Beyond the row's end a token sees itself, or softmax would divide by 0. With a
+        separator, a token sees its own document only."""
         sight = np.eye(length, dtype=bool)
         for index, parent in enumerate(self.parents):
             if parent >= 0 and not self._divides(separator, parent, index):
@@ -74,14 +72,13 @@ class Row:
         return sight
 
     def is_plain(self, separator: Separator | None = None) -> bool:
-        """No branches, and all of one document: plain text."""
+        """Return whether the row has no branches, and one document."""
         return all(
             parent == index - 1 and (parent < 0 or not self._divides(separator, parent, index))
             for index, parent in enumerate(self.parents)
         )
 
     def _divides(self, separator: Separator | None, parent: int, index: int) -> bool:
-        """Whether a token is of another document than the one before it."""
         return separator is not None and self.tokens[index if separator.begins else parent] == separator.token
 
 
@@ -90,28 +87,33 @@ class Batch:
     """Rows computed in one forward pass, padded to the longest."""
 
     rows: list[Row]
-    numbers: list[int]
-    """Of the requests in it."""
 
     @property
     def width(self) -> int:
         return max(len(row) for row in self.rows)
 
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the requests in it."""
+        return sorted({number for row in self.rows for _, _, number in row.targets})
+
+
+Numbered = tuple[int, Request]
+
 
 def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: bool = True) -> list[Batch]:
-    """Requests, grouped by what belongs together, into batches of up to about `max_batch_tokens` tokens.
+    """Put requests, grouped by what belongs together, into batches of up to about `max_batch_tokens` tokens.
 
     A function of its arguments alone: every rank makes the same batches, so that results do not depend on how many
     share them. Requests are numbered in order. Long rows come first, so that memory runs out at once if it does.
     Without `shares`, every request has a row of plain text to itself.
     """
-    numbered: list[Numbered] = []
-    for group in groups:
-        numbered += [(len(numbered) + i, request) for i, request in enumerate(group)]
+    count = itertools.count()
+    numbered = [[(next(count), request) for request in group] for group in groups]
     if shares:
-        rows = _fill_rows(_split(numbered, groups), _num_shared(groups), max_batch_tokens)
+        rows = _fill_rows(numbered, _num_shared(groups), max_batch_tokens)
     else:
-        rows = [_row([one]) for one in numbered]
+        rows = [_row([one]) for group in numbered for one in group]
     rows.sort(key=lambda row: (-len(row), row.targets[0][2]))
     batches: list[Batch] = []
     current: list[Row] = []
@@ -120,18 +122,10 @@ def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: 
         # A batch that is large enough to be computed well ends before padding costs more than another batch.
         is_enough = bool(current) and len(current[0]) * len(current) >= max_batch_tokens // 4
         if is_full or (is_enough and len(row) < 0.92 * len(current[0])):
-            batches.append(_batch(current))
+            batches.append(Batch(current))
             current = []
         current.append(row)
-    return [*batches, _batch(current)] if current else batches
-
-
-Numbered = tuple[int, Request]
-
-
-def _split(numbered: list[Numbered], groups: Sequence[Sequence[Request]]) -> list[list[Numbered]]:
-    rest = iter(numbered)
-    return [list(itertools.islice(rest, len(group))) for group in groups]
+    return [*batches, Batch(current)] if current else batches
 
 
 def _row(requests: Iterable[Numbered]) -> Row:
@@ -141,12 +135,8 @@ def _row(requests: Iterable[Numbered]) -> Row:
     return row
 
 
-def _batch(rows: list[Row]) -> Batch:
-    return Batch(rows, sorted({number for row in rows for _, _, number in row.targets}))
-
-
 def _num_shared(groups: Sequence[Sequence[Request]]) -> int:
-    """Tokens that all requests begin with."""
+    """Return how many tokens all requests begin with."""
     contexts = [request.context for group in groups for request in group]
     if len(groups) < 2:
         return 0
@@ -155,9 +145,8 @@ def _num_shared(groups: Sequence[Sequence[Request]]) -> int:
 
 
 def _fill_rows(groups: list[list[Numbered]], shared: int, max_tokens: int) -> list[Row]:
-    """Several groups to a row, where that pays: there is nothing to pad, and the shared beginning is computed less
-    often. The longest group that is left opens a row, and the longest that fit fill it.
-    """
+    """Put several groups into a row, where that pays: there is nothing to pad, and the shared beginning is computed
+    less often. The longest group that is left opens a row, and the longest that fit fill it."""
     room = min(_room(shared), max_tokens - shared)
     sizes = [len(_row(group)) - shared for group in groups]
     left = sorted(range(len(groups)), key=lambda i: (sizes[i], -i))
@@ -173,7 +162,7 @@ def _fill_rows(groups: list[list[Numbered]], shared: int, max_tokens: int) -> li
 
 
 def _room(shared: int) -> int:
-    """Tokens of a row beside those that all share.
+    """Return the tokens of a row beside those that all share.
 
     A row of p shared and n other tokens costs about (p + n)(1 + (p + n)/c) for n tokens' worth of answers, where c is
     the length at which attention costs as much as everything else (6 times the model's width, some thousand tokens);

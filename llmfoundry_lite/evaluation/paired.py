@@ -33,7 +33,7 @@ MIN_UNITS = 6
 """Independent items below which nothing is claimed: even five of five won have an exact p above 0.05. Units of
 different sizes count as `effective_units`: an interval of 31 of which one holds 5 of 8 items covers .50, not .95."""
 MIN_DOCUMENTS = 20
-"""As MIN_UNITS, for real numbers, whose tails a few documents do not show."""
+"""MIN_UNITS for real numbers: a few documents do not show their tails."""
 CAUTION = 40
 """In documents. Fitted, with 20 to 200 of them, to differences that are log-normal with sigma 1."""
 CORRECTION = 0.5
@@ -63,7 +63,7 @@ class Counts(NamedTuple):
 
     @property
     def variance(self) -> float | Floats:
-        """Of the difference."""
+        """Variance of the difference."""
         wins, losses, n, jump, _ = self
         return (jump / n) ** 2 * (wins + losses - (wins - losses) ** 2 / n)
 

@@ -34,7 +34,7 @@ from llmfoundry_lite.ranks.exchange import rank_and_size
 
 @dataclass(kw_only=True)
 class Results:
-    """What one model did on a suite."""
+    """A model's results on a suite."""
 
     model: str
     suite: str
@@ -159,7 +159,7 @@ def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list
 
 
 class Outline(NamedTuple):
-    """What a task asks, as far as it is known."""
+    """A task's questions, as far as they are known."""
 
     name: str
     settings: Record

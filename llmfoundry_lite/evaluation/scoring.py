@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a model says of the wanted tokens."""
+    """A model's answer on the wanted tokens."""
 
     log_probability_n: torch.Tensor
     """fp32, nats"""
@@ -56,7 +56,7 @@ class Scorable(Protocol):
     separates_documents: bool
     """Whether it was trained so that the documents of a sample do not see each other."""
     separator: Separator | None
-    """What stands between them. None: the tokenizer's end of text."""
+    """The token between them. None: the tokenizer's end of text."""
 
     @property
     def device(self) -> torch.device: ...
@@ -70,7 +70,7 @@ class Scorable(Protocol):
 
 class Score(NamedTuple):
     log_probability: float
-    """Of the whole answer, nats."""
+    """Nats, of the whole answer."""
     is_greedy: bool
     """Every token of it is the likeliest."""
 

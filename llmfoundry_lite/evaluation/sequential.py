@@ -53,12 +53,12 @@ TEXT_CAUTION = 3.0
 tail. Of equal models with 50 skewed documents 5.7 % are called different, 5.0 % by the single test (2,500 draws).
 Without it they are 6.9 %, where the single test has 4.3 % (1,500 of them)."""
 SEED = 17
-"""Of the order. There is no other: who may choose may choose until the answer suits."""
+"""Seed of the order. It is fixed: who may choose a seed may choose until the answer suits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """When a task has been asked enough."""
+    """The rule by which a task has been asked enough."""
 
     level: float = 0.05
     """The chance that equal models are called different, at whichever look."""
@@ -82,7 +82,7 @@ class Plan:
     spending: str
     margin: float | None
     caution: float = 1.0
-    """What p is multiplied by at looks before the last."""
+    """Factor of p at looks before the last."""
     seed: int = SEED
 
     def shares(self, look: int) -> tuple[float, ...]:
@@ -102,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Where the asking stopped."""
+    """The look at which the asking stopped."""
 
     plan: Plan
     look: int

@@ -205,7 +205,7 @@ class Composite(NamedTuple):
 
 class Gauntlet(NamedTuple):
     scores: dict[str, Composite]
-    """Of categories, then of averages."""
+    """Categories, then averages."""
     missing: dict[str, list[str]]
     """Category -> the tasks for want of which it is left out."""
 

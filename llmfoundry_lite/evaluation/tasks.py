@@ -41,7 +41,7 @@ class Request(NamedTuple):
     continuation: tuple[int, ...]
     """Empty for an answer that the model is to write."""
     num_characters: int
-    """Of the answer's text."""
+    """Characters of the answer's text."""
     num_trimmed: int
     """Tokens of the context that did not fit."""
 
@@ -51,14 +51,14 @@ class Item:
     """A question: one request for each option."""
 
     index: int
-    """Its line in the file, from 0."""
+    """The line in the file, from 0."""
     requests: tuple[Request, ...]
     gold: int = 0
     category: str | None = None
     cluster: str | None = None
     """Items with the same one are not independent."""
     num_missing_examples: int = 0
-    """By how many its category is too small for the examples asked for."""
+    """Examples that were asked for and that its category does not have."""
     answers: tuple[str, ...] = ()
     """Generation: all that count as right."""
     has_duplicates: bool = False
@@ -74,11 +74,11 @@ class Prepared:
     num_fewshot: int
     items: tuple[Item, ...]
     fingerprint: str
-    """Of everything that is asked and how: results with different ones cannot be compared."""
+    """Hash of all that is asked and how: results with different ones cannot be compared."""
     settings: dict[str, Any]
-    """What of the configuration went into it, so that a comparison can name what differs."""
+    """The part of the configuration that decides it, so that a comparison can name what differs."""
     data_fingerprint: str
-    """Of the rows or texts alone."""
+    """Hash of the rows or texts alone."""
     beginning: list[int] = field(default_factory=list)
     """Token ids before every text."""
     num_repeated: int = 0

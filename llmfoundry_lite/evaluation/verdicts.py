@@ -1,4 +1,4 @@
-"""How a comparison looks: a task to a row on a console, in Markdown and JSON; and what a figure of it shows."""
+"""A comparison as tables (a task to a row) on a console, in Markdown and JSON; and the points of its figure."""
 
 import json
 from collections.abc import Sequence

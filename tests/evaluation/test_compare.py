@@ -188,14 +188,6 @@ def test_one_document_is_resampled_by_window_or_not_at_all(tmp_path):
     assert pair.notes == ["x/0-shot: one document: no interval and no verdict below 20"]
 
 
-def test_one_item_has_no_interval(tmp_path):
-    pair = result_of(tmp_path, {"t/0-shot": [0]}, {"t/0-shot": [1]})
-    assert (pair.tasks[0].low, pair.tasks[0].p) == (None, 1.0)
-    assert pair.tasks[0].verdict == "no detectable difference" and pair.notes == [
-        "t/0-shot: one item: no interval and no verdict below 6"
-    ]
-
-
 def test_what_the_harness_writes_can_be_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "the", "dog", "ran", "over", "a", "hill"]
@@ -478,6 +470,14 @@ def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, mo
     assert "other have none of the published tasks in common" in error_of(capsys, other, "--published")
 
 
+@pytest.mark.parametrize("change", [{"model": 3}, {"save_id": []}, {"num_parameters": "x"}])
+def test_a_result_of_odd_facts_is_refused_in_one_line(change, tmp_path):
+    path = write_result(tmp_path, "odd", {"t/0-shot": TEN})
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataError, match=f"it has {next(iter(change))} .*, which no result has"):
+        load_results([path])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -502,14 +502,6 @@ def test_what_no_evaluation_writes_is_refused_in_one_line_wherever_results_are_r
     assert "\n" not in str(error.value)
     found, notes = read_others(tmp_path, [])
     assert (found and "acc" in change) or said[:9] in notes[0]
-
-
-@pytest.mark.parametrize("change", [{"model": 3}, {"save_id": []}, {"num_parameters": "x"}])
-def test_a_result_of_odd_facts_is_refused_in_one_line(change, tmp_path):
-    path = write_result(tmp_path, "odd", {"t/0-shot": TEN})
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(DataError, match=f"it has {next(iter(change))} .*, which no result has"):
-        load_results([path])
 
 
 def test_depth_is_no_reason_for_a_traceback(tmp_path):

@@ -62,23 +62,11 @@ def by_hand(model, samples):
     return nats, count
 
 
-def test_a_text_file(tmp_path, model, tokenizer) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(TEXT.encode())
-    found = measure(model, tokenizer, path)
-    ids = tokenizer.encode(TEXT)
-    nats, count = by_hand(model, [[tokenizer.eos_token_id, *ids]])
-    assert count == len(ids) > 64
-    assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT.encode()), rel=1e-5)
-    assert found["n"] == math.ceil(count / 16)
-    assert 0 < found["bits_per_byte_stderr"] < found["bits_per_byte"]
-
-
-def test_each_row_of_a_jsonl_file_is_a_document(tmp_path, model, tokenizer) -> None:
-    texts = [TEXT, "", "short\u2028one"]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+@pytest.mark.parametrize(("name", "texts"), [("a.txt", [TEXT]), ("a.ndjson", [TEXT, "", "short\u2028one"])])
+def test_a_text_file_is_a_document_and_so_is_each_row_of_json_lines(tmp_path, model, tokenizer, name, texts) -> None:
+    path = tmp_path / name
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    path.write_bytes((texts[0] if name == "a.txt" else lines).encode())
     found = measure(model, tokenizer, path)
     nats, count = by_hand(model, [[tokenizer.eos_token_id, *tokenizer.encode(text)] for text in texts])
     assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
@@ -135,15 +123,6 @@ def test_the_error_of_bits_per_byte_by_hand():
     assert bits_per_byte_error(documents[:1]) is None
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 16])
-def test_windows_bytes_add_up_to_the_texts_wherever_they_cut_a_character(tmp_path, tokenizer, length) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(TEXT.encode())
-    items = prepare_text(task(path), tokenizer, max_seq_len=length, limit=None).items
-    assert sum(item.requests[0].num_characters for item in items) == len(TEXT.encode())
-    assert {item.index for item in items} == {0}
-
-
 def test_equal_documents_are_one_cluster(tmp_path, model, tokenizer) -> None:
     texts = [f"{TEXT} {number}" for number in range(4)]
     errors = []
@@ -169,6 +148,8 @@ def test_windows_are_those_of_lm_evaluation_harness(tmp_path, tokenizer, length)
         predicted = end
     found = prepare_text(task(path), tokenizer, max_seq_len=length, limit=None).items
     requests = [item.requests[0] for item in found]
+    # Bytes add up wherever windows cut a character.
+    assert sum(request.num_characters for request in requests) == len(TEXT.encode())
     assert tokenizer.eos_token_id == 0 and len(ids) % 16
     assert [(request.context, request.continuation) for request in requests] == expected
 
@@ -182,28 +163,12 @@ def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:
         assert prepare_text(task(path), tokenizer, max_seq_len=8, limit=limit).fingerprint == whole.fingerprint
 
 
-def test_results_of_two_tokenizers_are_about_the_same_text(tmp_path, tokenizer) -> None:
-    """Bits per byte can be compared where perplexities cannot."""
-    path = tmp_path / "a.txt"
-    path.write_bytes(TEXT.encode())
-    other = train_tokenizer(["words"] * 9, 257)
-
-    def fingerprint(tokenizer, max_seq_len):
-        return prepare_text(task(path), tokenizer, max_seq_len=max_seq_len, limit=None).fingerprint
-
-    assert fingerprint(tokenizer, 8) == fingerprint(other, 8) != fingerprint(tokenizer, 16)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", "", "has no text"),
         ("a.jsonl", '{"text": ""}\n', "has no text"),
-        (
-            "a.jsonl",
-            '{"text": "a"}\n{"body": "b"}\n',
-            "line 2: text is None, expected a text",
-        ),
+        ("a.jsonl", '{"text": "a"}\n{"body": "b"}\n', "line 2: text is None, expected a text"),
         ("a.jsonl", '{"text":' + "[" * 200_000, "line 1 is not JSON: too deep"),
         ("val/index.json", "[]", "is no MDS split of tokens (index.json is no JSON object)"),
         ("a.jsonl", '{"text": 3}\n', "line 1: text is 3, expected a text"),
@@ -278,13 +243,6 @@ def test_rows_that_are_no_tokens_are_refused(tmp_path, tokenizer, column, row, m
         prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "ndjson"])
-def test_json_lines_are_documents_whatever_they_are_called(tmp_path, tokenizer, suffix) -> None:
-    (tmp_path / f"a.{suffix}").write_text('{"text": "a second line"}\n{"text": "of words"}\n')
-    items = prepare_text(task(tmp_path / f"a.{suffix}"), tokenizer, max_seq_len=64, limit=None).items
-    assert [item.requests[0].num_characters for item in items] == [13, 8]
-
-
 def test_a_pipe_is_no_text_to_wait_for(tmp_path, tokenizer) -> None:
     os.mkfifo(tmp_path / "a.txt")
     with pytest.raises(DataError, match="cannot be read"):
@@ -295,11 +253,6 @@ def test_the_separator_is_the_one_that_training_was_told() -> None:
     told = [{"bos_token_id": 3}, {"eos_token_id": 0}, {"eos_token_id": None}]
     found = [separator_of({"train_loader": {"dataset": dataset}}) for dataset in told]
     assert [*found, separator_of({})] == [Separator(3, begins=True), Separator(0), None, None]
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path, tokenizer) -> None:
-    with pytest.raises(DataError, match=r"no.txt does not exist; `llmfoundry-lite data fetch-tasks`"):
-        prepare_text(task(tmp_path / "no.txt"), tokenizer, max_seq_len=8, limit=None)
 
 
 @pytest.mark.parametrize("named", [None, Separator(7), Separator(7, begins=True)])

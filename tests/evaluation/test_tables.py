@@ -8,13 +8,7 @@ import pytest
 from rich.console import Console
 
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import (
-    average_error,
-    cell,
-    notes,
-    print_results,
-    write_tables,
-)
+from llmfoundry_lite.evaluation.tables import average_error, cell, notes, print_results, write_tables
 from tests.helpers.results import choice, text
 
 
@@ -64,11 +58,6 @@ def test_the_error_of_the_average_adds_other_data_as_independent_and_the_same_as
     assert average_error(tasks, ["b/0-shot", "c/0-shot"]) == pytest.approx(0.06 / 2)
 
 
-def test_numbers_that_were_not_asked_the_same_are_named():
-    a, b = (results(name, a__0=choice([1, 0], fingerprint=name)) for name in ("a", "b"))
-    assert notes([a, b]) == ["warning: a/0-shot: b not asked the same as a; these numbers do not compare"]
-
-
 def test_what_an_error_rests_on_is_told():
     found = notes([results(a__0=choice([1, 0], num_clusters=1), x__0=text([[(1.0, 10)]], num_documents=3))])
     assert "a/0-shot: 2 items in 1 clusters, which its standard error counts" in found
@@ -93,6 +82,8 @@ def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():
         "warning: not all models have all tasks; the averages are over different ones",
     ]
     assert notes([results(a__0=choice([1, 0], num_ties=0))]) == []
+    a, b = (results(name, a__0=choice([1, 0], fingerprint=name)) for name in ("a", "b"))
+    assert notes([a, b]) == ["warning: a/0-shot: b not asked the same as a; these numbers do not compare"]
 
 
 def test_a_note_that_many_tasks_share_is_said_once_with_their_number():
@@ -120,7 +111,3 @@ def test_files_hold_the_same_numbers(tmp_path):
             ["model", "a/0-shot", "a/0-shot stderr", "x/0-shot", "x/0-shot stderr", "average", "average stderr"],
             ["ours", "0.750", "0.250", "0.500", "", "0.750", "0.250"],
         ]
-
-
-def test_a_model_without_accuracies_has_no_average():
-    assert "average" in printed([results(x__0=text([[(1.0, 10)]]))])

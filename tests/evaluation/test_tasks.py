@@ -331,13 +331,6 @@ def test_a_model_is_asked_to_write_after_the_beginning_of_text(llama):
         assert item.requests[0].context == (1, 4, 5, 7)
 
 
-def test_held_out_text_is_predicted_from_the_beginning_of_text(llama, tmp_path):
-    (tmp_path / "t.txt").write_text("Is ice cold?")
-    config = task("perplexity", dataset_uri=str(tmp_path / "t.txt"))
-    (item,) = prepare_text(config, llama, max_seq_len=9, limit=None).items
-    assert (item.requests[0].context, item.requests[0].continuation) == ((1,), (4, 5, 7))
-
-
 # --------------------------------------------------------------------------------------------------------- tokens
 
 
@@ -541,16 +534,8 @@ BY = "expected a text or a whole number, because"
     ("content", "kind", "message"),
     [
         ("\n\n", "multiple_choice", " has no rows"),
-        (
-            GOOD + '{"query": "", "choices": []}',
-            "multiple_choice",
-            ", line 2: no column 'gold'; a multiple_choice",
-        ),
-        (
-            '{"context": "q"}',
-            "language_modeling",
-            ", line 1: no column 'continuation'; a language_modeling task",
-        ),
+        (GOOD + '{"query": "", "choices": []}', "multiple_choice", ", line 2: no column 'gold'; a multiple_choice"),
+        ('{"context": "q"}', "language_modeling", ", line 1: no column 'continuation'; a language_modeling task"),
         (GOOD.replace('"gold": 0', '"gold": 2'), "multiple_choice", ", line 1: gold is 2, expected 0 to 1"),
         (GOOD.replace('"gold": 0', '"gold": "1"'), "multiple_choice", ", line 1: gold is '1', expected 0 to 1"),
         (GOOD.replace(', "no way"', ""), "multiple_choice", ", line 1: ['yes'] given, expected two or more texts to"),
@@ -582,11 +567,6 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, content, kind
 def test_columns_that_are_asked_for_must_be_there(tmp_path, changes, columns, message):
     with pytest.raises(DataError, match=f"line 1: .*{message}"):
         rows_of(tmp_path, json.dumps({**QUESTIONS[0], **columns}), **changes)
-
-
-def test_a_category_is_known_of_each_item(tmp_path):
-    (row,) = rows_of(tmp_path, json.dumps({**QUESTIONS[0], "category": "ice"}), has_categories=True)
-    assert ask(task(has_categories=True), rows=[row])[0].items[0].category == "ice"
 
 
 def test_the_same_questions_have_the_same_fingerprints_however_a_file_is_written(tmp_path):
