@@ -1,6 +1,6 @@
-"""What the ranks of a launch tell each other before the first batch: what is wrong, and what they read.
+"""Checks that all ranks make together before the first batch: errors, and equal data on all nodes.
 
-Leaves the exchange itself to `ranks.exchange`. For main threads only: every rank must come here in the same order.
+For main threads only: every rank must come here in the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,10 @@ from llmfoundry_lite.ranks.exchange import raise_on_all_ranks
 
 @contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """An error of one rank is raised on every rank, so that nobody waits for a rank that has left.
+    """Raise an error of one rank on every rank, so that nobody waits for a rank that has left.
 
-    What a disk, a remote or a setting may cause becomes a DataError that begins with `what`. A bug stays as it is where
-    it happened.
+    An error that a disk, a remote or a setting may cause becomes a DataError that begins with `what`. A bug stays as it
+    is where it happened.
     """
     error = None
     try:
@@ -32,7 +32,7 @@ def failing_together(what: str) -> Iterator[None]:
 
 
 def check_alike(notes: Sequence[dict[str, Any]]) -> None:
-    """Raise DataError on every rank unless all have the same data in the same order; names a node that has not.
+    """Raise DataError on every rank unless all have the same data in the same order. It names a node that differs.
 
     Each note has `node`, `order`, and for each of `streams` its name, folder, shards, samples and content.
     """
@@ -45,7 +45,7 @@ def check_alike(notes: Sequence[dict[str, Any]]) -> None:
         next(note for note, kind in zip(notes, kinds, strict=True) if kind != usual),
     )
     differing = [
-        f"{stream['name'] or 'the data'}: {_say(ours, here)}, but {_say(stream, there)}"
+        f"{stream['name'] or 'the data'}: {_describe(ours, here)}, but {_describe(stream, there)}"
         for stream, ours in zip(there["streams"], here["streams"], strict=False)
         if stream["content"] != ours["content"]
     ]
@@ -55,7 +55,7 @@ def check_alike(notes: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _say(stream: dict[str, Any], note: dict[str, Any]) -> str:
+def _describe(stream: dict[str, Any], note: dict[str, Any]) -> str:
     size = f"{stream['samples']} samples in {stream['shards']} shards"
     return f"{stream['folder']} on {note['node']} has {size} ({stream['content']})"
 

@@ -1,6 +1,5 @@
-"""What counting alone achieves: the cross-entropy of a unigram and a bigram model on the same tokens."""
+"""The cross-entropy that counting alone achieves: of a unigram and a bigram model on the same tokens."""
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -8,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from streaming.base.compression import decompress
-from streaming.base.format import FileInfo, get_index_basename, reader_from_json
-from streaming.base.format.mds.encodings import is_mds_encoding_safe
+from streaming.base.format import FileInfo
 
 from llmfoundry_lite.data.rows import MOST_TOKENS, TOKEN_TYPES, check_whole_numbers
-from llmfoundry_lite.data.streams import find_damage
+from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
+from llmfoundry_lite.data.streams import INDEX, find_damage
 
 
 class Baselines(NamedTuple):
@@ -41,29 +40,25 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
 
 
 def read_tokens(folder: Path, vocab_size: int = MOST_TOKENS) -> NDArray[np.int64]:
-    """All samples of a local MDS folder, [n, t], compressed or not, each shard checked against the index. Rows of bytes
-    are of the widest type that makes all of them tokens of the vocabulary. Raises OSError, KeyError or ValueError if it
-    holds no whole token shards."""
-    index = json.loads((folder / get_index_basename()).read_text())
-    if not isinstance(index, dict):
-        raise ValueError(f"{get_index_basename()} is no JSON object")
+    """All samples of a local MDS folder, [n, t], compressed or not, each shard checked against the index.
+
+    Rows of bytes are of the widest type that makes all of them tokens of the vocabulary. Raises OSError, KeyError or
+    ValueError if the folder holds no whole token shards.
+    """
+    table = ShardTable(*read_indexes([folder / INDEX], [None], allow_unhashed_shards=True))
     rows = []
-    with TemporaryDirectory() as scratch:
-        for entry in index["shards"]:
-            if code := next((name for name in entry["column_encodings"] if not is_mds_encoding_safe(name)), None):
-                raise ValueError(f"a column is of type {code}, which may run code when it is read")
-            shard: Any = reader_from_json(str(folder), None, entry)
-            if shard.zip_data is not None and not (folder / shard.raw_data.basename).exists():
-                _check(folder / shard.zip_data.basename, shard.zip_data)
-                content = decompress(shard.compression, (folder / shard.zip_data.basename).read_bytes())
-                shard = reader_from_json(scratch, None, entry)
-                Path(scratch, shard.raw_data.basename).parent.mkdir(parents=True, exist_ok=True)
-                Path(scratch, shard.raw_data.basename).write_bytes(content)
-            raw = Path(shard.dirname, shard.raw_data.basename)
-            _check(raw, shard.raw_data)
-            rows += [shard[i]["tokens"] for i in range(shard.samples)]
-            if shard.dirname == scratch:
-                raw.unlink()
+    for shard in range(len(table)):
+        with TemporaryDirectory() as scratch:
+            reader = table.reader(shard, str(folder))
+            if reader.zip_data is not None and not (folder / reader.raw_data.basename).exists():
+                zipped = folder / reader.zip_data.basename
+                _check(zipped, reader.zip_data)
+                reader = table.reader(shard, scratch)
+                raw = Path(scratch, reader.raw_data.basename)
+                raw.parent.mkdir(parents=True, exist_ok=True)
+                raw.write_bytes(decompress(reader.compression, zipped.read_bytes()))
+            _check(Path(reader.dirname, reader.raw_data.basename), reader.raw_data)
+            rows += [reader[i]["tokens"] for i in range(reader.samples)]
     raw = [row for row in rows if isinstance(row, bytes)]
     dtype = next((name for name in TOKEN_TYPES if _are_tokens(raw, name, vocab_size)), None)
     if dtype is None:

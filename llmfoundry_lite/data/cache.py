@@ -43,7 +43,7 @@ class ShardCache:
     def __init__(self, folders: Sequence[ShardFolder], path: Path, facts: dict[str, Any], cache_limit: int | None):
         """Map the table at `path`. `cache_limit` is in bytes."""
         self.folders = folders
-        self.table = ShardTable(path, facts)
+        self.table = ShardTable(np.load(path, mmap_mode="r+"), facts)
         self.cache_limit = cache_limit
         self._state, self._verified = self.table.rows["state"], self.table.rows["verified"]
         self._has_come, self._read_at = self.table.rows["has_come"], self.table.rows["read_at"]

@@ -36,8 +36,8 @@ class ShardTable:
     not compressed), and `NODE_COLUMNS`.
     """
 
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        self.rows: NDArray[Any] = np.load(path, mmap_mode="r+")
+    def __init__(self, rows: NDArray[Any], facts: dict[str, Any]) -> None:
+        self.rows = rows
         self.kinds: list[dict[str, Any]] = facts["kinds"]
         """Columns, encodings, compression, and `hash_name`, the algorithm of both hashes (empty for none)."""
         self.contents: list[str] = facts["contents"]

@@ -1,10 +1,7 @@
 """Text to token ids: load a tokenizer, train one, name it by what it does.
 
-Owns the small `Tokenizer` every part of the package shares, where its files are looked for, and the fingerprint
-that data sets, checkpoints and results carry. Leaves to others what is done with the ids.
-
-Everything goes through the `tokenizers` library and `tokenizer.json`, because importing `transformers` costs
-several seconds; it is imported only for a tokenizer that has no `tokenizer.json` yet.
+Everything goes through the `tokenizers` library and `tokenizer.json`. Importing `transformers` takes seconds; it
+is imported only for a tokenizer that has no `tokenizer.json` yet.
 """
 
 import hashlib
@@ -34,7 +31,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE)
 
 VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
-"""Where a tokenizer's ids come from, in the layouts we and `transformers` read."""
+"""Where a tokenizer's ids come from, in the layouts that we and `transformers` read."""
 
 
 def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
@@ -45,22 +42,28 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     """
     name = str(name_or_folder)
     if Path(name).is_dir():
-        check_there_is_a_vocabulary(Path(name))
+        check_has_vocabulary(Path(name))
         files = {file: path for file in FILES if (path := Path(name) / file).is_file()}
     elif looks_like_a_path(name):
         raise DataError(f"tokenizer folder {name} does not exist; give a folder with a {TOKENIZER_FILE}, or a Hub name")
     else:
         files = download_from_hub(name)
-
     if TOKENIZER_FILE not in files:
         return convert_with_transformers(name)
+    return tokenizer_from_files({file: path.read_bytes() for file, path in files.items()}, name)
+
+
+def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
+    """Make a tokenizer of the contents of its files. Raises DataError."""
+    file = TOKENIZER_FILE
     try:
-        backend = tokenizers.Tokenizer.from_file(str(files[TOKENIZER_FILE]))
+        backend = tokenizers.Tokenizer.from_buffer(files[file])
+        contents = []
+        for file in (CONFIG_FILE, SPECIAL_TOKENS_FILE):
+            contents.append(dict(json.loads(files.get(file, b"{}"))))
     except Exception as error:  # the Rust side raises a bare Exception for whatever is wrong with the file
-        raise DataError(f"tokenizer {name}: {files[TOKENIZER_FILE]} cannot be read ({error})") from error
-    config = read_json(files.get(CONFIG_FILE))
-    special_tokens = read_json(files.get(SPECIAL_TOKENS_FILE))
-    return build_tokenizer(name, backend, config, special_tokens)
+        raise DataError(f"tokenizer {name}: {file} cannot be read ({error})") from error
+    return build_tokenizer(name, backend, *contents)
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -87,22 +90,14 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
     return build_tokenizer(f"train:{vocab_size}", backend, {"eos_token": END_OF_TEXT}, {})
 
 
-def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> "Tokenizer":
-    """The tokenizer that `Tokenizer.files` came from. Raises DataError."""
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
-        config, special_tokens = (json.loads(files.get(name, b"{}")) for name in (CONFIG_FILE, SPECIAL_TOKENS_FILE))
-    except Exception as error:  # the Rust side raises a bare Exception for whatever is wrong with the file
-        raise DataError(f"tokenizer {where} cannot be read ({error})") from error
-    return build_tokenizer(where, backend, config, special_tokens)
-
-
 def find_tokenizer(
     name: str | None, fingerprint: str | None, copy: Mapping[str, bytes], where: str, *, is_asked_for: bool = False
 ) -> "Tokenizer | None":
-    """The tokenizer of weights that were trained with `name`: from this machine, else from the copy that lies beside
-    them. None where there is neither, unless it `is_asked_for`. Raises DataError when it is another one than
-    `fingerprint` says; without one nothing can be compared. `where` names the weights in errors."""
+    """Find the tokenizer of weights that were trained with `name`: on this machine, else in the copy beside them.
+
+    None where there is neither, unless it `is_asked_for`. Raises DataError when its fingerprint is another one; without
+    a fingerprint nothing can be compared. `where` names the weights in errors.
+    """
     others = []
     if name is not None and (is_asked_for or is_local_or_cached(name)):
         found = load_tokenizer(name)
@@ -133,10 +128,7 @@ def is_local_or_cached(name: str | Path) -> bool:
 
 @dataclass(kw_only=True)
 class Tokenizer:
-    """A tokenizer and its end-of-text token. Documents in, token ids out: no beginning-of-text, no other template.
-
-    What its template puts before a text is known as `beginning`, for evaluation, which does as other harnesses do.
-    """
+    """A tokenizer and its end-of-text token. `encode` applies no template: it adds no beginning-of-text token."""
 
     name: str
     """The folder or Hub name it was loaded from, or `train:SIZE`."""
@@ -148,13 +140,12 @@ class Tokenizer:
     pad_token: str | None = None
     """Named by its files; nothing is padded with it here."""
     config: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What `tokenizer_config.json` says beside the ids; kept for `save`."""
+    """The content of `tokenizer_config.json`, kept for `save`."""
 
     @property
     def bos_token_id(self) -> int | None:
         """Id of the token that begins a text, where there is one."""
-        token = self.config.get("bos_token")
-        token = token.get("content") if isinstance(token, dict) else token
+        token = token_text(self.config.get("bos_token"))
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
@@ -183,13 +174,11 @@ class Tokenizer:
     @property
     def prefix_token_id(self) -> int:
         """The beginning-of-text token, or the end-of-text token where there is none, as in lm-evaluation-harness."""
-        bos_token = token_text(self.config.get("bos_token"))
-        found = None if bos_token is None else self.backend.token_to_id(bos_token)
-        return self.eos_token_id if found is None else found
+        return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
 
     @property
     def beginning(self) -> list[int]:
-        """What the template puts before every text, such as Llama's `<s>`; nothing for most byte-level tokenizers."""
+        """Ids that the template puts before every text, such as Llama's `<s>`. Evaluation uses them, as others do."""
         whole, plain = (self.backend.encode("a", add_special_tokens=templated).ids for templated in (True, False))
         return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
@@ -220,7 +209,7 @@ class Tokenizer:
             (Path(folder) / name).write_bytes(content)
 
     def files(self) -> dict[str, bytes]:
-        """Name -> content of those three."""
+        """Name and content of those three files."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.config | {"eos_token": self.eos_token}
         texts = {TOKENIZER_FILE: self.backend.to_str(pretty=True)}
@@ -233,7 +222,7 @@ def build_tokenizer(
     name: str, backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, Any]
 ) -> Tokenizer:
     """Put a loaded backend and its configuration files together."""
-    # A file may carry the padding and truncation of whoever saved it last; neither may touch our documents.
+    # A file may carry the padding and truncation of its last user; neither may touch our documents.
     backend.no_padding()
     backend.no_truncation()
     if getattr(backend.model, "dropout", None):  # which merges at random: a text would have other tokens each time
@@ -246,7 +235,8 @@ def build_tokenizer(
             "is its vocabulary file missing?"
         )
     eos_token = token_text(config.get("eos_token")) or token_text(special_tokens.get("eos_token"))
-    if eos_token is None and is_special(backend, END_OF_TEXT):
+    added_tokens = backend.get_added_tokens_decoder().values()
+    if eos_token is None and any(token.content == END_OF_TEXT and token.special for token in added_tokens):
         eos_token = END_OF_TEXT
     if eos_token is None:
         raise DataError(
@@ -269,7 +259,7 @@ def build_tokenizer(
     )
 
 
-def check_there_is_a_vocabulary(folder: Path) -> None:
+def check_has_vocabulary(folder: Path) -> None:
     """Refuse a folder without one: for its `config.json` alone, `transformers` 5 makes up an empty tokenizer."""
     if any(path.is_file() for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
         return
@@ -285,8 +275,9 @@ def download_from_hub(name: str) -> dict[str, Path]:
     from huggingface_hub import errors
 
     cached = cached_files(name)
+    here = {file: path for file, path in cached.items() if isinstance(path, Path)}
     if None not in cached.values():
-        return {file: path for file, path in cached.items() if isinstance(path, Path)}
+        return here
     try:
         # Asked first because it fails at once without a network, where a download tries for half a minute.
         present = {entry.rfilename for entry in huggingface_hub.HfApi().model_info(name, timeout=20).siblings or []}
@@ -297,8 +288,8 @@ def download_from_hub(name: str) -> dict[str, Path]:
             f"check the spelling, or give a folder with a {TOKENIZER_FILE}"
         ) from error
     except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
-        if cached[TOKENIZER_FILE]:
-            return {file: path for file, path in cached.items() if isinstance(path, Path)}
+        if TOKENIZER_FILE in here:
+            return here
         # A node without a network meets that again tomorrow; what the Hub itself answers, such as a 503, may pass.
         has_answered = getattr(error, "response", None) is not None
         raise DataError(
@@ -352,11 +343,6 @@ def token_text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def is_special(backend: tokenizers.Tokenizer, token: str) -> bool:
-    """Whether the tokenizer has this text as an added special token."""
-    return any(added.content == token and added.special for added in backend.get_added_tokens_decoder().values())
-
-
 def without_defaults(value: Any) -> Any:
     """Drop what is null or false, so that a library version that writes one more default changes nothing."""
     if isinstance(value, dict):
@@ -365,16 +351,3 @@ def without_defaults(value: Any) -> Any:
     if isinstance(value, list):
         return [without_defaults(item) for item in value]
     return value
-
-
-def read_json(path: Path | None) -> dict[str, Any]:
-    """A configuration file's object; empty when there is no such file."""
-    if path is None:
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} holds {type(content).__name__}, expected a JSON object")
-    return content

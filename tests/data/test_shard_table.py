@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
@@ -21,11 +20,10 @@ def write_mds(folder: Path, num_samples: int = 300, **options) -> Path:
     return folder
 
 
-def read_table(tmp_path: Path, *folders: Path, hash_name: str | None = None, **options) -> ShardTable:
-    path = tmp_path / f"table-{len(list(tmp_path.glob('table-*')))}.npy"
-    rows, facts = read_indexes([folder / "index.json" for folder in folders], [hash_name] * len(folders), **options)
-    np.save(path, rows)
-    return ShardTable(path, facts)
+def read_table(*folders: Path, hash_name: str | None = None, **options) -> ShardTable:
+    return ShardTable(
+        *read_indexes([folder / "index.json" for folder in folders], [hash_name] * len(folders), **options)
+    )
 
 
 def readers_of(table: ShardTable, folder: Path) -> list:
@@ -44,7 +42,7 @@ def reader_fields(reader) -> dict:
 )
 def test_readers_are_those_that_streamingdataset_makes(tmp_path, options):
     a, b = write_mds(tmp_path / "a", **options), write_mds(tmp_path / "b", 90, **options)
-    table = read_table(tmp_path, a, b)
+    table = read_table(a, b)
     expected = [
         reader_from_json(str(folder), "", record)
         for folder in (a, b)
@@ -58,7 +56,7 @@ def test_a_merged_index_with_folders_in_it_is_read(tmp_path):
     write_mds(tmp_path / "all" / "a", 40)
     write_mds(tmp_path / "all" / "b", 40, hashes=["xxh64"])
     merge_index(str(tmp_path / "all"), keep_local=True)
-    table = read_table(tmp_path, tmp_path / "all", allow_unhashed_shards=True)
+    table = read_table(tmp_path / "all", allow_unhashed_shards=True)
     assert {name.decode().split("/")[0] for name in table.rows["raw_name"]} == {"a", "b"}
     assert table.rows["samples"].sum() == 80
     assert [kind["hash_name"] for kind in table.kinds] == ["", "xxh64"]
@@ -76,11 +74,11 @@ def change_hashes(folder: Path, shard: int, change) -> Path:
 @pytest.mark.parametrize("change", [lambda _: {}, lambda known: dict.fromkeys(known, "")], ids=["none", "empty"])
 def test_one_shard_without_a_hash_among_others_is_refused_unless_told(tmp_path, change):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
-    before = read_table(tmp_path, folder).contents[0]
+    before = read_table(folder).contents[0]
     change_hashes(folder, 2, change)
     with pytest.raises(DataError, match=r"shard.00002.mds has no hash, .* load it all the same: allow_unhashed_shards"):
-        read_table(tmp_path, folder)
-    table = read_table(tmp_path, folder, allow_unhashed_shards=True)
+        read_table(folder)
+    table = read_table(folder, allow_unhashed_shards=True)
     readers = readers_of(table, folder)
     assert [bool(readers[i].raw_data.hashes) for i in range(4)] == [True, True, False, True]
     assert table.contents[0].startswith("mixed:") and table.contents[0] != before
@@ -89,21 +87,21 @@ def test_one_shard_without_a_hash_among_others_is_refused_unless_told(tmp_path, 
 def test_shards_of_different_algorithms_are_each_checked_by_their_own(tmp_path):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
     changed = change_hashes(folder, 2, lambda known: {"sha1": known["xxh64"]})
-    table = read_table(tmp_path, changed)
+    table = read_table(changed)
     readers = readers_of(table, folder)
     assert [list(readers[i].raw_data.hashes) for i in range(4)] == [["xxh64"], ["xxh64"], ["sha1"], ["xxh64"]]
     digests = {table.contents[0]}
     for change in (lambda known: {"md5": known["sha1"]}, lambda known: {"md5": known["md5"][::-1]}):
-        digests.add(read_table(tmp_path, change_hashes(folder, 2, change)).contents[0])
+        digests.add(read_table(change_hashes(folder, 2, change)).contents[0])
     assert len(digests) == 3, "algorithm and value are both part of what the data is"
     with pytest.raises(DataError, match=r"validate_hash is xxh64, but .* has md5; leave validate_hash out"):
-        read_table(tmp_path, folder, hash_name="xxh64")
+        read_table(folder, hash_name="xxh64")
 
 
 def test_the_digest_of_shards_with_one_algorithm_is_this_one_for_ever(tmp_path):
     """Checkpoints keep it."""
     hashed, plain = write_mds(tmp_path / "a", hashes=["xxh64"]), write_mds(tmp_path / "b")
-    contents = [read_table(tmp_path, folder).contents[0] for folder in (hashed, plain)]
+    contents = [read_table(folder).contents[0] for folder in (hashed, plain)]
     assert contents == ["xxh64:c0de21416b8955a2c712774c86bbe0a6", "sizes:2cfa14b5dabe97ca3fb48aca8db7cc41"]
 
 
@@ -123,7 +121,7 @@ def test_an_index_that_could_do_harm_is_refused(tmp_path, key, value, words):
         place[key] = value
     (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
     with pytest.raises(DataError, match=words):
-        read_table(tmp_path, folder)
+        read_table(folder)
 
 
 @pytest.mark.parametrize("value", [-5, 10.0, "10", True], ids=repr)
@@ -133,7 +131,7 @@ def test_a_number_of_samples_that_cannot_be_is_refused(tmp_path, value):
     content["shards"][2]["samples"] = value
     (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
     with pytest.raises(DataError, match=rf"samples is {re.escape(repr(value))}, expected a whole number of"):
-        read_table(tmp_path, folder)
+        read_table(folder)
 
 
 @pytest.mark.parametrize("change", [{"raw_data": {}}, {"raw_data": None}, {"column_sizes": ...}, ...], ids=repr)
@@ -149,7 +147,7 @@ def test_a_record_that_lacks_what_every_shard_has_is_refused(tmp_path, change):
                 del record[key]
     (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
     with pytest.raises(DataError, match=r"is not an index of MDS version 2"):
-        read_table(tmp_path, folder)
+        read_table(folder)
 
 
 def test_a_shard_that_is_listed_twice_is_refused(tmp_path):
@@ -158,13 +156,13 @@ def test_a_shard_that_is_listed_twice_is_refused(tmp_path):
     content["shards"].append(content["shards"][3])
     (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
     with pytest.raises(DataError, match=r"lists shard.00003.mds twice, so that its samples would be read twice"):
-        read_table(tmp_path, folder)
+        read_table(folder)
 
 
 def test_a_merged_index_of_folders_with_any_letters_is_read(tmp_path):
     write_mds(tmp_path / "all" / "größe", 40)
     merge_index(str(tmp_path / "all"), keep_local=True)
-    table = read_table(tmp_path, tmp_path / "all")
+    table = read_table(tmp_path / "all")
     assert {table.name(i).split("/")[0] for i in range(len(table))} == {"größe"}
 
 
@@ -174,16 +172,16 @@ def test_a_single_name_outside_of_the_folder_is_found(tmp_path):
     content["shards"][5]["raw_data"]["basename"] = "/etc/shard.0.mds"  # as long as the others
     (folder / "index.json").write_text(json.dumps(content, sort_keys=True))
     with pytest.raises(DataError, match="names shards outside of its own folder"):
-        read_table(tmp_path, folder)
+        read_table(folder)
 
 
 def test_the_content_digest_knows_samples_and_bytes_but_not_names(tmp_path):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
-    digest = read_table(tmp_path, folder).contents[0]
+    digest = read_table(folder).contents[0]
     index = folder / "index.json"
     regular = index.read_text()
     index.write_text(regular.replace("shard.", "piece."))
-    assert read_table(tmp_path, folder).contents[0] == digest
+    assert read_table(folder).contents[0] == digest
     some_hash = json.loads(regular)["shards"][3]["raw_data"]["hashes"]["xxh64"]
     index.write_text(regular.replace(some_hash, some_hash[::-1]))
-    assert read_table(tmp_path, folder).contents[0] != digest
+    assert read_table(folder).contents[0] != digest
