@@ -37,9 +37,8 @@ from llmfoundry_lite.bench.frame import describe_conditions, measured_table, ope
 from llmfoundry_lite.bench.steps import write_run
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.islands.messages import TOKEN
-from llmfoundry_lite.launch.launcher import free_port, places
+from llmfoundry_lite.launch.launcher import World, free_port, places
 from llmfoundry_lite.launch.server import open_channel
-from llmfoundry_lite.launch.world import World
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.training.lean_imports import HEAVY
 

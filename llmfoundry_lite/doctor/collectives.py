@@ -54,7 +54,7 @@ class Report(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What the ranks have in common."""
+    """Facts that all ranks share."""
 
     num_ranks: int
     size_bytes: int

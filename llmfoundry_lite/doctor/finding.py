@@ -15,7 +15,7 @@ class Status(StrEnum):
     FAIL = "fail"
     """A run would crash, hang or compute something else."""
     SKIP = "skip"
-    """This machine has nothing to check here, or does not let us look."""
+    """Nothing to check on this machine, or no permission."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -32,9 +32,9 @@ from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 
 SLOW_RATE = 0.85
-"""Of the median rank's rate of products: devices of one kind are within a few percent of each other."""
+"""Share of the median rank's rate of products: devices of one kind are within a few percent of each other."""
 SLOW_LINK = 0.6
-"""Of the median pair's bandwidth."""
+"""Share of the median pair's bandwidth."""
 SLOW_ANSWER = 3.0
 """Times the median pair's latency."""
 PATIENCE = timedelta(seconds=5)

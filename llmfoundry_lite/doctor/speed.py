@@ -30,17 +30,17 @@ SMALLEST_NORMAL = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**
 """Below it fp16 has fewer digits, or none: some devices flush such numbers to zero."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 QUICK_REPEATS, REPEATS = 100, 300
-"""Of real products; a fault in one of 20 escapes 100 of them with a probability of 0.6 %."""
+"""Repeats of real products: a fault in one of 20 escapes 100 of them with a probability of 0.6 %."""
 LONG_REPEATS, LONG_SECONDS = 20, 0.3
-"""Of long sums, and when to stop on a slow device."""
+"""Repeats of long sums, and when to stop on a slow device."""
 CHUNK_WORDS = 64 * MIB // 8
 """Words of memory compared at a time."""
 ADDRESS_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 """Odd, so that its products (modulo 2^64) with two words' indices differ; its bits are spread over the word."""
 LOWEST_SHARE_OF_MEMORY = 0.6
-"""Of the datasheet's bandwidth; plain copies reach 0.75 to 0.9."""
+"""Share of the datasheet's bandwidth; plain copies reach 0.75 to 0.9."""
 LOWEST_SHARE_OF_PEAK = 0.4
-"""Of the datasheet's FLOP/s; large products reach 0.5 (MI250) to 0.8."""
+"""Share of the datasheet's FLOP/s; large products reach 0.5 (MI250) to 0.8."""
 
 BROKEN = "take this device out of runs: it does not compute what others do"
 TF32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE"

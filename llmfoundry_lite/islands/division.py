@@ -1,4 +1,4 @@
-"""How the rows of a global batch are divided among islands of unlike speed. Arithmetic, without torch."""
+"""The division of a global batch's rows among islands of unlike speed. Arithmetic, without torch."""
 
 import math
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ from llmfoundry_lite.errors import ConfigError
 
 JOURNAL = "relay.jsonl"
 DONE, STOPPED, PREEMPTED, FAILED, REFUSED, LOST = "done", "stopped", "preempted", "failed", "refused", "lost"
-"""How a leg ends. `refused` is exit code 2, or a command that is not there; a `lost` launch left no exit code."""
+"""Ends of a leg. `refused` is exit code 2, or a command that is not there; a `lost` launch left no exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Leg:
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether it ended early and saved nothing."""
+        """True if it ended early and saved nothing."""
         return self.is_early and (self.to_batch or 0) <= self.from_batch
 
 

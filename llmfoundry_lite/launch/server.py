@@ -30,7 +30,7 @@ BEAT_SECONDS = 1.0
 MESSAGE_BYTES = 1 << 20
 """More than Linux sends in one packet by default: too long arguments are an error of the sender."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's <sys/prctl.h>."""
+"""A constant of Linux's <sys/prctl.h>."""
 
 
 @dataclass(frozen=True)

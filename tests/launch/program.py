@@ -36,14 +36,14 @@ def main(arguments: list[str]) -> None:
 
 
 def launch() -> int:
-    from llmfoundry_lite.launch import world
-    from llmfoundry_lite.launch.launcher import Launcher, Program
+    from llmfoundry_lite.launch import launcher
 
-    world.SILENCE_SECONDS = float(os.environ.get("SILENCE_SECONDS", world.SILENCE_SECONDS))
+    launcher.SILENCE_SECONDS = float(os.environ.get("SILENCE_SECONDS", launcher.SILENCE_SECONDS))
     logs, num_ranks, max_restarts, imports, *words = sys.argv[1:]
-    program = Program("tests.launch.program", imports)
-    retry_seconds = float(os.environ.get("RETRY_SECONDS", "0"))
-    return Launcher(program, int(num_ranks), int(max_restarts), Path(logs), retry_seconds=retry_seconds).run(words)
+    program = launcher.Program("tests.launch.program", imports)
+    one = launcher.Launcher(program, int(num_ranks), int(max_restarts), Path(logs))
+    one.retry_seconds = float(os.environ.get("RETRY_SECONDS", "0"))
+    return one.run(words)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,17 @@ import psutil
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.launch import world
-from llmfoundry_lite.launch.launcher import Launcher, Program, Restarts, make_room_for_logs, refuse_other_launchers
+from llmfoundry_lite.launch import launcher as module
+from llmfoundry_lite.launch.launcher import (
+    Launcher,
+    Program,
+    Restarts,
+    World,
+    make_room_for_logs,
+    refuse_other_launchers,
+    verdict,
+)
 from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, open_channel, receive, send
-from llmfoundry_lite.launch.world import verdict
 from tests.helpers.launch import ROOT
 
 DEADLINE_SECONDS = 60
@@ -143,34 +150,34 @@ def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
 def test_a_rank_that_has_computed_before_is_found_frozen_after_one_silence(monkeypatch, used_since, noticed_after):
     """Also one that has computed between its last sign of life and the moment that it froze."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(world, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(world, "cpu_seconds", lambda pid: 5.0 + (used_since if clock.now > 100 else 0.0))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(module, "cpu_seconds", lambda pid: 5.0 + (used_since if clock.now > 100 else 0.0))
     mine, its = open_channel()
     send(its, Beat(0, os.getpid()))
-    ranks = world.World(mine, lambda: False, 1)
+    ranks = World(mine, lambda: False, 1)
     ranks._listen()
     while not ranks._first[0] and clock.now < 150:
         clock.now += 0.5
         ranks._look_for_frozen()
-    assert clock.now == 100 + noticed_after + world.SILENCE_SECONDS
+    assert clock.now == 100 + noticed_after + module.SILENCE_SECONDS
 
 
 def test_after_the_launcher_itself_was_stopped_no_rank_is_frozen(monkeypatch):
     """Ctrl-Z, and some time later `fg`: nobody was heard meanwhile."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(world, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(world, "cpu_seconds", lambda pid: 0.0)
-    ranks = world.World(open_channel()[0], lambda: False, 1)
-    ranks.processes[1] = world.Process(0, os.getpid(), clock.now)
-    clock.now += 10 * world.SILENCE_SECONDS
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(module, "cpu_seconds", lambda pid: 0.0)
+    ranks = World(open_channel()[0], lambda: False, 1)
+    ranks.processes[1] = module.Process(0, os.getpid(), clock.now)
+    clock.now += 10 * module.SILENCE_SECONDS
     ranks._look_for_frozen()
     assert not ranks._first[0]
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((-9, 0), 75), ((1, -9), 1), ((-9, 75), 75)])
 def test_asked_to_leave_a_killed_rank_could_not_and_one_that_failed_did(codes, expected):
-    ranks = world.World(open_channel()[0], lambda: False, 2)
-    ranks.processes = {pid: world.Process(pid, pid, 0.0, code=code) for pid, code in enumerate(codes)}
+    ranks = World(open_channel()[0], lambda: False, 2)
+    ranks.processes = {pid: module.Process(pid, pid, 0.0, code=code) for pid, code in enumerate(codes)}
     ranks.asked_by = signal.SIGTERM
     assert ranks.wait().code == expected
 
@@ -252,7 +259,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launched):
     run = launched(2, 3, "0.0=wait", "1.0=wait")
     pids = [run.pid(0), run.pid(1)]
     run.process.kill()
-    wait_until(lambda: all(map(world.has_ended, pids)))
+    wait_until(lambda: all(map(module.has_ended, pids)))
 
 
 def test_ranks_start_again_when_the_process_that_forks_them_is_killed(launched):

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmfoundry_lite.launch.launcher import has_ended
 from llmfoundry_lite.launch.status import read_status
-from llmfoundry_lite.launch.world import has_ended
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config, write_data
 
