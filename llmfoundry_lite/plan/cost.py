@@ -1,4 +1,4 @@
-"""What a run costs, in days, energy and money, and what failures and saves take from it: arithmetic, no torch."""
+"""Cost of a run in days, energy and money, and what failures and saves take from it. Arithmetic, no torch."""
 
 import math
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ COPY_BYTES_PER_SECOND = 10e9
 """From a device to its host, while a save holds training up: half of PCIe 4.0's rate."""
 LEAST_SAVE_SECONDS = 0.1
 MOST_LOST = 0.99
-"""Of the time: beyond it a plan is no plan."""
+"""Share of the time beyond which a plan is no plan."""
 
 
 def save_seconds(memory: MemoryEstimate) -> float:
-    """How long a save holds training up: a device copies its share of parameters and of the optimizer's state."""
+    """Time that a save holds training up: a device copies its share of parameters and of the optimizer's state."""
     return max(LEAST_SAVE_SECONDS, (memory.parameters_bytes + memory.optimizer_bytes) / COPY_BYTES_PER_SECOND)
 
 
@@ -35,7 +35,7 @@ class Cost:
     """At most: every node draws what it can."""
     dollars: float | None
     lost_share: float
-    """Of the time, to saves, failures and restarts."""
+    """Share of the time that saves, failures and restarts take."""
     save_every_seconds: float
     hours_between_failures: float
 
@@ -49,16 +49,15 @@ def cost_of(
     dollars_per_device_hour: float | None = None,
     save_seconds: float,
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
-    restart_seconds: float = RESTART_SECONDS,
 ) -> Cost:
-    """`save_seconds`: how long a save holds training up. Raises ConfigError where failures leave no time to train."""
+    """`save_seconds`: how long a save holds training up. Raises ConfigError if failures leave no time to train."""
     between = device_hours_between_failures / num_devices * 3600
     every = suggest_save_interval(save_seconds, between)
-    lost = lost_share(every, save_seconds, between, restart_seconds)
+    lost = lost_share(every, save_seconds, between, RESTART_SECONDS)
     if lost > MOST_LOST:
         raise ConfigError(
             f"--mtbf: a failure every {between:.3g} s on {num_devices} devices, each of which costs "
-            f"{restart_seconds:g} s: the run would not come forward"
+            f"{RESTART_SECONDS:g} s: the run would not come forward"
         )
     hours = num_tokens / tokens_per_second / 3600 / (1 - lost)
     watts = node.power_watts / node.num_devices
@@ -74,8 +73,10 @@ def cost_of(
 
 
 def lost_share(every: float, save_seconds: float, between: float, restart_seconds: float) -> float:
-    """Of the time that is not training's: Daly 2006, equation 20, solved for the share, with failures that come as a
-    Poisson process, in saves and restarts too."""
+    """Return the share of time that is not training's: Daly 2006, equation 20, solved for the share.
+
+    Failures come as a Poisson process, in saves and restarts too.
+    """
     try:
         spent = math.expm1((every + save_seconds) / between) * between * math.exp(restart_seconds / between)
     except OverflowError:
@@ -84,19 +85,14 @@ def lost_share(every: float, save_seconds: float, between: float, restart_second
 
 
 def compute_optimal(flops: float) -> tuple[float, float]:
-    """(parameters, tokens) that `flops` train best: C = 6 N D and D = 20 N (Hoffmann et al. 2022)."""
+    """Return (parameters, tokens) that `flops` train best: C = 6 N D and D = 20 N (Hoffmann et al. 2022)."""
     num_parameters = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
     return num_parameters, TOKENS_PER_PARAMETER * num_parameters
 
 
-BYTES_PER_PARAMETER = {"published": (6, 4, 4), "adam": (6, 4, 8)}
-"""Of weights (fp32 and 16 bits), gradients, optimizer. `published` is arXiv 2312.12705's, which counts one moment of
-Adam's two; `adam` counts both."""
-
-
-def model_state_bytes(num_parameters: float, accounting: str = "adam") -> float:
-    """Weights, gradients and optimizer state of mixed-precision training, on all devices together."""
-    return num_parameters * sum(BYTES_PER_PARAMETER[accounting])
+STATE_BYTES = {"published": 6 + 4 + 4, "adam": 6 + 4 + 8}
+"""Bytes a parameter takes in mixed-precision training: weights (fp32 and 16 bits), gradients, optimizer. `published`
+is arXiv 2312.12705's count, with one moment of Adam's two; `adam` counts both."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -107,7 +103,7 @@ class Joined:
     gain: float
     """Over the faster cluster alone."""
     least_bytes_per_second: float
-    """The slowest link, in one direction, on which the second cluster pays; inf where it never does."""
+    """The slowest link, in one direction, on which the second cluster pays; inf if it never does."""
 
 
 def join_clusters(
@@ -119,10 +115,12 @@ def join_clusters(
     link_bytes_per_second: float,
     steps_between_exchanges: int = 1,
 ) -> Joined:
-    """Each cluster computes a share of the batch by its speed; then both send their gradients' sum over the link,
-    nothing of which is hidden. With `steps_between_exchanges` > 1 they exchange once in so many steps (DiLoCo)."""
-    together, alone = first_tokens_per_second + second_tokens_per_second, first_tokens_per_second
-    alone = max(alone, second_tokens_per_second)
+    """Weigh clusters that each compute a share of the batch by speed, and send their gradients' sum, nothing hidden.
+
+    With `steps_between_exchanges` > 1 they exchange once in so many steps (DiLoCo).
+    """
+    together = first_tokens_per_second + second_tokens_per_second
+    alone = max(first_tokens_per_second, second_tokens_per_second)
     step_seconds = batch_tokens / together
     exchange_seconds = gradient_bytes / link_bytes_per_second / steps_between_exchanges
     tokens_per_second = batch_tokens / (step_seconds + exchange_seconds)

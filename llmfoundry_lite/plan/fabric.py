@@ -2,9 +2,9 @@
 
     llmfoundry-lite fabric --nodes 1200 --storage 200
 
-Arithmetic alone, no torch. Two zones that are fat trees of two layers each, and are joined by a few links, stand beside
-one fat tree of three layers with an adapter for each device. An all-reduce that goes through the processors' memory
-(HFReduce, arXiv 2408.14158) stands beside a ring of devices. Both are limits of bandwidth: software reaches less.
+Two zones that are fat trees of two layers each, and are joined by a few links, stand beside one fat tree of three
+layers with an adapter for each device. An all-reduce through the processors' memory (HFReduce, arXiv 2408.14158) stands
+beside a ring of devices. Both are limits of bandwidth: software reaches less. Arithmetic, no torch.
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,33 @@ the best published rate of a ring there, 4.8 GB/s, of which every byte passes tw
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class FatTree:
-    """Switches of one tree without oversubscription: as many links up as down, in every switch."""
+class Fabric:
+    """Fat trees without oversubscription: as many links up as down, in every switch."""
 
+    name: str
     num_ports: int
-    """For nodes and storage."""
+    """Ports of a tree for nodes and storage."""
     leaves: int
     spines: int
-    cores: int = 0
+    cores: int
+    """Switches of a tree, by layer."""
+    num_zones: int = 1
+    """Trees."""
+
+    @property
+    def num_joining(self) -> int:
+        """Switches between zones."""
+        return self.num_zones if self.num_zones > 1 else 0
 
     @property
     def num_switches(self) -> int:
-        return self.leaves + self.spines + self.cores
+        return self.num_zones * (self.leaves + self.spines + self.cores) + self.num_joining
 
 
-def fat_tree(num_ports: int, radix: int) -> FatTree:
-    """The fewest switches of `radix` ports, in two layers where they suffice, else in three.
+def fat_tree(name: str, num_ports: int, radix: int, num_zones: int = 1) -> Fabric:
+    """Count the fewest switches of `radix` ports, in two layers if they suffice, else in three.
 
-    Raises ConfigError where three do not.
+    Raises ConfigError if three do not.
     """
     half = radix // 2
     if num_ports > radix * half * half:
@@ -45,70 +54,42 @@ def fat_tree(num_ports: int, radix: int) -> FatTree:
             f"({radix * half * half:,})"
         )
     leaves = -(-num_ports // half)
-    if num_ports <= radix * half:
-        return FatTree(num_ports=num_ports, leaves=leaves, spines=-(-leaves * half // radix))
-    return FatTree(num_ports=num_ports, leaves=leaves, spines=leaves, cores=-(-leaves * half // radix))
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Fabric:
-    name: str
-    tree: FatTree
-    num_zones: int = 1
-    num_joining: int = 0
-    """Switches between zones."""
-
-    @property
-    def num_switches(self) -> int:
-        return self.num_zones * self.tree.num_switches + self.num_joining
+    top = -(-leaves * half // radix)
+    spines, cores = (top, 0) if num_ports <= radix * half else (leaves, top)
+    return Fabric(name=name, num_ports=num_ports, leaves=leaves, spines=spines, cores=cores, num_zones=num_zones)
 
 
 def zoned(num_nodes: int, num_storage: int, radix: int = 40, num_zones: int = 2) -> Fabric:
-    """One adapter for each node. Storage has one in every zone, so that zones need few links to each other."""
+    """Give each node one adapter, and storage one in every zone, so that zones need few links to each other."""
     ports = -(-num_nodes // num_zones) + num_storage
-    tree = fat_tree(ports, radix)
-    return Fabric(
-        name=f"{num_zones} zones, an adapter for each node",
-        tree=tree,
-        num_zones=num_zones,
-        num_joining=num_zones if num_zones > 1 else 0,
-    )
+    return fat_tree(f"{num_zones} zones, an adapter for each node", ports, radix, num_zones)
 
 
 def one_for_each_device(num_nodes: int, num_storage: int, per_node: int = 8, radix: int = 40) -> Fabric:
-    tree = fat_tree(num_nodes * per_node + num_storage, radix)
-    return Fabric(name="one tree, an adapter for each device", tree=tree)
-
-
-def performance_per_cost(performance: float, cost: float) -> float:
-    """Both relative to another cluster's."""
-    return performance / cost
-
-
-# ------------------------------------------------------------------------------------------------------ all-reduce
+    return fat_tree("one tree, an adapter for each device", num_nodes * per_node + num_storage, radix)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Host:
-    """What an all-reduce through a node's processors has at its disposal. By default Fire-Flyer 2's node: two sockets
-    with eight channels of DDR4-3200 each, eight devices on PCIe 4.0 x16, one adapter of 200 Gbit/s."""
+    """Bandwidths of an all-reduce through a node's processors. By default Fire-Flyer 2's node: two sockets with eight
+    channels of DDR4-3200 each, eight devices on PCIe 4.0 x16, one adapter of 200 Gbit/s."""
 
     num_devices: int = 8
     memory_bytes_per_second: float = 16 * 25.6e9
     pcie_bytes_per_second: float = 32e9
     devices_per_port: int = 2
-    """That share a PCIe port of the processor, at worst."""
+    """Devices that share a PCIe port of the processor, at worst."""
     adapter_bytes_per_second: float = 25e9
 
 
-def ring_rate(num_devices: int, num_bytes: float, path_bytes_per_second: float = RING_PATH_BYTES_PER_SECOND) -> float:
-    """Bytes of the message per second, of a ring through all devices: 2 (n - 1) steps, each with its latency."""
-    seconds = 2 * (num_devices - 1) / num_devices * num_bytes / path_bytes_per_second
+def ring_rate(num_devices: int, num_bytes: float) -> float:
+    """Return bytes of the message per second, of a ring through all devices: 2 (n - 1) steps, each with its latency."""
+    seconds = 2 * (num_devices - 1) / num_devices * num_bytes / RING_PATH_BYTES_PER_SECOND
     return num_bytes / (seconds + 2 * (num_devices - 1) * ACROSS_LATENCY_SECONDS)
 
 
 def staged_limits(host: Host) -> dict[str, float]:
-    """What bounds an all-reduce that is staged through processors: name -> bytes of the message per second.
+    """Return what bounds an all-reduce staged through processors: name -> bytes of the message per second.
 
     Devices copy to the host, where processors add; nodes add along a double binary tree; devices copy back. For each
     byte the memory is written and read once for each device on the way in, and read twice on the way out (GDRCopy);
@@ -123,29 +104,25 @@ def staged_limits(host: Host) -> dict[str, float]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------ the words
-
-
 def describe(
     num_nodes: int,
     num_storage: int,
     *,
-    per_node: int = 8,
-    radix: int = 40,
-    num_zones: int = 2,
-    switch_dollars: float | None = None,
-    switch_watts: float | None = None,
-    message_bytes: float = 186 * MIB,
+    per_node: int,
+    radix: int,
+    num_zones: int,
+    switch_dollars: float | None,
+    switch_watts: float | None,
+    message_bytes: float,
 ) -> str:
-    """Lines for people. Raises ConfigError where no tree is large enough."""
+    """Return lines for people. Raises ConfigError if no tree is large enough."""
     small = zoned(num_nodes, num_storage, radix, num_zones)
     large = one_for_each_device(num_nodes, num_storage, per_node, radix)
     lines = [f"{num_nodes:,} nodes of {per_node} devices, {num_storage:,} storage servers, switches of {radix} ports"]
     for fabric in (small, large):
-        tree = fabric.tree
-        cores = f", {tree.cores} cores" if tree.cores else ""
+        cores = f", {fabric.cores} cores" if fabric.cores else ""
         joining = f"; {fabric.num_joining} between zones" if fabric.num_joining else ""
-        each = f"{fabric.num_zones} x {tree.leaves} leaves, {tree.spines} spines{cores}{joining}"
+        each = f"{fabric.num_zones} x {fabric.leaves} leaves, {fabric.spines} spines{cores}{joining}"
         parts = [f"{fabric.num_switches:,} switches ({each})"]
         if switch_dollars is not None:
             parts.append(f"{fabric.num_switches * switch_dollars:,.0f} dollars")
@@ -156,12 +133,11 @@ def describe(
     num_devices = num_nodes * per_node
     limits = staged_limits(Host(num_devices=per_node))
     least = min(limits, key=limits.__getitem__)
-    ring = ring_rate(num_devices, message_bytes)
     lines += [
         f"all-reduce of {message_bytes / MIB:.0f} MiB over {num_devices:,} devices on PCIe, at most",
         f"  staged through processors {limits[least] / 1e9:.1f} GB/s, bound by the {least}",
-        f"  a ring of devices {ring / 1e9:.1f} GB/s",
+        f"  a ring of devices {ring_rate(num_devices, message_bytes) / 1e9:.1f} GB/s",
         "published (arXiv 2408.14158): 122 switches and 1,320; 6.3 to 8.1 GB/s staged, 1.6 to 4.8 in a ring;",
-        f"  83% of a DGX A100's rate at 60% of its cost, {performance_per_cost(0.83, 0.60):.2f} times as much for it",
+        f"  83% of a DGX A100's rate at 60% of its cost, {0.83 / 0.60:.2f} times as much for it",
     ]
     return "\n".join(lines)

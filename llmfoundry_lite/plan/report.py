@@ -1,23 +1,24 @@
-"""A plan as lines for people, and as plain values for programs. No torch."""
+"""A plan as text for people, and as plain values for programs. No torch."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.plan.cost import Joined, compute_optimal, model_state_bytes
+from llmfoundry_lite.plan.cost import STATE_BYTES, Joined, compute_optimal
 from llmfoundry_lite.plan.plan import Plan
 from llmfoundry_lite.plan.search import Candidate, Rejected, usable_bytes
-from llmfoundry_lite.report.tables import markdown_table
+from llmfoundry_lite.report.tables import Table
 
 CANNOT_PROMISE = (
     "not predicted: slow storage, stragglers, congestion by other jobs, the host's own time. "
     "`llmfoundry-lite rehearse` measures the memory"
 )
 CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}
-HEADINGS = (
+COLUMNS = (
     *("hardware", "devices", "samples", "layout", "micro", "recomputed", "GiB", "tokens/s", "MFU"),
     *("scaling", "days", "of it lost"),
 )
@@ -48,8 +49,8 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
         f"{node.adapter_bytes_per_second / 1e9:.0f} GB/s out of it ({node.source})",
         f"rates     products at {plan.shares.products:.1%} of the peak, attention at {plan.shares.attention:.1%} "
         f"({plan.shares.source})",
-        f"state     {model_state_bytes(plan.num_parameters, 'adam') / 1e12:.3g} TB at 18 bytes a parameter "
-        f"({model_state_bytes(plan.num_parameters, 'published') / 1e12:.3g} TB at the 14 that papers count)",
+        f"state     {plan.num_parameters * STATE_BYTES['adam'] / 1e12:.3g} TB at 18 bytes a parameter "
+        f"({plan.num_parameters * STATE_BYTES['published'] / 1e12:.3g} TB at the 14 that papers count)",
         "",
     ]
     if plan.candidates:
@@ -65,15 +66,15 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
 
 
 def describe_plans(plans: Sequence[Plan]) -> str:
-    """One line for each: its first layout, and what is left of the first count's rate for each device."""
+    """Return one line for each: its first layout, and the rate of a device relative to the first count's."""
     first = plans[0]
-    rows = [list(HEADINGS)]
+    rows = []
     base: dict[str, float] = {}
     for plan in plans:
         name = plan.accelerator.name
         head = [name, f"{plan.num_devices:,}", f"{plan.config.global_train_batch_size:,}"]
         if not plan.candidates:
-            rows.append([*head, "does not fit", *[""] * (len(HEADINGS) - len(head) - 1)])
+            rows.append([*head, "does not fit", *[""] * (len(COLUMNS) - len(head) - 1)])
             continue
         c = plan.candidates[0]
         rate = c.time.tokens_per_second / plan.num_devices
@@ -90,11 +91,11 @@ def describe_plans(plans: Sequence[Plan]) -> str:
         f"{first.config.run_name}: {three_digits(first.num_parameters / 1e9)} billion parameters, sequences of "
         f"{first.config.max_seq_len}, {first.config.precision}"
     )
-    return "\n".join([about, "", *markdown_table(rows), "", CANNOT_PROMISE])
+    return "\n".join([about, "", *Table(about, COLUMNS, rows).markdown(), "", CANNOT_PROMISE])
 
 
 def three_digits(number: float) -> str:
-    """0.123, 12.3, 12,345: all digits of what is large, and no exponent."""
+    """Format as 0.123, 12.3, 12,345: all digits of large numbers, and no exponent."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
@@ -117,14 +118,14 @@ def _table(plan: Plan, num_shown: int) -> list[str]:
 
 
 def name_layout(layout: Layout, strategy: str) -> str:
-    """4 stages x 2 copies x 8 shards; dimensions of one device are left out."""
+    """Return `4 stages x 2 copies x 8 shards`; dimensions of one device are left out."""
     words = {"pipeline": "stages", "replicate": "copies", "shard": "shards", "context": "parts", "tensor": "tensor"}
     parts = [f"{degree} {word}" for name, word in words.items() if (degree := getattr(layout, name)) > 1]
     return (" x ".join(parts) or "1 device") + (", ZERO_1" if strategy == "ZERO_1" else "")
 
 
 def _explain(plan: Plan) -> list[str]:
-    """Three lines on the first candidate: what fills its memory, its time, and what the next one lacks."""
+    """Describe what fills the first candidate's memory and time, and what the next one lacks."""
     best = plan.candidates[0]
     memory = best.memory
     parts = {
@@ -159,7 +160,7 @@ def _against(best: Candidate, second: Candidate) -> str:
 
 
 def _rejections(plan: Plan) -> list[str]:
-    """A line for each reason; those that differ in a number alone together."""
+    """Return a line for each reason; those that differ in a number alone share one."""
     if not plan.rejected:
         return ["every layout fits"]
     groups: dict[str, list[Rejected]] = {}
@@ -210,7 +211,7 @@ def describe_joined(first: Plan, second: Plan, joined: Joined, link_gigabits: fl
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """For `--json`."""
+    """Return the facts of `--json`."""
 
     def degrees(of: Candidate | Rejected) -> dict[str, Any]:
         return of.layout.degrees._asdict() | {"sharding_strategy": of.strategy}
@@ -226,7 +227,6 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "shares": c.time.parts(),
         }
 
-    cost = plan.cost
     return {
         "run": plan.config.run_name,
         "hardware": plan.accelerator.name,
@@ -238,5 +238,5 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "layouts": [facts(c) for c in plan.candidates],
         "would_fit": plan.would_fit,
         "rejected": [degrees(r) | {"reason": r.reason} for r in plan.rejected],
-        "cost": cost and {name: getattr(cost, name) for name in cost.__dataclass_fields__},
+        "cost": plan.cost and asdict(plan.cost),
     }

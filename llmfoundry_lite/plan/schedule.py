@@ -1,14 +1,14 @@
-"""Pipeline schedules: the share of a step that stages wait, by formula and by playing the schedule. No torch.
+"""Pipeline schedules: the time that stages wait, by formula and by playing the schedule. No torch.
 
 p stages on p devices, m microbatches, v runs of blocks on each device. GPipe (Huang et al. 2019) and 1F1B (Narayanan et
 al. 2019) wait (p - 1) / m of the time they compute; interleaving divides that by v (Narayanan et al. 2021, section
 2.2). Zero bubble (Qi et al. 2024, ZB-H1) splits the backward pass into the part that the stage before waits for and
-the weights' gradients, which fill the gaps: (p - 1) (F + B - W) / (m (F + B + W)). ZBV has no formula: it is played.
+the weights' gradients, which fill the gaps: (p - 1) / 3 m, if each takes as long as the forward pass. ZBV has no
+formula: it is played.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -18,21 +18,9 @@ WITH_FORMULA = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 SCHEDULES = (*WITH_FORMULA, "zbv")
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Time of one microbatch on one device."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-    """The gradient of the inputs, for the stage before."""
-    weights: float = 1.0
-    """The gradient of the weights, which nobody waits for."""
-
-
-def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1, costs: Costs | None = None):
-    """Time that a device waits over time that it computes, by formula."""
+def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
+    """Return time that a device waits over time that it computes, by formula."""
     check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
-    costs = costs or Costs()
     assert schedule in WITH_FORMULA
     share = (num_stages - 1) / num_microbatches
     if schedule == "interleaved":
@@ -41,10 +29,7 @@ def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages
                 f"schedule interleaved: {num_microbatches} microbatches are no multiple of {num_stages} stages"
             )
         return share / virtual_stages
-    if schedule == "zero_bubble":
-        whole = costs.forward + costs.backward + costs.weights
-        return share * max(0.0, costs.forward + costs.backward - costs.weights) / whole
-    return share
+    return share / 3 if schedule == "zero_bubble" else share
 
 
 def simulate_bubble(
@@ -52,39 +37,33 @@ def simulate_bubble(
     num_stages: int,
     num_microbatches: int,
     virtual_stages: int = 1,
-    costs: Costs | None = None,
     loads: Sequence[float] | None = None,
     *,
     in_few_rounds: bool = False,
 ) -> float:
-    """The same, by playing the schedule event by event, without time for sending.
+    """Return the same by playing the schedule event by event, without time for sending.
 
-    `loads`: for each run of blocks, through the model, by how much it takes longer than `costs` say. The time that is
-    waited is that of the device that computes the longest. `in_few_rounds`: the first microbatches alone are played.
-    Once all devices are busy, each further one adds its own time alone.
+    `loads`: time of each run of blocks, through the model, as a multiple of one unit. The result is for the device that
+    computes the longest. `in_few_rounds`: only the first microbatches are played. Once all devices are busy, each
+    further one adds its own time alone.
     """
     check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
     num_runs = {"interleaved": virtual_stages, "zero_bubble": virtual_stages, "zbv": 2}.get(schedule, 1)
     loads = tuple(loads or [1.0] * num_stages * num_runs)
     num_played = few_rounds(num_stages, num_microbatches) if in_few_rounds else num_microbatches
-    waited = _play(schedule, num_stages, num_played, num_runs, costs or Costs(), loads)
-    return waited * num_played / num_microbatches
+    return _play(schedule, num_stages, num_played, num_runs, loads) * num_played / num_microbatches
 
 
 def few_rounds(num_stages: int, num_microbatches: int) -> int:
-    """So many microbatches that what a schedule does with more of them is more of the same."""
+    """Return so many microbatches that a schedule only repeats itself with more of them."""
     num_rounds = max(1, num_microbatches // num_stages)
     return min(num_microbatches, num_microbatches // num_rounds * 4)
 
 
 @cache
-def _play(
-    schedule: str, num_stages: int, num_microbatches: int, num_runs: int, costs: Costs, loads: tuple[float, ...]
-) -> float:
+def _play(schedule: str, num_stages: int, num_microbatches: int, num_runs: int, loads: tuple[float, ...]) -> float:
     orders = [order_of(schedule, rank, num_stages, num_microbatches, num_runs) for rank in range(num_stages)]
-    seconds = {"F": costs.forward, "B": costs.backward, "W": costs.weights}
-    if schedule not in ("zero_bubble", "zbv"):
-        seconds["B"] += costs.weights
+    seconds = {"F": 1.0, "B": 1.0 if schedule in ("zero_bubble", "zbv") else 2.0, "W": 1.0}
     last_run = num_stages * num_runs - 1
     ends: dict[tuple[str, int, int], float] = {}
     clocks = [0.0] * num_stages
@@ -113,15 +92,15 @@ def _play(
 
 class Pass(NamedTuple):
     kind: str
-    """F; B, the gradient of the inputs, or of everything where the schedule has no W; W, of the weights."""
+    """F; B, the gradient of the inputs, or of everything if the schedule has no W; W, of the weights."""
     run: int
-    """Of blocks, counted through the model."""
+    """Run of blocks, counted through the model."""
     microbatch: int
 
 
 @cache
 def order_of(schedule: str, rank: int, num_stages: int, num_microbatches: int, num_runs: int = 1) -> Sequence[Pass]:
-    """What a device does, one pass after the other, as torch's schedules have it."""
+    """Return a device's passes, one after the other, as in torch's schedules."""
     if schedule == "zbv":
         return _order_of_zbv(rank, num_stages, num_microbatches)
     total = num_microbatches * num_runs
@@ -155,7 +134,7 @@ def order_of(schedule: str, rank: int, num_stages: int, num_microbatches: int, n
 
 
 def _order_of_zbv(rank: int, num_stages: int, num_microbatches: int) -> list[Pass]:
-    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": device r has the runs r and 2p - 1 - r."""
+    """Order passes by Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"; device r has runs r, 2p - 1 - r."""
     here, back = rank, 2 * num_stages - 1 - rank
     count = max(num_microbatches, 2 * num_stages - 1)  # of fewer, those that are not there are left out
     order: list[Pass] = []
@@ -182,8 +161,7 @@ def _order_of_zbv(rank: int, num_stages: int, num_microbatches: int) -> list[Pas
 
 
 def _interleaved(index: int, size: int, num_runs: int) -> tuple[int, int]:
-    """The i-th pass of a device: a round of microbatches through its first run of blocks, the same through its second,
-    ..."""
+    """Return the i-th pass of a device: a round of microbatches through its first run of blocks, then its second, …"""
     round_, within = divmod(index, size * num_runs)
     return within // size, round_ * size + within % size
 

@@ -17,7 +17,6 @@ from llmfoundry_lite.parallel.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
 from llmfoundry_lite.plan.schedule import (
     SCHEDULES,
     WITH_FORMULA,
-    Costs,
     bubble,
     order_of,
     simulate_bubble,
@@ -58,12 +57,6 @@ def test_zbv_waits_half_as_long_as_zero_bubble():
 def test_the_stage_that_computes_the_longest_waits_for_the_others():
     """1F1B: two stages of 1, one of 2: the last waits for the first microbatch's way to it and back."""
     assert simulate_bubble("1f1b", 3, 8, loads=[1, 1, 2]) == pytest.approx(2 / 16)
-
-
-def test_costs_that_are_not_alike_are_played_too():
-    costs = Costs(forward=1.0, backward=1.4, weights=0.8)
-    for schedule in ("gpipe", "1f1b", "zero_bubble"):
-        assert simulate_bubble(schedule, 4, 16, costs=costs) == pytest.approx(bubble(schedule, 4, 16, costs=costs))
 
 
 def test_frontiers_bubbles():
