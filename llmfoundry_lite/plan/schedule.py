@@ -134,7 +134,7 @@ def order_of(schedule: str, rank: int, num_stages: int, num_microbatches: int, n
 
 
 def _order_of_zbv(rank: int, num_stages: int, num_microbatches: int) -> list[Pass]:
-    """Order passes by Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"; device r has runs r, 2p - 1 - r."""
+    """Order by Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": device r has runs r and 2p - 1 - r."""
     here, back = rank, 2 * num_stages - 1 - rank
     count = max(num_microbatches, 2 * num_stages - 1)  # of fewer, those that are not there are left out
     order: list[Pass] = []

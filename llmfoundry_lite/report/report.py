@@ -72,7 +72,7 @@ def report(
     folder.mkdir(parents=True, exist_ok=True)
     figure = folder / facts["figure"]
     curves = [curve_of(run, name, x, with_dead=len(runs) == 1) for run, name in zip(runs, names, strict=True)]
-    spans = [spans_of(segment_facts(run, {})) for run in runs]
+    spans = [spans_of(run["segments"]) for run in facts["runs"]]
     reach = None if smooth_batches is None else smooth_batches // 2
     if len(runs) == 1:
         baselines = facts["runs"][0]["baselines"]

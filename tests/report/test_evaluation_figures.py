@@ -6,6 +6,8 @@ from xml.etree import ElementTree
 from llmfoundry_lite.report.evaluation_figures import Panel, plot_curves, plot_differences
 from llmfoundry_lite.report.run_figures import plot_relay
 
+LEG = {"began_hours": 0, "hours": 1, "first_batch": 1, "last_batch": 2}
+
 
 def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, drawn):
     points: dict[str, Any] = {name: [(100, 0.3, 0.02), (200, 0.4, 0.02)] for name in "ab"}
@@ -27,13 +29,14 @@ def test_learning_curves_have_axis_labels_and_what_guessing_reaches(tmp_path, dr
 def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
     points: dict[str, Any] = {"$\\frac{": [(1.0, 0.5, 0.1)], "$": [(1.0, 0.4, 0.1)]}
     plot_curves([Panel(title="a $ b $x_{", y_label="$", points=points)], tmp_path / "a.png", x_label="b")
-    assert (tmp_path / "a.png").stat().st_size
+    plot_relay(tmp_path / "b.png", [{"place": "$x_{", **LEG}], title="$\\frac{ of $")
+    assert (tmp_path / "a.png").stat().st_size and (tmp_path / "b.png").stat().st_size
 
 
 def test_names_with_control_characters_are_escaped_in_every_text(tmp_path):
     name = "a\x1b[31m\x00\ud800b"
     panel = Panel(title=name, y_label=name, points={name: [(1, 2, 0.1)], "b": [(1, 2, 0.1)]})
-    leg = {"place": name, "began_hours": 0, "hours": 1, "first_batch": 1, "last_batch": 2}
+    leg = {"place": name, **LEG}
     plot_differences({name: {name: {name: (0.1, 0, 0.2, True)}}}, tmp_path / "a.svg", title=name)
     plot_curves([panel], tmp_path / "b.svg", x_label="batch")
     plot_relay(tmp_path / "c.svg", [leg], title=name)

@@ -146,8 +146,3 @@ def test_the_validation_after_the_last_batch_is_not_cut_in_half(tmp_path, drawn)
     for figure in drawn:
         marks = [line for line in figure.axes[0].lines if not line.get_clip_on()]
         assert marks and all((mark.get_xdata()[0], mark.get_ydata()[0]) == (100, 2.0) for mark in marks)
-
-
-def test_names_are_drawn_as_text_and_not_as_formulas(tmp_path):
-    plot_run(tmp_path / "b.png", curve(), [Span(1, 100, "$x_{")], title="$\\frac{ of $")
-    assert (tmp_path / "b.png").stat().st_size
