@@ -16,8 +16,6 @@ from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
-from llmfoundry_lite.checkpoint.manifest import FileRecord
-from llmfoundry_lite.checkpoint.shards import hash_blocks
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
 from llmfoundry_lite.cli import main
@@ -190,28 +188,6 @@ def test_verifying_compares_the_headers_with_the_manifest(tmp_path):
     checkpoint = store.publish(replace(draft, tensors={"model/w": other}), lease)
     with pytest.raises(DamagedCheckpointError, match=r"model/w@0 is I64 \[50000\] in its header alone"):
         verify_checkpoint(checkpoint)
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("lost", ["attachment", "short attachment"])
-def test_what_was_saved_beside_the_tensors_is_looked_for_too(tmp_path, lost):
-    store, lease = saved(tmp_path)
-    draft = write_draft(store, lease, 1)
-    content = bytes(range(100))
-    store.root.child(f".tmp-{draft.save_id}").put("rng.bin", content)
-    hashes = hash_blocks(content, 4096).hex()
-    record = FileRecord(name="rng.bin", num_bytes=100, block_bytes=4096, block_hashes=hashes)
-    checkpoint = store.publish(replace(draft, attachments=(record,)), lease)
-    check_present(checkpoint)
-    path = tmp_path / "ba1" / "rng.bin"
-    if lost == "attachment":
-        path.unlink()
-    else:
-        os.truncate(path, 99)
-    with pytest.raises(
-        IncompleteCheckpointError if lost == "attachment" else DamagedCheckpointError, match=r"rng\.bin"
-    ):
-        check_present(checkpoint)
 
 
 @pytest.mark.fault

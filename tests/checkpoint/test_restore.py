@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llmfoundry_lite.checkpoint import save as saving
-from llmfoundry_lite.checkpoint import shards
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -131,28 +129,6 @@ def test_saves_in_a_row_use_one_buffer_and_know_their_parents(tmp_path):
     assert [m.parent_save_id for m in manifests] == ids[:-1]
 
 
-def test_polling_publishes_when_the_writing_is_done(tmp_path, monkeypatch):
-    go = threading.Event()
-    write = shards.write_shard
-
-    def write_slowly(*args, **kwargs):
-        go.wait(10)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.save.write_shard", write_slowly)
-    model, opt = train()
-    saver = open_saver(CheckpointStore(tmp_path))
-    saver.save(model, opt, about(2))
-    assert saver.is_saving and saver.poll() is None
-    go.set()
-    saved = None
-    for _ in range(1000):
-        saved = saved or saver.poll()
-    saved = saved or saver.wait()
-    assert saved is not None and not saver.is_saving
-    assert saved.num_bytes == open_checkpoint(tmp_path / "ba2").manifest.num_bytes
-
-
 # ---------------------------------------------------------------------------------------------------------- strictness
 
 
@@ -221,17 +197,6 @@ def test_what_is_left_out_has_no_optimizer_state_and_trains_on(tmp_path, pattern
     assert model.embed.weight not in opt.state and len(opt.state[model.gain]) == 3
     step(model, opt, 9)
     assert (opt.state[model.embed.weight]["step"], opt.state[model.gain]["step"]) == (1, 3)
-
-
-def test_a_larger_embedding_may_be_left_as_it_was_initialised(tmp_path):
-    url = save(tmp_path, *train())
-    model = wider()
-    names = [n for n, p in model.named_parameters() if p.requires_grad]
-    opt = torch.optim.AdamW(
-        [{"params": [model.get_parameter(n) for n in part]} for part in (names[:2], names[2:])], lr=0.01
-    )
-    load(url, model, opt, ignore_keys=["model/embed.weight"])
-    step(model, opt, 9)
 
 
 def test_a_pattern_that_leaves_nothing_out_is_refused(tmp_path):
@@ -329,24 +294,6 @@ def test_a_poisoned_state_is_never_published(tmp_path, value, where):
 
 
 @pytest.mark.fault
-def test_a_failure_in_the_background_is_raised_with_its_cause_and_leaves_nothing(tmp_path, monkeypatch):
-    model, opt = train()
-    saver = open_saver(CheckpointStore(tmp_path))
-    save_now(saver, model, opt, 2)
-
-    def no_space(descriptor, pieces, offset):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.local_folder.WRITE", no_space)
-    saver.save(model, opt, about(3))
-    with pytest.raises(CheckpointError, match=r"shard-00000.safetensors: not written: No space left on device"):
-        saver.wait()
-    monkeypatch.undo()
-    assert sorted(p.name for p in Path(tmp_path).iterdir()) == [".leases", "ba2", "latest.json"]
-    save_now(saver, model, opt, 4)
-
-
-@pytest.mark.fault
 def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
     model, opt = train()
     saver = open_saver(CheckpointStore(tmp_path))
@@ -358,18 +305,6 @@ def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
     saver.save(model, opt, about(3))
     with pytest.raises(KeyError, match="oops"):
         saver.wait()
-
-
-@pytest.mark.fault
-def test_a_writer_that_was_replaced_hears_of_it(tmp_path):
-    model, opt = train()
-    old, new = open_saver(CheckpointStore(tmp_path)), None
-    old.save(model, opt, about(2))
-    new = open_saver(CheckpointStore(tmp_path))
-    with pytest.raises(CheckpointError, match=r"another launch|No such file"):
-        old.wait()
-    save_now(new, model, opt, 3)
-    assert names(CheckpointStore(tmp_path)) == ["ba3"]
 
 
 # ------------------------------------------------------------------------------------------------------- no pickle
