@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.save import as_bytes
 from llmfoundry_lite.devices import device_type
+from llmfoundry_lite.files import sync
 from llmfoundry_lite.ranks import exchange
 
 CHUNK_BYTES = 8 << 20
@@ -73,7 +73,7 @@ class Limits:
         drop_from_cache(self.folder)
         found["read_seconds"] = timed(lambda: self._read(path), self.buffer.numel())
         path.unlink()
-        LocalFolder(self.folder).sync()
+        sync(self.folder)
         return found
 
     def _copy(self) -> None:

@@ -22,7 +22,6 @@ from benchmarks.checkpoint.meters import Limits, Memory, drop_from_cache, slowes
 from benchmarks.checkpoint.report import ASYNC_SAVE, COMPOSER, OURS, SAVE, SIDES
 from benchmarks.checkpoint.sides import Start, composer_save, dcp_async_save, dcp_save, our_save
 from llmfoundry_lite.bench.steps import model_of
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.shards import Shard
 from llmfoundry_lite.checkpoint.state import local_part, read_state
@@ -30,6 +29,7 @@ from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.devices import device_type
+from llmfoundry_lite.files import sync
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.ranks import exchange
 
@@ -180,7 +180,7 @@ def remove(folder: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-        LocalFolder(folder.parent).sync()
+        sync(folder.parent)
     dist.barrier()
 
 

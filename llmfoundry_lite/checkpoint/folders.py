@@ -85,8 +85,8 @@ class Folder(Protocol):
         """Return at most `max_bytes` + 1 bytes, so that the caller can tell. Raises FileNotFoundError."""
         ...
 
-    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
-        """Write a file whole or not at all. Raises FileExistsError when it should have been new."""
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        """Write a file durably, whole or not at all. Raises FileExistsError when it should have been new."""
 
     def remove(self, name: str) -> None: ...
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmfoundry_lite.checkpoint.folders import NO_FILE, Buffer, T, retry_transient_errors
 from llmfoundry_lite.errors import BRIEF_ERRNOS
-from llmfoundry_lite.files import open_regular
+from llmfoundry_lite.files import open_regular, sync, write_atomically
 
 MAX_VECTORS = 512
 """Pieces of one readv or writev; the kernel takes 1024."""
@@ -78,32 +78,30 @@ class LocalFolder:
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from None
 
-    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
-        draft = self.path / f".{name}.{uuid.uuid4().hex}"
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        if only_if_new:
+            self._create(name, data)
+        else:
+            write_atomically(self.path / name, data)
+        sync(self.path)
+
+    def _create(self, name: str, data: bytes) -> None:
+        draft, target = self.path / f".{name}.{uuid.uuid4().hex}", self.path / name
         try:
             with open(draft, "wb") as file:
                 file.write(data)
                 file.flush()
-                if is_durable:
-                    os.fsync(file.fileno())
-            if only_if_new:
-                self._link(draft, self.path / name)
-            else:
-                os.replace(draft, self.path / name)
+                os.fsync(file.fileno())
+            try:
+                os.link(draft, target)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links; then the name is taken first and the content follows
+                os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                os.replace(draft, target)
         finally:
             with contextlib.suppress(OSError):  # what it has is published, or is an error already
                 draft.unlink(missing_ok=True)
-        if is_durable:
-            self.sync()
-
-    def _link(self, draft: Path, target: Path) -> None:
-        try:
-            os.link(draft, target)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links; then the name is taken first and the content follows
-            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            os.replace(draft, target)
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
@@ -119,15 +117,7 @@ class LocalFolder:
         if os.path.lexists(self.path / new):
             raise FileExistsError(f"{self.path / new} is there already")
         os.rename(self.path / old, self.path / new)
-        self.sync()
-
-    def sync(self) -> None:
-        """Make the names in this folder durable."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self.path)
 
     def sink(self, name: str, num_bytes: int) -> "LocalSink":
         return LocalSink(self.path / name)

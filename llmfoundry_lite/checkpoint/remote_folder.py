@@ -105,7 +105,7 @@ class RemoteFolder:
 
         return retry_transient_errors(fetched)
 
-    def put(self, name: str, data: bytes, *, only_if_new: bool = False, is_durable: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
         path = f"{self.path}/{name}"
         if not only_if_new:
             retry_transient_errors(lambda: self.filesystem.pipe_file(path, data))

@@ -205,7 +205,7 @@ class CheckpointStore:
             self.on_phase("after rename")
         self._logs[manifest.save_id] = _log_files(manifest)
         with contextlib.suppress(OSError):
-            self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n", is_durable=False)
+            self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
         return Checkpoint(name, folder, manifest)
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
