@@ -2,33 +2,20 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import NamedTuple
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_DONE, ConfigError
-from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.plan.memory import estimate_stages
 from llmfoundry_lite.rehearse.device import find_device
-from llmfoundry_lite.rehearse.report import Rehearsal, describe
+from llmfoundry_lite.rehearse.report import describe
 from llmfoundry_lite.rehearse.search import search
-from llmfoundry_lite.rehearse.stage import Outcome, Stage
+from llmfoundry_lite.rehearse.stage import Job, Stage
 
 FARTHEST = 64
 """Nodes, or devices of one node, more or fewer, among which a count that fits is looked for."""
-
-
-class Job(NamedTuple):
-    """A rehearsal that has been checked."""
-
-    arguments: list[str]
-    config: TrainConfig
-    device: Accelerator
-    num_devices: int
-    per_node: int
 
 
 def rehearse(
@@ -62,14 +49,14 @@ def rehearse(
     job = Job(list(arguments), config, device, num_devices, min(per_node, num_devices))
     with Stage() as stage:
         if searches:
-            return search(stage, *job, rank=ranks[0])
+            return search(stage, job, ranks[0])
         for rank in ranks:
             options = {"num_devices": num_devices, "per_node": job.per_node, "num_batches": num_batches}
             outcome = stage.rehearse(job.arguments, device, rank=rank, **options)
             if outcome.exit_code != EXIT_DONE:
                 print(outcome.said, end="", file=sys.stderr, flush=True)
                 return outcome.exit_code
-            print(describe(as_rehearsal(outcome, job, rank)), flush=True)
+            print(describe(job, rank, outcome), flush=True)
     return EXIT_DONE
 
 
@@ -86,19 +73,6 @@ def rank_of_fullest(config: TrainConfig, layout: Layout) -> int:
         return 0
     sizes = [estimate.total_bytes for _, estimate in estimate_stages(config, layout)]
     return layout.group(0, "pipeline")[sizes.index(max(sizes))]
-
-
-def as_rehearsal(outcome: Outcome, job: Job, rank: int) -> Rehearsal:
-    found = outcome.found
-    return Rehearsal(
-        config=replace(job.config, device_train_microbatch_size=found["microbatch_size"]),
-        device=job.device,
-        rank=rank,
-        num_devices=job.num_devices,
-        per_node=job.per_node,
-        wall_seconds=outcome.seconds,
-        **{field.name: found[field.name] for field in fields(Rehearsal) if field.name in found},
-    )
 
 
 def check_count(config: TrainConfig, num_devices: int, per_node: int) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.config.layout import Layout, layout_of
@@ -12,6 +11,7 @@ from llmfoundry_lite.hardware import FREE_SHARE, GIB, Accelerator, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.model_memory import MemoryEstimate
+from llmfoundry_lite.rehearse.stage import Job, Outcome
 
 CANNOT_PROMISE = (
     "not rehearsed: numbers (nothing is computed), speed, overlap, deadlocks, NCCL's and the driver's own memory "
@@ -20,74 +20,37 @@ CANNOT_PROMISE = (
 NAMES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "logits")
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Rehearsal:
-    """Measurements of one rank."""
-
-    config: TrainConfig
-    """With the microbatch size that was used."""
-    device: Accelerator
-    rank: int
-    num_devices: int
-    per_node: int
-    wall_seconds: float
-    allocated_bytes: int
-    """The most that tensors took."""
-    reserved_bytes: int
-    """The most that torch's allocator took from the device."""
-    workspaces_bytes: int
-    """cuBLAS' part of `allocated_bytes`."""
-    at_peak_bytes: dict[str, int]
-    """Category -> bytes, at the moment of `allocated_bytes`."""
-    largest_bytes: dict[str, int]
-    """The lines that held the most then -> bytes."""
-    peak_at: str
-    """The line whose request made the peak."""
-    microbatch_size: int
-    collectives: list[tuple[str, str, str, int, int]]
-    """Kind, group, dtype, calls in a batch, bytes in a batch."""
-    flops: dict[str, int]
-    """Operation -> FLOPs in a batch, on this rank."""
-    compiled: dict[str, Any]
-    """Graphs, functions, kernels; the inside of compiled code is not counted."""
-    attention: list[str]
-    reads: dict[str, int]
-    """File and line -> how often the host waited for the device there, in a batch."""
-
-
-def describe(rehearsal: Rehearsal) -> str:
-    config, device = rehearsal.config, rehearsal.device
-    layout = layout_of(config, rehearsal.num_devices, rehearsal.per_node)
-    num_ranks, estimate = layout.num_data_ranks, estimate_rank(config, layout, rehearsal.rank, device)
-    expected_bytes = estimate.total_bytes
+def describe(job: Job, rank: int, outcome: Outcome) -> str:
+    found, device = outcome.found, job.device
+    config = dataclasses.replace(job.config, device_train_microbatch_size=found["microbatch_size"])
+    layout = layout_of(config, job.num_devices, job.per_node)
+    num_samples = config.global_train_batch_size // layout.num_data_ranks
+    estimate = estimate_rank(config, layout, rank, device)
+    expected_bytes, allocated_bytes = estimate.total_bytes, found["allocated_bytes"]
     lines = [
-        f"rehearsed      {config.run_name} on {rehearsal.num_devices} x {device.name}, {rehearsal.per_node} in a node, "
-        f"as rank {rehearsal.rank}, in {rehearsal.wall_seconds:.0f} s",
-        *describe_stage(config, layout, rehearsal.rank),
-        f"batch          {config.global_train_batch_size // num_ranks} samples on this rank, "
-        f"{rehearsal.microbatch_size} at a time",
-        f"memory         allocated {rehearsal.allocated_bytes / GIB:.2f}, "
-        f"reserved {rehearsal.reserved_bytes / GIB:.2f}, of {device.free_bytes / GIB:.2f} GiB "
-        f"({FREE_SHARE:.0%} of what is sold)",
-        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / rehearsal.allocated_bytes - 1:+.1%}); "
-        f"cuBLAS' workspaces are {rehearsal.workspaces_bytes / GIB:.2f} of the allocated",
-        f"               the peak is at {rehearsal.peak_at}",
+        f"rehearsed      {config.run_name} on {job.num_devices} x {device.name}, {job.per_node} in a node, "
+        f"as rank {rank}, in {outcome.seconds:.0f} s",
+        *describe_stage(config, layout, rank),
+        f"batch          {num_samples} samples on this rank, {found['microbatch_size']} at a time",
+        f"memory         allocated {allocated_bytes / GIB:.2f}, reserved {found['reserved_bytes'] / GIB:.2f}, "
+        f"of {device.free_bytes / GIB:.2f} GiB ({FREE_SHARE:.0%} of what is sold)",
+        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / allocated_bytes - 1:+.1%}); "
+        f"cuBLAS' workspaces are {found['workspaces_bytes'] / GIB:.2f} of the allocated",
+        f"               the peak is at {found['peak_at']}",
     ]
-    lines += describe_peak(rehearsal.at_peak_bytes, estimate, is_stage=layout.pipeline > 1)
-    for place, size in rehearsal.largest_bytes.items():
-        lines.append(f"               held by {place}: {in_bytes(size)}")
-    tokens = config.global_train_batch_size // num_ranks * config.max_seq_len
-    formula = count_rank_flops(config, layout, rehearsal.rank) * tokens
-    total_flops = sum(rehearsal.flops.values())
+    lines += describe_peak(found["at_peak_bytes"], estimate, is_stage=layout.pipeline > 1)
+    lines += [f"               held by {place}: {in_bytes(size)}" for place, size in found["largest_bytes"].items()]
+    formula = count_rank_flops(config, layout, rank) * num_samples * config.max_seq_len
+    total_flops = sum(found["flops"].values())
     lines.append(
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
         f"formula's {formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
-    lines += describe_kernels(rehearsal)
-    for kind, group, dtype, calls, num_bytes in sorted(rehearsal.collectives, key=lambda row: -row[4]):
+    lines += describe_kernels(found["attention"], found["compiled"])
+    for kind, group, dtype, calls, num_bytes in sorted(found["collectives"], key=lambda row: -row[4]):
         times = "1 call" if calls == 1 else f"{calls:,} calls"
         lines.append(f"collective     {kind} {dtype}, {group}: {times}, {in_bytes(num_bytes)} in a batch")
-    for place, count in sorted(rehearsal.reads.items(), key=lambda item: -item[1]):
+    for place, count in sorted(found["reads"].items(), key=lambda item: -item[1]):
         lines.append(f"host waits     {place}: {count} in a batch")
     lines.append(CANNOT_PROMISE)
     if device.vendor == "amd":
@@ -136,10 +99,8 @@ def count_rank_flops(config: TrainConfig, layout: Layout, rank: int) -> float:
     return count_flops_per_token(part, config.max_seq_len) / (layout.context * layout.tensor)
 
 
-def describe_kernels(rehearsal: Rehearsal) -> list[str]:
-    compiled = rehearsal.compiled
-    inside = [name for name in compiled["attention"] if name not in rehearsal.attention]
-    attention = [*rehearsal.attention, *(f"{name}, compiled" for name in inside)]
+def describe_kernels(eager: list[str], compiled: dict[str, Any]) -> list[str]:
+    attention = [*eager, *(f"{name}, compiled" for name in compiled["attention"] if name not in eager)]
     lines = [f"attention      {', '.join(attention) or 'no kernel of its own: products and softmax'}"]
     if not compiled["functions"]:
         return lines

@@ -8,25 +8,17 @@ from llmfoundry_lite.config.layout import divisors, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
-from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.rehearse.stage import Outcome, Stage
+from llmfoundry_lite.rehearse.stage import Job, Outcome, Stage
 
 UNREHEARSED_BYTES = 2 * GIB
 """Kept free for NCCL's buffers and the driver's context, which a rehearsal does not have."""
 
 
-def search(
-    stage: Stage,
-    arguments: list[str],
-    config: TrainConfig,
-    device: Accelerator,
-    num_devices: int,
-    per_node: int,
-    *,
-    rank: int = 0,
-) -> int:
+def search(stage: Stage, job: Job, rank: int = 0) -> int:
     """Print each trial, and the answer as an override. Returns the exit code: 2 if not even one sample fits."""
+    arguments, config, device, num_devices, per_node = job
     layout = layout_of(config, num_devices, per_node)
     num_ranks = layout.num_data_ranks
     device_batch_size = config.global_train_batch_size // num_ranks

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.rehearse.build import NAME, build_library
@@ -26,12 +27,22 @@ TOO_SHORT = (
 )
 
 
+class Job(NamedTuple):
+    """A rehearsal that has been checked."""
+
+    arguments: list[str]
+    config: TrainConfig
+    device: Accelerator
+    num_devices: int
+    per_node: int
+
+
 class Outcome(NamedTuple):
     exit_code: int
     said: str
     """The rank's standard error."""
     found: dict[str, Any]
-    """Measurements, until it ended."""
+    """Measurements, until it ended: those of `measure.py`."""
     seconds: float
 
 

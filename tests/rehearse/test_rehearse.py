@@ -18,10 +18,9 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
-from llmfoundry_lite.rehearse.rehearse import Job, as_rehearsal
 from llmfoundry_lite.rehearse.report import describe
 from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, search
-from llmfoundry_lite.rehearse.stage import Stage
+from llmfoundry_lite.rehearse.stage import Job, Stage
 from tests.helpers.launch import ROOT
 from tests.helpers.published import Published, published
 
@@ -118,7 +117,7 @@ def test_what_a_device_refuses_is_refused(stage, name, words):
 def test_the_search_finds_the_largest_microbatch_that_fits(stage, capfd):
     arguments = ["mpt-350m", "h100-8"]  # 32 samples on a device
     config = load_train_config(arguments).config
-    assert search(stage, arguments, config, ACCELERATORS["A100-40GB"], 8, 8) == EXIT_DONE
+    assert search(stage, Job(arguments, config, ACCELERATORS["A100-40GB"], 8, 8)) == EXIT_DONE
     text = capfd.readouterr().out
     assert re.search(r"\n +16 +\d+\.\d\d +\d+\.\d\d", text) and re.search(r"\n +32 +out of +memory", text)
     assert text.endswith("device_train_microbatch_size=16\n")
@@ -127,7 +126,7 @@ def test_the_search_finds_the_largest_microbatch_that_fits(stage, capfd):
 def test_a_search_measures_the_optimizer_too_where_the_batch_is_not_cut(stage, capfd):
     arguments = [*RUN, "model.n_layers=1"]
     config = load_train_config(arguments).config
-    assert search(stage, arguments, config, H100, 8, 8) == EXIT_DONE
+    assert search(stage, Job(arguments, config, H100, 8, 8)) == EXIT_DONE
     found = re.search(r"\n +16 +([\d.]+) ", capfd.readouterr().out)
     whole = rehearse(stage, "model.n_layers=1", "device_train_microbatch_size=16").found
     assert whole["at_peak_bytes"]["optimizer"] > 0.04 * GIB
@@ -187,7 +186,7 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(stage, schedule):
         outcome = rehearse(stage, *overrides, rank=rank, counts_operations=True)
         assert outcome.exit_code == EXIT_DONE, outcome.said
         config = load_train_config([*RUN, *overrides]).config
-        text = describe(as_rehearsal(outcome, Job([*RUN], config, H100, 8, 8), rank))
+        text = describe(Job([*RUN], config, H100, 8, 8), rank, outcome)
         held = "embeddings" if rank == 0 else "blocks"
         assert re.search(rf"stage +{1 + rank // 4} of 2, {schedule}: {held}", text), text
         share = re.search(r"this rank, ([\d.]+) of the formula", text)
