@@ -53,17 +53,6 @@ class Report(NamedTuple):
     host: str = ""
 
 
-class Group(NamedTuple):
-    """Facts that all ranks share."""
-
-    num_ranks: int
-    size_bytes: int
-    """Size of the larger messages."""
-    folder: str
-    """The ranks' rendezvous, output and reports."""
-    limit_seconds: float
-
-
 def check_collectives(machine: Machine) -> Iterator[Finding]:
     """Yield one finding for each collective; the first that does not come back ends the check."""
     is_cpu = device_type() == "cpu"
@@ -78,10 +67,10 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
     context = multiprocessing.get_context("fork") if is_cpu else forkserver
     forkserver.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
-        group = Group(num_ranks, size, folder, machine.ranks_limit_seconds)
-        ranks = range(num_ranks)
-        processes = [start(run_rank, (group, r), group.limit_seconds, f"{folder}/{r}.txt", context) for r in ranks]
-        wait_for(processes, group.limit_seconds)
+        limit, ranks = machine.ranks_limit_seconds, range(num_ranks)
+        given = (num_ranks, size, folder, limit)
+        processes = [start(run_rank, (r, *given), limit, f"{folder}/{r}.txt", context) for r in ranks]
+        wait_for(processes, limit)
         dead = {r: describe_end(processes[r], f"{folder}/{r}.txt") for r in ranks if processes[r].exitcode}
         for process in processes:
             process.kill()
@@ -89,7 +78,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
         reports = [read_reports(Path(folder, f"{rank}.json")) for rank in ranks]
     for step, name in enumerate((READY, CLOCKS, *COLLECTIVES)):
         found = {rank: reports[rank][step] for rank in ranks if len(reports[rank]) > step}
-        yield judge_step(name, found, dead, group)
+        yield judge_step(name, found, dead, num_ranks, size, limit)
         if len(found) < num_ranks or (name == READY and any(report.problem for report in found.values())):
             return
 
@@ -110,14 +99,16 @@ def read_reports(path: Path) -> list["Report"]:
     return [Report(*json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def judge_step(name: str, reports: Mapping[int, Report], dead: Mapping[int, str], group: Group) -> Finding:
-    place = f"{group.num_ranks} ranks over {BACKENDS[vendor()]}"
+def judge_step(
+    name: str, reports: Mapping[int, Report], dead: Mapping[int, str], num_ranks: int, size: int, limit_seconds: float
+) -> Finding:
+    place = f"{num_ranks} ranks over {BACKENDS[vendor()]}"
     # A rank that died comes before those that waited for it.
     problems = [f"rank {rank} {words}" for rank, words in dead.items() if rank not in reports]
     problems += [f"rank {rank} {report.problem}" for rank, report in reports.items() if report.problem]
-    silent = [str(rank) for rank in range(group.num_ranks) if rank not in {*reports, *dead}]
+    silent = [str(rank) for rank in range(num_ranks) if rank not in {*reports, *dead}]
     if silent and not problems:
-        problems.append(f"no answer from rank {', '.join(silent)} within {group.limit_seconds:g} s")
+        problems.append(f"no answer from rank {', '.join(silent)} within {limit_seconds:g} s")
     if problems:
         return Finding(name, Status.FAIL, detail=f"{place}: {shorten(problems)}", fix=OTHER_FIX[vendor()])
     if name == CLOCKS:
@@ -125,7 +116,7 @@ def judge_step(name: str, reports: Mapping[int, Report], dead: Mapping[int, str]
     rate = min(report.bytes_per_second for report in reports.values())
     if not rate:
         return Finding(name, Status.PASS, detail=place)
-    detail = f"{place}, bus bandwidth at {group.size_bytes / MIB:.0f} MiB"
+    detail = f"{place}, bus bandwidth at {size / MIB:.0f} MiB"
     return Finding(name, Status.PASS, rate / 1e9, "GB/s", detail)
 
 
@@ -144,18 +135,18 @@ def judge_clocks(clocks: Mapping[int, tuple[str, float]]) -> Finding:
 # ------------------------------------------------------------------------------------------------ in a rank
 
 
-def run_rank(group: Group, rank: int) -> None:
+def run_rank(rank: int, num_ranks: int, size: int, folder: str, limit_seconds: float) -> None:
     def send(report: Report) -> None:
-        with open(f"{group.folder}/{rank}.json", "a") as file:
+        with open(f"{folder}/{rank}.json", "a") as file:
             print(json.dumps(report), file=file)
 
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if device_type() == "cuda" else torch.device("cpu")
     options: dict[str, Any] = {
-        "init_method": f"file://{group.folder}/rendezvous",
+        "init_method": f"file://{folder}/rendezvous",
         "rank": rank,
-        "world_size": group.num_ranks,
-        "timeout": timedelta(seconds=group.limit_seconds),
+        "world_size": num_ranks,
+        "timeout": timedelta(seconds=limit_seconds),
     }
     try:
         if device.type == "cuda":
@@ -169,7 +160,7 @@ def run_rank(group: Group, rank: int) -> None:
     send(Report())
     send(read_clock(device))
     for collective in COLLECTIVES.values():
-        send(try_collective(collective, group.size_bytes, device))
+        send(try_collective(collective, size, device))
     os._exit(0)  # the group's own clean-up may wait for a rank that has gone
 
 

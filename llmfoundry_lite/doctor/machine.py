@@ -14,21 +14,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from llmfoundry_lite.data import shared_memory
 from llmfoundry_lite.doctor.finding import INSTALL, Finding, Machine, Status, judge
 from llmfoundry_lite.hardware import GIB, find_accelerator
 
 ROOT = Path("/")
+SHARED_MEMORY = Path("/dev/shm")
 OLDEST_TORCH = Version("2.11")
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-OTHER_BUILD = {
-    "NVIDIA": "install the CUDA build of torch (`make install` does)",
-    "AMD": "start from an image with ROCm's torch and pip install --no-deps -r requirements-without-torch.txt",
-}
-LOOK_AT = {
-    "NVIDIA": "look at `nvidia-smi`; the driver must support CUDA {}",
-    "AMD": "look at `rocminfo`; this user must be in the groups render and video",
-}
 LEAST_SIMD_UNITS = 200
 """An MI100 has 480; the largest integrated GPU, which no run uses, has 80."""
 ENOUGH_FILES = 4096
@@ -125,18 +117,24 @@ def check_build(build: Build) -> Finding:
     kind = f"CUDA {build.cuda}" if build.cuda else f"HIP {build.hip}" if build.hip else "CPU"
     if build.num_devices:
         return Finding(name, Status.PASS, kind, detail=f"{build.num_devices} devices")
-    vendor = "NVIDIA" if (ROOT / "dev/nvidiactl").exists() else "AMD" if has_amd_accelerator() else None
-    if vendor is None:
+    if (ROOT / "dev/nvidiactl").exists():
+        vendor, fits, other_build = "NVIDIA", build.cuda, "install the CUDA build of torch (`make install` does)"
+        look = f"look at `nvidia-smi`; the driver must support CUDA {build.cuda}"
+    elif has_amd_accelerator():
+        vendor, fits, look = "AMD", build.hip, "look at `rocminfo`; this user must be in the groups render and video"
+        other_build = "start from an image with ROCm's torch and "
+        other_build += "pip install --no-deps -r requirements-without-torch.txt"
+    else:
         return Finding(name, Status.PASS, kind, detail="no device on this machine: runs use the CPU")
-    if not (build.cuda if vendor == "NVIDIA" else build.hip):
+    if not fits:
         detail = f"this machine has {vendor} devices, which a {kind} build of torch cannot use"
-        return Finding(name, Status.FAIL, kind, detail=detail, fix=OTHER_BUILD[vendor])
+        return Finding(name, Status.FAIL, kind, detail=detail, fix=other_build)
     hidden = [variable for variable in HIDING if variable in os.environ]
     if hidden:
         detail = "devices are hidden by " + ", ".join(f"{variable}={os.environ[variable]}" for variable in hidden)
         return Finding(name, Status.WARN, kind, detail=detail, fix=f"unset {hidden[0]}")
     detail = f"torch sees none of this machine's {vendor} devices: {build.error or 'it gives no reason'}"
-    return Finding(name, Status.FAIL, kind, detail=detail, fix=LOOK_AT[vendor].format(build.cuda))
+    return Finding(name, Status.FAIL, kind, detail=detail, fix=look)
 
 
 def has_amd_accelerator() -> bool:
@@ -227,7 +225,7 @@ def check_limits(machine: Machine) -> Iterator[Finding]:
 
 
 def check_shared_memory(machine: Machine) -> Iterator[Finding]:
-    folder = shared_memory.SHARED_MEMORY
+    folder = SHARED_MEMORY
     if not folder.is_dir():
         yield Finding("/dev/shm", Status.SKIP, detail=f"no {folder} here")
         return
@@ -240,27 +238,3 @@ def check_shared_memory(machine: Machine) -> Iterator[Finding]:
         problems = ["almost full"]
     detail = f"of {total / GIB:,.2f} GiB"
     yield judge("/dev/shm", problems, fix, Status.WARN, value=free / GIB, unit="GiB free", detail=detail)
-    yield check_leftovers()
-
-
-def check_leftovers() -> Finding:
-    """Look for files of killed runs in shared memory; nothing is removed."""
-    name = "leftovers of runs"
-    stale = shared_memory.find_stale_shared_memory()
-    owners = Counter(owner_of(path) for path in stale if path.exists())
-    return judge(
-        name,
-        ["left by killed runs: " + ", ".join(f"{count} of {owner}" for owner, count in owners.items())] * bool(owners),
-        f"the next run of each owner removes theirs; or: rm {' '.join(map(str, sorted(stale)))}",
-        Status.WARN,
-        value=owners.total(),
-        unit="files",
-        sound="no file of a run that has ended",
-    )
-
-
-def owner_of(path: Path) -> str:
-    try:
-        return path.owner()
-    except KeyError:
-        return f"uid {path.stat().st_uid}"

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.data import shared_memory
 from llmfoundry_lite.doctor import machine
 from llmfoundry_lite.doctor.examine import CHECKS, as_dict, examine, exit_code, print_table
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status
@@ -103,7 +102,7 @@ def test_a_package_of_another_version_is_named(monkeypatch):
     assert found.status is Status.WARN and "safetensors is 0.1.2, not >=0." in found.detail
 
 
-# ------------------------------------------------------------------------------------------------ limits, leftovers
+# ------------------------------------------------------------------------------------------------ limits
 
 
 def test_too_few_open_files_are_warned_of_with_the_command_that_raises_them():
@@ -118,26 +117,12 @@ def test_too_few_open_files_are_warned_of_with_the_command_that_raises_them():
     assert finding.fix.startswith("ulimit -n " if may_raise else "raise nofile ")
 
 
-@pytest.mark.skipif(not shared_memory.SHARED_MEMORY.is_dir(), reason="no /dev/shm on this system")
-def test_what_a_killed_process_left_in_shared_memory_is_listed_by_owner_and_not_removed(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
-    assert by_name(machine.check_shared_memory(QUICK))["leftovers of runs"].status is Status.PASS
-
-    left = tmp_path / f"{shared_memory.PREFIX}1234.json"  # which no process has locked
-    left.touch()
-    found = by_name(machine.check_shared_memory(QUICK))["leftovers of runs"]
-    assert found.status is Status.WARN and found.value == 1
-    assert f"1 of {machine.owner_of(tmp_path)}" in found.detail
-    assert left.exists()
-
-
-@pytest.mark.skipif(not shared_memory.SHARED_MEMORY.is_dir(), reason="no /dev/shm on this system")
 def test_a_container_with_docker_s_default_of_shared_memory_is_warned_of(monkeypatch, tmp_path):
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(tmp_path)], capture_output=True)
     if mount.returncode:
         pytest.skip("may not mount a file system here")
     try:
-        monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+        monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
         found = by_name(machine.check_shared_memory(QUICK))["/dev/shm"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
