@@ -2,11 +2,11 @@ import io
 
 from rich.console import Console
 
-from llmfoundry_lite.report.tables import markdown_table, markdown_text, print_table
+from llmfoundry_lite.report.tables import Table, markdown_text
 
 
 def test_names_stay_text_in_markdown():
-    assert markdown_table([["model", "a|b"], ["<script>x\x1b[2J", "[y](http://z)\n| c"]]) == [
+    assert Table("", ["model", "a|b"], [["<script>x\x1b[2J", "[y](http://z)\n| c"]]).markdown() == [
         r"| model | a\|b |",
         "|---|---:|",
         r"| &lt;script&gt;x\x1b\[2J | \[y](http://z)\n\| c |",
@@ -18,13 +18,13 @@ def test_a_backslash_in_a_name_does_not_make_a_link_or_a_column():
 
 
 def test_numbers_are_to_the_right_where_they_are_said_to_be():
-    assert markdown_table([["a", "b", "c"]], right=(2,)) == ["| a | b | c |", "|---|---|---:|"]
+    assert Table("", ["a", "b", "c"], [], right=(2,)).markdown() == ["| a | b | c |", "|---|---|---:|"]
 
 
 def test_on_a_narrow_console_words_are_kept_whole_where_asked_for():
     def printed(**options):
         console = Console(width=16, file=io.StringIO())
-        print_table(console, ["run", "loss"], [["a [bold]name", "2.71828182845904"]], **options)
+        Table("", ["run", "loss"], [["a [bold]name", "2.71828182845904"]]).print(console, **options)
         return console.file.getvalue()
 
     assert "2.71828182845904" not in printed()
