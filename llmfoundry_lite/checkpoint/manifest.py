@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from llmfoundry_lite.checkpoint.layouts import Extra, Grid, Slice, grid_of
-from llmfoundry_lite.config.recorded import in_words_of_today
+from llmfoundry_lite.config.recorded import translate_recorded
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 from llmfoundry_lite.ranks.codec import Item, count_values, encode_value, fits, parse_json, shorten, write_json
 
@@ -376,7 +376,7 @@ def decode(raw: bytes, where: str) -> Manifest:
     _refuse_newer(version, where)
     files, files_extra, tensors = _decode_format_1(item) if version == 1 else _decode_format_2(item)
     plain = item.fields(Manifest, PLAIN_FIELDS)
-    plain["config"] = in_words_of_today(plain["config"], is_imported="imported_from" in plain["scalars"])
+    plain["config"] = translate_recorded(plain["config"], is_imported="imported_from" in plain["scalars"])
     manifest = Manifest(
         **plain,
         timestamp=_decode_record(Timestamp, item.get("timestamp")),

@@ -21,7 +21,7 @@ class Change(NamedTuple):
     here: Any
 
     def __str__(self) -> str:
-        return f"{self.key} {in_words(self.there)} -> {in_words(self.here)}"
+        return f"{self.key} {as_text(self.there)} -> {as_text(self.here)}"
 
 
 def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule, list[Change]]:
@@ -37,7 +37,7 @@ def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule
     return found
 
 
-def find_other_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
+def find_model_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
     """Return changes by which weights, though they fit, are another function of the tokens."""
     then, now = there.get("model"), here.get("model")
     if not isinstance(then, Mapping) or not isinstance(now, Mapping):
@@ -49,18 +49,18 @@ def refuse_changes(changes: list[Change]) -> None:
     """Raise CheckpointError if there is any: these keys may never change."""
     if not changes:
         return
-    differ = ", ".join(f"{c.key} is {in_words(c.here)} here and {in_words(c.there)} in the checkpoint" for c in changes)
-    back = " ".join(f"{c.key}={in_words(c.there)}" for c in changes)
+    differ = ", ".join(f"{c.key} is {as_text(c.here)} here and {as_text(c.there)} in the checkpoint" for c in changes)
+    back = " ".join(f"{c.key}={as_text(c.there)}" for c in changes)
     raise CheckpointError(
         f"{differ}; a run carries on as the run it was: set {back}, or begin a new run with its weights (another "
         "run_name, load_path and load_weights_only=true)"
     )
 
 
-def what_is_trained(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return every key that does not change freely, and its value in words: what launches that train one run together
+def trained_values(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return every key that does not change freely, and its value as text: what launches that train one run together
     must have in common. `config` is as `schema.as_dict` gives it."""
-    return {key: in_words(get(config, key)[1]) for key in leaf_keys(dict(config)) if rule_of(key) != "freely"}
+    return {key: as_text(get(config, key)[1]) for key in leaf_keys(dict(config)) if rule_of(key) != "freely"}
 
 
 def rule_of(key: str) -> Rule:
@@ -73,7 +73,7 @@ def rule_of(key: str) -> Rule:
     return rules[-1]
 
 
-def in_words(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Write a value as it stands after `key=`."""
     return str(value) if isinstance(value, str) else json.dumps(value)
 

@@ -8,7 +8,7 @@ from typing import Any
 from llmfoundry_lite.config.model_schema import AttentionConfig
 
 
-def in_words_of_today(config: Any, *, is_imported: bool = False) -> Any:
+def translate_recorded(config: Any, *, is_imported: bool = False) -> Any:
     """Return `config`, changed in place where its meaning has changed. What is not understood stays as it is.
 
     `is_imported`: its weights come from LLM Foundry or transformers, which have never computed as earlier releases did.

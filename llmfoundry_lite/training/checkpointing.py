@@ -22,7 +22,7 @@ from llmfoundry_lite.checkpoint.save import About, Saved, Saver, open_saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
-from llmfoundry_lite.config.changes import Change, find_changes, find_other_model
+from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -95,7 +95,7 @@ class Checkpointing(Callback):
             there, here = restored.manifest.config or {}, as_dict(self.config)
             if carries_on:
                 self.changes = find_changes(there, here)["logged"]
-            elif others := find_other_model(there, here):
+            elif others := find_model_changes(there, here):
                 restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
             self.say(*restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state))
             if carries_on:

@@ -23,7 +23,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import decode_segment, encode_segment
 from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.checkpoint.state import local_part, parameter_names, read_state, write_optimizer
-from llmfoundry_lite.config.changes import what_is_trained
+from llmfoundry_lite.config.changes import trained_values
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
@@ -65,7 +65,7 @@ class Islands(Partners):
     def __init__(self, config: TrainConfig):
         assert config.islands is not None
         self.config = config.islands
-        self.fingerprints = what_is_trained(as_dict(config))
+        self.fingerprints = trained_values(as_dict(config))
         self.run_folder = Path(config.run_folder)
         self.num_rows = config.global_train_batch_size
         self.by_tokens = config.accumulate_train_batch_on_tokens

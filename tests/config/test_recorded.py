@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite.config.changes import find_changes, find_other_model, refuse_changes
+from llmfoundry_lite.config.changes import find_changes, find_model_changes, refuse_changes
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.recorded import in_words_of_today
+from llmfoundry_lite.config.recorded import translate_recorded
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import CheckpointError
 
@@ -36,16 +36,16 @@ def norm_of(config):
 @pytest.mark.parametrize("key", ["qk_ln", "qk_gn"])
 def test_the_norms_of_q_and_k_were_the_models(key):
     there = earlier(*RMS, f"model.attn_config.{key}=true")
-    assert norm_of(in_words_of_today(copy.deepcopy(there))) == ("rmsnorm", 1e-6)
-    assert norm_of(in_words_of_today(there, is_imported=True)) == (None, None), "LLM Foundry's never were"
+    assert norm_of(translate_recorded(copy.deepcopy(there))) == ("rmsnorm", 1e-6)
+    assert norm_of(translate_recorded(there, is_imported=True)) == (None, None), "LLM Foundry's never were"
 
 
 def test_a_run_without_such_norms_has_not_changed():
-    assert not any(find_changes(in_words_of_today(earlier(*RMS)), resolved(*RMS)).values())
+    assert not any(find_changes(translate_recorded(earlier(*RMS)), resolved(*RMS)).values())
 
 
 def test_a_run_with_them_goes_on_when_its_yaml_says_which_they_are():
-    there = in_words_of_today(earlier(*RMS, "model.attn_config.qk_ln=true"))
+    there = translate_recorded(earlier(*RMS, "model.attn_config.qk_ln=true"))
     here = (*RMS, "model.attn_config.qk_ln=true")
     with pytest.raises(CheckpointError) as caught:
         refuse_changes(find_changes(there, resolved(*here))["never"])
@@ -55,26 +55,26 @@ def test_a_run_with_them_goes_on_when_its_yaml_says_which_they_are():
 
 
 def test_weights_alone_of_such_a_run_are_said_to_be_of_another_model():
-    there = in_words_of_today(earlier(*RMS, "model.attn_config.qk_ln=true"))
+    there = translate_recorded(earlier(*RMS, "model.attn_config.qk_ln=true"))
     here = resolved(
         "model.attn_config.qk_ln=true", *RMS, "optimizer.lr=1", "seed=3", "model.init_config.emb_init_std=1"
     )
-    assert list(map(str, find_other_model(there, here))) == [
+    assert list(map(str, find_model_changes(there, here))) == [
         "model.attn_config.norm_type rmsnorm -> low_precision_layernorm",
         "model.attn_config.norm_eps 1e-06 -> 1e-05",
     ]
-    assert find_other_model({"model": there["model"]}, here), "of an import, the model alone is recorded"
-    assert not find_other_model({}, here)
+    assert find_model_changes({"model": there["model"]}, here), "of an import, the model alone is recorded"
+    assert not find_model_changes({}, here)
 
 
 def test_todays_records_mean_what_they_say():
     there = resolved(*RMS, "model.attn_config.qk_ln=true", "scheduler.t_warmup=0.00005dur")
-    assert in_words_of_today(copy.deepcopy(there)) == there
+    assert translate_recorded(copy.deepcopy(there)) == there
 
 
 def test_positions_were_scaled_whatever_rope_impl_said():
     rope = ("model.attn_config.rope=true", "model.attn_config.rope_hf_config={type: linear, factor: 2}")
-    there = in_words_of_today(earlier(*rope, "model.attn_config.rope_impl=hf", rope_impl="dail"))
+    there = translate_recorded(earlier(*rope, "model.attn_config.rope_impl=hf", rope_impl="dail"))
     changes = find_changes(there, resolved(*rope))["never"]
     assert [change.key.rpartition(".")[2] for change in changes] == ["rope_impl", "type", "factor"]
     assert not any(find_changes(there, resolved(*rope, "model.attn_config.rope_impl=hf")).values())
@@ -88,4 +88,4 @@ def test_positions_were_scaled_whatever_rope_impl_said():
     ],
 )
 def test_what_is_not_understood_stays_as_it_is(config):
-    assert in_words_of_today(copy.deepcopy(config)) == config
+    assert translate_recorded(copy.deepcopy(config)) == config
