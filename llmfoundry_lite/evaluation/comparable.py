@@ -4,7 +4,7 @@ Only what was asked in the same way: the same items, prompts and scoring, which 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -86,30 +86,27 @@ def has_other_tokenizer(first: Results, other: Results) -> bool:
     return bool(first.tokenizer and other.tokenizer) and first.tokenizer != other.tokenizer
 
 
+FACTS = {
+    "num_tokens_trained": "warning: token budgets differ: {} {:,} tokens, {} {:,}; more training is one reason to be "
+    "better",
+    "num_parameters": "warning: sizes differ: {} {:,} parameters, {} {:,}",
+    "precision": "precision differs: {} {}, {} {}",
+}
+"""Facts of two results -> what a reader must know where they differ."""
+
+
 def notes_on(first: Results, other: Results, common: Sequence[str], skip: Sequence[str]) -> list[str]:
     """Return what a reader of the numbers must know."""
     names, notes = f"{first.name} and {other.name}", []
-
-    def both(key: str) -> tuple[Any, Any]:
-        return getattr(first, key), getattr(other, key)
-
-    ours, theirs = both("num_tokens_trained")
-    if None not in (ours, theirs) and ours != theirs:
-        notes.append(
-            f"warning: token budgets differ: {first.name} {ours:,} tokens, {other.name} {theirs:,}; "
-            "more training is one reason to be better"
-        )
-    ours, theirs = both("num_parameters")
-    if None not in (ours, theirs) and ours != theirs:
-        notes.append(f"warning: sizes differ: {first.name} {ours:,} parameters, {other.name} {theirs:,}")
+    for key, text in FACTS.items():
+        ours, theirs = getattr(first, key), getattr(other, key)
+        if None not in (ours, theirs) and ours != theirs:
+            notes.append(text.format(first.name, ours, other.name, theirs))
     if has_other_tokenizer(first, other):
         notes.append(
             f"{names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends on "
             "how a tokenizer divides an answer"
         )
-    ours, theirs = both("precision")
-    if ours != theirs:
-        notes.append(f"precision differs: {first.name} {ours}, {other.name} {theirs}")
     if first.save_id is not None and first.save_id == other.save_id:
         notes.append(f"{names} are the same checkpoint")
     ours, theirs = (", ".join(sorted({result.tasks[task]["code"] for task in common})) for result in (first, other))
@@ -175,10 +172,8 @@ class Answers(NamedTuple):
 
     first: Floats
     other: Floats
-    weights: Floats
-    """They add up to 1."""
-    items: list[tuple[str, int]]
-    """(data, index) of each: the same in every task that asks it."""
+    weights: Floats  # they add up to 1
+    items: list[tuple[str, int]]  # (data, index) of each: the same in every task that asks it
     clusters: list[str] | None
 
 

@@ -56,31 +56,24 @@ class Paired:
 
     task: str
     metric: str
-    n: int
-    """Items; documents or windows of text for bits per byte."""
+    n: int  # items; documents or windows of text for bits per byte
     first: float
     other: float
     difference: float
-    low: float | None = None
-    """Interval at `confidence`; None where too few items are independent."""
+    low: float | None = None  # interval at `confidence`; None where too few items are independent
     high: float | None = None
     confidence: float = 0.95
-    wins: int
-    """Items on which `other` did better."""
+    wins: int  # items on which `other` did better
     losses: int
     ties: int
     p: float
     test: str
     p_corrected: float = math.nan
-    needed: int | None = None
-    """Items that find a difference of 0.01 with 80 % power, in a test of its own."""
-    error: float
-    """Standard error of the difference."""
-    interval: Callable[[float], tuple[float, float] | None] = field(repr=False)
-    """At a level, such as 0.05 for 95 %."""
+    needed: int | None = None  # items that find a difference of 0.01 with 80 % power, in a test of its own
+    error: float  # standard error of the difference
+    interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # at a level, such as 0.05 for 95 %
     is_detected: bool = False
-    stage: Stage | None = None
-    """The look at which a sequential comparison stopped."""
+    stage: Stage | None = None  # the look at which a sequential comparison stopped
 
     @property
     def detectable(self) -> float | None:
@@ -128,12 +121,9 @@ class Pair:
 
     first: str
     other: str
-    tasks: list[Paired]
-    """Each by its main metric."""
-    mean: Paired | None
-    """The mean of the accuracies, each task counting the same."""
-    more: list[Paired]
-    """The other metrics, if they were asked for."""
+    tasks: list[Paired]  # each by its main metric
+    mean: Paired | None  # the mean of the accuracies, each task counting the same
+    more: list[Paired]  # the other metrics, if they were asked for
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -78,16 +78,12 @@ class Subject:
     """A model to be evaluated, found but not loaded."""
 
     source: str
-    save_id: str | None
-    """The checkpoint's; for a folder a hash of its files' sizes and times."""
+    save_id: str | None  # the checkpoint's; for a folder a hash of its files' sizes and times
     num_tokens_trained: int | None
-    load: Callable[[], Any]
-    """Reads the weights and gives something Scorable."""
+    load: Callable[[], Any]  # reads the weights and gives something Scorable
     tokenizer: Tokenizer
-    notes: list[str] = field(default_factory=list)
-    """Lines for the user on how it was found."""
-    model: Any = None
-    """The loaded model, once `load_subject` has read it."""
+    notes: list[str] = field(default_factory=list)  # lines for the user on how it was found
+    model: Any = None  # the loaded model, once `load_subject` has read it
 
     @property
     def fingerprint(self) -> str:

@@ -23,8 +23,7 @@ class Separator(NamedTuple):
     """A token between documents that do not see each other."""
 
     token: int
-    begins: bool = False
-    """It is the first token of a document, not the last."""
+    begins: bool = False  # it is the first token of a document, not the last
 
 
 class Row:
@@ -33,8 +32,7 @@ class Row:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.positions: list[int] = []
-        self.parents: list[int] = []
-        """Index in the row of the token before; -1 at the beginning."""
+        self.parents: list[int] = []  # index in the row of the token before; -1 at the beginning
         self.targets: list[tuple[int, int, int]] = []
         """(index of a token in the row, the token to predict after it, number of the request)"""
         self._children: list[dict[int, int]] = []

@@ -54,8 +54,7 @@ class Counts(NamedTuple):
     losses: float | Floats
     num_units: int
     jump: float | Floats
-    num_effective: float = math.inf
-    """Units of one size that would be worth as much."""
+    num_effective: float = math.inf  # units of one size that would be worth as much
 
     @property
     def difference(self) -> float | Floats:
@@ -169,10 +168,8 @@ class Studentised(NamedTuple):
 
     difference: float
     error: float
-    deviations_d: Floats
-    """Sorted; empty where nothing is claimed."""
-    caution: float = 1.0
-    """p is multiplied by it."""
+    deviations_d: Floats  # sorted; empty where nothing is claimed
+    caution: float = 1.0  # p is multiplied by it
 
     @property
     def p(self) -> float:

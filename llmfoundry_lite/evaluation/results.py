@@ -49,8 +49,7 @@ class Results:
     items: dict[str, list[Record]] = field(default_factory=dict)
     """Each task's items in the file's order, where the results were loaded."""
     path: Path = Path()
-    name: str = ""
-    """Tells it apart from results of models of the same name."""
+    name: str = ""  # tells it apart from results of models of the same name
 
     @property
     def average(self) -> float | None:

@@ -32,18 +32,15 @@ class Wanted(NamedTuple):
 
     rows_u: torch.Tensor
     columns_u: torch.Tensor
-    which_n: torch.Tensor
-    """Position that predicts each token."""
+    which_n: torch.Tensor  # position that predicts each token
     expected_n: torch.Tensor
 
 
 class Scores(NamedTuple):
     """A model's answer on the wanted tokens."""
 
-    log_probability_n: torch.Tensor
-    """fp32, nats"""
-    is_likeliest_n: torch.Tensor
-    """bool"""
+    log_probability_n: torch.Tensor  # fp32, nats
+    is_likeliest_n: torch.Tensor  # bool
 
 
 class Scorable(Protocol):
@@ -51,12 +48,9 @@ class Scorable(Protocol):
 
     max_seq_len: int
     vocab_size: int
-    shares_prefixes: bool
-    """Whether a row may be a tree, not plain text alone."""
-    separates_documents: bool
-    """Whether it was trained so that the documents of a sample do not see each other."""
-    separator: Separator | None
-    """The token between them. None: the tokenizer's end of text."""
+    shares_prefixes: bool  # whether a row may be a tree, not plain text alone
+    separates_documents: bool  # whether it was trained so that the documents of a sample do not see each other
+    separator: Separator | None  # the token between them. None: the tokenizer's end of text.
 
     @property
     def device(self) -> torch.device: ...
@@ -69,10 +63,8 @@ class Scorable(Protocol):
 
 
 class Score(NamedTuple):
-    log_probability: float
-    """Nats, of the whole answer."""
-    is_greedy: bool
-    """Every token of it is the likeliest."""
+    log_probability: float  # nats, of the whole answer
+    is_greedy: bool  # every token of it is the likeliest
 
 
 def score(

@@ -60,11 +60,9 @@ SEED = 17
 class Rule:
     """The rule by which a task has been asked enough."""
 
-    level: float = 0.05
-    """The chance that equal models are called different, at whichever look."""
+    level: float = 0.05  # the chance that equal models are called different, at whichever look
     spending: str = OBRIEN_FLEMING
-    margin: float | None = None
-    """A difference that does not matter, in accuracy or bits per byte."""
+    margin: float | None = None  # A difference that does not matter, in accuracy or bits per byte
 
     def among(self, num_tests: int) -> Self:
         """Share the error between so many tests (Bonferroni)."""
@@ -75,14 +73,12 @@ class Rule:
 class Plan:
     """A rule for one task: after how many units it is looked."""
 
-    looks: tuple[int, ...]
-    """Units, ascending up to all."""
+    looks: tuple[int, ...]  # units, ascending up to all
     num_items: int
     level: float
     spending: str
     margin: float | None
-    caution: float = 1.0
-    """Factor of p at looks before the last."""
+    caution: float = 1.0  # factor of p at looks before the last
     seed: int = SEED
 
     def shares(self, look: int) -> tuple[float, ...]:
@@ -105,10 +101,8 @@ class Stage:
     """The look at which the asking stopped."""
 
     plan: Plan
-    look: int
-    """Counted from 1."""
-    num_asked: int
-    """Items."""
+    look: int  # counted from 1
+    num_asked: int  # items
 
     @property
     def words(self) -> str:

@@ -50,10 +50,8 @@ class Scores:
     """Models and their scores, with notes below."""
 
     title: str
-    columns: dict[str, str]
-    """Name of a column -> its heading, which may have several lines."""
-    rows: list[tuple[str, list[Cell]]]
-    """(model, its scores)"""
+    columns: dict[str, str]  # name of a column -> its heading, which may have several lines
+    rows: list[tuple[str, list[Cell]]]  # (model, its scores)
     notes: list[str]
 
     def print(self, console: Console) -> None:
@@ -204,10 +202,8 @@ class Composite(NamedTuple):
 
 
 class Gauntlet(NamedTuple):
-    scores: dict[str, Composite]
-    """Categories, then averages."""
-    missing: dict[str, list[str]]
-    """Category -> the tasks for want of which it is left out."""
+    scores: dict[str, Composite]  # categories, then averages
+    missing: dict[str, list[str]]  # category -> the tasks for want of which it is left out
 
 
 class _Part(NamedTuple):

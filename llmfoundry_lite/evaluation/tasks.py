@@ -38,31 +38,23 @@ class Request(NamedTuple):
     """Token ids whose probability is wanted, after others."""
 
     context: tuple[int, ...]
-    continuation: tuple[int, ...]
-    """Empty for an answer that the model is to write."""
-    num_characters: int
-    """Characters of the answer's text."""
-    num_trimmed: int
-    """Tokens of the context that did not fit."""
+    continuation: tuple[int, ...]  # empty for an answer that the model is to write
+    num_characters: int  # characters of the answer's text
+    num_trimmed: int  # tokens of the context that did not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """A question: one request for each option."""
 
-    index: int
-    """The line in the file, from 0."""
+    index: int  # the line in the file, from 0
     requests: tuple[Request, ...]
     gold: int = 0
     category: str | None = None
-    cluster: str | None = None
-    """Items with the same one are not independent."""
-    num_missing_examples: int = 0
-    """Examples that were asked for and that its category does not have."""
-    answers: tuple[str, ...] = ()
-    """Generation: all that count as right."""
-    has_duplicates: bool = False
-    """Two options are the same text."""
+    cluster: str | None = None  # items with the same one are not independent
+    num_missing_examples: int = 0  # examples that were asked for and that its category does not have
+    answers: tuple[str, ...] = ()  # generation: all that count as right
+    has_duplicates: bool = False  # two options are the same text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +65,13 @@ class Prepared:
     kind: str
     num_fewshot: int
     items: tuple[Item, ...]
-    fingerprint: str
-    """Hash of all that is asked and how: results with different ones cannot be compared."""
+    fingerprint: str  # hash of all that is asked and how: results with different ones cannot be compared
     settings: dict[str, Any]
     """The part of the configuration that decides it, so that a comparison can name what differs."""
-    data_fingerprint: str
-    """Hash of the rows or texts alone."""
-    beginning: list[int] = field(default_factory=list)
-    """Token ids before every text."""
-    num_repeated: int = 0
-    """Items that ask the same as an earlier one, with which they are a cluster."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Reason -> items that could not be asked."""
+    data_fingerprint: str  # hash of the rows or texts alone
+    beginning: list[int] = field(default_factory=list)  # token ids before every text
+    num_repeated: int = 0  # items that ask the same as an earlier one, with which they are a cluster
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> items that could not be asked
     config: TaskConfig
 
     @property
