@@ -11,6 +11,7 @@ import json
 import random
 import re
 import string
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
@@ -242,15 +243,15 @@ def prepare(
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     clusters = find_clusters(config, rows)
     encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
-    items, skipped = [], {}
+    items, skipped = [], Counter[str]()
     for index in askable[:limit]:
         examples = choose_examples(config, group_of[index], index, num_fewshot)
-        item = _build_item(config, rows, index, examples, encode)
-        if isinstance(item, str):
-            skipped[item] = skipped.get(item, 0) + 1
-        else:
+        try:
+            item = _build_item(config, rows, index, examples, encode)
             missing = num_fewshot - len(examples)
             items.append(replace(item, num_missing_examples=missing, cluster=clusters.get(index)))
+        except _Unaskable as reason:
+            skipped[str(reason)] += 1
     if not items:
         reasons = ", ".join(f"{count} with {reason}" for reason, count in skipped.items())
         raise DataError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
@@ -266,7 +267,7 @@ def prepare(
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
         num_repeated=len(items) - len({_question(config, rows[item.index]) for item in items}),
-        skipped=skipped,
+        skipped=dict(skipped),
         config=replace(config, tokenization=tokenization),
     )
 
@@ -355,26 +356,21 @@ def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fe
 
 def _build_item(
     config: TaskConfig, rows: list[dict[str, Any]], index: int, examples: list[int], encode: "_Encoding"
-) -> Item | str:
-    """Return an item, or why it cannot be asked."""
+) -> Item:
+    """Raises _Unaskable."""
     row, preamble, is_written = rows[index], config.prompt_string, config.icl_task_type in GENERATION
     for example in examples:
         preamble += render_example(config, rows[example], is_first=not preamble)
     contexts, answers, gold = _options(config, row)
-    requests = []
-    for context, answer in zip(contexts, answers, strict=True):
-        text = _render_context(config, context, is_first=not preamble)
-        if is_written:
-            request = encode.prompt(preamble, text, config.max_new_tokens or 1)
-        else:
-            request = encode.request(preamble, text, answer)
-        if isinstance(request, str):
-            return request
-        requests.append(request)
+    texts = [_render_context(config, context, is_first=not preamble) for context in contexts]
+    if is_written:
+        requests = [encode.prompt(preamble, text, config.max_new_tokens or 1) for text in texts]
+    else:
+        requests = [encode.request(preamble, text, answer) for text, answer in zip(texts, answers, strict=True)]
     options = contexts if config.icl_task_type == "schema" else answers
     accepted = _accepted(row) if is_written else []
     if accepted and not any(clean(config, answer) for answer in accepted):
-        return "answers of which nothing is left to compare"
+        raise _Unaskable("answers of which nothing is left to compare")
     return Item(
         index=index,
         requests=tuple(requests),
@@ -438,6 +434,10 @@ def clean(config: TaskConfig, text: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- tokens
 
 
+class _Unaskable(Exception):
+    """The reason why an item is skipped."""
+
+
 class _Encoding:
     """Text -> requests, by one convention. Both put the tokenizer's beginning before the first text and nowhere else;
     trimming takes it away with the rest."""
@@ -452,24 +452,23 @@ class _Encoding:
         self.needs_space = len(tokenizer.encode(" a")) == 1
         self._encode = functools.lru_cache(4096)(tokenizer.encode)  # the choices of an item share their context
 
-    def request(self, preamble: str, context: str, answer: str) -> Request | str:
-        """Return a request, or why it cannot be asked."""
+    def request(self, preamble: str, context: str, answer: str) -> Request:
         split = self._joint if self.is_joint else self._separate
         ids, answer_ids = split(preamble, context, answer)
         if not answer_ids:
-            return "an answer without tokens"
+            raise _Unaskable("an answer without tokens")
         return self._fit(ids, answer_ids, len(answer_ids), len(answer))
 
-    def prompt(self, preamble: str, context: str, num_tokens: int) -> Request | str:
+    def prompt(self, preamble: str, context: str, num_tokens: int) -> Request:
         """Return a request for an answer of up to `num_tokens` that the model is to write."""
         if self.is_joint:
             preamble, context = "", preamble + context
         return self._fit(self._apart(preamble, context), [], num_tokens, 0)
 
-    def _fit(self, ids: list[int], answer_ids: list[int], num_tokens: int, num_characters: int) -> Request | str:
+    def _fit(self, ids: list[int], answer_ids: list[int], num_tokens: int, num_characters: int) -> Request:
         room = self.max_tokens - num_tokens
         if room < 1:
-            return "an answer longer than the model"
+            raise _Unaskable("an answer longer than the model")
         ids = ids or [self.tokenizer.prefix_token_id]  # something to predict the first token from
         return Request(tuple(ids[-room:]), tuple(answer_ids), num_characters, max(0, len(ids) - room))
 
