@@ -223,7 +223,7 @@ def _count_samples(index: Path) -> tuple[int, list[str]]:
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:
-    """The data knows its tokenizer, so this needs no network whatever the tokenizer's name."""
+    """Compare with the tokenizer that the data has recorded, which needs no network whatever the tokenizer's name."""
     name = config.tokenizer.name
     _check_vocabulary(config, recorded["vocab_size"], f"the {recorded['vocab_size']} of the tokenizer that made {key}")
     if is_local_or_cached(name) and (ours := load_tokenizer(name).fingerprint) != recorded["fingerprint"]:

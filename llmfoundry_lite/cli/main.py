@@ -58,7 +58,7 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """The `llmfoundry-lite` program."""
+    """Run the `llmfoundry-lite` program."""
     try:
         code = run(sys.argv[1:])
         if sys.stdout is not None:  # `>&-` closes it
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def is_output_read() -> bool:
-    """False where standard output is a pipe whose reader has gone."""
+    """Whether standard output has a reader; a pipe may have lost it."""
     if sys.stdout is None:
         return True
     output = select.poll()

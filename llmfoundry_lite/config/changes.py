@@ -58,8 +58,8 @@ def refuse_changes(changes: list[Change]) -> None:
 
 
 def trained_values(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return every key that does not change freely, and its value as text: what launches that train one run together
-    must have in common. `config` is as `schema.as_dict` gives it."""
+    """Return every key that does not change freely, and its value as text: launches that train one run
+    together must have these in common. `config` is as `schema.as_dict` gives it."""
     return {key: as_text(get(config, key)[1]) for key in leaf_keys(dict(config)) if rule_of(key) != "freely"}
 
 

@@ -162,7 +162,7 @@ def _check_compilation(options: dict[str, Any]) -> None:
 
 
 def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
-    """The schedule counts in the unit of max_duration alone, so that the learning rate depends on nothing else.
+    """Check that the schedule counts in the unit of max_duration, so that the rate depends on nothing else.
 
     Composer's schedules convert epochs and batches into each other by an epoch's length, which the launch knows.
     """
@@ -198,7 +198,7 @@ def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | 
 
 
 def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
-    """Warm-up and decay are parts of the schedule, one after the other."""
+    """Check that warm-up and decay are parts of the schedule, one after the other."""
     warmup, decay, end = (Duration.parse(span) for span in (schedule.t_warmup, schedule.t_decay, schedule.t_max))
     if warmup.unit == end.unit and warmup.value > end.value:
         raise ConfigError(

@@ -64,7 +64,7 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
 
 
 def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -> None:
-    """A schedule needs as many microbatches as there are stages; interleaved ones, the same number in each round."""
+    """Check for as many microbatches as there are stages; interleaved schedules need equal rounds."""
     pipeline, size = config.pipeline, config.device_train_microbatch_size
     what = f"{num_samples} samples of a data rank through {layout.pipeline} stages of {pipeline.schedule}"
     fitting = [count for count in divisors(num_samples) if takes_microbatches(pipeline, count)]
@@ -96,8 +96,7 @@ def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -
 
 
 def _check_tensor_parallel(config: TrainConfig) -> None:
-    """Each device gets as many heads and as much of the feed-forward width as the others; the last one may get less of
-    the vocabulary."""
+    """Check that devices get equally many heads and equal feed-forward widths; the last may get less vocabulary."""
     model, degree, key = config.model, config.tensor_parallel_degree, "tp_config.tensor_parallel_degree"
     sizes = _heads(config) | {"the width of the feed-forward layer": model.ffn_dim}
     for name, size in sizes.items():
@@ -129,7 +128,7 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
 
 
 def _check_context_parallel(config: TrainConfig) -> None:
-    """Samples are cut into equal pieces; `heads` also gives each device equally many heads."""
+    """Check that samples are cut into equal pieces; with `heads` devices also get equally many heads."""
     context, tensor = config.context, config.tensor_parallel_degree
     degree, key = context.context_parallel_degree, "cp_config.context_parallel_degree"
     lengths, heads = lengths_of(config), _heads(config)

@@ -79,7 +79,7 @@ def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.en
 
 
 def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Mapping[str, str]) -> None:
-    """Every rank must come to the same names, so nothing here is random."""
+    """Name the run and its folders, in place. Every rank must come to the same names, so nothing here is random."""
     name = values.get("run_name") or environ.get("RUN_NAME") or Path(layers[0].source).stem
     if isinstance(name, bool) or not re.fullmatch(r"\w[\w.\-]*", str(name)):
         raise ConfigError(

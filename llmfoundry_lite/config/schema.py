@@ -27,7 +27,7 @@ LARGEST_REPLICATED = 1.5e9
 NEWTON_SCHULZ_STEPS = 5
 """Default of muon's ns_steps."""
 COMPOSERS_WEIGHT_DECAY = 1e-5
-"""Default of its DecoupledAdamW."""
+"""Default of Composer's DecoupledAdamW."""
 LOSS_CHUNK_MIB = 256
 FRACTION_OF_RUN = (*TIME_UNITS, "dur")
 

@@ -11,18 +11,18 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped_folder(kind: str) -> Path:
-    """`kind` is yamls or evals."""
+    """Return the folder of a kind, yamls or evals."""
     inside = PACKAGE / kind
     return inside if inside.is_dir() else PACKAGE.parent / kind
 
 
 def shipped_yamls() -> dict[str, Path]:
-    """Name -> file, of training runs, hardware overlays and evaluations."""
+    """Return name -> file, of training runs, hardware overlays and evaluations."""
     return {path.stem: path for path in sorted(shipped_folder("yamls").glob("*/*.yaml"))}
 
 
 def find_yaml(argument: str) -> Path | None:
-    """The file that `argument` means: one that exists, or one of ours by its name or by its path in a clone."""
+    """Find the file that `argument` means: one that exists, or one of ours by its name or by its path in a clone."""
     given = Path(argument)
     if given.suffix in (".yaml", ".yml"):
         if given.is_file():
@@ -33,11 +33,11 @@ def find_yaml(argument: str) -> Path | None:
 
 
 def find_task_folder(folder: str) -> Path:
-    """`folder`, or the tasks that come with the package where it is `evals` and there is none here."""
+    """Return `folder`, or the tasks that come with the package where it is `evals` and there is none here."""
     return Path(folder) if folder != "evals" or Path(folder).is_dir() else shipped_folder("evals")
 
 
 def near_names(argument: str, cutoff: float = 0.6) -> list[str]:
-    """The shipped name that is nearest to `argument`, a name or a file that does not exist; none where none is near."""
+    """Return the shipped name, if any, that is near to `argument`, a name or a file that does not exist."""
     argument = Path(argument).stem if argument.endswith((".yaml", ".yml")) else argument
     return difflib.get_close_matches(argument, shipped_yamls(), n=1, cutoff=cutoff)
