@@ -78,11 +78,9 @@ class Island:
 
     def describe(self) -> list[Message]:
         """Return a message for each rank: all boxes together may exceed one message."""
-        common = {"kind": "member", "name": self.name, "launch": self.launch, "size": self.size}
-        common["machine"] = self.facts["machine"]
-        return [
-            {**common, **{key: hello[key] for key in ("rank", "address", "boxes")}} for hello in self.hellos.values()
-        ]
+        common = {"kind": "member", "name": self.name, "launch": self.launch, "machine": self.facts["machine"]}
+        keys = ("size", "rank", "address", "boxes")
+        return [{**common, **{key: hello[key] for key in keys}} for hello in self.hellos.values()]
 
 
 class Coordinator:
@@ -316,7 +314,6 @@ class Coordinator:
         for name in strangers:
             for other in self.members:
                 self._introduce(other, to=name)
-            for other in self.members:
                 if other not in strangers:
                     self._introduce(name, to=other)
         if self.scribe not in self.members:

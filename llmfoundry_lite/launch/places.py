@@ -83,18 +83,6 @@ class Relay:
         """Batches."""
         return None if self.policy.every is None else int(Duration.parse(self.policy.every).value)
 
-    @property
-    def rest_seconds(self) -> float:
-        return parse_seconds(self.rest)
-
-    @property
-    def retry_seconds(self) -> float:
-        return parse_seconds(self.retry_for)
-
-    @property
-    def silence_seconds(self) -> float:
-        return parse_seconds(self.silence)
-
 
 def load_relay(path: str) -> Relay:
     """Raises ConfigError, in one line: the file, the key, what was given, what was expected."""

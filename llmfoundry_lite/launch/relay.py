@@ -25,6 +25,7 @@ import psutil
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import check_present
+from llmfoundry_lite.config.schema import parse_seconds
 from llmfoundry_lite.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -146,7 +147,7 @@ class Runner:
 
         Raises GivenUp after `retry_for`, or when asked to leave.
         """
-        began, pause = time.monotonic(), max(self.relay.rest_seconds, 0.1)
+        began, pause = time.monotonic(), max(parse_seconds(self.relay.rest), 0.1)
         while True:
             try:
                 return call()
@@ -156,7 +157,7 @@ class Runner:
                 text = str(error)
             if self.ending.num_asked:
                 raise GivenUp(f"{text}; asked to leave; start the relay again when that has passed", EXIT_PREEMPTED)
-            if time.monotonic() - began > self.relay.retry_seconds:
+            if time.monotonic() - began > parse_seconds(self.relay.retry_for):
                 raise GivenUp(f"{text}; given up after {self.relay.retry_for} (retry_for); start the relay again")
             say(f"{text}; looking again in {pause:g} s")
             self.ending.sleep(pause)
@@ -234,7 +235,7 @@ class Runner:
             return
         now = time.monotonic()
         self.in_vain_since = now if self.in_vain_since is None else self.in_vain_since
-        if now - self.in_vain_since < self.relay.retry_seconds:
+        if now - self.in_vain_since < parse_seconds(self.relay.retry_for):
             return
         state = f"batch {leg.to_batch} is saved" if leg.to_batch else "nothing is saved"
         why = leg.reason or f"exit code {leg.code}: {last_line(tail_of(self._output(leg)))}"
@@ -330,7 +331,7 @@ class Runner:
         may_begin = processes.exit_code(self._code_file(leg)) is None and (not is_mine or place.leave is not None)
         status, heard_at = self._status(place), time.monotonic()
         is_waiting = False
-        while self.ending.num_asked < 2 and time.monotonic() - heard_at <= self.relay.silence_seconds:
+        while self.ending.num_asked < 2 and time.monotonic() - heard_at <= parse_seconds(self.relay.silence):
             has_begun = status is not None and status != leg.status_before
             if has_begun and status is not None and status["status"] != "running":
                 return
@@ -407,7 +408,7 @@ def rest_of(relay: Relay, place: str, legs: list[Leg]) -> float:
     if not here or not here[-1].is_early:
         return 0.0
     num_in_vain = next((i for i, leg in enumerate(reversed(here)) if not leg.is_in_vain), len(here))
-    return min(relay.rest_seconds * 2 ** max(0, num_in_vain - 1), LONGEST_REST_SECONDS)
+    return min(parse_seconds(relay.rest) * 2 ** max(0, num_in_vain - 1), LONGEST_REST_SECONDS)
 
 
 def how_it_ended(

@@ -23,21 +23,19 @@ def told(folder):
     return json.loads((folder / "status.json").read_text())
 
 
-def test_a_launch_that_ended_early_keeps_the_batch(tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, {"status": "failed", "batch": 0, "reason": "no"}),
+        (("preempted", 7, "SIGTERM"), {"status": "failed", "batch": 7, "reason": "no"}),
+        (("done", 7), {"status": "done", "batch": 7, "reason": None}),
+    ],
+)
+def test_a_launch_that_ended_early_keeps_the_batch_and_a_finished_run(tmp_path, before, after):
+    if before:
+        status.write_status(tmp_path, *before)
     status.write_ended_early(tmp_path, "failed", "no")
-    assert told(tmp_path) == {"status": "failed", "batch": 0, "reason": "no"}
-    status.write_status(tmp_path, "preempted", 7, "SIGTERM")
-    status.write_ended_early(tmp_path, "failed", "no")
-    assert told(tmp_path) == {"status": "failed", "batch": 7, "reason": "no"}
-
-
-def test_neither_a_finished_run_nor_one_that_runs_is_said_to_have_failed(tmp_path):
-    status.write_status(tmp_path, "done", 7)
-    status.write_ended_early(tmp_path, "failed", "no")
-    assert told(tmp_path)["status"] == "done"
-    status.write_status(tmp_path, "running", 7)  # this process
-    status.write_ended_early(tmp_path, "failed", "no")
-    assert told(tmp_path)["status"] == "running"
+    assert told(tmp_path) == after
 
 
 def test_every_beginning_and_end_of_a_launch_is_on_record_once(tmp_path):
@@ -75,6 +73,8 @@ def test_whether_a_run_runs_is_asked_of_its_process(tmp_path, change, expected):
     content = told(tmp_path)
     content["process"] |= change
     (tmp_path / "status.json").write_text(json.dumps(content))
+    found = status.read_status(tmp_path)
+    assert found is not None and found["status"] == expected
     status.write_ended_early(tmp_path, "failed", "no")
     assert told(tmp_path)["status"] == expected
 
@@ -115,13 +115,13 @@ def test_a_step_of_the_wall_clock_does_not_count_as_time_between_failures(tmp_pa
     assert 0 < (status.seconds_between_failures(tmp_path) or 0) < 60
 
 
-def test_a_status_of_an_earlier_release_is_asked_of_its_process_too(tmp_path):
-    for pid, expected in ((os.getpid(), "running"), (2**22 + 1, "failed")):
-        process = {"host": socket.gethostname(), "pid": pid, "started": 1.5}
-        content = {"status": "running", "batch": 7, "reason": None, "process": process}
-        (tmp_path / "status.json").write_text(json.dumps(content))
-        found = status.read_status(tmp_path)
-        assert found is not None and found["status"] == expected
+@pytest.mark.parametrize(("pid", "expected"), [(os.getpid(), "running"), (2**22 + 1, "failed")])
+def test_a_status_of_an_earlier_release_is_asked_of_its_process_too(tmp_path, pid, expected):
+    process = {"host": socket.gethostname(), "pid": pid, "started": 1.5}
+    content = {"status": "running", "batch": 7, "reason": None, "process": process}
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    found = status.read_status(tmp_path)
+    assert found is not None and found["status"] == expected
 
 
 @pytest.mark.parametrize(("asked_by", "expected"), [(None, "failed"), ("SIGTERM", "preempted")])
@@ -146,15 +146,6 @@ os.abort()
     found = told(tmp_path)
     assert (found["status"], found["batch"]) == (expected, 7)
     assert "the process of rank 0 is gone without a word, killed or aborted" in found["reason"]
-
-
-def test_a_process_that_is_gone_does_not_run_for_those_who_ask(tmp_path):
-    status.write_status(tmp_path, "running", 7)
-    assert status.read_status(tmp_path) == told(tmp_path)
-    content = told(tmp_path)
-    content["process"]["pid"] = 2**22 + 1
-    (tmp_path / "status.json").write_text(json.dumps(content))
-    assert status.read_status(tmp_path)["status"] == "failed"
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch):
