@@ -220,13 +220,7 @@ class EpochOrder:
 
 
 def share_of_worker(
-    order: SampleOrder,
-    *,
-    rank: int,
-    world_size: int,
-    worker: int = 0,
-    num_workers: int = 1,
-    first_batch: int = 0,
+    order: SampleOrder, *, rank: int, world_size: int, worker: int = 0, num_workers: int = 1, first_batch: int = 0
 ) -> tuple[range, range]:
     """The lanes of a rank, and the steps of one of its DataLoader workers, from global batch `first_batch` on.
 

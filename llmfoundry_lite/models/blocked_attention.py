@@ -1,8 +1,8 @@
 """Causal attention as batched matrix products over blocks of queries, one operation to autograd and to a compiler.
 
-On CPUs in bf16, where products run at several times the rate of PyTorch's fused kernel. Keeps no scores for the
+For CPUs in bf16, where products run several times as fast as PyTorch's fused kernel. It keeps no scores for the
 backward pass, computes none beyond a block's last key, and holds those of one sample and one block at a time. Scores
-are rounded to the dtype of the inputs, as wherever attention is written with products (LLM Foundry's `torch`).
+are rounded to the dtype of the inputs, as in LLM Foundry's `torch`.
 
 Legend: b batch, t queries, s keys (as many), h heads, g heads of keys and values, k head dimension.
 """
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 BLOCK = 256
 """Queries at a time: the scores of 12 heads and 2048 keys are then 12 MB, which a cache can hold."""
@@ -18,17 +19,12 @@ BLOCK = 256
 
 @torch.library.custom_op("llmfoundry_lite::blocked_attention", mutates_args=())
 def blocked_attention(
-    q_bthk: torch.Tensor,
-    k_bsgk: torch.Tensor,
-    v_bsgk: torch.Tensor,
-    bias_bhts: torch.Tensor | None,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    """softmax(q k^T * scale + bias) v, [b, t, h, k], the dtypes alike.
+    q_bthk: Tensor, k_bsgk: Tensor, v_bsgk: Tensor, bias_bhts: Tensor | None, scale: float, window: int
+) -> Tensor:
+    """softmax(q k^T * scale + bias) v, [b, t, h, k], in the dtype of the inputs.
 
-    `bias_bhts` (b and h may be 1) has -inf where nothing is seen; without it each query sees itself and what is
-    before. No query may see further back than `window` keys; below 0, no limit.
+    `bias_bhts` (b and h may be 1) has -inf where nothing is seen; without it each query sees all keys up to its own. No
+    query sees further back than `window` keys; below 0 there is no limit.
     """
     out_bthk = torch.empty_like(q_bthk, memory_format=torch.contiguous_format)
     later_ts = _later(q_bthk)
@@ -44,15 +40,15 @@ def blocked_attention(
 
 @torch.library.custom_op("llmfoundry_lite::blocked_attention_backward", mutates_args=())
 def blocked_attention_backward(
-    grad_bthk: torch.Tensor,
-    q_bthk: torch.Tensor,
-    k_bsgk: torch.Tensor,
-    v_bsgk: torch.Tensor,
-    bias_bhts: torch.Tensor | None,
+    grad_bthk: Tensor,
+    q_bthk: Tensor,
+    k_bsgk: Tensor,
+    v_bsgk: Tensor,
+    bias_bhts: Tensor | None,
     scale: float,
     window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v; those of keys and values are summed over blocks in fp32."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute gradients of q, k and v. Those of keys and values are summed over blocks in fp32."""
     grads_bthk = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_bthk, k_bsgk, v_bsgk)]
     later_ts = _later(q_bthk)
     for b in range(q_bthk.size(0)):
@@ -73,38 +69,38 @@ def blocked_attention_backward(
     return grads_bthk[0], grads_bthk[1], grads_bthk[2]
 
 
-def _heads_first(x_tgk: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[h, t, k], each head's own. Contiguous, which products are quicker with than the copy takes."""
+def _heads_first(x_tgk: Tensor, num_heads: int) -> Tensor:
+    """Copy to [h, t, k]: contiguous products gain more time than the copy takes."""
     return x_tgk.transpose(0, 1).repeat_interleave(num_heads // x_tgk.size(1), dim=0)
 
 
-def _shared(x_hsk: torch.Tensor, num_shared: int) -> torch.Tensor:
-    """[s, g, k]: the sum over the heads that share one."""
+def _shared(x_hsk: Tensor, num_shared: int) -> Tensor:
+    """Sum over the heads that share one: [s, g, k]."""
     return x_hsk.unflatten(0, (num_shared, -1)).sum(dim=1).transpose(0, 1)
 
 
 def _blocks(num_tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """(queries, the keys that any of them may see)"""
+    """Yield queries, and the keys that any of them may see."""
     for start in range(0, num_tokens, BLOCK):
         end = min(start + BLOCK, num_tokens)
         yield slice(start, end), slice(max(0, start - window) if window >= 0 else 0, end)
 
 
-def _bias(bias_bhts: torch.Tensor | None, later_ts: torch.Tensor, b: int, queries: slice, keys: slice) -> torch.Tensor:
-    """Of one block, whose last key is its last query's own: [h or 1, t, s]"""
+def _bias(bias_bhts: Tensor | None, later_ts: Tensor, b: int, queries: slice, keys: slice) -> Tensor:
+    """Cut the bias of one block, whose last key is its last query's own: [h or 1, t, s]."""
     if bias_bhts is not None:
         return bias_bhts[b % bias_bhts.size(0), :, queries, keys]
     return later_ts[None, queries.start - queries.stop :, keys.start - keys.stop :]
 
 
-def _later(q_bthk: torch.Tensor) -> torch.Tensor:
-    """-inf above the diagonal that ends in the last corner: cut from there, what a block of any size must not see."""
+def _later(q_bthk: Tensor) -> Tensor:
+    """-inf above the diagonal that ends in the lower right corner, from which a block of any size is cut."""
     num_tokens = q_bthk.size(1)
     later_ts = torch.full((BLOCK, num_tokens), -math.inf, dtype=q_bthk.dtype, device=q_bthk.device)
     return later_ts.triu_(num_tokens - BLOCK + 1)
 
 
-def _weights(q_htk: torch.Tensor, k_hsk: torch.Tensor, bias_hts: torch.Tensor, scale: float) -> torch.Tensor:
+def _weights(q_htk: Tensor, k_hsk: Tensor, bias_hts: Tensor, scale: float) -> Tensor:
     return torch.softmax(torch.baddbmm(bias_hts, q_htk, k_hsk.transpose(1, 2), alpha=scale), dim=-1)
 
 

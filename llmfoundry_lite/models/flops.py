@@ -1,10 +1,10 @@
-"""How many parameters and how many floating-point operations an MPT has: pure arithmetic, no torch."""
+"""Numbers of parameters and of floating-point operations of an MPT, without torch."""
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Number of parameters; equals `sum(p.numel())` of the built model, which a test asserts.
+    """Count parameters. The result equals `sum(p.numel())` of the built model, which a test asserts.
 
     With biases and learned positions this is V*d + s*d + L*(12*d^2 + 13*d) + 2*d, LLM Foundry's published counts.
     """
@@ -27,10 +27,10 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Model FLOPs to train on one token, forward and backward: 6*N + 12*L*d*s (PaLM, appendix B).
+    """Count model FLOPs to train on one token, forward and backward: 6*N + 12*L*d*s (PaLM, appendix B).
 
-    Counts what the mathematics needs: the whole attention square (with a sliding window, as many keys as it holds), and
-    nothing recomputed. N leaves out the input embedding where it is not the output's as well: it is looked up.
+    This counts the whole attention square (with a sliding window, as many keys as it holds), and nothing recomputed. N
+    leaves out an untied input embedding, which is looked up.
     """
     num_matmul = count_parameters(model)
     if not model.tie_word_embeddings:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.models.attention import for_any_width
@@ -13,7 +14,7 @@ from llmfoundry_lite.models.products import logits_in_parts
 @torch.no_grad()
 def generate(
     model: MPT,
-    prompt_t: torch.Tensor,
+    prompt_t: Tensor,
     num_tokens: int,
     *,
     temperature: float = 1.0,
@@ -21,12 +22,11 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Up to `num_tokens` tokens that follow the prompt (int64 [t], at least one), each as soon as it is chosen.
+    """Yield `num_tokens` tokens that follow the prompt (int64 [t], at least one), each as soon as it is chosen.
 
     Temperature 0 takes the likeliest token; `top_k` samples among the k likeliest, `top_p` among the fewest whose
-    probabilities add up to p (Holtzman et al. 2020). Beyond the model's length the window slides, and every token of
-    it is computed again, since each then stands at another position. Logits are fp32 whatever the model's precision.
-    Raises NonFiniteError for logits of which no token is the likeliest.
+    probabilities add up to p (Holtzman et al. 2020). Beyond the model's length the window slides, and all of its tokens
+    are computed again at their new positions. Logits are fp32 in every precision. Raises NonFiniteError.
     """
     generator = torch.Generator().manual_seed(seed)
     length = model.config.max_seq_len
@@ -44,21 +44,21 @@ def generate(
         yield int(new_t)
 
 
-def _last_logits(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor) -> torch.Tensor:
+def _last_logits(hidden_btd: Tensor, unembedding_vd: Tensor) -> Tensor:
     with torch.autocast(hidden_btd.device.type, enabled=False):
         return torch.cat(list(logits_in_parts(hidden_btd[0, -1:].float(), unembedding_vd)), dim=-1)[0]
 
 
-def check_finite(logits: torch.Tensor) -> None:
-    """-inf stands for a token that cannot be. Raises NonFiniteError for NaN, inf, or nothing else."""
+def check_finite(logits: Tensor) -> None:
+    """Raise NonFiniteError for NaN, inf, or nothing but -inf, which stands for a token that cannot be."""
     if not logits.max().isfinite():
         raise NonFiniteError("the model's logits are NaN or infinite; no next token can be chosen")
 
 
 def sample(
-    logits_v: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> torch.Tensor:
-    """The next token, where the logits are. Drawn on the host, so that a seed means the same on every device."""
+    logits_v: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """Choose the next token. It is drawn on the host, so that a seed means the same on every device."""
     if temperature == 0:
         return logits_v.argmax()
     scaled_v = logits_v.cpu() / temperature

@@ -1,8 +1,7 @@
 """Fresh weights as a function of (seed, parameter name, index): the same on every world size and device.
 
-Each parameter is a sequence of blocks of BLOCK numbers; block i of parameter n is what numpy's Philox
-generator, keyed by (seed, n) and started at counter i, draws. A rank makes the blocks that overlap its shard
-and no others, on the CPU, so that no device's own generator or `log` decides a single bit.
+numpy's Philox generator, keyed by (seed, n) and started at counter i, draws block i of parameter n, BLOCK numbers. A
+rank draws only the blocks that overlap its shard, on the CPU, so that no device's generator decides a single bit.
 """
 
 import hashlib
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -41,7 +40,7 @@ def initialise_weights(model: MPT, seed: int) -> None:
 
 
 def draw_range(draw: Draw, seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Numbers start to stop of the endless sequence that belongs to (seed, name)."""
+    """Draw numbers `start` to `stop` of the endless sequence of (seed, name)."""
     first = start // BLOCK
     blocks = [_draw_block(draw, seed, name, index) for index in range(first, -(-stop // BLOCK))]
     return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
@@ -54,7 +53,7 @@ def _draw_block(draw: Draw, seed: int, name: str, index: int) -> np.ndarray:
     return draw(np.random.Generator(bits), BLOCK)
 
 
-def _fill(parameter: torch.Tensor, draw: Draw, seed: int, name: str, row_order: Runs | None) -> None:
+def _fill(parameter: Tensor, draw: Draw, seed: int, name: str, row_order: Runs | None) -> None:
     lengths, offset = _own_box(parameter)
     if 0 in lengths:
         return
@@ -68,19 +67,19 @@ def _fill(parameter: torch.Tensor, draw: Draw, seed: int, name: str, row_order: 
         _local(parameter).narrow(0, at, count).copy_(part)
 
 
-def _own_box(parameter: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """(size here, where it begins in the whole) along each dimension."""
+def _own_box(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """Size here and offset in the whole, along each dimension."""
     if not isinstance(parameter, DTensor):
         return parameter.shape, [0] * parameter.ndim
     return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
 
 
 def _plain_name(name: str) -> str:
-    """The parameter's name before activation checkpointing or torch.compile wrapped its block."""
+    """Undo what activation checkpointing and torch.compile add to the names of a block that they wrap."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -105,7 +104,7 @@ def _scheme(module: nn.Module, name: str, shape: torch.Size, config: ModelConfig
 
 
 def _weight_scheme(init: InitConfig, fan_in: int, fan_out: int, d_model: int, divisor: float) -> Draw:
-    """The named scheme, scaled by 1/divisor.
+    """Choose the named scheme, scaled by 1/divisor.
 
     kaiming: He et al. 2015; xavier: Glorot and Bengio 2010; small: Nguyen and Salazar 2019, sqrt(2 / (5 d)).
     """
@@ -134,7 +133,7 @@ def _residual_divisor(config: ModelConfig) -> float:
 
 
 def _torch_default(module: nn.Module) -> Draw:
-    """What torch's own layers draw: N(0, 1) for embeddings, U(-1/sqrt(fan_in), 1/sqrt(fan_in)) for linear layers."""
+    """Draw as torch's own layers do: N(0, 1) for embeddings, U(-1/sqrt(fan_in), 1/sqrt(fan_in)) for linear layers."""
     if isinstance(module, nn.Linear):
         limit = 1.0 / math.sqrt(module.in_features)
         return _uniform(-limit, limit)

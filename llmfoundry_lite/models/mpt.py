@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, ModelConfig
 from llmfoundry_lite.config.stages import Stage
@@ -24,15 +24,15 @@ from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, build
 from llmfoundry_lite.models.dropout import drop, drop_keys_of_site, place_keys
 from llmfoundry_lite.models.products import Linear, logits
 
-Head = Callable[[torch.Tensor, torch.Tensor], Any]
-"""(hidden_btd, unembedding_vd) -> whatever is wanted of them: logits, a loss, log-probabilities."""
+Head = Callable[[Tensor, Tensor], Any]
+"""(hidden_btd, unembedding_vd) -> logits, a loss, or log-probabilities."""
 
 
 class MPT(nn.Module):
     """The language model; weights are uninitialised until `models.initialise` or a checkpoint fills them.
 
-    `attn_impl` is reference, sdpa, blocked, flex or flash: how to compute, which is not part of what the model is.
-    `stage`: the part of it that this one is, under the names of the whole; None is all of it.
+    `attn_impl` is reference, sdpa, blocked, flex or flash, which changes how the model is computed, not its function.
+    `stage` is the part of the model to build, with the parameter names of the whole; None is all of it.
     """
 
     def __init__(self, config: ModelConfig, attn_impl: str = "sdpa", stage: Stage | None = None):
@@ -45,32 +45,13 @@ class MPT(nn.Module):
         scale = config.logit_scale
         self.logit_scale = 1.0 / math.sqrt(config.d_model) if isinstance(scale, str) else scale
 
-    def forward(
-        self,
-        tokens_bt: torch.Tensor,
-        *,
-        positions_bt: torch.Tensor | None = None,
-        may_see_bts: torch.Tensor | None = None,
-        documents_bt: torch.Tensor | None = None,
-        cache: "KeyValueCache | None" = None,
-        build_mask: Callable[..., Mask] = build_mask,
-        drop_keys_b: torch.Tensor | None = None,
-        head: Head | None = None,
-    ) -> Any:
-        """tokens_bt int64 -> logits [b, t, v], or what `head` makes of hidden states and output embedding.
+    def forward(self, tokens_bt: Tensor, *, head: Head | None = None, **options: Any) -> Any:
+        """tokens_bt int64 -> logits [b, t, v], or the result of `head` for hidden states and output embedding.
 
-        A stage gives hidden_btd to the next one, which is given them in place of tokens.
-
-        A head is called inside the forward pass because that is where a sharded embedding is whole. Rows that are
-        not plain text, such as several continuations of one context, say what their tokens' positions are and,
-        for each, which others it may see (bool). `documents_bt` numbers documents that must not see each other.
-        With a cache, the tokens follow those it holds, and join them. Where the tokens are a part of their rows,
-        `build_mask` knows of the others (`parallel/context.py`), and the documents are whole rows'. In training,
-        `drop_keys_b` say what each row drops (`models/dropout.py`); without them it is torch's generator.
+        Other options are those of `Transformer`. A stage returns hidden_btd; the next one takes that instead of tokens.
+        The head runs inside the forward pass, because only there a sharded embedding is whole.
         """
-        hidden_btd = self.transformer(
-            tokens_bt, positions_bt, may_see_bts, documents_bt, cache, build_mask, drop_keys_b
-        )
+        hidden_btd = self.transformer(tokens_bt, **options)
         if not self.stage.is_last:
             return hidden_btd
         if self.logit_scale is not None:
@@ -96,18 +77,26 @@ class Transformer(nn.Module):
             self.norm_f = Norm(config.d_model, config, has_bias=not config.no_bias)
         options = config.attn_config
         self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
-        self._slopes_h: torch.Tensor | None = None
+        self._slopes_h: Tensor | None = None
 
     def forward(
         self,
-        tokens_bt: torch.Tensor,
-        positions_bt: torch.Tensor | None = None,
-        may_see_bts: torch.Tensor | None = None,
-        documents_bt: torch.Tensor | None = None,
+        tokens_bt: Tensor,
+        positions_bt: Tensor | None = None,
+        may_see_bts: Tensor | None = None,
+        documents_bt: Tensor | None = None,
         cache: "KeyValueCache | None" = None,
         build_mask: Callable[..., Mask] = build_mask,
-        drop_keys_b: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        drop_keys_b: Tensor | None = None,
+    ) -> Tensor:
+        """tokens_bt int64, or hidden_btd of the stage before -> hidden_btd.
+
+        Rows that are not plain text, such as several continuations of one context, give their tokens' positions and,
+        for each token, the others that it sees (bool). `documents_bt` numbers documents that do not see each other.
+        With a cache, the tokens follow those it holds, and join them. Where the tokens are a part of their rows, `build_mask`
+        knows the others (`parallel/context.py`), and documents are those of whole rows. In training, `drop_keys_b` seed
+        what each row drops (`models/dropout.py`); without them torch's generator does.
+        """
         config, num_past = self.config, 0 if cache is None else cache.length
         num_keys = num_past + (tokens_bt if positions_bt is None else positions_bt).size(1)
         if positions_bt is None:
@@ -138,7 +127,7 @@ class Transformer(nn.Module):
             cache.length = num_keys
         return self.norm_f(x_btd) if self.stage.is_last else x_btd
 
-    def embed(self, tokens_bt: torch.Tensor, positions_bt: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         config = self.config
         x_btd = self.wte(tokens_bt)
         if config.uses_learned_positions:
@@ -148,12 +137,12 @@ class Transformer(nn.Module):
             x_btd = x_btd * config.embedding_fraction + x_btd.detach() * (1.0 - config.embedding_fraction)
         return x_btd
 
-    def stream_part(self, x_bt: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of the residual stream, of all that it has of the rows."""
+    def stream_part(self, x_bt: Tensor) -> Tensor:
+        """Take this rank's tokens of the residual stream. (`parallel/tensor.py` divides it.)"""
         return x_bt
 
-    def slopes_on(self, device: torch.device) -> torch.Tensor | None:
-        """ALiBi's, copied once: each copy waits for the device. No buffer, since weights may lie on another device."""
+    def slopes_on(self, device: torch.device) -> Tensor | None:
+        """ALiBi's slopes, copied once, because a copy waits for the device. A buffer would be saved and moved."""
         if self.slopes is None:
             return None
         if self._slopes_h is None or self._slopes_h.device != device:
@@ -172,12 +161,12 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x_btd: torch.Tensor,
+        x_btd: Tensor,
         mask: Mask,
         rotation: Rotation | None,
         extend: Callable | None = None,
-        drop_keys_bt: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        drop_keys_bt: Tensor | None = None,
+    ) -> Tensor:
         other_keys_bt = None if drop_keys_bt is None else drop_keys_of_site(drop_keys_bt, 1)
         attended_btd = self.attn(self.norm_1(x_btd), mask, rotation, extend)
         x_btd = x_btd + drop(attended_btd, self.pdrop, self.training, drop_keys_bt)
@@ -201,9 +190,7 @@ class Attention(nn.Module):
             self.q_ln, self.k_ln = (Norm(width, options, has_bias=bias) for width in widths)
         self.options = options
 
-    def forward(
-        self, x_btd: torch.Tensor, mask: Mask, rotation: Rotation | None, extend: Callable | None
-    ) -> torch.Tensor:
+    def forward(self, x_btd: Tensor, mask: Mask, rotation: Rotation | None, extend: Callable | None) -> Tensor:
         options = self.options
         if options.fused_qkv:
             qkv = self.clamp(self.Wqkv(x_btd))
@@ -219,10 +206,10 @@ class Attention(nn.Module):
             q_bthk, k_btgk = rotate(q_bthk, rotation), rotate(k_btgk, rotation)
         k_bsgk, v_bsgk = (k_btgk, v_btgk) if extend is None else extend(k_btgk, v_btgk)
         dropout_p = options.attn_pdrop if self.training else 0.0
-        out_bthk = mask.attend(q_bthk, k_bsgk, v_bsgk, softmax_scale=options.softmax_scale, dropout_p=dropout_p)
+        out_bthk = mask.attend(q_bthk, k_bsgk, v_bsgk, options.softmax_scale, dropout_p)
         return self.out_proj(out_bthk.flatten(-2))
 
-    def clamp(self, qkv: torch.Tensor) -> torch.Tensor:
+    def clamp(self, qkv: Tensor) -> Tensor:
         limit = self.options.clip_qkv
         return qkv if limit is None else qkv.clamp(-limit, limit)
 
@@ -234,7 +221,7 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(config.ffn_dim, config.d_model, bias=not config.no_bias)
         self.activate = activation(config.ffn_config.ffn_act_fn)
 
-    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_btd: Tensor) -> Tensor:
         return self.down_proj(self.activate(self.up_proj(x_btd)))
 
 
@@ -245,11 +232,11 @@ class GatedFeedForward(FeedForward):
         super().__init__(config)
         self.gate_proj = Linear(config.d_model, config.ffn_dim, bias=not config.no_bias)
 
-    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_btd: Tensor) -> Tensor:
         return self.down_proj(self.activate(self.gate_proj(x_btd)) * self.up_proj(x_btd))
 
 
-def activation(config: FFNActivation) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation(config: FFNActivation) -> Callable[[Tensor], Tensor]:
     if config.name == "gelu":
         return partial(F.gelu, approximate=config.approximate)
     if config.name == "quick_gelu":
@@ -260,7 +247,7 @@ def activation(config: FFNActivation) -> Callable[[torch.Tensor], torch.Tensor]:
 class Norm(nn.Module):
     """LayerNorm or RMSNorm in the precision of its input; without `low_precision_` in fp32 whatever the input is."""
 
-    bias: torch.Tensor | None
+    bias: Tensor | None
 
     def __init__(self, width: int, config: ModelConfig | AttentionConfig, *, has_bias: bool):
         """`has_bias`: a LayerNorm has one; RMSNorm never has."""
@@ -271,11 +258,11 @@ class Norm(nn.Module):
         self.eps = config.norm_eps
         self.in_fp32 = not config.norm_type.startswith("low_precision_")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [..., width]"""
         return self.normalise(x, self.weight, self.bias)
 
-    def normalise(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtype = x.dtype
         if self.in_fp32:
             x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
@@ -285,17 +272,17 @@ class Norm(nn.Module):
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, so that decoding computes each token once."""
+    """Keys and values of earlier tokens, so that decoding computes each token once."""
 
     def __init__(self, model: MPT, batch_size: int, num_tokens: int):
-        """Room for `num_tokens` tokens of `batch_size` rows."""
+        """Make room for `num_tokens` tokens of `batch_size` rows."""
         self.length = 0
         self._shape_lbs = (model.config.n_layers, batch_size, num_tokens)
-        self._keys_lbsgk: torch.Tensor | None = None
+        self._keys_lbsgk: Tensor | None = None
 
-    def extend(self, layer: int, k_btgk: torch.Tensor, v_btgk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep these behind the others; the model moves `length` on when all layers have done so. Returns all."""
-        # Dtype and heads are known only now: a policy or autocast may change the one, tensor parallelism the others.
+    def extend(self, layer: int, k_btgk: Tensor, v_btgk: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values, and return all. The model advances `length` after its last layer."""
+        # Dtype and heads are known only now: a policy or autocast may change the dtype, tensor parallelism the heads.
         if self._keys_lbsgk is None or (layer == 0 and self.length == 0):
             shape_lbsgk = (*self._shape_lbs, *k_btgk.shape[2:])
             self._keys_lbsgk, self._values_lbsgk = k_btgk.new_empty(shape_lbsgk), v_btgk.new_empty(shape_lbsgk)

@@ -1,7 +1,7 @@
-"""Matrix products in fp32 on AMD's processors.
+"""Matrix products in fp32 by oneDNN on AMD's processors, where it is twice as fast as MKL.
 
-MKL, which PyTorch's CPU build asks, keeps to AVX2 on processors that are not Intel's: with AVX-512 oneDNN's kernels, in
-the same build and as exact, are twice as fast. Everywhere else, and for what is small, this is F.linear.
+MKL keeps to AVX2 on processors that are not Intel's. oneDNN, in the same build of PyTorch and as exact, uses AVX-512.
+Elsewhere, and for small products, this is F.linear.
 
 Legend: n rows, i inputs, o outputs, d model width, v vocabulary.
 """
@@ -11,36 +11,36 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
-"""Of fp32 logits at a time: on a CPU, what stays in its cache."""
+"""Size of fp32 logits that are computed at a time: on a CPU, as much as its cache holds."""
 
 SMALLEST = 1 << 22
-"""Products of fewer multiplications are over before oneDNN has begun."""
+"""Multiplications of a product below which calling oneDNN costs more than it gains."""
 
 
 class Linear(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
-def linear(x: torch.Tensor, weight_oi: torch.Tensor, bias_o: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., i] -> x weight^T + bias, [..., o]: F.linear by the faster library."""
+def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor:
+    """x [..., i] -> x weight^T + bias [..., o], by the faster library."""
     if not _gains(x, weight_oi):
         return F.linear(x, weight_oi, bias_o)
     y = product(x.flatten(0, -2), weight_oi).unflatten(0, x.shape[:-1])
     return y if bias_o is None else y + bias_o
 
 
-def multiply(a_ni: torch.Tensor, b_oi: torch.Tensor) -> torch.Tensor:
-    """a b^T by the faster library, for products outside of layers."""
+def multiply(a_ni: Tensor, b_oi: Tensor) -> Tensor:
+    """a b^T by the faster library."""
     return product(a_ni, b_oi) if _gains(a_ni, b_oi) else a_ni @ b_oi.T
 
 
-def logits(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor) -> torch.Tensor:
-    """[b, t, v], whole also where ranks have divided the vocabulary."""
+def logits(hidden_btd: Tensor, unembedding_vd: Tensor) -> Tensor:
+    """hidden_btd -> logits [b, t, v], gathered where ranks have divided the vocabulary."""
     if not isinstance(unembedding_vd, DTensor):
         return linear(hidden_btd, unembedding_vd)
     part = linear(hidden_btd, unembedding_vd.to_local())
@@ -51,9 +51,9 @@ def logits(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor) -> torch.Tens
     ).full_tensor()
 
 
-def logits_in_parts(hidden_nd: torch.Tensor, unembedding_vd: torch.Tensor) -> Iterator[torch.Tensor]:
-    """fp32 logits of fp32 hidden states, [n, w], a part w of the vocabulary v at a time. All ranks that have divided
-    the vocabulary compute the same."""
+def logits_in_parts(hidden_nd: Tensor, unembedding_vd: Tensor) -> Iterator[Tensor]:
+    """Yield fp32 logits of fp32 hidden states, [n, w], for a part w of the vocabulary v at a time. Ranks that have
+    divided the vocabulary all compute the same."""
     if isinstance(unembedding_vd, DTensor):
         unembedding_vd = unembedding_vd.full_tensor()
     room_bytes = CPU_LOGITS_BYTES if hidden_nd.device.type == "cpu" else LOGITS_BYTES
@@ -61,7 +61,7 @@ def logits_in_parts(hidden_nd: torch.Tensor, unembedding_vd: torch.Tensor) -> It
         yield multiply(hidden_nd, part_wd.float())
 
 
-def _gains(x: torch.Tensor, weight_oi: torch.Tensor) -> bool:
+def _gains(x: Tensor, weight_oi: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype == weight_oi.dtype == torch.float32
@@ -85,17 +85,17 @@ def has_onednn() -> bool:
 
 
 MKL_IS_SLOW = _mkl_is_slow()
-"""By the processor's maker, not by the clock: equal machines must choose alike. A constant, for compilers' sake."""
+"""Decided by the processor's maker, not by a clock: equal machines must choose alike. A constant, for compilers."""
 
 
 @torch.library.custom_op("llmfoundry_lite::product", mutates_args=())
-def product(a_ni: torch.Tensor, b_oi: torch.Tensor) -> torch.Tensor:
+def product(a_ni: Tensor, b_oi: Tensor) -> Tensor:
     """a b^T in fp32 by oneDNN, [n, o]."""
     return torch.ops.mkldnn._linear_pointwise(a_ni, dense(b_oi), None, "none", [], "")
 
 
-def dense(x_ab: torch.Tensor) -> torch.Tensor:
-    """Of a second factor that is part of a wider tensor, oneDNN takes its reference kernel: 1,000 times as slow."""
+def dense(x_ab: Tensor) -> Tensor:
+    """Copy a part of a wider tensor, for which oneDNN has a reference kernel alone, 1,000 times as slow."""
     return x_ab if x_ab.is_contiguous() or x_ab.T.is_contiguous() else x_ab.contiguous()
 
 

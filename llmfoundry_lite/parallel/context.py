@@ -1,7 +1,6 @@
 """Context parallelism: the tokens of each sample, divided among the ranks of a group.
 
-Owns which tokens a rank has, and what ranks exchange so that attention sees all of them. Everything else in a model
-looks at one token at a time and needs no change; positions, labels and documents are worked out on whole rows.
+Only attention needs the other ranks' tokens. Positions, labels and documents are computed on whole rows.
 
 Legend: b batch, t this rank's tokens, s all tokens, h heads, g heads of keys and values, k head dimension, n ranks.
 """
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch import Tensor
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig
@@ -24,7 +24,7 @@ _all_gather: Any = getattr(functional, "all_gather_single_autograd", None) or fu
 
 
 def build_context(config: ContextParallelConfig, layout: Layout, device_type: str) -> "Context":
-    """Of this rank. Every rank must call this together."""
+    """Build this rank's context. Every rank must call this together."""
     group = build_context_group(layout, device_type)
     return Context(config=config, group=group, rank=dist.get_rank(group))
 
@@ -45,13 +45,13 @@ class Context:
     def pieces(self) -> list[int]:
         return self.config.pieces_of(self.rank)
 
-    def part(self, x_bs: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens, [b, t], of whole rows."""
+    def part(self, x_bs: Tensor) -> Tensor:
+        """Take this rank's tokens of whole rows, [b, t]."""
         pieces = x_bs.chunk(self.config.num_pieces, dim=1)
         return torch.cat([pieces[number] for number in self.pieces], dim=1)
 
     def options(self, num_tokens: int, device: torch.device) -> dict[str, Any]:
-        """What a model must be told of this rank's part of rows of so many tokens."""
+        """Options of the model's forward pass for this rank's part of rows of `num_tokens` tokens."""
         positions_1s = torch.arange(num_tokens, device=device)[None]
         return {"positions_bt": self.part(positions_1s), "build_mask": self.build_mask}
 
@@ -59,13 +59,13 @@ class Context:
         self,
         options: AttentionConfig,
         implementation: str,
-        slopes_h: torch.Tensor | None,
-        positions_1t: torch.Tensor,
+        slopes_h: Tensor | None,
+        positions_1t: Tensor,
         num_tokens: int,
         may_see_bts: None = None,
-        documents_bs: torch.Tensor | None = None,
+        documents_bs: Tensor | None = None,
     ) -> Mask:
-        """As `models.attention.build_mask`, for this rank's part of plain rows; `documents_bs` are whole rows'."""
+        """Build the mask of this rank's part of plain rows. `documents_bs` are those of whole rows."""
         if self.config.kind == "heads":
             num_keys = num_tokens * self.size
             slopes_h = None if slopes_h is None else slopes_h.chunk(self.size)[self.rank]
@@ -74,7 +74,7 @@ class Context:
             return HeadsMask(context=self, **{field.name: getattr(mask, field.name) for field in fields(mask)})
         pieces = {}
         for number, piece_1t in zip(self.pieces, positions_1t.chunk(2, dim=1), strict=True):
-            num_keys = (number + 1) * piece_1t.size(1)  # none that no query of the piece sees
+            num_keys = (number + 1) * piece_1t.size(1)  # up to the last that a query of the piece sees
             documents = None if documents_bs is None else documents_bs[:, :num_keys]
             pieces[num_keys] = build_mask(options, implementation, slopes_h, piece_1t, num_keys, None, documents)
         return GatheredMask(context=self, implementation=implementation, pieces=pieces)
@@ -84,29 +84,23 @@ class Context:
 class HeadsMask(Mask):
     """The mask of whole rows for this rank's heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-    Before attention, ranks exchange some tokens of all heads for all tokens of some heads, and afterwards back. It is
-    the attention of a model with fewer heads, whatever the implementation.
+    Before attention, ranks exchange some tokens of all heads for all tokens of some heads; afterwards they exchange
+    back. The attention is that of a model with fewer heads, so every implementation works.
     """
 
     context: Context
 
     def attend(
-        self,
-        q_bthk: torch.Tensor,
-        k_btgk: torch.Tensor,
-        v_btgk: torch.Tensor,
-        *,
-        softmax_scale: float | None = None,
-        dropout_p: float = 0.0,
-    ) -> torch.Tensor:
+        self, q_bthk: Tensor, k_btgk: Tensor, v_btgk: Tensor, scale: float | None = None, dropout_p: float = 0.0
+    ) -> Tensor:
         size, group = self.context.size, self.context.group
-        # Of each tensor the heads that go to one rank, side by side: one exchange for all three.
+        # One exchange for all three: of each tensor, the heads that go to one rank stand side by side.
         parts = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_bthk, k_btgk, v_btgk)]
         numbers_of_heads = [x_nbtHk.size(3) for x_nbtHk in parts]
         qkv_nbtHk = functional.all_to_all_single_autograd(torch.cat(parts, dim=3), None, None, group)
         qkv_bsHk = qkv_nbtHk.movedim(0, 1).flatten(1, 2)
         q_bshk, k_bsgk, v_bsgk = qkv_bsHk.split(numbers_of_heads, dim=2)
-        out_bshk = Mask.attend(self, q_bshk, k_bsgk, v_bsgk, softmax_scale=softmax_scale, dropout_p=dropout_p)
+        out_bshk = Mask.attend(self, q_bshk, k_bsgk, v_bsgk, scale, dropout_p)
         out_nbthk = out_bshk.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
         out_nbthk = functional.all_to_all_single_autograd(out_nbthk, None, None, group)
         return out_nbthk.movedim(0, 2).flatten(2, 3)
@@ -116,32 +110,26 @@ class HeadsMask(Mask):
 class GatheredMask(Mask):
     """The masks of this rank's two pieces of queries, each over the keys up to its end.
 
-    Keys and values are gathered from all ranks, their gradients summed by the ranks that have them.
+    Keys and values are gathered from all ranks. Their gradients are reduce-scattered.
     """
 
     context: Context
     pieces: dict[int, Mask]
-    """Number of keys -> the mask of the queries that see so many."""
+    """Number of keys -> the mask of the queries that see that many."""
 
     def to(self, dtype: torch.dtype) -> "GatheredMask":
         return replace(self, pieces={num_keys: mask.to(dtype) for num_keys, mask in self.pieces.items()})
 
     def attend(
-        self,
-        q_bthk: torch.Tensor,
-        k_btgk: torch.Tensor,
-        v_btgk: torch.Tensor,
-        *,
-        softmax_scale: float | None = None,
-        dropout_p: float = 0.0,
-    ) -> torch.Tensor:
+        self, q_bthk: Tensor, k_btgk: Tensor, v_btgk: Tensor, scale: float | None = None, dropout_p: float = 0.0
+    ) -> Tensor:
         kv_btGk = torch.cat([k_btgk, v_btgk], dim=2)
         kv_nbtGk = _all_gather(kv_btGk[None], 0, self.context.group)
         early_nbcGk, late_nbcGk = kv_nbtGk.chunk(2, dim=2)
         in_order = [*early_nbcGk.unbind(), *reversed(late_nbcGk.unbind())]
         k_bsgk, v_bsgk = torch.cat(in_order, dim=1).chunk(2, dim=2)
         outputs = [
-            mask.attend(q, k_bsgk[:, :keys], v_bsgk[:, :keys], softmax_scale=softmax_scale, dropout_p=dropout_p)
+            mask.attend(q, k_bsgk[:, :keys], v_bsgk[:, :keys], scale, dropout_p)
             for (keys, mask), q in zip(self.pieces.items(), q_bthk.chunk(2, dim=1), strict=True)
         ]
         return torch.cat(outputs, dim=1)

@@ -1,7 +1,7 @@
-"""Model in, parallel model out: FSDP2 and compilation, around the other techniques of this room.
+"""Build a parallel model: FSDP2 and compilation, around the other techniques of this room.
 
-Knows nothing of training. Composer is handed a model that is already parallel and is told fp32: the policy
-below does all the casting, on CPUs too, where Composer refuses bf16.
+Composer gets a model that is already parallel and is told fp32: the policy here does all casting, on CPUs too, where
+Composer refuses bf16.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def build_parallel_model(
     *,
     sequence_parallel: bool = False,
 ) -> MPT:
-    """An initialised, sharded MPT on this rank's device; no rank ever holds more of it than its share.
+    """Build an initialised, sharded MPT on this rank's device. No rank ever holds more than its share.
 
     Raises ConfigError for a compiler that torch does not know.
     """
@@ -65,7 +65,7 @@ def build_pipeline(
     *,
     sequence_parallel: bool = False,
 ) -> Pipeline:
-    """The same for this rank's stages of a pipeline, of which the last computes `loss`."""
+    """Build this rank's stages of a pipeline. The last stage computes `loss`. Raises ConfigError as above."""
     check_compiler(compile_config)
     models = []
     for stage in stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]:
@@ -77,7 +77,7 @@ def build_pipeline(
 
 
 def check_compiler(compile_config: dict[str, Any] | None) -> None:
-    """Raises ConfigError for a backend that torch does not have. To list them takes a second: its own is there."""
+    """Raise ConfigError for a backend that torch does not have. Listing them takes a second; inductor always exists."""
     backend = (compile_config or {}).get("backend", "inductor")
     if backend != "inductor" and backend not in torch.compiler.list_backends(exclude_tags=()):
         common = ", ".join(torch.compiler.list_backends())
@@ -93,7 +93,7 @@ def materialise(
     compile_config: dict[str, Any] | None,
     sequence_parallel: bool = False,
 ) -> Model:
-    """A model on no device -> its shares on theirs, initialised."""
+    """Shard a model on the meta device, put this rank's share on its device, and initialise it."""
     shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel)
     on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
@@ -110,7 +110,7 @@ def shard_model(
     compile_config: dict[str, Any] | None = None,
     sequence_parallel: bool = False,
 ) -> None:
-    """Divide, checkpoint, compile and shard each block, then shard the rest (embeddings and last norm), in place."""
+    """Divide, checkpoint, compile and shard each block, then the rest (embeddings and last norm), in place."""
     data_mesh = within_stage(mesh)
     if data_mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer:
         prepare_for_one_device(model, fsdp, precision)
@@ -124,11 +124,11 @@ def shard_model(
     shard = partial(
         fully_shard, mp_policy=policy, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
     )
-    # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer.
-    # So do pipelines: their parameters stay whole from the first backward pass on, whatever is done after a forward
-    # pass, and schedules that compute the weights' gradients apart find only whole parameters in autograd's graph.
+    # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer. So do pipelines:
+    # their parameters stay whole from the first backward pass on, and schedules that compute weights' gradients apart
+    # need whole parameters in autograd's graph.
     reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and "pipeline" not in names_of(mesh)
-    # torch 2.13 cannot compile the recomputation of a whole divided layer; but a compiled one can be recomputed.
+    # torch 2.13 cannot compile the recomputation of a whole divided layer, but can recompute a compiled one.
     compiles_first = is_divided and fsdp.activation_checkpointing is True
     for block in model.transformer.blocks:
         if compile_config is not None and compiles_first:
@@ -140,17 +140,17 @@ def shard_model(
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=data_mesh, reshard_after_forward=False)
     if data_mesh.size() > 1:
-        # FSDP2 asks for a block's parameters when the block begins, which the host has to reach in time. So each asks
-        # for its successor's, too. Backward passes do so by themselves.
+        # FSDP2 gathers a block's parameters when the block begins. So that the gather overlaps with computation, each
+        # block asks for its successor's too. Backward passes do that by themselves.
         for module, following in itertools.pairwise(cast(list[FSDPModule], [model, *model.transformer.blocks])):
             module.set_modules_to_forward_prefetch([following])
 
 
 def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -> None:
-    """The same without FSDP, which copies everything twice to share it with nobody.
+    """Do the same without FSDP, which would copy everything twice for a single device.
 
-    Each block casts its parameters when it runs, and autograd casts their gradients back; in fp32 there is nothing to
-    do. A compiled block stays with FSDP, since what is done here to its parameters cannot be compiled.
+    Each block casts its parameters when it runs, and autograd casts their gradients back. A compiled block stays with
+    FSDP: replacing its parameters cannot be compiled.
     """
     inside = {module for block in model.transformer.blocks for module in block.modules()}
     outside = [module for module in model.modules() if module not in inside]
@@ -164,7 +164,7 @@ def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -
 
 
 def _compute_in(dtype: torch.dtype, module: nn.Module, owners: Iterable[nn.Module]) -> None:
-    """Replace `module.forward` by one in which the parameters of `owners` are copies in another type."""
+    """Replace `module.forward` by one that sees the parameters of `owners` as copies in another dtype."""
     forward = module.forward
     places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if p is not None]
 

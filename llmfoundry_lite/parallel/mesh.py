@@ -1,4 +1,4 @@
-"""A layout -> torch's device mesh, of the dimensions that shard and divide a model."""
+"""A layout -> torch's device mesh, and groups of ranks."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from llmfoundry_lite.config.layout import Layout
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The dimension `shard`, and before and after it `pipeline`, `replicate` and `tensor` where the layout has them.
+    """Make the mesh: the dimension `shard`, and `pipeline`, `replicate` and `tensor` where the layout has them.
 
-    To FSDP the ranks of a context group, which have other tokens, are like those that have other samples.
+    To FSDP, ranks of a context group, which have other tokens, are the same as ranks that have other samples.
     """
     degrees = layout.of_parameters.degrees._asdict()
     sizes = {name: size for name, size in degrees.items() if name == "shard" or size > 1}
@@ -20,7 +20,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def build_context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
-    """The ranks that have the other parts of this rank's samples, in order. Every rank must call this together."""
+    """Make the group of ranks that have parts of the same samples. Every rank must call this together."""
     inner = layout.tensor
     shape = (layout.world_size // (layout.context * inner), layout.context, inner)
     return _make_mesh(device_type, shape, ("outer", "context", "inner")).get_group("context")
@@ -31,13 +31,13 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def within_stage(mesh: DeviceMesh, *, without: tuple[str, ...] = ()) -> DeviceMesh:
-    """The ranks that have the same blocks; of the dimensions that are left."""
+    """The part of the mesh whose ranks have the same blocks, without some of its dimensions."""
     names = tuple(name for name in names_of(mesh) if name not in ("pipeline", *without))
     return mesh if names == names_of(mesh) else mesh[names]
 
 
 def build_stage_group(layout: Layout, device_type: str) -> dist.ProcessGroup | None:
-    """The ranks that have the same blocks as this one; None where all have."""
+    """Make the group of ranks that have the same blocks as this one; None where all have."""
     if layout.pipeline == 1:
         return None
     shape = (layout.pipeline, layout.world_size // layout.pipeline)
@@ -45,7 +45,7 @@ def build_stage_group(layout: Layout, device_type: str) -> dist.ProcessGroup | N
 
 
 def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Its groups wait as long as the world's does (`dist_timeout`); torch would give them its own default."""
+    """Make a mesh whose groups have the timeout of the world's (`dist_timeout`), not torch's default."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     options = getattr(_backend(dist.distributed_c10d._get_default_group(), device_type), "options", None)
     if options is not None:

@@ -1,7 +1,6 @@
 """Pipeline parallelism: a rank's stages of the model, and the schedules that pass microbatches through them.
 
-Owns what stages send each other, and the gradient of an embedding that the first and the last stage share. Which blocks
-a stage has, `config/stages.py` says; the order of passes is torch's (torch.distributed.pipelining).
+`config/stages.py` says which blocks a stage has. The schedules are torch's (torch.distributed.pipelining).
 """
 
 import logging
@@ -12,7 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
@@ -25,8 +24,8 @@ from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.ranks.exchange import broadcast_json, tell_bytes
 
-Loss = Callable[..., torch.Tensor]
-"""(hidden_btd, unembedding_vd, labels_bt), and perhaps weights_bt by name -> the sum of the loss."""
+Loss = Callable[..., Tensor]
+"""(hidden_btd, unembedding_vd, labels_bt, [weights_bt=]) -> the sum of the loss."""
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -37,12 +36,12 @@ SCHEDULES: dict[str, Any] = {
 }
 TAKES_ONE_STAGE = ("gpipe", "1f1b")
 
-# Where a pass fails, torch would print the whole schedule on every rank, a line for each step.
+# When a pass fails, torch would print the whole schedule on every rank, a line for each step.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 class StageModel(MPT):
-    """One stage. With labels, the last one gives the sum of the loss."""
+    """One stage of the model. With labels, the last one returns the sum of the loss."""
 
     def __init__(
         self,
@@ -59,15 +58,9 @@ class StageModel(MPT):
         self.autocast = precision.autocast
 
     def forward(  # type: ignore[override]
-        self,
-        inputs: torch.Tensor,
-        *,
-        labels_bt: torch.Tensor | None = None,
-        weights_bt: torch.Tensor | None = None,
-        **options: Any,
+        self, inputs: Tensor, *, labels_bt: Tensor | None = None, weights_bt: Tensor | None = None, **options: Any
     ) -> Any:
-        """`inputs`: tokens_bt for the first stage, hidden_btd for the others; with labels, of this rank's
-        part of the rows, and perhaps their weights."""
+        """`inputs` are tokens_bt or, in later stages, hidden_btd; with labels, this rank's part of the rows."""
         if labels_bt is not None:
             sum_loss = self.sum_loss if weights_bt is None else partial(self.sum_loss, weights_bt=weights_bt)
             options["head"] = lambda hidden_btd, unembedding_vd: sum_loss(hidden_btd, unembedding_vd, labels_bt)
@@ -91,7 +84,7 @@ class Pipeline(nn.Module):
         group: dist.ProcessGroup,
         num_runs: int = 1,
     ):
-        """`num_runs`: into which a tensor group divides each sequence while it trains."""
+        """`num_runs` is the number of parts into which sequence parallelism divides each sequence."""
         super().__init__()
         self.num_runs = num_runs
         self.stages = nn.ModuleList(stages)
@@ -103,15 +96,15 @@ class Pipeline(nn.Module):
         self.has_first, self.has_last = stages[0].stage.is_first, stages[-1].stage.is_last
         self.rank_of_last = 0 if pipeline.schedule == "zbv" else self.num_ranks - 1
         self._schedules: dict[tuple[int, int, int], Any] = {}
-        self._sent: list[tuple[Any, torch.Tensor]] = []
-        # NCCL makes a group's communicator in its first call, for which it waits for all ranks. A batch of sends would
-        # be that call, and some schedules' first one is made by two ranks alone (the embeddings that the ends share).
+        self._sent: list[tuple[Any, Tensor]] = []
+        # NCCL makes a group's communicator in its first call and waits for all ranks. Without this call it would be a
+        # batch of sends, which in some schedules only two ranks make (the embeddings that the ends share).
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
-        """As if all stages were one model: `transformer.blocks.7`, whichever stage has it."""
+        """Name modules as in the whole model: `transformer.blocks.7`, in whichever stage it is."""
         yield prefix, self
         memo = set() if memo is None else memo
         for stage in self.stages:
@@ -123,25 +116,21 @@ class Pipeline(nn.Module):
 
     @property
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Of this rank, those that another stage has as well: tied embeddings."""
+        """This rank's parameters that another stage has as well: tied embeddings."""
         if not self.config.tie_word_embeddings:
             return []
         ends = [stage for stage in self._stages() if stage.stage.is_first or stage.stage.is_last]
         return [cast(nn.Parameter, stage.transformer.wte.weight) for stage in ends]
 
-    def train_on(
-        self,
-        tokens_bt: torch.Tensor,
-        labels_bt: torch.Tensor,
-        weights_m: torch.Tensor,
-        **options: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Add up the gradient of the m microbatches' losses, each times its weight. Returns their weighted losses, [m],
-        where the last stage is; nothing, [0], elsewhere. The samples must divide into m microbatches, and so do
-        `options`, which stages are given: documents_bt, weights_bt, drop_keys_b."""
+    def train_on(self, tokens_bt: Tensor, labels_bt: Tensor, weights_m: Tensor, **options: Tensor | None) -> Tensor:
+        """Add up the gradient of the m microbatches' losses, each times its weight.
+
+        Return their weighted losses: [m] where the last stage is, [0] elsewhere. The samples must divide into m
+        microbatches, and so must `options`, which stages get: documents_bt, weights_bt, drop_keys_b.
+        """
         num_microbatches = len(weights_m)
         schedule = self._schedule(num_microbatches, len(tokens_bt) // num_microbatches, tokens_bt.size(1))
-        losses: list[torch.Tensor] = []
+        losses: list[Tensor] = []
         try:
             schedule.step(
                 *((tokens_bt,) if self.has_first else ()),
@@ -154,19 +143,19 @@ class Pipeline(nn.Module):
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            raise error.__cause__ from None  # what happened; torch describes the stage's arguments instead
+            raise error.__cause__ from None  # torch's own text lists the stage's arguments instead
         self._add_shared_gradients()
         return torch.stack([loss.detach() for loss in losses]) if losses else weights_m.new_empty(0)
 
-    def forward(self, tokens_bt: torch.Tensor, *, cache: KeyValueCache | None = None, **options: Any) -> Any:
-        """As the whole model's, without a gradient: every rank returns what the head made, a tensor or several."""
-        return self._tell(self.run_forward(tokens_bt, cache=cache, **options))
+    def forward(self, tokens_bt: Tensor, *, cache: KeyValueCache | None = None, **options: Any) -> Any:
+        """Run the whole model without a gradient. Every rank returns the result of the head, a tensor or several."""
+        return self._broadcast(self.run_forward(tokens_bt, cache=cache, **options))
 
     @torch.no_grad()
     def run_forward(
-        self, tokens_bt: torch.Tensor, *, cache: KeyValueCache | None = None, head: Head | None = None, **options: Any
+        self, tokens_bt: Tensor, *, cache: KeyValueCache | None = None, head: Head | None = None, **options: Any
     ) -> Any:
-        """What the head makes of the tokens, where the last stage is; None elsewhere, without waiting for it."""
+        """Return the result of the head where the last stage is; None elsewhere, without waiting."""
         result, x = None, tokens_bt
         num_past = 0 if cache is None else cache.length
         for model in self._stages():
@@ -188,20 +177,20 @@ class Pipeline(nn.Module):
         return cast(list[StageModel], list(self.stages))
 
     def _rank_of(self, index: int) -> int:
-        """Of the rank in the group that has this stage."""
+        """The rank in the group that has this stage."""
         if self.pipeline.schedule == "zbv":
             return min(index, 2 * self.num_ranks - 1 - index)
         return index % self.num_ranks
 
-    def _send(self, x: torch.Tensor, to_rank: int) -> None:
-        """Without waiting for the receiver, but for what was sent before."""
+    def _send(self, x: Tensor, to_rank: int) -> None:
+        """Send without waiting for the receiver, only for the send before."""
         for work, _ in self._sent:
             work.wait()
         x = x.contiguous()
         self._sent = [(dist.isend(x, dist.get_global_rank(self.group, to_rank), self.group), x)]
 
-    def _tell(self, result: Any) -> Any:
-        """What the last stage's rank has, on every rank of the pipeline."""
+    def _broadcast(self, result: Any) -> Any:
+        """Broadcast the result of the last stage to every rank of the pipeline."""
         tensors = [] if result is None else list(result) if isinstance(result, tuple) else [result]
         described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors], isinstance(result, tuple)
         described, is_tuple = broadcast_json(described, self.group, source=self.rank_of_last)
@@ -218,7 +207,7 @@ class Pipeline(nn.Module):
         return tuple(tensors) if is_tuple else tensors[0]
 
     def _schedule(self, num_microbatches: int, num_samples: int, seq_len: int) -> Any:
-        """Torch's, for microbatches of this shape; it keeps buffers for all of them."""
+        """torch's schedule for microbatches of this shape. Only the latest is kept, for its buffers."""
         key = (num_microbatches, num_samples, seq_len)
         if key not in self._schedules:
             self._schedules.clear()
@@ -233,10 +222,10 @@ class Pipeline(nn.Module):
         return self._schedules[key]
 
     def _torch_stage(self, model: StageModel, num_samples: int, seq_len: int) -> PipelineStage:
-        """With the shapes of what goes in and out said: torch would find them by a forward and a backward pass."""
+        """Make torch's stage with its shapes: torch would find them by a forward and a backward pass."""
         stage, shape = model.stage, (num_samples, seq_len)
 
-        def like(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        def like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
         hidden = like((num_samples, seq_len // self.num_runs, self.config.d_model), self.hidden_dtype)
@@ -251,8 +240,8 @@ class Pipeline(nn.Module):
         )
 
     def _add_shared_gradients(self) -> None:
-        """The gradient of tied embeddings is the first stage's and the last one's together; both have the sum, to the
-        bit, and so the embeddings stay equal."""
+        """Sum the gradients of tied embeddings over the first and the last stage. Both get the same bits, so the
+        embeddings stay equal."""
         peer = dist.get_global_rank(self.group, self.num_ranks - 1 if self.has_first else 0)
         for parameter in self.shared_parameters:
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -269,5 +258,5 @@ class Pipeline(nn.Module):
             gradient += theirs
 
 
-def _weigh(loss: torch.Tensor, weight_1: torch.Tensor) -> torch.Tensor:
+def _weigh(loss: Tensor, weight_1: Tensor) -> Tensor:
     return loss * weight_1[0]

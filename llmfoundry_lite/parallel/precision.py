@@ -7,14 +7,14 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The dtypes of one way to compute. Master weights and optimizer state are fp32 in all of them; so is the loss."""
+    """Dtypes of a training step. Master weights, optimizer state and loss are always fp32."""
 
     parameters: torch.dtype
-    """Of the gathered parameters, and with them of activations and the residual stream."""
+    """Dtype of gathered parameters, activations and the residual stream."""
     reduction: torch.dtype
-    """In which gradients are summed over devices."""
+    """Dtype in which gradients are summed over devices."""
     autocast: torch.dtype | None = None
-    """Matrix products are cast to this while parameters and residual stream stay fp32."""
+    """Dtype of matrix products, where parameters and residual stream stay fp32."""
     tf32: bool = False
     """fp32 products may be computed in TF32, where the device has it."""
     loss_scaling: bool = False
@@ -23,14 +23,9 @@ class Precision:
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-
 PRECISIONS = {
-    ("fp32", "PURE"): Precision(parameters=FP32, reduction=FP32),
-    ("fp32", "DEFAULT"): Precision(parameters=FP32, reduction=FP32),
-    ("fp32", "FULL"): Precision(parameters=FP32, reduction=FP32),
-    ("tf32", "PURE"): Precision(parameters=FP32, reduction=FP32, tf32=True),
-    ("tf32", "DEFAULT"): Precision(parameters=FP32, reduction=FP32, tf32=True),
-    ("tf32", "FULL"): Precision(parameters=FP32, reduction=FP32, tf32=True),
+    **{("fp32", mixed): Precision(parameters=FP32, reduction=FP32) for mixed in ("PURE", "DEFAULT", "FULL")},
+    **{("tf32", mixed): Precision(parameters=FP32, reduction=FP32, tf32=True) for mixed in ("PURE", "DEFAULT", "FULL")},
     ("amp_bf16", "PURE"): Precision(parameters=BF16, reduction=BF16),
     ("amp_bf16", "DEFAULT"): Precision(parameters=BF16, reduction=FP32),
     ("amp_bf16", "FULL"): Precision(parameters=FP32, reduction=FP32, autocast=BF16),

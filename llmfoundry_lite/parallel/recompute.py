@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks computed again in the backward pass, whole or all but products."""
+"""Activation checkpointing: recompute blocks in the backward pass, whole or all but matrix products."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -28,19 +28,19 @@ def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
 
 
 def _save_on_host() -> Any:
-    """In pinned memory where there is an accelerator, which copies pageable memory slowly and waits for it."""
+    """Save in pinned memory where there is an accelerator: it copies pageable memory slowly and synchronously."""
     return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 PRODUCTS = {
     *("mm", "addmm", "bmm", "product"),
     *("_flash_attn_forward", "_flash_attn_varlen_forward"),  # the flash-attn package's
-    "inductor_compiled_code",  # FlexAttention's, the one that is compiled so that it shows
+    "inductor_compiled_code",  # FlexAttention, compiled to one operation
 }
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what matrix units computed, recompute what memory bandwidth did: norms, activations, rotations."""
+    """Keep results of matrix products; recompute norms, activations and rotations, which memory bandwidth bounds."""
     name = operation.__name__.partition(".")[0]
     is_product = name in PRODUCTS or "attention" in name
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,7 +1,7 @@
 """Tensor parallelism: each layer's heads and feed-forward width, and the vocabulary, divided among neighbouring ranks.
 
-Parameters are DTensors, so that FSDP and checkpoints know their places; what is computed with them are local tensors.
-Between layers ranks have the same residual stream or, with sequence parallelism, each its run of every sequence.
+Parameters are DTensors, so that FSDP and checkpoints know their places; computation uses local tensors. Between layers,
+ranks have the same residual stream or, with sequence parallelism, each its run of every sequence.
 
 Legend: b batch, t time, d model width, v vocabulary.
 """
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,18 +25,18 @@ from llmfoundry_lite.models.products import linear
 
 
 def divide_layers(model: MPT, tensor_mesh: DeviceMesh, sequence_parallel: bool = False) -> None:
-    """Shoeybi et al. 2019, "Megatron-LM": each rank has some heads, some of the feed-forward layer's width and some of
-    the vocabulary.
+    """Give each rank some heads, some of the feed-forward width and some of the vocabulary (Shoeybi et al. 2019,
+    "Megatron-LM").
 
-    One sum over ranks for each attention and feed-forward layer, in the forward pass of its last matrix and in the
-    backward pass of its input; one for the embeddings, forward, and one for the hidden states at the head, backward.
-    Norms and learned positions are computed by every rank. A head gets the output embedding as a DTensor.
+    Each attention and feed-forward layer needs one sum over ranks forward, after its last matrix, and one backward, at
+    its input. Embeddings need one forward, and the head one backward. Every rank computes norms and learned positions.
+    A head gets the output embedding as a DTensor.
 
-    Korthikanti et al. 2022, "Reducing Activation Recomputation": with sequence parallelism each sum becomes a
-    reduce-scatter, and an all-gather before the next matrix. Ranks compute norms and dropout of their tokens alone, and
-    gradients of what they all have there are parts of a sum. Without a gradient the stream stays whole, for any length.
+    With sequence parallelism (Korthikanti et al. 2022, "Reducing Activation Recomputation") each sum becomes a
+    reduce-scatter, with an all-gather before the next matrix. Ranks compute norms and dropout of their own tokens, and
+    gradients of shared parameters are partial sums. Without a gradient the stream stays whole, for any length.
     """
-    # Whole matrices are gathered for an export alone; that it takes two steps, torch would warn of on every rank.
+    # torch would warn on every rank that gathering whole matrices, for an export, takes two steps.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     group = TensorGroup(tensor_mesh, sequence_parallel)
     transformer: Any = model.transformer
@@ -65,7 +65,7 @@ def divide_layers(model: MPT, tensor_mesh: DeviceMesh, sequence_parallel: bool =
 
 
 class TensorGroup:
-    """The ranks that divide layers: how the residual stream goes into what is divided, and comes out of it."""
+    """The ranks that divide layers. The residual stream enters divided layers and leaves them here."""
 
     def __init__(self, mesh: DeviceMesh, sequence_parallel: bool):
         self.mesh = mesh
@@ -73,15 +73,15 @@ class TensorGroup:
         self.name = mesh.get_group().group_name
         self.sequence_parallel = sequence_parallel
         self.divides_stream = False
-        """In the forward pass in hand."""
+        """Whether the current forward pass divides sequences."""
 
     @property
     def of_shared(self) -> Placement | None:
-        """How the gradient of what all ranks have is placed, beside the stream."""
+        """How gradients of parameters that all ranks have are placed."""
         return Partial() if self.sequence_parallel else None
 
     def divide(self, module: nn.Module, weight: Placement, bias: Placement | None = None) -> None:
-        """Make DTensors of a module's parameters. One that is not divided every rank has."""
+        """Make DTensors of a module's parameters."""
         for name, placement in (("weight", weight), ("bias", bias)):
             parameter = getattr(module, name, None)
             if parameter is not None:
@@ -89,31 +89,31 @@ class TensorGroup:
                 divided = distribute_tensor(parameter.data, self.mesh, [placement])
                 setattr(module, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
-    def enter(self, x_btd: torch.Tensor) -> torch.Tensor:
-        """What goes to a divided matrix. Each rank knows a part of its gradient; their sum is the gradient."""
+    def enter(self, x_btd: Tensor) -> Tensor:
+        """Pass the input to a divided matrix. The gradients of all ranks are summed on the way back."""
         function = _Gather if self.divides_stream else _SumGradient
-        return cast(torch.Tensor, function.apply(x_btd, self.name, self.degree))
+        return cast(Tensor, function.apply(x_btd, self.name, self.degree))
 
-    def leave(self, x_btd: torch.Tensor) -> torch.Tensor:
-        """The sum of what ranks have each made with their part of a matrix; of a divided stream, this rank's run."""
+    def leave(self, x_btd: Tensor) -> Tensor:
+        """Sum the ranks' parts of an output; of a divided stream, keep this rank's run."""
         function = _Scatter if self.divides_stream else _Sum
-        return cast(torch.Tensor, function.apply(x_btd, self.name, self.degree))
+        return cast(Tensor, function.apply(x_btd, self.name, self.degree))
 
-    def run_of(self, x_bt: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a sequence."""
+    def run_of(self, x_bt: Tensor) -> Tensor:
+        """Take this rank's run of each sequence."""
         return x_bt.chunk(self.degree, dim=1)[self.rank] if self.divides_stream else x_bt
 
 
 def _divide_stream(transformer: Any, group: TensorGroup) -> None:
-    """Each rank has its run of every sequence, while gradients are computed."""
+    """Divide every sequence among ranks while gradients are computed."""
     forward, embed = transformer.forward, transformer.embed
 
-    def divided(inputs: torch.Tensor, positions_bt: torch.Tensor | None = None, *rest: Any) -> torch.Tensor:
-        """`inputs`: tokens_bt, or of a later stage this rank's run of hidden_btd."""
+    def divided(inputs: Tensor, positions_bt: Tensor | None = None, **options: Any) -> Tensor:
+        """`inputs` are tokens_bt, or in a later stage this rank's run of hidden_btd."""
         group.divides_stream = torch.is_grad_enabled()
         if group.divides_stream and positions_bt is None and not transformer.stage.is_first:
             positions_bt = torch.arange(inputs.size(1) * group.degree, device=inputs.device)[None]
-        return forward(inputs, positions_bt, *rest)
+        return forward(inputs, positions_bt, **options)
 
     transformer.forward = divided
     transformer.stream_part = group.run_of
@@ -125,8 +125,8 @@ def _divide_stream(transformer: Any, group: TensorGroup) -> None:
 
 
 def _divide_attention(attention: Any, group: TensorGroup) -> None:
-    """Where q, k and v are one matrix, a rank's share of it are the rows of its heads of each. `row_order` says so to
-    those who initialise, save and restore it."""
+    """Divide heads. A rank's share of a fused q, k and v matrix is the rows of its heads of each. `row_order` tells
+    initialisation and checkpoints."""
     if hasattr(attention, "Wqkv"):
         num_rows, kv_dim = attention.Wqkv.out_features, attention.kv_dim
         attention.Wqkv.row_order = divide_stack([num_rows - 2 * kv_dim, kv_dim, kv_dim], group.degree)
@@ -135,7 +135,7 @@ def _divide_attention(attention: Any, group: TensorGroup) -> None:
         if hasattr(attention, name):
             _divide_columns(getattr(attention, name), group)
     _divide_rows(attention.out_proj, group)
-    if hasattr(attention, "q_ln"):  # one norm for all heads, of which each rank has some
+    if hasattr(attention, "q_ln"):  # one norm for all heads
         for norm in (attention.q_ln, attention.k_ln):
             _share_norm(norm, group)
     _enter_first(attention, group)
@@ -155,16 +155,16 @@ def _enter_first(layer: Any, group: TensorGroup) -> None:
 
 
 def _divide_columns(layer: Any, group: TensorGroup) -> None:
-    """Each rank computes some of the outputs. (Columns are Megatron's word: those of the transposed weight.)"""
+    """Divide the outputs. (Columns are Megatron's word: those of the transposed weight.)"""
     group.divide(layer, Shard(0), Shard(0))
     layer.forward = lambda x: linear(x, _local(layer.weight), _local(layer.bias))
 
 
 def _divide_rows(layer: Any, group: TensorGroup) -> None:
-    """Each rank has some of the inputs."""
+    """Divide the inputs, and sum the outputs over ranks."""
     group.divide(layer, Shard(1), Replicate())
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor) -> Tensor:
         y_btd = group.leave(linear(x, _local(layer.weight)))
         return y_btd if layer.bias is None else y_btd + _local(layer.bias, group.of_shared)
 
@@ -172,21 +172,21 @@ def _divide_rows(layer: Any, group: TensorGroup) -> None:
 
 
 def _share_norm(norm: Norm, group: TensorGroup) -> None:
-    """A norm of which each rank sees other inputs: its gradient is the sum of the ranks'."""
+    """Sum the gradient of a norm over ranks, because each sees other inputs."""
     group.divide(norm, Replicate(), Replicate())
     module: Any = norm
     module.forward = lambda x: norm.normalise(x, _local(norm.weight, Partial()), _local(norm.bias, Partial()))
 
 
 def _local(parameter: Any, gradient: Placement | None = None) -> Any:
-    """This rank's part. `gradient`: how that of the part is placed, if otherwise than the parameter."""
+    """Take this rank's part. `gradient` is the placement of its gradient, if it differs from the parameter's."""
     if parameter is None:
         return None
     return parameter.to_local(grad_placements=None if gradient is None else [gradient])
 
 
-def _look_up(embedding: nn.Embedding, group: TensorGroup, tokens_bt: torch.Tensor) -> torch.Tensor:
-    """Each rank has some rows; other ranks' rows are zeros."""
+def _look_up(embedding: nn.Embedding, group: TensorGroup, tokens_bt: Tensor) -> Tensor:
+    """Look up this rank's rows, zeros for others', and sum over ranks."""
     rows_vd, start = divided_rows(embedding.weight)
     places_bt = tokens_bt - start
     is_here_bt = (places_bt >= 0) & (places_bt < rows_vd.size(0))
@@ -194,46 +194,46 @@ def _look_up(embedding: nn.Embedding, group: TensorGroup, tokens_bt: torch.Tenso
     return group.leave(x_btd)
 
 
-def divided_rows(weight_vd: Any) -> tuple[torch.Tensor, int]:
-    """(this rank's rows of a matrix that a tensor group has divided, the first one's number)"""
+def divided_rows(weight_vd: Any) -> tuple[Tensor, int]:
+    """This rank's rows of a matrix that a tensor group has divided, and the number of the first."""
     _, offset = compute_local_shape_and_global_offset(weight_vd.shape, weight_vd.device_mesh, weight_vd.placements)
     return weight_vd.to_local(), offset[0]
 
 
-# Those operations that DTensor and the compiler know, and that wait for nobody until their result is needed.
+# Functional collectives: DTensor and the compiler know them, and they wait only when their result is needed.
 exchange = torch.ops._c10d_functional
 
 
-def all_gather(x: torch.Tensor, group: str, degree: int) -> torch.Tensor:
-    """[rank, ...] of a group of so many ranks, by its name."""
+def all_gather(x: Tensor, group: str, degree: int) -> Tensor:
+    """Gather a tensor from the `degree` ranks of a group: [rank, ...]."""
     gathered = exchange.all_gather_into_tensor(x.contiguous(), degree, group)
     return exchange.wait_tensor(gathered).view(degree, *x.shape)
 
 
-def _keep(x: torch.Tensor, group: str, degree: int) -> torch.Tensor:
+def _keep(x: Tensor, group: str, degree: int) -> Tensor:
     return x.view_as(x)
 
 
-def _all_reduce(x: torch.Tensor, group: str, degree: int) -> torch.Tensor:
+def _all_reduce(x: Tensor, group: str, degree: int) -> Tensor:
     return exchange.wait_tensor(exchange.all_reduce(x.contiguous(), "sum", group))
 
 
-def _join(x_btd: torch.Tensor, group: str, degree: int) -> torch.Tensor:
-    """The ranks' runs of each sequence, one after the other."""
+def _join(x_btd: Tensor, group: str, degree: int) -> Tensor:
+    """Gather the ranks' runs of each sequence, in order."""
     return all_gather(x_btd, group, degree).transpose(0, 1).flatten(1, 2)
 
 
-def _sum_runs(x_btd: torch.Tensor, group: str, degree: int) -> torch.Tensor:
-    """This rank's run of each sequence, added up over ranks."""
+def _sum_runs(x_btd: Tensor, group: str, degree: int) -> Tensor:
+    """Reduce-scatter: this rank's run of each sequence, summed over ranks."""
     runs = x_btd.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     return exchange.wait_tensor(exchange.reduce_scatter_tensor(runs, "sum", degree, group))
 
 
-Operation = Callable[[torch.Tensor, str, int], torch.Tensor]
+Operation = Callable[[Tensor, str, int], Tensor]
 
 
 def _mirrored(there: Operation, back: Operation) -> type[torch.autograd.Function]:
-    """One operation on what goes forward, another on the gradient that comes back."""
+    """Make a function that applies one operation forward and another to the gradient."""
 
     class Exchanged(torch.autograd.Function):
         @staticmethod
@@ -253,13 +253,13 @@ _Gather, _Scatter = _mirrored(_join, _sum_runs), _mirrored(_sum_runs, _join)
 
 
 def _drop_apart(attention: nn.Module, tensor_rank: int) -> None:
-    """Dropout is the same on all ranks of a tensor group, as the residual stream is; but other heads drop others."""
+    """Seed dropout of attention by rank: ranks have other heads. Elsewhere a tensor group drops the same."""
     forward = attention.forward
 
     def seeded(*args: Any) -> Any:
         if not attention.training:
             return forward(*args)
-        seed = int(torch.randint(1 << 48, ()))  # everywhere the same
+        seed = int(torch.randint(1 << 48, ()))  # the same on all ranks
         with torch.random.fork_rng(devices=[args[0].device] if args[0].is_cuda else []):
             torch.manual_seed(seed + tensor_rank)
             return forward(*args)

@@ -1,9 +1,8 @@
-"""ZeRO-1: every rank has the whole model and gradient, and the optimizer's state of some rows of each parameter.
+"""ZeRO-1: every rank has the whole model and gradient, and the optimizer state of some rows of each parameter.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. The optimizer
-is built over each rank's rows, which are the parameters' own memory. Its step sees the gradient's rows, and ranks then
-gather each other's rows. Any optimizer that takes DTensors serves. A checkpoint sees a sharded state under the
-parameters' names.
+updates this rank's rows, which share the parameters' memory; ranks then gather each other's rows. Any optimizer that
+takes DTensors works. A checkpoint sees a sharded state under the parameters' names.
 """
 
 import math
@@ -12,26 +11,26 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 REPLICATE = "replicate"
 GATHER_BYTES = 1 << 27
-"""Of parameters that are gathered at a time."""
+"""Size of the parameters that are gathered in one collective."""
 
 
 def rows_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Of each parameter the rows that this rank updates, for an optimizer; replicas have them all, as torch.chunk cuts.
+    """Take the rows of each parameter that this rank updates, cut as torch.chunk does.
 
-    What has no replicas, as on one device, is given back as it is.
+    A parameter without replicas, as on one device, is returned unchanged.
     """
     return [_rows_of(parameter) if _replicas(parameter) > 1 else parameter for parameter in parameters]
 
 
 def step_together(optimizer: Optimizer) -> None:
-    """Make an optimizer over `rows_of` parameters take the gradients' rows, and gather the parameters, in each step."""
+    """Make an optimizer over `rows_of` parameters take gradients' rows before each step, and gather rows after it."""
     rows = [row for group in optimizer.param_groups for row in group["params"] if hasattr(row, "share_of")]
 
     def before(*_: Any) -> None:
@@ -50,7 +49,7 @@ def step_together(optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(after)
 
 
-def _replicas(parameter: torch.Tensor) -> int:
+def _replicas(parameter: Tensor) -> int:
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
     return cast(DTensor, parameter).device_mesh.size(names.index(REPLICATE)) if names and REPLICATE in names else 1
 
@@ -61,8 +60,8 @@ def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
     return rows
 
 
-def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows, in the same memory."""
+def _cut(tensor: Tensor) -> Tensor:
+    """View this rank's rows."""
     tensor = cast(DTensor, tensor)
     mesh = tensor.device_mesh
     assert mesh.mesh_dim_names is not None
@@ -70,8 +69,9 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor.to_local()
     chunk = math.ceil(local.size(0) / mesh.size(dim))
     begin = min(mesh.get_local_rank(dim) * chunk, local.size(0))
-    # Replicas cut what other dimensions of the mesh have left of the rows.
-    cuts = [mesh.size(i) for i, kind in enumerate(tensor.placements) if not kind.is_replicate() and _cuts_rows(kind)]
+    # Replicas divide the rows that other dimensions of the mesh have left.
+    placed: list[Any] = list(tensor.placements)
+    cuts = [mesh.size(i) for i, kind in enumerate(placed) if not kind.is_replicate() and kind.dim == 0]
     placements = list(tensor.placements)
     placements[dim] = _StridedShard(0, split_factor=math.prod(cuts)) if math.prod(cuts) > 1 else Shard(0)
     return DTensor.from_local(
@@ -79,12 +79,8 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _cuts_rows(placement: Any) -> bool:
-    return placement.dim == 0
-
-
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[DTensor]]:
-    """Alike in group and dtype, up to GATHER_BYTES; a larger parameter is one of its own."""
+    """Join parameters of one mesh, dtype and device, up to GATHER_BYTES. A larger parameter is a bucket of its own."""
     bucket: list[DTensor] = []
     for parameter in cast(Sequence[DTensor], parameters):
         together = [*bucket, parameter]
@@ -103,7 +99,7 @@ def _kind(parameter: DTensor) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def _gather(parameters: Sequence[DTensor]) -> None:
-    """Each replica's rows, on all replicas, in one collective; the last replicas' are filled up."""
+    """Gather each replica's rows on all replicas in one collective. Those of the last replicas are padded."""
     mesh = parameters[0].device_mesh
     assert mesh.mesh_dim_names is not None
     dim = mesh.mesh_dim_names.index(REPLICATE)

@@ -369,10 +369,7 @@ def test_a_cache_limit_never_removes_what_no_remote_has(tmp_path, compression):
     only, remote = write_shards(tmp_path / "a", 100, compression=compression), tmp_path / "b"
     write_shards(remote, 600, 2_000, 100, compression=compression)
     before = [files_of(only), files_of(remote)]
-    streams = {
-        "a": {"local": str(only), "repeat": 2},
-        "b": {"local": str(tmp_path / "cache"), "remote": str(remote)},
-    }
+    streams = {"a": {"local": str(only), "repeat": 2}, "b": {"local": str(tmp_path / "cache"), "remote": str(remote)}}
     dataset = open_data(None, streams=streams, cache_limit=20_000, shuffle_block_size=24, global_batch_size=2)
     assert numbers_of(dataset) == expected_numbers(dataset)
     assert before[0].items() <= files_of(only).items() and before[1] == files_of(remote)

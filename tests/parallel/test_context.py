@@ -257,10 +257,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "optimizer sharded": (4, over() | ZERO),
     "compiled": (2, over() | {"compile_config": EAGER}),
     "compiled, gathered": (2, over(2, "gather") | {"compile_config": EAGER}),
-    "compiled, recomputed": (
-        2,
-        over() | {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}},
-    ),
+    "compiled, recomputed": (2, over() | {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}}),
     "microbatches": (2, over() | {"device_train_microbatch_size": 3}),
     "muon": (2, over()),
     "muon, optimizer sharded": (4, over(2, "gather") | ZERO),

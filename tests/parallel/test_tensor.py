@@ -117,10 +117,7 @@ WAYS = {
     "selective": (4, {"fsdp_config": {"activation_checkpointing": "selective"}}),
     "microbatches": (4, {"device_train_microbatch_size": 1}),
     "microbatches, by sample": (4, {"device_train_microbatch_size": 1, "accumulate_train_batch_on_tokens": False}),
-    "summed at once": (
-        4,
-        {"device_train_microbatch_size": 1, "fsdp_config": {"reduce_every_microbatch": True}},
-    ),
+    "summed at once": (4, {"device_train_microbatch_size": 1, "fsdp_config": {"reduce_every_microbatch": True}}),
     "stream": (4, STREAM_OVER_TWO),
     "stream, microbatches": (4, STREAM_OVER_TWO | {"device_train_microbatch_size": 1}),
     "stream, selective": (4, STREAM_OVER_TWO | {"fsdp_config": {"activation_checkpointing": "selective"}}),
@@ -131,10 +128,7 @@ WAYS = {
     ),
     "stream, compiled": (2, STREAM_OVER_TWO | {"compile_config": EAGER}),
     "compiled": (2, {"compile_config": EAGER}),
-    "compiled, selective": (
-        2,
-        {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": "selective"}},
-    ),
+    "compiled, selective": (2, {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": "selective"}}),
     "compiled, recomputed": (2, {"compile_config": EAGER, "fsdp_config": {"activation_checkpointing": True}}),
     "lion": (4, {"optimizer": {"name": "decoupled_lionw", "lr": 1e-3, "weight_decay": 0.1}}),
     "clipped": (4, {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.1}}}),
