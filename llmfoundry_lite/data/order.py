@@ -1,25 +1,23 @@
-"""Which sample stands at which place of which epoch: a pure function of a few integers.
+"""The order of samples in an epoch, as a pure function of a few integers: streams, shuffling, lanes, remainder.
 
-Owns the sample order: mixing of streams, shuffling, lanes, the dropped remainder. It knows
-nothing of nodes, ranks, DataLoader workers or files; `dataset.py` asks it for the slice a worker needs.
+Nodes, ranks, loader workers and files play no part. `dataset.py` asks for the slice that a worker needs.
 
 How an epoch is laid out:
 
 1. Every shard becomes *units*: one whole unit for each full repeat of its stream, and a partial unit for what is
    left of the stream's share (a random subset of the shard, in file order).
-2. The units, permuted, stand one after another in a ring, which is turned by a random offset, so that the samples
-   dropped at the end are not the same in every epoch.
+2. The units are permuted and stand one after another in a ring. A random offset turns it, so that each epoch drops
+   other samples at its end.
 3. The ring is cut into `num_lanes` contiguous spans, one for each sample of the global batch. A lane therefore reads
-   few shards, one after another, and whoever reads a lane downloads just those.
+   few shards, one after another, and its rank downloads only those.
 4. Within a lane, blocks of `window_samples // num_lanes` samples are shuffled. Global batch k is the k-th sample of
    every lane, so at any time the batches are drawn from a window of about `window_samples` samples.
 
-Without shuffling, the sample with global index g is the g-th in file order, and steps 2 to 4 fall away.
+Without shuffling, the sample with global index g is the g-th in file order, without steps 2 to 4.
 
-Randomness comes from SplitMix64 (Steele, Lea, Flood 2014), evaluated at (seed, epoch, purpose, place), instead of
-`numpy.random`: there is no generator state that could depend on the order of calls, whole blocks are computed in one
-vectorised expression, and `numpy.random.Generator` may change its streams from release to release (NEP 19), which
-would change the order of a run that moves to a machine with another numpy.
+Randomness is SplitMix64 (Steele, Lea, Flood 2014), evaluated at (seed, epoch, purpose, place). No generator state
+depends on the order of calls, and whole blocks are one vectorised expression. `numpy.random.Generator` may change its
+streams between releases (NEP 19), which would change the order of a run that moves to another numpy.
 """
 
 import hashlib
@@ -35,32 +33,32 @@ Int64Array = NDArray[np.int64]
 Uint64Array = NDArray[np.uint64]
 
 DEFAULT_WINDOW_SAMPLES = 4_000_000
-"""StreamingDataset's default, there spread over the canonical nodes, here over the whole world."""
+"""StreamingDataset's default. There it is spread over the canonical nodes, here over the whole world."""
 
 ORDER_VERSION = 1
-"""Of the algorithm; kept in every checkpoint. A change of any epoch's order is a new version."""
+"""Version of the algorithm, kept in every checkpoint. A change of any epoch's order is a new version."""
 
 MOST_UNITS = 1 << 24
-"""In one epoch. Laying them out takes about 70 bytes for each, and every worker keeps 13."""
+"""Limit of units in an epoch. Each takes about 70 bytes while they are laid out, and 13 in every worker."""
 
 NO_SAMPLE = -1
 
 _MAX_SLICE_ELEMENTS = 1 << 17
-"""How many samples are worked out at once: the working memory is about 64 bytes for each."""
+"""Samples that are computed at once, with about 64 bytes of working memory for each."""
 
-# What a random number is for; part of every key, so that no two uses ever share a stream.
+# The purpose of a random number is part of its key, so that no two uses share a stream.
 _SHARES, _PICKS, _UNITS, _OFFSET, _BLOCKS = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Everything that decides the order of a run, for all epochs."""
+    """The settings that decide the order of all epochs of a run."""
 
     shard_sizes_per_stream: Sequence[Sequence[int] | Int64Array]
     """Number of samples in each shard of each stream. Sample ids count through all of them in this order."""
 
     choose_per_stream: Sequence[int]
-    """How many samples an epoch takes from each stream, repeats included."""
+    """Samples that an epoch takes from each stream, repeats included."""
 
     num_lanes: int
     """The global batch size: a property of the run, never of the machines it runs on."""
@@ -73,7 +71,7 @@ class SampleOrder:
     """False keeps the incomplete last batch; the places it lacks hold `NO_SAMPLE`."""
 
     window_samples: int = DEFAULT_WINDOW_SAMPLES
-    """From how many samples the batches are drawn at any time; a larger window mixes better and reads more shards."""
+    """Samples that batches are drawn from at any time. A larger window mixes better and reads more shards."""
 
     def __post_init__(self) -> None:
         assert self.num_lanes > 0 and self.window_samples > 0 and self.seed >= 0
@@ -86,7 +84,7 @@ class SampleOrder:
 
     @property
     def most_units(self) -> int:
-        """At most so many units does an epoch have: shards, each as often as it is read."""
+        """Upper limit of the units in an epoch: shards, each as often as it is read."""
         return sum(
             len(sizes) * -(-choose // max(int(np.sum(sizes)), 1))
             for sizes, choose in zip(self.shard_sizes_per_stream, self.choose_per_stream, strict=True)
@@ -104,12 +102,12 @@ class SampleOrder:
 
     @property
     def block_samples(self) -> int:
-        """How many consecutive samples of one lane are shuffled together."""
+        """Consecutive samples of one lane that are shuffled together."""
         return max(1, self.window_samples // self.num_lanes)
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that are equal if and only if the order is: what a checkpoint stores to recognise its data."""
+        """16 hex digits that are equal if and only if the order is. Checkpoints store it to recognise their data."""
         digest = hashlib.blake2b(digest_size=8)
         for sizes in self.shard_sizes_per_stream:
             digest.update(np.array([len(sizes)], "<i8").tobytes())
@@ -134,7 +132,7 @@ class SampleOrder:
 
 
 class EpochOrder:
-    """One epoch of a `SampleOrder`: the units are laid out once, the samples are worked out when asked for."""
+    """One epoch of a `SampleOrder`: units are laid out once, samples are computed when asked for."""
 
     def __init__(self, order: SampleOrder, epoch: int) -> None:
         self.order = order
@@ -155,8 +153,8 @@ class EpochOrder:
     def sample_ids(self, lanes: range, steps: range) -> Int64Array:
         """Sample ids of some lanes at some steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.
 
-        Works out only what is asked for (in shuffled order: the blocks that `steps` touches), in pieces of bounded
-        size. `steps` must ascend and stay below `num_batches`.
+        Computes only these (in shuffled order: the blocks that `steps` touches), in pieces of bounded size. `steps` must
+        ascend and stay below `num_batches`.
         """
         if not self.order.shuffle:
             places = np.asarray(steps, np.int64)[:, None] * self.order.num_lanes + np.asarray(lanes, np.int64)
@@ -183,7 +181,7 @@ class EpochOrder:
         lanes_l = np.asarray(lanes, np.int64)
         lane_begins_l, lane_ends_l = _lane_bounds(order, lanes_l)
         begins_lk = lane_begins_l[:, None] + blocks_k * block_samples
-        # Nothing is worked out beyond the end of the longest lane: the only block may be a sliver of a full one.
+        # Nothing is computed beyond the end of the longest lane: the only block may be a small part of a full one.
         longest_lane = -(-order.num_samples // order.num_lanes)
         width = min(block_samples, longest_lane - int(blocks_k[0]) * block_samples)
         places_b = np.arange(width)
@@ -212,7 +210,7 @@ class EpochOrder:
         return self.order.shard_begins[self._unit_shards[units]] + within_unit
 
     def _picks(self, unit: int) -> Int64Array:
-        """The samples of its shard that a partial unit is made of, in file order."""
+        """The samples of its shard that a partial unit takes, in file order."""
         shard = int(self._unit_shards[unit])
         num_picks = self._unit_bounds[unit + 1] - self._unit_bounds[unit]
         permutation = _permutations(_random_bits(*self._key, _PICKS, shard, np.arange(self.order.shard_sizes[shard])))
@@ -222,7 +220,7 @@ class EpochOrder:
 def share_of_worker(
     order: SampleOrder, *, rank: int, world_size: int, worker: int = 0, num_workers: int = 1, first_batch: int = 0
 ) -> tuple[range, range]:
-    """The lanes of a rank, and the steps of one of its DataLoader workers, from global batch `first_batch` on.
+    """The lanes of a rank and the steps of one of its DataLoader workers, from global batch `first_batch` on.
 
     torch's DataLoader takes batches from its workers in turn, beginning with worker 0; hence the stride.
     """
@@ -233,7 +231,7 @@ def share_of_worker(
 
 
 def _lane_bounds(order: SampleOrder, lanes_l: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Where lanes begin and end in the ring. They differ in length by one sample at most: the remainder is spread."""
+    """Begin and end of lanes in the ring. Their lengths differ by one sample at most."""
     begins_l, ends_l = (
         _floor_share(places_l, order.num_samples, order.num_lanes) for places_l in (lanes_l, lanes_l + 1)
     )

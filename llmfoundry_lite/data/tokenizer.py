@@ -270,7 +270,7 @@ def check_has_vocabulary(folder: Path) -> None:
 
 
 def download_from_hub(name: str) -> dict[str, Path]:
-    """The tokenizer's files on this machine, cached or fetched; those the repository does not have are left out."""
+    """Paths of the tokenizer's files, cached or fetched. Files that the repository lacks are left out."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -299,7 +299,7 @@ def download_from_hub(name: str) -> dict[str, Path]:
 
 
 def cached_files(name: str) -> dict[str, Path | bool | None]:
-    """Where the Hub's cache holds each file: a path, False for known not to exist, None for not known."""
+    """Path of each file in the Hub's cache; False if it is known not to exist, None if nothing is known."""
     import huggingface_hub
 
     found: dict[str, Path | bool | None] = {}
@@ -313,7 +313,7 @@ def cached_files(name: str) -> dict[str, Path | bool | None]:
 
 
 def convert_with_transformers(name: str) -> Tokenizer:
-    """For a tokenizer without `tokenizer.json` (SentencePiece and older layouts): let `transformers` convert it."""
+    """Let `transformers` convert a tokenizer without `tokenizer.json` (SentencePiece and older layouts)."""
     try:
         from transformers import AutoTokenizer
 
@@ -337,14 +337,14 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def token_text(value: Any) -> str | None:
-    """The text of a token in a configuration file, which holds either a string or an object with `content`."""
+    """Text of a token in a configuration file: a string, or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 
 
 def without_defaults(value: Any) -> Any:
-    """Drop what is null or false, so that a library version that writes one more default changes nothing."""
+    """Drop values that are null or false, so that a library version that writes one more default changes nothing."""
     if isinstance(value, dict):
         kept = {key: without_defaults(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None and item is not False}

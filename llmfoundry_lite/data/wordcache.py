@@ -1,17 +1,16 @@
 """GPT-2-style byte-level BPE, three times as fast: the ids of every word that was seen are remembered.
 
-Owns one idea and the proof obligation that comes with it: the ids are exactly those of the `tokenizers` library.
-Leaves every other kind of tokenizer to the library (`build_word_cache` returns None).
+The ids are exactly those of the `tokenizers` library. `build_word_cache` returns None for other kinds of tokenizers.
 
-A byte-level BPE tokenizer first splits a text into words by the regular expression of GPT-2 and then merges within
-each word. So the ids of a text are the ids of its words, joined, and most words of a text have been seen before. The
-library looks words up as well, but spends most of its time on character offsets and copies that nobody needs here.
+A byte-level BPE tokenizer splits a text into words by GPT-2's regular expression, then merges within each word. So the
+ids of a text are the joined ids of its words, and most words have been seen before. The library caches words too, but
+spends most of its time on character offsets and copies.
 
-The regular expression asks whether characters are letters, digits or spaces, and Python's answer depends on another
-version of Unicode than the library's. So only characters whose class never changed are split here (LETTERS, DIGITS,
-OTHERS, SPACES). Where a word touches any other character, the text from there up to the next certain boundary is one
-long "word", which the library splits. A boundary is certain between a character that is certainly no space and an
-ASCII space: no alternative of GPT-2's expression reaches across.
+The expression asks whether characters are letters, digits or spaces. Python's version of Unicode differs from the
+library's, so only characters whose class never changed are split here (LETTERS, DIGITS, OTHERS, SPACES). Where a word
+touches any other character, the text up to the next certain boundary is one long "word", which the library splits. A
+boundary is certain between a character that is certainly not a space and an ASCII space: no alternative of GPT-2's
+expression crosses it.
 """
 
 import re
@@ -29,7 +28,7 @@ KNOWN = LETTERS + DIGITS + OTHERS + SPACES
 
 # GPT-2's expression is  's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 # Here each run is taken whole (`++`) and refused if an unknown character could continue it. A run of spaces leaves its
-# last one to the word behind it; alone it is a word only if it is no blank, for a blank joins whatever follows.
+# last one to the word after it. A single one is a word only if it is not a blank, which joins what follows.
 FIND_WORDS = re.compile(
     rf"""
     '(?:s|t|re|ve|m|ll|d)
@@ -44,11 +43,11 @@ FIND_WORDS = re.compile(
 CERTAIN_BOUNDARY = re.compile(rf"[{LETTERS}{DIGITS}{OTHERS}][{SPACES}]")
 
 LARGEST_CACHE = 2**18
-"""Words remembered per process, about 50 MB. The first ones stay, which are the frequent ones."""
+"""Words remembered per process, about 50 MB. The first stay, which are the frequent ones."""
 LONGEST_CACHED = 32
-"""Characters; longer words hardly come back."""
+"""Characters. Longer words hardly come back."""
 SLICE_CHARACTERS = 1_000_000
-"""Longer documents are split at a certain boundary first, so that memory does not grow with them."""
+"""Longer documents are split at a certain boundary first, to bound memory."""
 
 
 class WordCache(dict[str, bytes]):
@@ -72,9 +71,9 @@ class WordCache(dict[str, bytes]):
 
 
 def build_word_cache(backend: tokenizers.Tokenizer) -> WordCache | None:
-    """A cache for tokenizers that split exactly as GPT-2's does; None for all others.
+    """Build a cache for a tokenizer that splits exactly as GPT-2's does; None for all others.
 
-    Beside the pre-tokenizer that means: no normalizer, no random dropout of merges, and no added token but special
+    Besides the pre-tokenizer, that needs: no normalizer, no random dropout of merges, and no added tokens but special
     ones, which are not looked for in documents.
     """
     pre_tokenizer = backend.pre_tokenizer
@@ -92,7 +91,7 @@ def build_word_cache(backend: tokenizers.Tokenizer) -> WordCache | None:
 
 
 def slices(text: str) -> Iterator[str]:
-    """A text in parts of about SLICE_CHARACTERS that can be encoded one by one."""
+    """Cut a text into parts of about SLICE_CHARACTERS that can be encoded one by one."""
     start = 0
     while boundary := CERTAIN_BOUNDARY.search(text, start + SLICE_CHARACTERS):
         yield text[start : boundary.start() + 1]

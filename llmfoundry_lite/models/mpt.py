@@ -93,9 +93,9 @@ class Transformer(nn.Module):
 
         Rows that are not plain text, such as several continuations of one context, give their tokens' positions and,
         for each token, the others that it sees (bool). `documents_bt` numbers documents that do not see each other.
-        With a cache, the tokens follow those it holds, and join them. Where the tokens are a part of their rows, `build_mask`
-        knows the others (`parallel/context.py`), and documents are those of whole rows. In training, `drop_keys_b` seed
-        what each row drops (`models/dropout.py`); without them torch's generator does.
+        With a cache, the tokens follow those it holds, and join them. Where the tokens are a part of their rows,
+        `build_mask` knows the others (`parallel/context.py`), and documents are those of whole rows. In training,
+        `drop_keys_b` seed what each row drops (`models/dropout.py`); without them torch's generator does.
         """
         config, num_past = self.config, 0 if cache is None else cache.length
         num_keys = num_past + (tokens_bt if positions_bt is None else positions_bt).size(1)

@@ -113,17 +113,6 @@ def test_a_rank_that_ends_does_not_wait_for_its_workers(shards, workers):
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)  # a hang, not a slow machine
 
 
-def test_going_back_to_an_earlier_epoch_works_with_persistent_workers(shards):
-    dataset = open_data(shards)
-    loader = build_text_loader(dataset, num_workers=2, persistent_workers=True)
-    state = dataset.state_dict(60, True)
-    for _ in range(3):
-        numbers(loader)
-    dataset.load_state_dict(state)
-    assert numbers(loader) == expected_numbers(dataset, 0)[5:]
-    assert numbers(loader) == expected_numbers(dataset, 1)
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 12])
 def test_simulated_ranks_read_their_columns_of_the_global_batches(shards, as_rank, world_size):
     ranks = []
@@ -198,12 +187,6 @@ def test_evaluation_reads_everything_once_and_pads_the_last_batch(shards, num_wo
         assert (rows[100:] == PAD_TOKEN).all()
 
 
-def test_evaluation_of_a_part_takes_the_same_part_every_time(shards):
-    dataset = open_data(None, streams={"some": {"local": str(shards), "choose": 30}}, evaluation=True)
-    first, second = numbers_of(dataset), numbers_of(dataset)
-    assert first == second and len(set(flat(first))) == 31  # and padding
-
-
 def test_a_rank_without_any_sample_still_evaluates_as_many_batches(tmp_path, as_rank):
     folder = write_shards(tmp_path / "mds", num_samples=13)
     as_rank(3, 4)
@@ -231,16 +214,6 @@ def test_digest_depends_on_the_rows_but_not_on_their_order_or_place():
     changed_bt[3, 5] += 1
     assert digest != batch_digest(changed_bt)
     assert digest != batch_digest(torch.cat([tokens_bt, tokens_bt[:1]]))
-
-
-def test_a_row_that_is_partly_padding_counts_in_the_digest():
-    tokens_bt = torch.full((1, 16), PAD_TOKEN)
-    assert batch_digest(tokens_bt) == 0
-    digests = [0]
-    for length in (1, 9, 15):
-        tokens_bt[:, :length] = 7
-        digests.append(batch_digest(tokens_bt))
-    assert len(set(digests)) == 4
 
 
 def test_digests_can_be_summed_in_int64_tensors():
@@ -475,18 +448,6 @@ def test_a_damaged_shard_that_the_remote_lacks_is_kept_and_named(tmp_path):
     message = message_of(numbers_of, open_data(cache, remote=str(remote), download_retry=1))
     assert message.startswith(f"{path} is damaged: its xxh64 is not the one in index.json; cannot get it again from")
     assert before == files_of(cache)
-
-
-def test_a_cache_of_hard_links_to_the_remote_is_evicted(tmp_path):
-    remote, cache = write_shards(tmp_path / "remote", 300), tmp_path / "cache"
-    cache.mkdir()
-    for path in remote.iterdir():
-        (cache / path.name).hardlink_to(path)
-    sorted(cache.glob("*.mds"))[20].unlink()
-    before = files_of(remote)
-    dataset = open_data(cache, remote=str(remote), cache_limit=16_000, shuffle_block_size=24, global_batch_size=2)
-    assert numbers_of(dataset) == expected_numbers(dataset)
-    assert before == files_of(remote) and len(list(cache.glob("*.mds"))) < len(list(remote.glob("*.mds")))
 
 
 def test_a_folder_that_lacks_what_its_index_compressed_is_read_and_kept(tmp_path):

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
+from llmfoundry_lite.data.loader import batch_digest, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
 from llmfoundry_lite.data.rows import PAD_TOKEN
 from tests.helpers.data import slices_of_workers
-from tests.helpers.numbered import open_data, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -143,53 +142,3 @@ def test_stops_cost_a_node_few_shards_twice():
 
 
 # Real data sets -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_run_of_two_streams_moves_from_8_ranks_to_64_to_1_and_downloads_no_more_than_it_reads(
-    tmp_path, as_rank, downloads
-):
-    """Each rank a machine whose cache begins empty; the first leg ends in the first epoch, the last in the second."""
-    remotes = {"a": write_shards(tmp_path / "a", 4_000, 3_000), "b": write_shards(tmp_path / "b", 2_000, 3_000, 4_000)}
-    batch, place, seen = 64, {"epoch": 0, "sample_in_epoch": 0}, []
-
-    def read(rank, world_size, leg, num_batches, place):
-        as_rank(rank, world_size)
-        cache = tmp_path / f"{leg}-{rank}"
-        streams = {
-            "a": {"remote": str(remotes["a"]), "local": str(cache / "a"), "proportion": 0.5},
-            "b": {"remote": str(remotes["b"]), "local": str(cache / "b"), "proportion": 0.5},
-        }
-        dataset = open_data(
-            None,
-            global_batch_size=batch,
-            streams=streams,
-            shuffle_block_size=batch * 8,
-            epoch_size=5_120,
-            predownload=batch // world_size,
-        )
-        dataset.load_state_dict(dataset.state_dict(0, True) | place)
-        loader = iter(build_text_loader(dataset))
-        rows = [next(loader)["input_ids"] for _ in range(num_batches)]
-        loader.close()
-        numbers = torch.cat(rows)[:, 0].tolist()
-        begins = dataset.order.shard_begins
-        return dataset.order, rows, len(set(begins.searchsorted(numbers, "right").tolist()))
-
-    for leg, (world_size, num_batches) in enumerate([(8, 30), (64, 50), (1, 20)]):
-        ranks = []
-        for rank in range(world_size):
-            downloads.clear()
-            order, rows, num_shards_read = read(rank, world_size, leg, num_batches, place)
-            ranks.append(rows)
-            assert num_shards_read <= len(downloads) <= num_shards_read + 2  # what its two threads fetch ahead
-        seen += [format_digest(sum(batch_digest(rows_bt) for rows_bt in rows)) for rows in zip(*ranks, strict=True)]
-        done = place["epoch"] * order.num_batches + place["sample_in_epoch"] // batch + num_batches
-        epoch, batch_in_epoch = divmod(done, order.num_batches)
-        place = {"epoch": epoch, "sample_in_epoch": batch_in_epoch * batch}
-    expected = [
-        format_digest(batch_digest(torch.from_numpy(ids[:, None] + np.arange(8))))
-        for epoch in range(2)
-        for ids in order.epoch(epoch).sample_ids(range(batch), range(order.num_batches))
-    ]
-    assert seen == expected[:100]

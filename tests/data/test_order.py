@@ -75,11 +75,6 @@ def test_every_layout_reads_the_same_global_batches(num_nodes, ranks_per_node, n
         assert (epoch_as_read(order, epoch, num_nodes * ranks_per_node, num_workers, first_batch) == expected).all()
 
 
-def test_64_ranks_read_what_one_rank_reads():
-    order = make_order(shard_sizes=[1000] * 7, num_lanes=128)
-    assert (epoch_as_read(order, 1, 64, 2, 3) == whole_epoch(order, 1)[3:]).all()
-
-
 @st.composite
 def orders(draw):
     shard_sizes = draw(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=3))
@@ -158,12 +153,6 @@ def test_epochs_and_seeds_differ_and_the_dropped_samples_move():
     assert len(set().union(*dropped)) > 15  # two in each epoch
 
 
-def test_dropped_samples_move_even_with_a_single_shard_and_no_window():
-    order = make_order(shard_sizes=[10], num_lanes=8, window_samples=1)
-    dropped = [set(range(10)) - set(whole_epoch(order, epoch).ravel().tolist()) for epoch in range(40)]
-    assert set().union(*dropped) == set(range(10))
-
-
 def test_a_slice_does_not_depend_on_what_was_asked_before():
     order = make_order(num_lanes=8, window_samples=40)
     epoch_order = order.epoch(4)
@@ -236,25 +225,6 @@ def test_a_shuffled_epoch_looks_random():
     ids = whole_epoch(make_order(shard_sizes=[500] * 20, num_lanes=10)).ravel()
     assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 0.05
     assert abs(np.corrcoef(ids, np.arange(len(ids)))[0, 1]) < 0.05
-
-
-def test_a_lane_reads_few_shards_one_after_another():
-    order = make_order(shard_sizes=[100] * 80, num_lanes=8, window_samples=8 * 50)
-    shards_sl = whole_epoch(order) // 100
-    shards_per_lane = [set(shards_sl[:, lane]) for lane in range(8)]
-    assert max(map(len, shards_per_lane)) <= 1_000 // 100 + 1
-    # Whoever reads half of the lanes needs half of the shards, but for those that lie on a border.
-    assert len(set().union(*shards_per_lane[:4])) <= 40 + 1
-    # And a shard is done with after little more than its own length.
-    first_seen = [np.flatnonzero((shards_sl == shard).any(axis=1)) for shard in range(80)]
-    assert all(
-        steps[-1] - steps[0] < 100 + 2 * 50 or shard_is_cut(shards_sl, shard) for shard, steps in enumerate(first_seen)
-    )
-
-
-def shard_is_cut(shards_sl: np.ndarray, shard: int) -> bool:
-    """Whether a shard lies on a border between two lanes, and so is read at the start of one and the end of another."""
-    return len({lane for lane in range(shards_sl.shape[1]) if (shards_sl[:, lane] == shard).any()}) > 1
 
 
 def test_a_worker_of_a_c4_sized_run_needs_little_memory():

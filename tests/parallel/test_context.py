@@ -4,7 +4,6 @@ import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check_layout import check_batch
-from llmfoundry_lite.config.layout import Layout, divide_devices, layout_of
+from llmfoundry_lite.config.layout import divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig, FSDPConfig
@@ -30,15 +29,13 @@ from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.network import context_exchanges, find_node
 from llmfoundry_lite.plan.search import search_layouts
 from llmfoundry_lite.preflight import Preflight, describe
-from llmfoundry_lite.ranks.exchange import all_gather_json
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.monitor import DropoutSeed
 from tests.helpers import flash_attn
 from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
 from tests.helpers.layouts import RELATIVE, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
 from tests.helpers.resave import resave_into
-from tests.helpers.runs import losses, run, saves
+from tests.helpers.runs import run, saves
 from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, write_config, write_data
 
 EOS = 3
@@ -207,29 +204,6 @@ def test_ranks_exchange_the_bytes_of_the_formula(tmp_path):
     launch(count_exchanges, (), tmp_path, 2).check()
 
 
-def drop_apart() -> None:
-    """Dropout of attention in one batch, by rank: other tokens, and other heads."""
-    dist.init_process_group("gloo")
-    layout = Layout(shard=1, context=2, tensor=2)
-    seeds = []
-    for has_runs in (False, True):
-        place = layout.coordinates(dist.get_rank())
-        model: Any = SimpleNamespace()
-        seed = DropoutSeed(17, model, layout.data_ranks(dist.get_rank()), place, has_runs=has_runs)
-        seed.batch_start(SimpleNamespace(timestamp=SimpleNamespace(batch=3)), None)  # type: ignore[arg-type]
-        seeds.append(torch.initial_seed())
-        assert len(set(all_gather_json([model.drop_seed]))) == 1, "that of the residual stream"
-    whole, runs = zip(*all_gather_json(seeds), strict=True)
-    assert whole[0] == whole[1] != whole[2] == whole[3]
-    assert len(set(runs)) == 4
-
-
-@pytest.mark.long
-@pytest.mark.multiprocess
-def test_ranks_that_have_other_tokens_of_a_sample_drop_something_else(tmp_path):
-    launch(drop_apart, (), tmp_path, 4).check()
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_changes_between_whole_and_divided_samples_at_any_checkpoint(tmp_path, data):
@@ -291,18 +265,6 @@ def test_divided_samples_go_with_every_other_way_to_compute(tmp_path, data, name
     run(tmp_path, config, "whole")
     run(tmp_path, config, "divided", num_ranks, **changes)
     assert_same_run(tmp_path, "divided", "whole")
-
-
-@pytest.mark.long
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["heads", "gather"])
-@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
-def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, kind):
-    config = divisible(data, max_duration="6ba")
-    run(tmp_path, config, "fp32")
-    run(tmp_path, config, "divided", 4, precision=precision, **over(2, kind))
-    assert losses(tmp_path, "divided") == pytest.approx(losses(tmp_path, "fp32"), abs=0.06)
-    assert losses(tmp_path, "divided") != losses(tmp_path, "fp32")
 
 
 @pytest.mark.long

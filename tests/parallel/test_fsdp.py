@@ -2,7 +2,6 @@
 
 import datetime
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry_lite.config.layout import Layout, divide_devices
@@ -25,7 +22,7 @@ from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.parallel.recompute import _keep_products, checkpoint_activations
+from llmfoundry_lite.parallel.recompute import checkpoint_activations
 from llmfoundry_lite.training.gradients import GradientStep
 from tests.helpers.launch import launch
 
@@ -106,14 +103,6 @@ def test_a_compiler_nobody_knows_is_refused_before_anything_is_built(one_rank):
         build_parallel_model(SMALL, FSDPConfig(), PRECISIONS["fp32", "PURE"], mesh, 1, {"backend": "foo"})
 
 
-def test_selective_checkpointing_keeps_attention_under_every_name_it_has():
-    kept = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_scaled_dot_product_flash_attention")
-    for name in (*kept, "_scaled_dot_product_efficient_attention", "inductor_compiled_code", "flex_attention"):
-        assert _keep_products(None, SimpleNamespace(__name__=f"{name}.default")) == CheckpointPolicy.MUST_SAVE
-    for name in ("native_layer_norm.default", "gelu.default", "_to_copy.default"):
-        assert _keep_products(None, SimpleNamespace(__name__=name)) == CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @torch.library.custom_op("llmfoundry_lite_tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     COMPUTED.append(x.shape)
@@ -139,19 +128,6 @@ def test_selective_checkpointing_keeps_what_the_compiled_attention_computed(one_
     block(x).sum().backward()
     assert len(COMPUTED) == 1
     torch.testing.assert_close(x.grad, 2 * torch.cos(2 * x.detach()))
-
-
-def test_activations_leave_for_the_host_through_pinned_memory_where_there_is_an_accelerator(one_rank, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        torch.autograd.graph, "save_on_cpu", lambda pin_memory=False: asked.append(pin_memory) or nullcontext()
-    )
-    for has_accelerator in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=has_accelerator: answer)
-        block = torch.nn.Linear(2, 2)
-        checkpoint_activations(block, FSDPConfig(activation_checkpointing=True, activation_cpu_offload=True))
-        block(torch.ones(1, 2)).sum().backward()
-    assert asked == [True, False]
 
 
 class Calls(TorchDispatchMode):
@@ -183,36 +159,6 @@ def test_selective_checkpointing_keeps_what_blocked_attention_computed(one_rank,
     with Calls("blocked_attention.default") as calls:
         step(model)
     assert calls.count == times * SMALL.n_layers
-
-
-def asks_ahead_on_two_ranks():
-    """Says in which order blocks' parameters are asked for and blocks begin."""
-    dist.init_process_group("gloo")
-    fsdp = FSDPConfig()
-    model = build_parallel_model(
-        replace(SMALL, n_layers=3), fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(divide_devices(fsdp, 2), "cpu"), 1
-    )
-    told, unshard = [], FSDPParamGroup.unshard
-    numbers = {block._get_fsdp_state()._fsdp_param_group: i for i, block in enumerate(model.transformer.blocks)}
-
-    def note(group, *args, **options):
-        told.append(f"asked for {numbers.get(group, 'the rest')}")
-        return unshard(group, *args, **options)
-
-    FSDPParamGroup.unshard = note
-    for number, block in enumerate(model.transformer.blocks):
-        block.norm_1.register_forward_pre_hook(lambda *_, number=number: told.append(f"begins {number}"))
-    with torch.no_grad():
-        model(torch.zeros(1, 8, dtype=torch.int64))
-    if dist.get_rank() == 0:
-        print(json.dumps(told))
-
-
-@pytest.mark.multiprocess
-def test_a_block_begins_when_its_successor_s_parameters_are_on_their_way(tmp_path):
-    told = json.loads(launch(asks_ahead_on_two_ranks, (), tmp_path, 2).check().output.splitlines()[-1])
-    for number in range(2):
-        assert told.index(f"asked for {number + 1}") < told.index(f"begins {number}")
 
 
 def test_a_block_kept_from_its_gradient_sum_gives_it_with_the_last_microbatch(one_rank):

@@ -62,17 +62,6 @@ def divisible(data: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_one_device_carries_on_what_two_began_together(tmp_path, data):
-    config = divisible(data, eval_interval="2ba")
-    run(tmp_path, config, "whole")
-    run(tmp_path, config, "legs", 2, stop_after="2ba", **OVER_TWO)
-    said = run(tmp_path, config, "legs").output
-    assert "tensor parallel degree 2 -> none" in said
-    assert_same_run(tmp_path, "legs", "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
 def test_a_run_is_the_same_divided_or_not_and_changes_over_at_any_checkpoint(tmp_path, data):
     config = divisible(data, max_duration="6ba", eval_interval="3ba", model__vocab_size=97)
     run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
