@@ -153,8 +153,8 @@ class EpochOrder:
     def sample_ids(self, lanes: range, steps: range) -> Int64Array:
         """Sample ids of some lanes at some steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.
 
-        Computes only these (in shuffled order: the blocks that `steps` touches), in pieces of bounded size. `steps` must
-        ascend and stay below `num_batches`.
+        Computes only these (in shuffled order: the blocks that `steps` touches), in pieces of bounded size. `steps`
+        must ascend and stay below `num_batches`.
         """
         if not self.order.shuffle:
             places = np.asarray(steps, np.int64)[:, None] * self.order.num_lanes + np.asarray(lanes, np.int64)
