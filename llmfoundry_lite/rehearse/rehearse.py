@@ -51,8 +51,13 @@ def rehearse(
         if searches:
             return search(stage, job, ranks[0])
         for rank in ranks:
-            options = {"num_devices": num_devices, "per_node": job.per_node, "num_batches": num_batches}
-            outcome = stage.rehearse(job.arguments, device, rank=rank, **options)
+            outcome = stage.rehearse(
+                *(job.arguments, device),
+                num_devices=num_devices,
+                per_node=job.per_node,
+                rank=rank,
+                num_batches=num_batches,
+            )
             if outcome.exit_code != EXIT_DONE:
                 print(outcome.said, end="", file=sys.stderr, flush=True)
                 return outcome.exit_code

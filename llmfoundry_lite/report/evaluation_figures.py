@@ -56,7 +56,7 @@ def plot_curves(panels: Sequence[Panel], path: Path, *, x_label: str) -> None:
         axes.set_ylabel(panel.y_label)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter("{x:,.0f}")
-    clean(grid.flat[: len(panels)])
+    clean(list(grid.flat[: len(panels)]))
     if any(len(panel.points) > 1 for panel in panels):
         handles, labels = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)

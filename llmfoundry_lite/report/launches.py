@@ -78,26 +78,25 @@ def describe_failures(run: Run) -> dict[str, Any]:
 
 def find_trained(log: Log) -> list[Launch]:
     """Return each launch that wrote lines, in order."""
+    branches: list[Rows] = [log, *log.dead]
+    batch, number = (np.concatenate([getattr(rows, name) for rows in branches]) for name in ("batch", "launch"))
+    clock = np.concatenate([rows[ELAPSED] for rows in branches])
+    devices = np.concatenate([rows.num_devices for rows in branches])
+    device_seconds = devices * np.concatenate([rows[SECONDS] for rows in branches])
+    is_lost = np.arange(len(batch)) >= len(log.batch)
     launches = []
-    for number in range(1, log.num_launches + 1):
-        parts: list[tuple[Rows, np.ndarray]] = [
-            (rows, rows.launch == number) for rows in (log, *log.dead) if (rows.launch == number).any()
-        ]
-        batches = np.concatenate([rows.batch[here] for rows, here in parts]) if parts else np.empty(0, np.int64)
-        clocks = np.concatenate([rows[ELAPSED][here] for rows, here in parts]) if parts else np.empty(0)
-        lost = [(rows, here) for rows, here in parts if rows is not log]
-        device_seconds = sum(float(np.nansum((rows[SECONDS] * rows.num_devices)[here])) for rows, here in lost)
-        is_known = all(np.isfinite(rows.num_devices[here]).all() for rows, here in lost)
-        if len(batches):
-            launches.append(
-                Launch(
-                    first_batch=int(batches.min()),
-                    last_batch=int(batches.max()),
-                    hours=float(np.nanmax(clocks)) / 3600 if np.isfinite(clocks).any() else 0.0,
-                    batches_lost=sum(int(here.sum()) for _, here in lost),
-                    device_hours_lost=device_seconds / 3600 if is_known else None,
-                )
+    for here in (number == launch for launch in np.unique(number)):
+        lost = here & is_lost
+        is_known = np.isfinite(devices[lost]).all()
+        launches.append(
+            Launch(
+                first_batch=int(batch[here].min()),
+                last_batch=int(batch[here].max()),
+                hours=float(np.nanmax(clock[here])) / 3600 if np.isfinite(clock[here]).any() else 0.0,
+                batches_lost=int(lost.sum()),
+                device_hours_lost=float(np.nansum(device_seconds[lost])) / 3600 if is_known else None,
             )
+        )
     return launches
 
 

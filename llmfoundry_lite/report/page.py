@@ -46,14 +46,11 @@ def build_sections(facts: Facts) -> list[Section]:
 
 
 def losses(run: Facts) -> Section:
+    tail = run["training_loss_batches"]
     rows: list[Sequence[str]] = [
         (name, f"{nats:.4f}", f"{nats / math.log(2) / per_byte:.3f}" if per_byte else "")
         for name, nats, per_byte in (
-            (
-                f"training loss, last {run['training_loss_batches']} batches",
-                run["training_loss"],
-                run["training_bytes_per_token"],
-            ),
+            (f"training loss, last {tail} batches", run["training_loss"], run["training_bytes_per_token"]),
             ("validation loss", run["validation_loss"], run["bytes_per_token"]),
             *((f"{name} model", nats, run["bytes_per_token"]) for name, nats in (run["baselines"] or {}).items()),
         )
@@ -81,10 +78,10 @@ def launches(run: Facts) -> Section:
     rows: list[Sequence[str]] = [
         (
             f"{number}",
-            UNKNOWN if launch["first_batch"] is None else f"{launch['first_batch']:,}-{launch['last_batch']:,}",
+            span(launch["first_batch"], launch["last_batch"]),
             clock(launch["hours"]),
-            launch["ended"] + (f": {launch['reason']}" if launch["reason"] else ""),
-            count(launch["batches_lost"]),
+            ending(launch["ended"], launch["reason"]),
+            shown(launch["batches_lost"]),
             small(launch["device_hours_lost"]),
         )
         for number, launch in numbered[-MOST_LAUNCHES:]
@@ -93,7 +90,7 @@ def launches(run: Facts) -> Section:
     if len(numbered) > MOST_LAUNCHES:
         lines.append(f"the {len(numbered) - MOST_LAUNCHES:,} launches before are in report.json")
     causes = ", ".join(f"{number} {ended}" for ended, number in facts["causes"].items())
-    lost = f"{count(facts['batches_lost'])} batches and {small(facts['device_hours_lost'])} device-hours lost"
+    lost = f"{shown(facts['batches_lost'])} batches and {small(facts['device_hours_lost'])} device-hours lost"
     lines.append(f"{len(numbered)} launches: {causes}; {lost}")
     columns = ("launch", "batches", "time", "ended", "batches lost", "device-hours lost")
     return Section(Table(f"Launches of {run['name']}", columns, rows, (0, 2, 4, 5)), [*lines, *advise_saves(run)])
@@ -123,23 +120,19 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
     has_energy = any(fact["energy_kwh"] is not None for fact in facts)
     rows = [
         (
-            f"{fact['first_batch']:,}-{fact['last_batch']:,}",
-            f"{count(fact['num_devices'])} x {fact['device']}" if fact["device"] else "not known: since the last save",
+            span(fact["first_batch"], fact["last_batch"]),
+            f"{shown(fact['num_devices'])} x {fact['device']}" if fact["device"] else "not known: since the last save",
             " ".join(word for word in (fact["sharding"], short_precision(fact["precision"])) if word) or UNKNOWN,
-            count(fact["tokens"]),
-            count(fact["tokens_per_second_per_device"]),
-            UNKNOWN if fact["mfu"] is None else f"{fact['mfu']:.1%}",
-            clock(fact["hours"]),
-            small(fact["energy_kwh"]),
-            small(fact["cost"]),
+            *(shown(fact["tokens"]), shown(fact["tokens_per_second_per_device"]), shown(fact["mfu"], "{:.1%}")),
+            *(clock(fact["hours"]), small(fact["energy_kwh"]), small(fact["cost"])),
         )
         for fact in facts
     ]
     if len(facts) > 1:
-        sums = (count(total["tokens"]), "", "", clock(total["hours"]), small(total["energy_kwh"]), small(total["cost"]))
+        sums = (shown(total["tokens"]), "", "", clock(total["hours"]), small(total["energy_kwh"]), small(total["cost"]))
         rows.append(("total", "", "", *sums))
     columns = ("batches", "devices", "how", "tokens", "tokens/s per device", "MFU", "time", "kWh", "cost")
-    shown = [i for i in range(len(columns)) if (i != 7 or has_energy) and (i != 8 or with_cost)]
+    kept = [i for i in range(len(columns)) if (i != 7 or has_energy) and (i != 8 or with_cost)]
     lines = [
         f"{fact['first_batch']:,}-{fact['last_batch']:,}: {', '.join(fact['computed_with'])}"
         for fact in facts
@@ -154,27 +147,22 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
         lines.append("cost is devices x time x the price given")
     table = Table(
         f"Where {run['name']} ran, by {run['segments_from']}",
-        [columns[i] for i in shown],
-        [[row[i] for i in shown] for row in rows],
-        range(3, len(shown)),
+        [columns[i] for i in kept],
+        [[row[i] for i in kept] for row in rows],
+        range(3, len(kept)),
     )
     return Section(table, lines)
 
 
 def places(run: Facts) -> Section:
     facts = run["relay"]
-    total = {"place": "total", **facts["total"]}
-    rows: list[Sequence[str]] = [
+    rows = [
         (
-            part["place"],
-            count(part["num_legs"]),
-            count(part["batches"]),
-            clock(part["hours"]),
-            clock(part["training_hours"]),
-            UNKNOWN if part["utilisation"] is None else f"{part['utilisation']:.0%}",
-            small(part["cost"]),
+            *(part["place"], shown(part["num_legs"]), shown(part["batches"])),
+            *(clock(part["hours"]), clock(part["training_hours"])),
+            *(shown(part["utilisation"], "{:.0%}"), small(part["cost"])),
         )
-        for part in (*facts["places"], total)
+        for part in (*facts["places"], {"place": "total", **facts["total"]})
     ]
     lines = [
         f"in {clock(facts['hours'])} from the first launch on; no place had the run for {clock(facts['idle_hours'])}",
@@ -188,14 +176,10 @@ def places(run: Facts) -> Section:
 
 def legs(run: Facts) -> Section:
     facts = run["relay"]["legs"]
-    rows: list[Sequence[str]] = [
+    rows = [
         (
-            f"{leg['number']}",
-            leg["place"],
-            f"{leg['first_batch']:,}-{leg['last_batch']:,}" if leg["last_batch"] >= leg["first_batch"] else UNKNOWN,
-            clock(leg["began_hours"]),
-            clock(leg["hours"]),
-            (leg["ended"] or "running") + (f": {leg['reason']}" if leg["reason"] else ""),
+            *(f"{leg['number']}", leg["place"], span(leg["first_batch"], leg["last_batch"])),
+            *(clock(leg["began_hours"]), clock(leg["hours"]), ending(leg["ended"] or "running", leg["reason"])),
         )
         for leg in facts[-MOST_LAUNCHES:]
     ]
@@ -212,10 +196,10 @@ def comparisons(facts: Sequence[Facts]) -> Section:
             (
                 pair["other"],
                 f"{pair['num_common']:,}",
-                at(pair["max_absolute"], pair["max_absolute_batch"], "{:.3e}"),
-                UNKNOWN if pair["mean_absolute"] is None else f"{pair['mean_absolute']:.3e}",
-                at(pair["final_difference"], pair["final_batch"], "{:+.3e}"),
-                at(pair["validation_difference"], pair["validation_batch"], "{:+.3e}"),
+                shown(pair["max_absolute"], "{:.3e}", pair["max_absolute_batch"]),
+                shown(pair["mean_absolute"], "{:.3e}"),
+                shown(pair["final_difference"], "{:+.3e}", pair["final_batch"]),
+                shown(pair["validation_difference"], "{:+.3e}", pair["validation_batch"]),
                 digests(pair),
             )
         )
@@ -259,12 +243,19 @@ def listed(batches: Sequence[int], most: int = 8) -> str:
     return f"batch{'' if len(batches) == 1 else 'es'} {text}{more}"
 
 
-def at(value: float | None, batch: int | None, form: str) -> str:
-    return UNKNOWN if value is None else f"{form.format(value)} at {batch:,}"
+def shown(value: float | None, form: str = "{:,.0f}", batch: int | None = None) -> str:
+    if value is None:
+        return UNKNOWN
+    return form.format(value) + ("" if batch is None else f" at {batch:,}")
 
 
-def count(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:,.0f}"
+def span(first_batch: int | None, last_batch: int | None) -> str:
+    is_known = first_batch is not None and last_batch is not None and first_batch <= last_batch
+    return f"{first_batch:,}-{last_batch:,}" if is_known else UNKNOWN
+
+
+def ending(ended: str, reason: str | None) -> str:
+    return f"{ended}: {reason}" if reason else ended
 
 
 def small(value: float | None) -> str:
