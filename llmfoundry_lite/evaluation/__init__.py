@@ -1,6 +1,6 @@
 """The walk of an evaluation item, file by file.
 
-tasks.py        a file -> rows -> prompts -> token ids; perplexity.py: text -> windows of token ids
+tasks.py        a file -> rows -> prompts -> token ids; held-out text -> windows of token ids
 packing.py      requests -> prefix trees -> batches
 scoring.py      a batch -> log-probabilities; generation.py: a prompt -> the text that a model writes
 records.py      log-probabilities -> an item, items -> a task's record; the schema of both
@@ -8,6 +8,6 @@ harness.py      the above for each task, on all ranks; against.py: until a diffe
 results.py      records <-> files
 suite.py        the above for each model (models.py)
 tables.py       records -> tables
-compare.py      two results -> differences: comparable.py (may they be compared?), paired.py (tests and intervals),
-                sequential.py (looks and boundaries), verdicts.py (how it looks)
+compare.py      two results -> differences: paired.py has tests and intervals, sequential.py looks and boundaries
+verdicts.py     differences -> tables
 """

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.comparable import has_other_tokenizer, refuse_if_different
-from llmfoundry_lite.evaluation.compare import look_until_decided, main_metric
+from llmfoundry_lite.evaluation.compare import has_other_tokenizer, look_until_decided, main_metric, refuse_if_different
 from llmfoundry_lite.evaluation.records import Record, asked_of, num_unasked
 from llmfoundry_lite.evaluation.results import Outline, Results, differences, load_results
 from llmfoundry_lite.evaluation.sequential import (

@@ -14,11 +14,10 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.against import Against, ask_until_decided
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.perplexity import prepare_text
 from llmfoundry_lite.evaluation.records import Record, hash_of, scored_item, summarise, written_item
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
-from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, prepare, read_rows
+from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, prepare, prepare_text, read_rows
 from llmfoundry_lite.ranks.exchange import (
     all_gather_json,
     broadcast_json,

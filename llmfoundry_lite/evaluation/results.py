@@ -29,7 +29,6 @@ from llmfoundry_lite.evaluation.tasks import (
     settings_of,
 )
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.ranks.exchange import rank_and_size
 
 
 @dataclass(kw_only=True)
@@ -213,6 +212,8 @@ class ResultFiles:
 
     def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
         """Raises DataError where nothing can be written, or for a file that is there and no result."""
+        from llmfoundry_lite.ranks.exchange import rank_and_size  # imports torch, which comparing does not need
+
         self.path = folder / suite / f"{model}.json"
         self.items_path = _items_path(self.path)
         self.redo = redo

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import subprocess
+import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -398,6 +400,11 @@ def test_items_that_are_missing_torn_or_another_evaluations(tmp_path, capsys):
     other.write_text(told)
     items.unlink()
     assert "other.items.jsonl is missing, and results are compared item by item" in error_of(capsys, good, other)
+
+
+def test_comparing_needs_no_torch():
+    code = "import llmfoundry_lite.evaluation.verdicts, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_copies_are_the_same_on_every_item_and_names_are_told_apart(tmp_path):

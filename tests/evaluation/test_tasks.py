@@ -15,8 +15,7 @@ from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.generation import is_right, write
-from llmfoundry_lite.evaluation.perplexity import prepare_text
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, prepare_text, read_rows
 from tests.helpers.pieces import Pieces
 
 
