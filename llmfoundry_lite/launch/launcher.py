@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -59,6 +58,7 @@ Preempted ranks save, and end themselves when that takes too long."""
 SILENCE_SECONDS = 10.0
 """Time without a beat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
+SLEEP_SECONDS = 0.05
 
 
 class Program(NamedTuple):
@@ -137,7 +137,8 @@ class Launcher:
     retry_seconds: float = 0.0
     _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
     _world: "World | None" = None
-    _asked: threading.Event = field(default_factory=threading.Event)
+    _is_asked: bool = False
+    """A signal has asked to leave. An Event would deadlock: the handler runs in the thread that waits for it."""
 
     def run(self, arguments: Sequence[str]) -> int:
         """Return the exit code of the launch.
@@ -157,7 +158,7 @@ class Launcher:
                 outcome = self._try([*arguments, *again], {**environment, "MASTER_PORT": str(free_port())})
                 is_transient = outcome.code in CODES
                 code = CODES.get(outcome.code, outcome.code)
-                if (outcome.code != EXIT_BUG and not is_transient) or self._asked.is_set():
+                if (outcome.code != EXIT_BUG and not is_transient) or self._is_asked:
                     if outcome.was_killed:
                         say(f"{outcome.culprit}; the newest save stands")
                     return code
@@ -174,7 +175,10 @@ class Launcher:
                 # Where nothing had begun yet, a run that is there already is still to be refused.
                 if restarts.num_restarts or restarts.has_progressed:
                     again = ["autoresume=true"]
-                if self._asked.wait(pause):
+                end = time.monotonic() + pause
+                while not self._is_asked and (left := end - time.monotonic()) > 0:
+                    time.sleep(min(SLEEP_SECONDS, left))
+                if self._is_asked:
                     return code if is_transient else EXIT_PREEMPTED
         finally:
             self._stop_server()
@@ -182,13 +186,13 @@ class Launcher:
     def _try(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "Outcome":
         server, channel = self._server = self._running_server()
         self._world = World(channel, lambda: server.poll() is not None, self.num_ranks)
-        if self._asked.is_set():  # meanwhile
+        if self._is_asked:  # meanwhile
             self._world.asked_by = signal.SIGTERM
         self._world.start(arguments, environment, self.logs)
         outcome = self._world.wait()
         if self._world.is_server_gone:
             self._stop_server()
-        if self._asked.is_set() and not self._world.processes:
+        if self._is_asked and not self._world.processes:
             say("asked to leave before the ranks had begun; run the same command again")
         return outcome
 
@@ -218,7 +222,7 @@ class Launcher:
         process.wait()
 
     def _hand_on(self, number: int, frame: Any) -> None:
-        self._asked.set()
+        self._is_asked = True
         if self._world is not None:
             self._world.ask_to_leave(number)
 
