@@ -76,7 +76,7 @@ def rehearse(arguments: Sequence[str]) -> None:
         os.environ.setdefault(name, value)
     # Torch has looked at its part of the environment when it was imported.
     torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    Checkpointing._save = lambda self, state, logger: None
+    replace(Checkpointing, _save=lambda self, state, logger: None)
     record()
     began = time.monotonic()
     found: dict[str, Any] = {}
@@ -130,6 +130,14 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
     )
 
 
+def replace(owner: Any, **new: Any) -> None:
+    """Set attributes that must be there already: a renamed one would silently stay the real one."""
+    for name, value in new.items():
+        if not hasattr(owner, name):
+            raise AttributeError(f"rehearse: {owner} has no {name} to replace")
+        setattr(owner, name, value)
+
+
 def replace_the_world() -> None:
     """Replace what is not there. Called before the run's own modules import it by name."""
     import torch
@@ -155,15 +163,16 @@ def replace_the_world() -> None:
         if error is not None:
             raise error
 
-    dist.init_process_group = init_process_group
-    dist.get_backend = get_backend
-    # Nobody else is there to tell or to ask.
-    exchange.open_host_group = lambda timeout: None
-    exchange._device = lambda group: torch.device("cpu")
-    exchange.broadcast_json = lambda value, group=None, *, source=0: value
-    exchange.raise_on_all_ranks = raise_on_all_ranks
-    fsdp.initialise_weights = lambda model, seed: None
-    torch.cuda._is_in_bad_fork = lambda: False  # nothing of a device that is not there is lost in a fork
+    replace(dist, init_process_group=init_process_group, get_backend=get_backend)
+    replace(
+        exchange,  # there is no other rank
+        open_host_group=lambda timeout: None,
+        _device=lambda group: torch.device("cpu"),
+        broadcast_json=lambda value, group=None, *, source=0: value,
+        raise_on_all_ranks=raise_on_all_ranks,
+    )
+    replace(fsdp, initialise_weights=lambda model, seed: None)
+    replace(torch.cuda, _is_in_bad_fork=lambda: False)  # nothing of a device that is not there is lost in a fork
     # cuDNN's library asks the device for more than a device that is not there can say.
     torch.backends.cuda.enable_cudnn_sdp(False)
     replace_numbers()
@@ -220,11 +229,11 @@ def replace_numbers() -> None:
         num_batches = self.state.dataloader_len
         return itertools.islice(real_iterate(self, trainer_mode), None if num_batches is None else int(num_batches))
 
-    GroupedTrainer._iter_dataloader = iterate
-    Agreement._agree = agree
-    builders.load_tokenizer = load_tokenizer
-    gradients.measure = measure
-    builders.DataSpec.get_num_tokens_in_batch = count
+    replace(GroupedTrainer, _iter_dataloader=iterate)
+    replace(Agreement, _agree=agree)
+    replace(builders, load_tokenizer=load_tokenizer)
+    replace(gradients, measure=measure)
+    replace(builders.DataSpec, get_num_tokens_in_batch=count)
 
 
 def end_with(parent: int, folder: str) -> None:
