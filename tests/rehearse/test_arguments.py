@@ -24,40 +24,26 @@ def refusal(capfd, *arguments: str) -> str:
     return text
 
 
-def test_unknown_hardware_is_answered_with_the_known(capfd):
-    text = refusal(capfd, *RUN, "--devices", "8", "--hardware", "H1000")
-    assert "hardware 'H1000' is not in the table" in text and "H100-80GB" in text
-    assert "For a new device, copy the row of one like it in llmfoundry_lite/hardware.py" in text
-
-
-def test_a_run_without_an_overlay_must_name_its_device(capfd):
-    assert "name it with --hardware" in refusal(capfd, RUN[0], "--devices", "8")
-
-
-def test_half_a_node_is_answered_with_the_nearest_counts(capfd):
-    text = refusal(capfd, *RUN, "--devices", "12")
-    assert "no whole number of nodes of 8" in text and text.endswith("the nearest counts that fit: 8 and 16\n")
-
-
-def test_a_batch_that_no_device_count_divides_is_answered_with_those_that_do(capfd):
-    assert refusal(capfd, *RUN, "--devices", "24").endswith("the nearest counts that fit: 16 and 32\n")
-
-
-def test_a_rank_that_is_not_there_is_refused(capfd):
-    assert "--rank: 8 given, expected 0 to 7" in refusal(capfd, *RUN, "--devices", "8", "--rank", "8")
+EIGHT = [*RUN, "--devices", "8"]
+TABLE = "For a new device, copy the row of one like it in llmfoundry_lite/hardware.py"
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("arguments", "words"),
     [
-        (["--search", "--all-kinds", "--batches", "3"], "--search: it rehearses one rank, for two batches; leave out "),
-        (["--rank", "1", "--all-kinds"], "--rank: it is the only one that is rehearsed; leave out --all-kinds"),
-        (["--batches", "1"], "Invalid value for '--batches'"),  # without the optimizer's state
+        ([*EIGHT, "--hardware", "H1000"], f"hardware 'H1000' is not in the table.* H100-80GB.*{TABLE}"),
+        ([RUN[0], "--devices", "8"], "name it with --hardware"),
+        ([RUN[0], "a100.yaml", "--devices", "8"], "hardware 'a100' may be A100-40GB and A100-80GB; name one of them"),
+        ([*RUN, "--devices", "12"], "no whole number of nodes of 8.*the nearest counts that fit: 8 and 16\n"),
+        ([*RUN, "--devices", "24"], "the nearest counts that fit: 16 and 32\n"),
+        ([*EIGHT, "--rank", "8"], "--rank: 8 given, expected 0 to 7"),
+        ([*EIGHT, "--search", "--all-kinds", "--batches", "3"], "--search: it rehearses one rank, for two batches"),
+        ([*EIGHT, "--rank", "1", "--all-kinds"], "--rank: it is the only one that is rehearsed; leave out --all-kinds"),
+        ([*EIGHT, "--batches", "1"], "Invalid value for '--batches'"),  # without the optimizer's state
     ],
-    ids=["search", "rank", "batches"],
 )
-def test_an_option_that_would_mislead_is_refused(capfd, options, words):
-    assert words in refusal(capfd, *RUN, "--devices", "8", *options)
+def test_what_cannot_be_meant_is_refused_in_a_line(capfd, arguments, words):
+    assert re.search(words, refusal(capfd, *arguments))
 
 
 def test_without_a_c_compiler_one_line_says_so(monkeypatch, tmp_path):
@@ -127,11 +113,6 @@ def test_an_overlay_is_named_after_its_device(overlay, name):
     assert find_device(["mpt-125m", f"hardware={overlay}"], None).name == name
 
 
-def test_a_name_that_several_devices_have_is_refused():
-    with pytest.raises(ConfigError, match="hardware 'a100' may be A100-40GB and A100-80GB; name one of them"):
-        find_device([RUN[0], "a100.yaml"], None)
-
-
 @pytest.mark.parametrize("largest", [0, 1, 4, 16, 48])
 @pytest.mark.parametrize("first", [1, 8, 48])
 def test_the_search_needs_few_rehearsals(largest, first):
@@ -151,12 +132,6 @@ def test_the_search_looks_beside_the_estimate_first(largest, tried_first):
     tried = []
     bisect(divisors(48), 8, lambda size: tried.append(size) or size <= largest)
     assert tried[:2] == tried_first
-
-
-def test_a_short_batch_has_two_microbatches_where_a_batch_has():
+    assert bisect([1, 2, 4], 2, lambda size: None) is None, "a rehearsal that fails in another way"
     assert short_batch(4, 16, 3) == ["device_train_microbatch_size=4", "global_train_batch_size=24"]
     assert short_batch(16, 16, 3) == ["device_train_microbatch_size=16", "global_train_batch_size=48"]
-
-
-def test_a_search_stops_at_a_rehearsal_that_fails_otherwise():
-    assert bisect([1, 2, 4], 2, lambda size: None) is None

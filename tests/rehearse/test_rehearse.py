@@ -258,11 +258,15 @@ def test_so_it_is_for_each_stage_of_a_pipeline(stage, name):
     config = load_train_config(arguments).config
     estimates = estimate_stages(config, layout_of(config, int(num_devices), 8))
     for place in PIPELINES[name]:
-        options = {"num_devices": int(num_devices), "per_node": min(8, int(num_devices)), "counts_operations": False}
-        outcome = stage.rehearse(arguments, H100, rank=place * num_data_ranks, **options)
-        assert outcome.exit_code == EXIT_DONE, outcome.said
-        above = estimates[place][1].total_bytes / outcome.found["allocated_bytes"] - 1
-        assert 0 <= above <= MOST, (place, above, outcome.found["at_peak_bytes"])
+        check_estimate(stage, arguments, int(num_devices), estimates[place][1], rank=place * num_data_ranks)
+
+
+def check_estimate(stage, arguments, num_devices, estimate, rank=0):
+    options = {"num_devices": num_devices, "per_node": min(8, num_devices), "counts_operations": False}
+    outcome = stage.rehearse(arguments, H100, rank=rank, **options)
+    assert outcome.exit_code == EXIT_DONE, outcome.said
+    above = estimate.total_bytes / outcome.found["allocated_bytes"] - 1
+    assert 0 <= above <= MOST, (rank, above, outcome.found["at_peak_bytes"])
 
 
 DIVIDED = {
@@ -297,11 +301,7 @@ def test_so_it_is_for_every_way_to_divide_a_run(stage, name):
         f"global_train_batch_size={2 * size * layout.num_data_ranks}",
     ]
     estimate = estimate_training_memory(load_train_config(arguments).config, layout)
-    options = {"num_devices": int(num_devices), "per_node": layout.node_size, "counts_operations": False}
-    outcome = stage.rehearse(arguments, H100, **options)
-    assert outcome.exit_code == EXIT_DONE, outcome.said
-    above = estimate.total_bytes / outcome.found["allocated_bytes"] - 1
-    assert 0 <= above <= MOST, (above, outcome.found["at_peak_bytes"])
+    check_estimate(stage, arguments, int(num_devices), estimate)
 
 
 def tightest(device: str) -> list[Published]:
