@@ -1,45 +1,257 @@
-"""The content of an input file: decompressed, as UTF-8, block by block.
+"""The content of one input file: its text, its lines, the rows of a CSV file or of a table.
 
-Owns compression, encodings of text, and the bound on memory: a small file may decompress to any size, so no block is
-larger than BLOCK_BYTES and no document larger than LARGEST_DOCUMENT_BYTES. Leaves documents to `documents.py`.
+A small file may decompress to any size. So no document of a compressed file may exceed LARGEST_DOCUMENT_BYTES.
 """
 
-import codecs
+import csv
 import errno
+import gzip
 import io
+import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from llmfoundry_lite.errors import DataError
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-READ_BYTES = 1024 * 1024
 BLOCK_BYTES = 1024 * 1024
 LARGEST_DOCUMENT_BYTES = 256 * 1024 * 1024
 """Bytes of one document in a compressed file: 60 KB of .zst can hold gigabytes of the same letter."""
+OTHER_ENCODING = "; --encoding names another encoding"
 
 
-def read_document(path: Path) -> bytes | None:
-    """A file's content, decompressed; None if that would be more than LARGEST_DOCUMENT_BYTES."""
-    if path.suffix not in COMPRESSED_SUFFIXES:
-        return path.read_bytes()
-    content = bytearray()
-    for block, _ in decompressed_blocks(path):
-        content += block
-        if len(content) > LARGEST_DOCUMENT_BYTES:
-            return None
-    return bytes(content)
+class Bad(NamedTuple):
+    """Stands for a text that cannot be read."""
+
+    reason: str
+    """One of `documents.SKIP_REASONS`."""
+    sentence: str
+    """Continues the name of its place."""
+
+
+TOO_LARGE = Bad(
+    "too_large",
+    f" decompresses to more than {LARGEST_DOCUMENT_BYTES // 2**20} MiB, the most that one document of a compressed "
+    "file may have (decompress the file if that is meant)",
+)
+
+
+@contextmanager
+def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """Open a file, decompressed if its suffix says so. Yields it, and a function that tells the bytes read from disk.
+
+    Raises DataError for a compressed file that is damaged or cut short.
+    """
+    with path.open("rb") as file:
+        try:
+            if path.suffix == ".gz":
+                with gzip.open(file) as content:
+                    yield io.BufferedReader(content, BLOCK_BYTES), file.tell  # pyright: ignore[reportArgumentType]
+            elif path.suffix == ".zst":
+                import pyarrow as pa
+
+                with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as content:
+                    yield io.BufferedReader(content, BLOCK_BYTES), file.tell  # pyright: ignore[reportArgumentType]
+            else:
+                yield file, file.tell
+        except (EOFError, OSError, ValueError, zlib.error) as error:
+            is_plain = path.suffix not in COMPRESSED_SUFFIXES
+            if is_plain or isinstance(error, DataError | UnicodeError) or getattr(error, "errno", None) is not None:
+                raise
+            raise decompression_error(path, error) from error
+
+
+def decompression_error(path: Path, error: Exception) -> DataError:
+    if "too much memory" in str(error):
+        return DataError(
+            f"{path} was compressed with a longer window than can be read here; decompress it, or compress it "
+            "anew with zstd --long=27 or less"
+        )
+    if isinstance(error, EOFError) or "Truncated" in str(error):
+        return DataError(f"{path} is cut short: the compressed data ends in the middle; copy the file again")
+    return DataError(f"{path} is damaged: it does not decompress ({error})")
+
+
+def read_text(path: Path, encoding: str | None) -> str | Bad:
+    """Read a whole file as text, less its byte order mark."""
+    with open_content(path) as (file, _):
+        is_compressed = path.suffix in COMPRESSED_SUFFIXES
+        content = file.read(LARGEST_DOCUMENT_BYTES + 1 if is_compressed else -1)
+    if is_compressed and len(content) > LARGEST_DOCUMENT_BYTES:
+        return TOO_LARGE
+    try:
+        return content.decode(encoding or "utf-8").removeprefix("\ufeff")
+    except UnicodeError as error:
+        position = f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
+        return Bad("invalid_utf8", f" is not valid {encoding or 'UTF-8'}{position}{OTHER_ENCODING}")
+
+
+def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | Bad, int]]:
+    """Read a file's lines as UTF-8, each with the number of bytes read from disk so far.
+
+    A byte that the encoding does not know becomes half of a surrogate pair. That is no UTF-8, so its line is found
+    damaged later.
+    """
+    with open_content(path) as (file, position), named_encoding(path, encoding):
+        text = io.TextIOWrapper(file, encoding, "surrogateescape", newline="\n") if encoding else None
+        limit = LARGEST_DOCUMENT_BYTES
+        while line := text.readline(limit).encode("utf-8", "surrogatepass") if text else file.readline(limit):
+            is_whole = line.endswith(b"\n") or len(line) < limit
+            if limit == LARGEST_DOCUMENT_BYTES:  # or this is the rest of a line that is too large
+                yield line if is_whole else TOO_LARGE, position()
+            limit = LARGEST_DOCUMENT_BYTES if is_whole else BLOCK_BYTES
+
+
+@contextmanager
+def named_encoding(path: Path, encoding: str | None) -> Iterator[None]:
+    """Turn a stream that an encoding cannot read at all into one sentence."""
+    try:
+        yield
+    except UnicodeError as error:
+        name = encoding or "utf-8"
+        raise DataError(f"{path} is not valid {name} ({error}); name its encoding with --encoding") from error
+
+
+# CSV
+
+
+def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterator[tuple[Mapping[str, str] | Bad, int]]:
+    """Read the rows below the header, each with the number of bytes read from disk so far.
+
+    Raises DataError where the rows cannot be told apart, or if two columns have a name that is `wanted`.
+    """
+    csv.field_size_limit(LARGEST_DOCUMENT_BYTES)
+    with open_content(path) as (file, position), named_encoding(path, encoding):
+        text = io.TextIOWrapper(file, encoding or "utf-8", "surrogateescape", newline="")
+        rows = csv.reader(csv_lines(path, text), delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",", strict=True)
+        header = next_row(rows, path)
+        if isinstance(header, Bad):
+            raise DataError(f"{path}: its header{header.sentence}; repair the file")
+        check_names_differ(path, header or [], wanted)
+        while header is not None and (row := next_row(rows, path)) is not None:
+            if isinstance(row, Bad):
+                yield row, position()
+            elif len(row) == len(header):
+                yield dict(zip(header, row, strict=True)), position()
+            elif row:  # an empty line is none
+                sentence = f" has {len(row)} fields, expected the {len(header)} of the header"
+                yield Bad("invalid_csv", sentence), position()
+
+
+def csv_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: text.readline(LARGEST_DOCUMENT_BYTES), ""), start=1):
+        if len(line) == LARGEST_DOCUMENT_BYTES:
+            raise DataError(f"{path}, line {number} is longer than {LARGEST_DOCUMENT_BYTES // 2**20} MiB")
+        yield line.removeprefix("\ufeff") if number == 1 else line
+
+
+def next_row(rows: Any, path: Path) -> list[str] | Bad | None:
+    first_line = rows.line_num + 1
+    try:
+        return next(rows, None)
+    except csv.Error as error:
+        if "unexpected end" in str(error) or "field limit" in str(error):
+            raise DataError(
+                f"{path}: a quote that opens in line {first_line} or after is never closed ({error}); repair the file"
+            ) from error
+        return Bad("invalid_csv", f" (line {rows.line_num}) does not parse as CSV ({error})")
+
+
+def check_names_differ(path: Path, names: list[str], wanted: Sequence[str]) -> None:
+    """Raise DataError where several columns have the name of one that is wanted."""
+    for key in wanted:
+        name = key if key in names else key.partition(".")[0]
+        if (count := names.count(name)) > 1:
+            raise DataError(f"{path} has {count} columns named {name!r}; rename all but one")
+
+
+# Tables: parquet and arrow
+
+
+def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows and bytes of each row group or record batch. Reads descriptions alone."""
+    if path.suffix == ".arrow":
+        with arrow_errors(path, "is damaged"):
+            yield from ((batch.num_rows, batch.nbytes) for batch in open_arrow(path)[1])
+    elif path.suffix in COMPRESSED_SUFFIXES:
+        yield 0, size_bytes
+    else:
+        metadata = open_parquet(path).metadata
+        for index in range(count := metadata.num_row_groups):
+            share = size_bytes * (index + 1) // count - size_bytes * index // count
+            yield metadata.row_group(index).num_rows, share
+
+
+def read_table(path: Path, start: int, end: int, wanted: Sequence[str]) -> Iterator[Mapping[str, Any] | Bad]:
+    """Read the rows of row groups or record batches [start, end): the `wanted` columns, or all if one is not there.
+
+    Of a parquet file that is compressed as a whole, all row groups.
+    """
+    with arrow_errors(path, "is damaged"):
+        if path.suffix == ".arrow":
+            schema, batches = open_arrow(path)
+            batches = islice(batches, start, end)
+        else:
+            parquet = open_parquet(path)
+            schema, groups = parquet.schema_arrow, list(range(parquet.num_row_groups))
+            groups = groups if path.suffix in COMPRESSED_SUFFIXES else groups[start:end]
+            columns = list(wanted) if has_all(schema, wanted) else None
+            batches = parquet.iter_batches(batch_size=1024, row_groups=groups, columns=columns)
+        check_names_differ(path, schema.names, wanted)
+        columns = sorted({key if key in schema.names else key.partition(".")[0] for key in wanted})
+        for batch in batches:
+            yield from rows_of(batch.select(columns) if has_all(schema, wanted) else batch)
+
+
+def has_all(schema: Any, keys: Sequence[str]) -> bool:
+    """Whether every key names a column, or a field within one."""
+    return all(key in schema.names or has_field(schema, key.split(".")) for key in keys)
+
+
+def has_field(parent: Any, names: list[str]) -> bool:
+    """`parent`: a schema or a struct type."""
+    import pyarrow as pa
+
+    index = parent.get_field_index(names[0])
+    if index < 0 or not names[1:]:
+        return index >= 0
+    kind = parent.field(index).type
+    return pa.types.is_struct(kind) and has_field(kind, names[1:])
+
+
+def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | Bad]:
+    """The rows of a record batch. Arrow does not check its strings, so one bad string spoils no other row."""
+    try:
+        rows = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            yield Bad("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the text)")
+            return
+        for index in range(batch.num_rows):
+            yield from rows_of(batch.slice(index, 1))
+        return
+    yield from rows
+
+
+def open_parquet(path: Path) -> Any:
+    """Open a parquet file and read its footer."""
+    import pyarrow.parquet as pq
+
+    with arrow_errors(path, "is not a parquet file"):
+        return pq.ParquetFile(decompressed_copy(path) if path.suffix in COMPRESSED_SUFFIXES else path)
 
 
 def decompressed_copy(path: Path) -> BinaryIO:
     """A file without a name that holds the content of a compressed file."""
     copy: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's, and gone when it is
     try:
-        for block, _ in decompressed_blocks(path):
-            copy.write(block)
+        with open_content(path) as (file, _):
+            shutil.copyfileobj(file, copy, BLOCK_BYTES)
         copy.seek(0)
     except OSError as error:
         copy.close()
@@ -51,121 +263,28 @@ def decompressed_copy(path: Path) -> BinaryIO:
     return copy
 
 
-def utf8_blocks(path: Path, encoding: str | None) -> Iterator[tuple[bytes, int]]:
-    """The content of a file as UTF-8, with the number of bytes read so far. `encoding` None is UTF-8 already.
-
-    A byte that the encoding does not know becomes half of a surrogate pair, which is no UTF-8: the line is then found
-    and counted like any other that is damaged.
-    """
-    if encoding is None:
-        yield from blocks(path)
-        return
-    decoder = codecs.getincrementaldecoder(encoding)(errors="surrogateescape")
-    try:
-        begun = False
-        for block, read_bytes in blocks(path):
-            text = decoder.decode(block)
-            if text and not begun:
-                text, begun = text.removeprefix("\ufeff"), True
-            yield text.encode("utf-8", "surrogatepass"), read_bytes
-        yield decoder.decode(b"", final=True).encode("utf-8", "surrogatepass"), path.stat().st_size
-    except UnicodeError as error:
-        raise DataError(f"{path} is not valid {encoding} ({error}); name its encoding with --encoding") from error
-
-
-def blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """The content of a file in blocks, decompressed, with the number of bytes read from disk so far."""
-    if path.suffix in COMPRESSED_SUFFIXES:
-        yield from decompressed_blocks(path)
-        return
-    read_bytes = 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            read_bytes += len(block)
-            yield block, read_bytes
-
-
-def decompressed_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """The content of a .gz or .zst file, block by block, with the number of compressed bytes read so far.
-
-    A file that stops in the middle is an error here; the usual stream readers return what they have and say nothing.
-    """
-    return ungzipped(path) if path.suffix == ".gz" else unzstandard(path)
-
-
-def ungzipped(path: Path) -> Iterator[tuple[bytes, int]]:
-    member = None
-    read_bytes = num_members = 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(READ_BYTES):
-                read_bytes += len(block)
-                while block:
-                    if member is None and num_members:
-                        block = block.lstrip(b"\0")  # as tapes and block devices pad files
-                        if not block:
-                            break
-                    if member is None:
-                        member = zlib.decompressobj(wbits=31)
-                        num_members += 1
-                    content = member.decompress(block, BLOCK_BYTES)
-                    if content:
-                        yield content, read_bytes
-                    block = member.unused_data if member.eof else member.unconsumed_tail
-                    member = None if member.eof else member
-    except zlib.error as error:
-        raise damaged(path, error) from error
-    if member is not None:
-        raise cut_short(path)
-
-
-def unzstandard(path: Path) -> Iterator[tuple[bytes, int]]:
-    """By arrow's reader: it bounds what one call returns, and tells a stream that ends from one that is cut."""
+def open_arrow(path: Path) -> tuple[Any, Iterator[Any]]:
+    """Map an arrow file of either format. Returns its schema and its record batches."""
     import pyarrow as pa
 
-    with path.open("rb") as file:
-        try:
-            with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as stream:
-                while content := stream.read(BLOCK_BYTES):
-                    yield content, file.tell()
-        except (pa.ArrowInvalid, OSError) as error:
-            if getattr(error, "errno", None) is not None:
-                raise  # the disk's, not the content's
-            if "too much memory" in str(error):
-                raise DataError(
-                    f"{path} was compressed with a longer window than can be read here; decompress it, or compress it "
-                    "anew with zstd --long=27 or less"
-                ) from error
-            raise (cut_short(path) if "Truncated" in str(error) else damaged(path, error)) from error
+    source = pa.memory_map(str(path))
+    try:
+        stream = pa.ipc.open_stream(source)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        file = pa.ipc.open_file(source)
+        return file.schema, (file.get_batch(index) for index in range(file.num_record_batches))
+    return stream.schema, iter(stream)
 
 
-def damaged(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is damaged: it does not decompress ({error})")
+@contextmanager
+def arrow_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn arrow's errors about a file's content into one sentence."""
+    import pyarrow as pa
 
-
-def cut_short(path: Path) -> DataError:
-    return DataError(f"{path} is cut short: the compressed data ends in the middle; copy the file again")
-
-
-class BlockReader(io.RawIOBase):
-    """Blocks as a file to read from."""
-
-    def __init__(self, source: Iterator[tuple[bytes, int]]) -> None:
-        self.source = source
-        self.block = memoryview(b"")
-        self.read_bytes = 0
-        """From disk so far."""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.block:
-            block, self.read_bytes = next(self.source, (None, self.read_bytes))
-            if block is None:
-                return 0
-            self.block = memoryview(block)
-        count = min(len(buffer), len(self.block))
-        buffer[:count] = self.block[:count]
-        self.block = self.block[count:]
-        return count
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise  # the disk's, not the content's
+        raise DataError(f"{path} {what}: {' '.join(str(error).split())}") from error

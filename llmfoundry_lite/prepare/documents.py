@@ -1,192 +1,227 @@
-"""How the documents of one unit are read.
+"""Units of a source, and the documents in them.
 
-Owns files and lines. Leaves the kinds of units, and what makes a row a document, to `units.py`, tables to `tables.py`,
-finding documents and cutting them into units to `sources.py`, compression and encodings to `contents.py`.
+A unit is read by one worker. Units that can be found again (files, byte ranges, row groups) carry only their place.
+Units of a stream carry their content, because only the reader of the stream can get at it.
 
-    read_documents(unit)  ->  Document, Document, …
-
-| files                          | documents            | units                                              |
-|--------------------------------|----------------------|----------------------------------------------------|
-| .txt .md                       | one per file         | runs of small files                                |
-| .jsonl .json .ndjson           | one per line         | byte ranges; a line belongs to where it starts     |
-| .parquet                       | one per row          | row groups                                         |
-| .arrow                         | one per row          | runs of record batches                             |
-| JSON lines, .gz .zst or no UTF-8 | one per line       | pieces cut at line ends while decompressing        |
-| .csv .tsv, a Hub data set      | one per row          | runs of rows                                       |
+| kind  | files                          | a document is | a unit is                                          |
+|-------|--------------------------------|---------------|----------------------------------------------------|
+| whole | .txt .md                       | a file        | small files in a row                               |
+| lines | .jsonl .json .ndjson           | a line        | a byte range; a line belongs to where it starts    |
+| lines | the same, .gz .zst or no UTF-8 | a line        | lines, cut while decompressing                     |
+| table | .parquet .arrow                | a row         | row groups or record batches                       |
+| rows  | .csv .tsv, a Hub data set      | a row         | texts of rows                                      |
 """
 
 import codecs
 import json
-from collections.abc import Iterator
-from io import BytesIO
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from llmfoundry_lite.prepare.contents import LARGEST_DOCUMENT_BYTES, READ_BYTES, read_document
-from llmfoundry_lite.prepare.tables import read_arrow_batches, read_row_group
-from llmfoundry_lite.prepare.units import (
-    ArrowBatches,
-    Document,
-    LinePiece,
-    LineRange,
-    Problem,
-    RowGroup,
-    RowPiece,
-    Skipped,
-    Unit,
-    WholeFiles,
-    document_of,
-    split_key,
-    value_of,
-)
+import xxhash
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.prepare.contents import BLOCK_BYTES, OTHER_ENCODING, Bad, read_table, read_text
+from llmfoundry_lite.prepare.request import Request
 
 STDLIB_HASH_SEED = 187
 """Chosen by what it holds out on Python 3.11 to 3.13: modules of ordinary code (`argparse`, `pathlib`, `pickle`, …),
 5 % of the text, none of them much larger than the others."""
 
-
-def read_documents(
-    unit: Unit, *, text_keys: tuple[str, ...], on_error: str, skipped: Skipped, encoding: str | None = None
-) -> Iterator[Document]:
-    """The documents of a unit, in order. Notes in `skipped` what it leaves out.
-
-    With `on_error="stop"` a bad document raises DataError, which names its file and line or row. `encoding` is that
-    of whole files; None is UTF-8.
-    """
-    problem = Problem(on_error, skipped)
-    match unit:
-        case WholeFiles():
-            documents = read_whole_files(unit, encoding, problem)
-        case LineRange() | LinePiece():
-            documents = read_lines(unit, text_keys, problem)
-        case RowGroup():
-            documents = read_row_group(unit, text_keys, problem)
-        case ArrowBatches():
-            documents = read_arrow_batches(unit, text_keys, problem)
-        case RowPiece():
-            documents = read_rows(unit, problem)
-    for document in documents:
-        if document.num_bytes == 0:
-            skipped.counts["empty"] += 1
-        else:
-            yield document
-
-
-TOO_LARGE = (
-    f" decompresses to more than {LARGEST_DOCUMENT_BYTES // 2**20} MiB, the most that one document of a compressed "
-    "file may have (decompress the file if that is meant)"
+SKIP_REASONS: tuple[str, ...] = (
+    *("empty", "invalid_utf8", "invalid_json", "missing_text_key", "not_text", "invalid_csv", "too_large"),
 )
+"""Reasons to leave a document out. `empty` is always left out; the others only with `--on-error skip`."""
 
-OTHER_ENCODING = "; --encoding names another encoding"
+NAMED_PER_UNIT = 10
+"""Documents left out in one unit that are named; the others are only counted."""
+
+FIELD_SEPARATOR = "\n\n"
+"""Stands between the values of several text keys."""
 
 
-def read_whole_files(unit: WholeFiles, encoding: str | None, problem: Problem) -> Iterator[Document]:
-    for index, path in enumerate(unit.paths):
-        where = path.__str__
-        content = read_document(path)
-        if content is None:
-            problem("too_large", where, TOO_LARGE)
+class Document(NamedTuple):
+    """One document: its text, the length of the text in UTF-8 bytes, and what decides its split.
+
+    `split_key` is a 64-bit hash, so a document is in the validation split when its key is below a threshold. It
+    hashes the text itself (the same text never sits in both splits) or, for the standard library, the name of the
+    top-level module (whole modules are held out).
+    """
+
+    text: str
+    num_bytes: int
+    split_key: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """A piece of a source: a place in files or, for a stream, what was read from it."""
+
+    kind: str
+    """See the table above."""
+    names: tuple[str, ...]
+    """Paths of files, or the name of a stream."""
+    num_bytes: int
+    """Bytes on disk: the unit's share of the progress bar."""
+    start: int = 0
+    end: int = 0
+    """Of a plain file of lines: bytes [start, end). Of a table: row groups or record batches."""
+    first: int = 1
+    """Number of the first line of `content`, or of the first row."""
+    content: tuple[Any, ...] | None = field(default=None, repr=False)
+    """Lines as bytes, or texts; a Bad for each that cannot be read."""
+    modules: tuple[str, ...] = ()
+    """For the standard library: the top-level module of each file. Files that are not UTF-8 are then left out."""
+
+    def digest(self) -> str:
+        """A name: the same for the same unit in another launch, another for any other unit."""
+        told = (self.kind, self.names, self.start, self.end, self.first, self.content)
+        return xxhash.xxh3_128_hexdigest(repr(told).encode(errors="backslashreplace"))
+
+    def place(self, index: int) -> str:
+        """Name the document that `read_values` numbers so."""
+        if self.kind == "whole":
+            return self.names[index]
+        if self.kind != "lines":
+            return f"{self.names[0]}, row {self.first + index}"
+        number = count_lines(Path(self.names[0]), index) + 1 if self.content is None else self.first + index
+        return f"{self.names[0]}, line {number}"
+
+
+@dataclass(slots=True)
+class Skipped:
+    """The documents of a unit that were left out."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """Numbers by SKIP_REASONS."""
+    named: list[str] = field(default_factory=list)
+    """A sentence for each of the first NAMED_PER_UNIT, those that are merely empty aside."""
+
+
+def read_documents(unit: Unit, request: Request, skipped: Skipped) -> Iterator[Document]:
+    """Yield the documents of a unit, in order. Notes in `skipped` what it leaves out.
+
+    With `on_error="stop"` a bad document raises DataError, which names its file and line or row.
+    """
+    for index, value in read_values(unit, request.text_keys, request.encoding):
+        content = b""
+        if isinstance(value, str):
+            try:
+                content = value.encode("utf-8")
+            except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no encoding can write
+                sentence = ": its text contains half of a surrogate pair, which is not valid Unicode"
+                value = Bad("invalid_utf8", sentence)
+        if isinstance(value, str) and content:
+            module = unit.modules[index].encode() if unit.modules else b""
+            key = split_key(module, STDLIB_HASH_SEED) if module else split_key(content)
+            yield Document(value, len(content), key)
             continue
-        try:
-            if encoding is None:
-                content = content.removeprefix(codecs.BOM_UTF8)
-                text = content.decode("utf-8")
-            else:
-                text = content.decode(encoding).removeprefix("\ufeff")
-                content = text.encode("utf-8")
-        except UnicodeError as error:
-            if unit.modules:  # nobody can repair the standard library
-                problem.skipped.counts["invalid_utf8"] += 1
-            else:
-                problem("invalid_utf8", where, f" is not valid {encoding or 'UTF-8'}{position(error)}{OTHER_ENCODING}")
-            continue
-        key = split_key(unit.modules[index].encode(), STDLIB_HASH_SEED) if unit.modules else split_key(content)
-        yield Document(text, len(content), key)
+        skipped.counts[value.reason if isinstance(value, Bad) else "empty"] += 1
+        if isinstance(value, Bad) and not unit.modules:  # nobody can repair the standard library
+            sentence = f"{unit.place(index)}{value.sentence}"
+            if request.on_error == "stop":
+                raise DataError(f"{sentence}; repair it, or leave such documents out with --on-error skip")
+            if len(skipped.named) < NAMED_PER_UNIT:
+                skipped.named.append(sentence)
 
 
-def position(error: UnicodeError) -> str:
-    return f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
+def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) -> Iterator[tuple[int, str | Bad]]:
+    """Yield the text of each document with its number: of a byte range its offset, otherwise counted from 0."""
+    match unit.kind:
+        case "whole":
+            yield from enumerate(read_text(Path(name), encoding) for name in unit.names)
+        case "lines":
+            for index, line in lines_of_range(unit) if unit.content is None else enumerate(unit.content):
+                line = line.removeprefix(codecs.BOM_UTF8) if index == 0 and isinstance(line, bytes) else line
+                if isinstance(line, Bad):
+                    yield index, line
+                elif line and not line.isspace():
+                    yield index, text_of_line(line, text_keys)
+        case "table":
+            rows = read_table(Path(unit.names[0]), unit.start, unit.end, text_keys)
+            yield from enumerate(text_of_row(row, text_keys) for row in rows)
+        case _:
+            yield from enumerate(unit.content or ())
 
 
-def read_lines(unit: LineRange | LinePiece, text_keys: tuple[str, ...], problem: Problem) -> Iterator[Document]:
-    if isinstance(unit, LineRange):
-        lines = lines_starting_in(unit)
-
-        def line_number(offset: int) -> int:  # only ever asked for the sake of a message
-            return count_lines(unit.path, offset) + 1
-
-    else:
-        lines = lines_of(unit.lines)
-
-        def line_number(offset: int) -> int:
-            return unit.first_line + unit.lines.count(b"\n", 0, offset)
-
-        if unit.too_large:
-            problem("too_large", lambda: f"{unit.path}, line {unit.first_line}", TOO_LARGE)
-
-    for offset, line in lines:
-        if offset == 0:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if not line or line.isspace():
-            continue
-
-        def where(offset: int = offset) -> str:
-            return f"{unit.path}, line {line_number(offset)}"
-
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            problem("invalid_utf8", where, f" is not valid UTF-8 (byte {error.start} of the line){OTHER_ENCODING}")
-            continue
-        except (ValueError, RecursionError) as error:  # a ValueError alone: a number of more than 4,300 digits
-            reason = "too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-            if isinstance(error, json.JSONDecodeError):
-                reason = f"{error.msg}, column {error.colno}"
-            problem("invalid_json", where, f" does not parse as JSON ({reason}); expected one object per line")
-            continue
-        if not isinstance(row, dict):
-            problem("invalid_json", where, f" holds a JSON {type(row).__name__}, expected an object")
-            continue
-        yield from document_of(value_of(row, text_keys), where, problem)
-
-
-def lines_starting_in(unit: LineRange) -> Iterator[tuple[int, bytes]]:
-    """The lines of a byte range with their offsets in the file; the last may reach beyond the end of the range."""
-    with unit.path.open("rb") as file:
+def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that start in [start, end) with their offsets in the file; the last may reach beyond the end."""
+    with Path(unit.names[0]).open("rb") as file:
         offset = unit.start
         if unit.start > 0:  # a line that starts before belongs to the range before
             file.seek(unit.start - 1)
             # No further than the range: a file of one long line would be read once for each of its ranges.
             offset += len(file.readline(unit.end - unit.start + 1)) - 1
-        while offset < unit.end:
-            line = file.readline()
-            if not line:
-                return
+        while offset < unit.end and (line := file.readline()):
             yield offset, line
             offset += len(line)
-
-
-def lines_of(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """The lines of a piece with their offsets in it."""
-    offset = 0
-    for line in BytesIO(content):
-        yield offset, line
-        offset += len(line)
 
 
 def count_lines(path: Path, end: int) -> int:
     """The number of line ends before a byte offset."""
     count = 0
     with path.open("rb") as file:
-        while end > 0 and (block := file.read(min(end, READ_BYTES))):
+        while end > 0 and (block := file.read(min(end, BLOCK_BYTES))):
             count += block.count(b"\n")
             end -= len(block)
     return count
 
 
-def read_rows(unit: RowPiece, problem: Problem) -> Iterator[Document]:
-    for row_number, value in enumerate(unit.values, start=unit.first_row + 1):
+def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
+    """The text of a line of JSON."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Bad("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the line){OTHER_ENCODING}")
+    except (ValueError, RecursionError) as error:  # a ValueError alone: a number of more than 4,300 digits
+        reason = "too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg}, column {error.colno}"
+        return Bad("invalid_json", f" does not parse as JSON ({reason}); expected one object per line")
+    if not isinstance(row, dict):
+        return Bad("invalid_json", f" holds a JSON {type(row).__name__}, expected an object")
+    return text_of_row(row, text_keys)
 
-        def where(row_number: int = row_number) -> str:
-            return f"{unit.origin}, row {row_number}"
 
-        yield from document_of(value, where, problem)
+def text_of_row(row: Mapping[str, Any] | Bad, text_keys: tuple[str, ...]) -> str | Bad:
+    """The text of a row: the value of its key, or of several keys, with a blank line between them."""
+    if isinstance(row, Bad):
+        return row
+    values = []
+    for key in text_keys:
+        value = value_of(row, key)
+        if value is MISSING:
+            names = ", ".join(name for column, item in row.items() for name in names_within(column, item))
+            there = f"there are: {names or 'none'} (choose one with --text-key)"
+            return Bad("missing_text_key", f" has no {key!r}; {there}")
+        if not isinstance(value, str):
+            found = "null" if value is None else f"a {type(value).__name__}"
+            return Bad("not_text", f": {key} is {found}, expected a string")
+        values.append(value)
+    return FIELD_SEPARATOR.join(values)
+
+
+MISSING = object()
+
+
+def value_of(row: Mapping[str, Any], key: str) -> Any:
+    """The value under `a.b`: a name first of all, then names of objects within objects; MISSING if there is neither."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
+
+
+def names_within(name: str, value: Any) -> list[str]:
+    return [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) and value else [name]
+
+
+def split_key(content: bytes, seed: int = 0) -> int:
+    """A 64-bit hash, the same on every machine and in every process."""
+    return xxhash.xxh3_64_intdigest(content, seed=seed)

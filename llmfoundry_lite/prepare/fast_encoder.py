@@ -1,9 +1,9 @@
 """The `gigatoken` library as an encoder: many times as fast as `tokenizers`, used only where it proves equal.
 
-Owns the proof. Before use, both libraries encode a set of probes; then a process's first documents; then one document
-in a thousand. At the first difference `Unequal` names the document. Leaves falling back to `token_files.py`, which
-makes everything again that this encoder has made. Where the library is not installed, or cannot load a tokenizer,
-nobody notices but by the clock.
+The rule: token files that it made count only while no difference from `tokenizers` is known. Before use, both
+libraries encode a set of probes; then a process's first documents; then one document in a thousand. The first
+difference is written to a file and raised as `Unequal`. From then on, this folder is tokenised without the library,
+and what it made is made again.
 """
 
 import importlib.metadata
@@ -12,15 +12,15 @@ import itertools
 import json
 import random
 import sys
-import unicodedata
 from collections.abc import Iterator, Sequence
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmfoundry_lite.data.tokenizer import Tokenizer
-from llmfoundry_lite.prepare.units import Document
+from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.prepare.documents import Document
 
 WORTH_PROVING_BYTES = 32 * 1024 * 1024
 """A smaller input is tokenised in about the time that the proof takes."""
@@ -29,24 +29,32 @@ FIRST_CHECKED = 50
 CHECKED_ONE_IN = 1000
 """Afterwards: documents whose split key this divides."""
 LONGEST_CHECKED = 1024 * 1024
-"""Characters of a document. What follows is not checked: `tokenizers` takes 170 bytes of memory for each."""
+"""Characters of a document. The rest is not checked: `tokenizers` takes 170 bytes of memory for each."""
 RECYCLE_BYTES = 64 * 1024 * 1024
 """Its cache of words grows for as long as it lives, by up to 4 bytes a byte of text: begin anew after so much text."""
 
 PROBED_SEED = 17
 NUM_RANDOM_PROBES = 500
+ALPHABET = [*"aBéß漢😀's1²_-\n\r\t  \xa0\u3000\u0301\u200d\u200b\u2028.<|>"]
 
 
 class Unequal(Exception):
     """The two libraries made different tokens of one document, or the fast one failed."""
 
 
+def may_be_used(total_bytes: int | None, verdict: Path) -> bool:
+    """Whether the library is there, worth its proof for a source of this size, and not known to differ."""
+    is_worth_it = total_bytes is None or total_bytes >= WORTH_PROVING_BYTES
+    return is_worth_it and not verdict.exists() and importlib.util.find_spec("gigatoken") is not None
+
+
 class FastEncoder:
     """Encodes documents by `gigatoken`, and checks some of them by `tokenizers`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises Unequal when the library cannot load the tokenizer."""
+    def __init__(self, tokenizer: Tokenizer, verdict: Path) -> None:
+        """Load the library's tokenizer. `verdict` is the file that a difference is written to. Raises Unequal."""
         self.tokenizer = tokenizer
+        self.verdict = verdict
         stored = json.loads(tokenizer.backend.to_str())
         # A special token that a document spells out is text for us, and so none that this encoder has to know.
         stored["added_tokens"] = [token for token in stored.get("added_tokens") or [] if not token["special"]]
@@ -60,14 +68,13 @@ class FastEncoder:
 
             self.backend: Any = load_hf_json(self.stored)
         except BaseException as error:
-            raise unequal(error, "the tokenizer") from error
+            raise self.failure("the tokenizer", error) from error
         self.encoded_bytes = 0
 
     def prove(self) -> None:
         """Encode the probes by both libraries. Raises Unequal."""
-        added = self.tokenizer.backend.get_added_tokens_decoder().values()
-        normalizes = self.tokenizer.backend.normalizer is not None
-        for probe in itertools.chain(probes(tuple(token.content for token in added)), marks() if normalizes else ()):
+        added = [token.content for token in self.tokenizer.backend.get_added_tokens_decoder().values()]
+        for probe in itertools.chain(probes(added), marks() if self.tokenizer.backend.normalizer else ()):
             self.check(probe, self.ids_of(probe), repr(probe[:60]))
 
     def encode(self, documents: Sequence[Document]) -> list[np.ndarray]:
@@ -79,105 +86,61 @@ class FastEncoder:
         if self.encoded_bytes > RECYCLE_BYTES:
             self.load()
         ids = self.ids_of(document.text)
-        name = f"the document that begins with {document.text[:60]!r}"
         if self.num_checked < FIRST_CHECKED or document.split_key % CHECKED_ONE_IN == 0:
             self.num_checked += 1
             beginning = document.text[:LONGEST_CHECKED]
-            self.check(beginning, ids if beginning == document.text else self.ids_of(beginning), name)
+            checked = ids if beginning == document.text else self.ids_of(beginning)
+            self.check(beginning, checked, f"the document that begins with {document.text[:60]!r}")
         return ids
 
     def ids_of(self, text: str) -> np.ndarray:
         try:
             return self.backend.encode(text)
         except BaseException as error:
-            raise unequal(error, repr(text[:60])) from error
+            raise self.failure(repr(text[:60]), error) from error
 
     def check(self, text: str, ids: np.ndarray, name: str) -> None:
         if self.tokenizer.encode_batch([text]) != [ids.tolist()]:
-            raise Unequal(f"gigatoken {version()} and tokenizers differ on {name}")
+            raise self.unequal(f"and tokenizers differ on {name}")
+
+    def failure(self, name: str, error: BaseException) -> BaseException:
+        """What to raise for a failure of the library, whose panics are no Exception."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+            return error
+        return self.unequal(f"fails on {name} ({' '.join(str(error).split())})")
+
+    def unequal(self, reason: str) -> Unequal:
+        """Write the verdict before anybody hears of it: another unit's error, or a kill, may come first."""
+        sentence = f"gigatoken {importlib.metadata.version('gigatoken')} {reason}"
+        write_atomically(self.verdict, f"{sentence}\n")
+        return Unequal(sentence)
 
 
-def is_installed() -> bool:
-    return importlib.util.find_spec("gigatoken") is not None
-
-
-def unequal(error: BaseException, what: str) -> Unequal:
-    """What to raise for a failure of the library, whose panics are no Exception."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-        raise error
-    return Unequal(f"gigatoken {version()} fails on {what} ({' '.join(str(error).split())})")
-
-
-@cache
-def version() -> str:
-    return importlib.metadata.version("gigatoken")
-
-
-def probes(added_tokens: tuple[str, ...]) -> Iterator[str]:
-    """Texts that tell tokenizers apart."""
+def probes(added_tokens: Sequence[str]) -> Iterator[str]:
+    """Yield texts that tell tokenizers apart."""
     yield from ("", "\0", "a\0b", "\ufeffa", "\ufffd\ufffe\uffff", "e\u0301\u0301\u0301", "\r\n\r\n \t\n  x  ", "  ")
     yield from ("I'm we'll THEY'RE it'S 'tis o'clock don't", "1234567 3.14 1,000,000 ²½Ⅷ٣", "a  b   c    d\n\n\n\te")
     for token in added_tokens:
         yield from (token, f"a{token}b {token} {token}{token}\n", token[:-1])
-    for characters in runs_of(probed_characters(), 200):
-        yield "".join(f"a{character}b {character}1" for character in characters)
+    yield from in_texts("a{0}b {0}1")
     for letter in ("a", "é", "漢", "😀", " ", "\n", "=", "7"):
         yield letter * 3000
     generator = random.Random(PROBED_SEED)
-    alphabet = [
-        "a",
-        "B",
-        "é",
-        "ß",
-        "漢",
-        "😀",
-        "'",
-        "s",
-        "1",
-        "²",
-        "_",
-        "-",
-        "\n",
-        "\r",
-        "\t",
-        " ",
-        " ",
-        "\xa0",
-        "\u3000",
-    ]
-    alphabet += ["\u0301", "\u200d", "\u200b", "\u2028", ".", "<", "|", ">", *added_tokens]
     for _ in range(NUM_RANDOM_PROBES):
-        yield "".join(generator.choices(alphabet, k=generator.randint(1, 40)))
+        yield "".join(generator.choices([*ALPHABET, *added_tokens], k=generator.randint(1, 40)))
     words = ["".join(generator.choices("etaoinshrdlu", k=generator.randint(1, 9))) for _ in range(2000)]
     yield " ".join(generator.choices(words, k=10_000))
 
 
 def marks() -> Iterator[str]:
-    """Every combining mark beside others, whose order NFC changes; also characters that may be marks in a newer Unicode
-    than Python's, since the two libraries have tables of different years."""
-    codes = (chr(code) for code in range(0x20000) if unicodedata.category(chr(code)) in ("Mn", "Mc", "Me", "Cn"))
-    for characters in runs_of(codes, 200):
-        yield "".join(f"a{mark}\u0323\u0301b c\u0301{mark}\u0323d " for mark in characters)
+    """Yield every character beside combining marks, whose order NFC changes: the libraries have Unicode of different
+    years."""
+    yield from in_texts("a{0}\u0323\u0301b c\u0301{0}\u0323d ")
 
 
-def probed_characters() -> Iterator[str]:
-    """Characters of every plane: both sides of each border between categories, and some in between."""
-    before = ""
-    for code in itertools.chain(range(0x20000), range(0x20000, sys.maxunicode + 1, 1024)):
-        character = chr(code)
-        category = unicodedata.category(character)
-        if category != "Cs" and (category != before or code % 64 == 0):
-            if code and unicodedata.category(chr(code - 1)) != "Cs":
-                yield chr(code - 1)
-            yield character
-        before = category
-
-
-def runs_of(items: Iterator[str], length: int) -> Iterator[list[str]]:
-    run: list[str] = []
-    for item in items:
-        run.append(item)
-        if len(run) == length:
-            yield run
-            run = []
-    yield run
+def in_texts(template: str) -> Iterator[str]:
+    """Put characters into a template: all of the first planes and some of the others, 200 a text."""
+    codes = itertools.chain(range(0x20000), range(0x20000, sys.maxunicode + 1, 1024))
+    characters = (chr(code) for code in codes if not 0xD800 <= code < 0xE000)
+    while run := list(itertools.islice(characters, 200)):
+        yield "".join(template.format(character) for character in run)

@@ -1,8 +1,5 @@
 """Which files the paths, folders and globs of `--source` stand for.
 
-Owns the walk through folders: links, names that lead to the same file, places that cannot be read, and folders that
-Hugging Face `datasets` saved. Leaves cutting files into units to `sources.py`.
-
 A folder's own files come before those that a link leads to, and a file with several names is read under the first. A
 link to a folder is followed, once, so that a circle of links ends.
 """
@@ -10,7 +7,7 @@ link to a folder is followed, once, so that a circle of links ends.
 import glob
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,31 +18,44 @@ from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES
 SUFFIXES = {
     "whole": (".txt", ".md"),
     "lines": (".jsonl", ".json", ".ndjson"),
-    "table": (".csv", ".tsv"),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
+    "csv": (".csv", ".tsv"),
+    "table": (".parquet", ".arrow"),
 }
 READABLE = (
     "{.txt, .md, .jsonl, .json, .ndjson, .csv, .tsv, .parquet}, plain, .gz or .zst; or .arrow, as datasets saves it"
 )
 
 DATASET_FILES = ("dataset_info.json", "state.json")
-"""What `datasets` writes beside its .arrow files."""
+"""Names of the files that `datasets` writes beside its .arrow files."""
 SPLITS_FILE = "dataset_dict.json"
-"""What `datasets` writes above the folders of several splits."""
+"""Name of the file that `datasets` writes above the folders of several splits."""
+
+Entry = tuple[bool, Path]
+"""A file, and whether a link leads to it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Listing:
     """The files to read, in their order, and what was left out."""
 
-    files: dict[Path, os.stat_result] = field(default_factory=dict)
+    split: str = "train"
+    on_error: str = "stop"
+    files: dict[Path, int] = field(default_factory=dict)
+    """Path -> bytes."""
     num_ignored: int = 0
     """Files whose kind is none we read, or that are no part of the saved data set in whose folder they lie."""
     repeated: list[str] = field(default_factory=list)
     """A sentence for each name that leads to something that is read under another name."""
     unreadable: list[str] = field(default_factory=list)
     """A sentence for each file or folder that cannot be read, with `on_error` skip."""
+
+    def leave_out(self, path: Path, reason: str) -> None:
+        """Note a file or folder that cannot be read. With `on_error` stop, raises DataError."""
+        if self.on_error == "stop":
+            raise DataError(
+                f"{path} cannot be read: {reason}; repair it, or leave such places out with --on-error skip"
+            )
+        self.unreadable.append(f"{path}: {reason}")
 
 
 def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
@@ -54,41 +64,27 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
     Hidden files and folders are passed over unless named. Raises DataError where there is nothing to read, and with
     `on_error` stop for a file or folder that cannot be read.
     """
-    found = Listing()
+    found = Listing(split=split, on_error=on_error)
     names: dict[tuple[int, int], Path] = {}
-
-    def unreadable(path: Path, reason: str) -> None:
-        if on_error == "stop":
-            raise DataError(
-                f"{path} cannot be read: {reason}; repair it, or leave such places out with --on-error skip"
-            )
-        found.unreadable.append(f"{path}: {reason}")
-
     for source in sources:
-        own, linked, num_other = expand(source, split, unreadable, found.repeated)
-        chosen: list[Path] = []
-        for path in [*sorted(own, key=Path.as_posix), *sorted(linked, key=Path.as_posix)]:
-            if kind_of(path) is None:
-                num_other += 1
-                continue
-            if not os.access(path, os.R_OK):
-                unreadable(path, "Permission denied")
-                continue
-            status = path.stat()
-            if status.st_size == 0 and path.suffix in COMPRESSED_SUFFIXES:
-                unreadable(path, f"it has 0 bytes, so it is no whole {path.suffix} file")
-                continue
-            first = names.setdefault((status.st_dev, status.st_ino), path)
-            if first == path:
-                chosen.append(path)
-            else:
-                found.repeated.append(f"{path} is the same file as {first}")
-        if not chosen and not own and not linked and not num_other and not found.unreadable:
+        num_ignored, chosen = found.num_ignored, list[tuple[Path, int]]()
+        entries = sorted(expand(source, found), key=lambda entry: (entry[0], entry[1].as_posix()))
+        if not entries and found.num_ignored == num_ignored and not found.unreadable:
             raise DataError(f"{source} is an empty folder; expected files: {READABLE}")
-        if not any(kind_of(path) for path in (*own, *linked)) and not found.unreadable:
+        if not any(kind_of(path) for _, path in entries) and not found.unreadable:
             raise DataError(f"{source}: nothing here can be read; expected {READABLE}")
-        found.num_ignored += num_other
-        found.files |= {path: path.stat() for path in sorted(chosen, key=Path.as_posix) if path not in found.files}
+        for _, path in entries:
+            if kind_of(path) is None:
+                found.num_ignored += 1
+            elif not os.access(path, os.R_OK):
+                found.leave_out(path, "Permission denied")
+            elif (status := path.stat()).st_size == 0 and path.suffix in COMPRESSED_SUFFIXES:
+                found.leave_out(path, f"it has 0 bytes, so it is no whole {path.suffix} file")
+            elif (first := names.setdefault((status.st_dev, status.st_ino), path)) != path:
+                found.repeated.append(f"{path} is the same file as {first}")
+            elif path not in found.files:
+                chosen.append((path, status.st_size))
+        found.files |= sorted(chosen, key=lambda item: item[0].as_posix())
     if not found.files:
         raise DataError(f"{' '.join(sources)}: no file can be read ({'; '.join(found.unreadable[:3])})")
     return found
@@ -98,54 +94,38 @@ def kind_of(path: Path) -> str | None:
     """The key of SUFFIXES that a file belongs to, looking through .gz and .zst; None for what we do not read."""
     compressed = path.suffix in COMPRESSED_SUFFIXES
     suffix = path.with_suffix("").suffix if compressed else path.suffix
-    kind = next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
-    return None if compressed and kind == "arrow" else kind
+    if compressed and suffix == ".arrow":
+        return None
+    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
 
 
-Unreadable = Callable[[Path, str], None]
-"""What to do with a place that cannot be read, and why it cannot."""
-
-
-def expand(source: str, split: str, unreadable: Unreadable, repeated: list[str]) -> tuple[list[Path], list[Path], int]:
-    """The files that a path, folder or glob stands for: its own, those behind links, and a count of what is no file."""
+def expand(source: str, found: Listing) -> list[Entry]:
+    """The files that a path, folder or glob stands for."""
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
-        return walk(path, split, unreadable, repeated)
+        return list(walk(path, found))
     if os.path.isfile(path):
-        return [path], [], 0
+        return [(False, path)]
     if os.path.islink(path):
-        raise DataError(f"{source} is a link to {os.readlink(path)}, which does not exist or cannot be reached")
-    path = with_plain_folders(path)
-    for folder, reason in closed_folders(path):
-        unreadable(folder, reason)
+        raise DataError(f"{source} is {dead_link(path)}")
+    # A folder that exists stands for itself: `run[1]/*.txt` never means run1.
+    folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
+    pattern = Path(glob.escape(str(folder))) / path.relative_to(folder)
+    for closed, reason in closed_folders(pattern).items():
+        found.leave_out(closed, reason)
     # A folder that matches is read as if it were named, but not one that the glob goes through by itself.
-    matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    found = [match for match in matches if "**" not in path.parts or not os.path.isdir(match)]
-    if not found:
+    matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
+    matches = [match for match in matches if "**" not in pattern.parts or not os.path.isdir(match)]
+    if not matches:
         raise DataError(f"{source}: {'no file matches' if glob.has_magic(source) else 'no such file or folder'}")
-    own: list[Path] = []
-    linked: list[Path] = []
-    num_other = 0
-    for path in found:
-        if os.path.isdir(path):
-            its_own, its_linked, its_other = walk(path, split, unreadable, repeated)
-            own, linked, num_other = own + its_own, linked + its_linked, num_other + its_other
-        elif os.path.isfile(path):
-            (linked if os.path.realpath(path) != os.path.abspath(path) else own).append(path)
-        elif os.path.islink(path):
-            unreadable(path, f"it is a link to {os.readlink(path)}, which does not exist or cannot be reached")
-        else:
-            num_other += 1
-    return own, linked, num_other
+    entries: list[Entry] = []
+    for match in filter(os.path.lexists, matches):  # what lies in a closed folder is not there to us
+        is_linked = os.path.realpath(match) != os.path.abspath(match)
+        entries += walk(match, found) if os.path.isdir(match) else look_at(match, is_linked, found)
+    return entries
 
 
-def with_plain_folders(pattern: Path) -> Path:
-    """The pattern in which a folder that exists stands for itself: `run[1]/*.txt` never means run1."""
-    folder = next((parent for parent in pattern.parents if os.path.isdir(parent)), Path())
-    return Path(glob.escape(str(folder))) / pattern.relative_to(folder)
-
-
-def closed_folders(pattern: Path) -> list[tuple[Path, str]]:
+def closed_folders(pattern: Path) -> dict[Path, str]:
     """The folders that a glob has to look into and cannot, each with why: `glob` passes over them without a word."""
     parts, reasons = pattern.parts, dict[Path, str]()
     for depth in range(1 if pattern.is_absolute() else 0, len(parts) + (parts[-1] == "**")):
@@ -157,14 +137,11 @@ def closed_folders(pattern: Path) -> list[tuple[Path, str]]:
                     os.scandir(name).close()
             except OSError as error:
                 reasons.setdefault(Path(name), error.strerror or str(error))
-    return list(reasons.items())
+    return reasons
 
 
-def walk(folder: Path, split: str, unreadable: Unreadable, repeated: list[str]) -> tuple[list[Path], list[Path], int]:
-    """The files below a folder: its own, those behind links, and the number of devices, pipes and the like."""
-    own: list[Path] = []
-    linked: list[Path] = []
-    num_other = 0
+def walk(folder: Path, found: Listing) -> Iterator[Entry]:
+    """Yield the files below a folder."""
     seen: dict[tuple[int, int], Path] = {}
     folders, links = [folder], list[Path]()
     behind_link = False
@@ -175,27 +152,37 @@ def walk(folder: Path, split: str, unreadable: Unreadable, repeated: list[str]) 
             status = place.stat()
             names = sorted(os.listdir(place))
         except OSError as error:
-            unreadable(place, error.strerror or str(error))
+            found.leave_out(place, error.strerror or str(error))
             continue
         first = seen.setdefault((status.st_dev, status.st_ino), place)
         if first != place:
-            repeated.append(f"{place} is the same folder as {first}")
+            found.repeated.append(f"{place} is the same folder as {first}")
             continue
-        chosen, left_out = saved_data_set(place, names, split)
-        num_other += sum(num_files(place / name) for name in left_out if not name.startswith("."))
+        chosen, left_out = saved_data_set(place, names, found.split)
+        found.num_ignored += sum(num_files(place / name) for name in left_out if not name.startswith("."))
         for path in (place / name for name in chosen if not name.startswith(".")):
-            link = os.path.islink(path)
+            is_link = os.path.islink(path)
             if os.path.isdir(path):
-                (links if link else folders).append(path)
-            elif os.path.isfile(path):
-                (linked if link or behind_link else own).append(path)
-            elif link:
-                unreadable(path, f"it is a link to {os.readlink(path)}, which does not exist or cannot be reached")
-            elif os.path.lexists(path):
-                num_other += 1
+                (links if is_link else folders).append(path)
             else:
-                unreadable(path, "No such file or directory")
-    return own, linked, num_other
+                yield from look_at(path, is_link or behind_link, found)
+
+
+def look_at(path: Path, is_linked: bool, found: Listing) -> list[Entry]:
+    """A name that is no folder's: a file, or nothing and a note of it."""
+    if os.path.isfile(path):
+        return [(is_linked, path)]
+    if os.path.islink(path):
+        found.leave_out(path, f"it is {dead_link(path)}")
+    elif os.path.lexists(path):
+        found.num_ignored += 1  # a pipe, a device
+    else:
+        found.leave_out(path, "No such file or directory")
+    return []
+
+
+def dead_link(path: Path) -> str:
+    return f"a link to {os.readlink(path)}, which does not exist or cannot be reached"
 
 
 def saved_data_set(place: Path, names: list[str], split: str) -> tuple[list[str], list[str]]:

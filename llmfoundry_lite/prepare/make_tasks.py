@@ -22,17 +22,18 @@ import re
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.prepare.documents import read_documents
-from llmfoundry_lite.prepare.sources import open_standard_library
-from llmfoundry_lite.prepare.units import Skipped
+from llmfoundry_lite.prepare.documents import Skipped, read_documents
+from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.sources import PYTHON_STDLIB, open_standard_library
 
 NUM_QUESTIONS = 400
-"""Of each task: a standard error of 2.5 points or less."""
+"""Questions of each task: a standard error of 2.5 points or less."""
 NUM_CHOICES = 4
 TEXT_BYTES = 120_000
 PIECE_CHARACTERS = 4_000
@@ -42,6 +43,8 @@ CONTEXT_CHARACTERS = (160, 480)
 """At least and at most: about 150 tokens of the quickstart's tokenizer, whose model holds 256."""
 LINE_CHARACTERS = (16, 80)
 GUESSED = ("self", "__init__")
+
+Row = dict[str, Any]
 
 
 class Module(NamedTuple):
@@ -58,19 +61,18 @@ def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
     modules = held_out_modules()
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in (
-        ("next_line", spread(next_line_questions, modules)),
-        ("identifier_recall", spread(identifier_questions, modules)),
+        ("next_line", list(islice(in_turn(map(next_line_questions, modules)), NUM_QUESTIONS))),
+        ("identifier_recall", list(islice(in_turn(map(identifier_questions, modules)), NUM_QUESTIONS))),
         ("stdlib_text", list(pieces_of_text(modules))),
     ):
         if not rows:
             raise DataError(f"{name}: nothing in {len(modules)} held-out modules of {sysconfig.get_path('stdlib')}")
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-        if not is_replaceable(out / f"{name}.jsonl", rows[0]):
-            raise DataError(
-                f"{out / name}.jsonl: exists and is not of this command; choose another --out, or remove it"
-            )
-        write_atomically(out / f"{name}.jsonl", content)
-        notify(f"{name}: {len(rows)} rows, {len(content) / 1000:.0f} kB, in {out / name}.jsonl")
+        path = out / f"{name}.jsonl"
+        if not is_replaceable(path, rows[0]):
+            raise DataError(f"{path}: exists and is not of this command; choose another --out, or remove it")
+        write_atomically(path, content)
+        notify(f"{name}: {len(rows)} rows, {len(content) / 1000:.0f} kB, in {path}")
 
 
 def is_replaceable(path: Path, row: Mapping[str, Any]) -> bool:
@@ -85,41 +87,35 @@ def is_replaceable(path: Path, row: Mapping[str, Any]) -> bool:
     return isinstance(found, dict) and found.keys() == row.keys()
 
 
-def held_out_modules(folder: Path | None = None) -> list[Module]:
+def held_out_modules() -> list[Module]:
     """The validation split of `python-stdlib`, as text."""
-    source = open_standard_library(folder)
+    source = open_standard_library()
+    request = Request(sources=(PYTHON_STDLIB,), tokenizer="", max_seq_len=1)
+    documents = (document for unit in source.units() for document in read_documents(unit, request, Skipped()))
     threshold = int(source.val_fraction * 2**64)
-    documents = (
-        document
-        for unit in source.units()
-        for document in read_documents(unit, text_keys=(), on_error="skip", skipped=Skipped())
-    )
     texts = [document.text for document in documents if document.split_key < threshold]
     return [Module(str(number), text) for number, text in enumerate(texts)]
 
 
-def spread(questions: Callable[[Module], Iterator[dict[str, Any]]], modules: Iterable[Module]) -> list[dict[str, Any]]:
-    """Up to NUM_QUESTIONS, as evenly over the modules as they have questions."""
-    waiting = [questions(module) for module in modules]
-    found: list[dict[str, Any]] = []
-    while waiting and len(found) < NUM_QUESTIONS:
+def in_turn(iterators: Iterable[Iterator[Any]]) -> Iterator[Any]:
+    """Yield one item of each, then the next of each, as long as any has more."""
+    waiting = list(iterators)
+    while waiting:
         for each in list(waiting):
-            question = next(each, None)
-            if question is None:
+            item = next(each, None)
+            if item is None:
                 waiting.remove(each)
-            elif len(found) < NUM_QUESTIONS:
-                found.append(question)
-    return found
+            else:
+                yield item
 
 
-# ----------------------------------------------------------------------------------------------------- next_line
+# Which line comes next
 
 
-def next_line_questions(module: Module) -> Iterator[dict[str, Any]]:
-    """In a random order, spread over the file."""
+def next_line_questions(module: Module) -> Iterator[Row]:
+    """Yield questions in a random order, spread over the file."""
     lines = module.text.splitlines()
-    code = code_lines(module.text)
-    usable = [n for n in code if _is_telling(lines[n])]
+    usable = [n for n in code_lines(module.text) if is_telling(lines[n])]
     for n in apart(shuffled(usable, module.name), CONTEXT_LINES):
         context = context_before(lines, n)
         if context is None or lines[n].strip() in context:
@@ -151,14 +147,19 @@ def reordered(line: str, generator: random.Random) -> list[str]:
 def code_lines(text: str) -> list[int]:
     """Numbers, from 0, of the lines that begin with code: no comments, no insides of strings, no blank lines."""
     started: set[int] = set()
-    inside: set[int] = set()
+    others: set[int] = set()
     for token in python_tokens(text):
-        if token.type == tokenize.COMMENT or not token.string.strip():
-            continue
-        started.add(token.start[0] - 1)
-        inside.update(range(token.start[0], token.end[0]))
-    alone = {n - 1 for n in _docstring_lines(text)}
-    return sorted(started - inside - alone)
+        if token.type != tokenize.COMMENT and token.string.strip():
+            started.add(token.start[0] - 1)
+            others.update(range(token.start[0], token.end[0]))
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError):
+        nodes = []
+    for node in nodes:  # strings that stand for themselves
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            others.update(range(node.lineno - 1, node.end_lineno or node.lineno))
+    return sorted(started - others)
 
 
 def python_tokens(text: str) -> list[tokenize.TokenInfo]:
@@ -169,87 +170,70 @@ def python_tokens(text: str) -> list[tokenize.TokenInfo]:
         return []
 
 
-def _docstring_lines(text: str) -> Iterator[int]:
-    """Numbers, from 1, of the lines of strings that stand for themselves."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
-
-
-def _is_telling(line: str) -> bool:
+def is_telling(line: str) -> bool:
     """Indented, of middling length, with words."""
     shortest, longest = LINE_CHARACTERS
     text = line.strip()
     return line.startswith("    ") and shortest <= len(text) <= longest and len(re.findall(r"[A-Za-z]{2,}", text)) >= 2
 
 
-# --------------------------------------------------------------------------------------------- identifier_recall
+# Which identifier comes next
 
 
-def identifier_questions(module: Module) -> Iterator[dict[str, Any]]:
-    """In a random order, spread over the file."""
+def identifier_questions(module: Module) -> Iterator[Row]:
+    """Yield questions in a random order, spread over the file."""
     lines = module.text.splitlines()
-    names = sorted({name for _, _, name in names_in_code(module.text)})
+    in_code = list(names_in_code(module.text))
+    names = sorted({name for _, _, name in in_code})
     found: dict[int, tuple[str, str]] = {}
-    for n, column, name in names_in_code(module.text):
+    for n, column, name in in_code:
         before, line = context_before(lines, n), lines[n]
         word = re.search(r"(\w+|[=(,]) $", line[:column])
-        if before is None or word is None or not re.search(rf"\s{re.escape(word[0])}{name}\b", before):
-            continue
-        found[n] = (f"{before}\n{line[:column]}".rstrip(), name)
+        if before and word and re.search(rf"\s{re.escape(word[0])}{name}\b", before):
+            found[n] = (f"{before}\n{line[:column]}".rstrip(), name)
     for n in apart(shuffled(found, module.name), CONTEXT_LINES // 2):
         context, name = found[n]
-        others = [other for other in names if other not in context and other != name]
-        choices = with_others(name, others, f"{module.name}/{n}")
-        if choices is not None:
+        alike = nearest(name, (other for other in names if other not in context and other != name))
+        if len(alike) >= NUM_CHOICES - 1:
+            generator = random.Random(f"{module.name}/{n}")
+            choices = [name, *generator.sample(alike, NUM_CHOICES - 1)]
+            generator.shuffle(choices)
             yield {"query": context, "choices": choices, "gold": choices.index(name)}
 
 
 def names_in_code(text: str) -> Iterator[tuple[int, int, str]]:
-    """(line, from 0; column; name), without those that anybody would guess."""
+    """Yield (line, from 0; column; name), without names that anybody would guess."""
     for token in python_tokens(text):
         name = token.string
         if token.type == tokenize.NAME and len(name) >= 4 and not keyword.iskeyword(name) and name not in GUESSED:
             yield token.start[0] - 1, token.start[1], name
 
 
-# --------------------------------------------------------------------------------------------------- stdlib_text
+# Text
 
 
-def pieces_of_text(modules: Iterable[Module]) -> Iterator[dict[str, Any]]:
-    """The beginnings of modules, then what follows, until there are TEXT_BYTES; cut at line ends."""
+def pieces_of_text(modules: Iterable[Module]) -> Iterator[Row]:
+    """Yield the beginnings of modules, then what follows, until there are TEXT_BYTES; cut at line ends."""
     left = TEXT_BYTES
-    waiting = [iter(_pieces(module.text)) for module in modules]
-    while waiting:
-        for each in list(waiting):
-            piece = next(each, None)
-            if piece is None:
-                waiting.remove(each)
-                continue
-            left -= len(piece.encode())
-            if left < 0:
-                return
-            yield {"text": piece}
+    for piece in in_turn(pieces(module.text) for module in modules):
+        left -= len(piece.encode())
+        if left < 0:
+            return
+        yield {"text": piece}
 
 
-def _pieces(text: str) -> Iterator[str]:
-    lines: list[str] = []
-    size = 0
+def pieces(text: str) -> Iterator[str]:
+    piece = ""
     for line in text.splitlines(keepends=True):
-        if lines and size + len(line) > PIECE_CHARACTERS:
-            yield "".join(lines)
-            lines, size = [], 0
-        lines.append(line)
-        size += len(line)
-    if lines:
-        yield "".join(lines)
+        if piece and len(piece) + len(line) > PIECE_CHARACTERS:
+            yield piece
+            piece = ""
+        piece += line
+    if piece:
+        yield piece
 
 
-# --------------------------------------------------------------------------------------------------------- parts
+# Parts of questions
 
 
 def context_before(lines: list[str], n: int) -> str | None:
@@ -266,19 +250,8 @@ def context_before(lines: list[str], n: int) -> str | None:
     return context if len(context) >= shortest else None
 
 
-def with_others(right: str, others: Iterable[str], seed: str) -> list[str] | None:
-    """`right` among others of about its length, in a random order; None if there are too few."""
-    alike = nearest(right, others)
-    if len(alike) < NUM_CHOICES - 1:
-        return None
-    generator = random.Random(seed)
-    choices = [right, *generator.sample(alike, NUM_CHOICES - 1)]
-    generator.shuffle(choices)
-    return choices
-
-
 def nearest(right: str, others: Iterable[str]) -> list[str]:
-    """Those of about the same length."""
+    """The others of about the same length."""
     return sorted(others, key=lambda other: (abs(len(other) - len(right)), other))[: 4 * NUM_CHOICES]
 
 
@@ -289,7 +262,7 @@ def shuffled(numbers: Iterable[int], seed: str) -> list[int]:
 
 
 def apart(numbers: Iterable[int], distance: int) -> Iterator[int]:
-    """Those that lie at least so far from all that were given before."""
+    """Yield those that lie at least so far from all that were given before."""
     taken: list[int] = []
     for n in numbers:
         if all(abs(n - m) >= distance for m in taken):

@@ -1,7 +1,6 @@
 """The output folder of `data prepare`: what it may hold before, one launch at a time, and how a result appears in it.
 
-Owns the comparison of a request with the one that an earlier launch left there. Where `summary.json` is, the rest is
-whole; what is not finished is in `.partial`.
+Where `summary.json` is, the rest is whole. Work in progress is in `.partial`.
 """
 
 import contextlib
@@ -24,8 +23,10 @@ from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
 
 PARTIAL = ".partial"
-LAYOUT = 2
-"""Of `.partial`: another number is another way to read units or to keep their tokens. Part of no result."""
+LAYOUT = 3
+"""Version of `.partial`: another number is another way to cut units or to keep their tokens. Part of no result."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 GONE = (errno.ENOENT, errno.ESTALE, errno.EIO)
 """A folder that was removed or unmounted meanwhile, input or output."""
 PUBLISHING = "publishing"
@@ -44,21 +45,16 @@ def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict
 
 def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
     """The first thing in which two requests differ, as a sentence; None when they are the same."""
-    for key in now:
-        if stored.get(key) == now[key]:
-            continue
-        if key == "input":
-            return f"the input has changed ({describe_input(stored.get(key))} then, {describe_input(now[key])} now)"
-        if key == "layout":
-            return "it was begun by another release, which keeps unfinished work in another way"
-        return f"{key} was {stored.get(key)!r} and is {now[key]!r} now"
-    return None
-
-
-def describe_input(identity: Any) -> str:
-    if not isinstance(identity, dict):
-        return "unknown"
-    return ", ".join(f"{key} {value}" for key, value in identity.items())
+    key = next((key for key in now if stored.get(key) != now[key]), None)
+    if key == "input":
+        then, today = (
+            ", ".join(f"{name} {value}" for name, value in state.items()) if isinstance(state, dict) else "unknown"
+            for state in (stored.get(key), now[key])
+        )
+        return f"the input has changed ({then} then, {today} now)"
+    if key == "layout":
+        return "it was begun by another release, which keeps unfinished work in another way"
+    return key and f"{key} was {stored.get(key)!r} and is {now[key]!r} now"
 
 
 def check_unchanged(source: Source, record: dict[str, Any]) -> None:
@@ -72,7 +68,7 @@ def check_unchanged(source: Source, record: dict[str, Any]) -> None:
 
 
 def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) -> Summary | None:
-    """The summary in `out` when this very request was finished there; an error when another one was."""
+    """The summary in `out` when this very request was finished there. Raises DataError when another one was."""
     if not (out / SUMMARY_FILE).is_file():
         return None
     summary = load_summary(out)
@@ -88,12 +84,13 @@ def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) ->
 def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, notify: Callable[[str], None]) -> Path:
     """The folder of work in progress, new or with what a killed launch of the same request left.
 
-    Of another request, too, nothing stands in the way before its first unit is finished; and units made with
-    `on_error` stop are what skip makes of them, because no document in them was bad.
+    Work for another request is refused once its first unit is finished. Units made with `on_error` stop are what skip
+    makes of them, because no document in them was bad.
     """
     partial = out / PARTIAL
     request_file = partial / "request.json"
     record = record | {"layout": LAYOUT, "eos_token": given.eos_token if given else None}
+    content = json.dumps(record, indent=2)
     if request_file.is_file():
         stored = read_object(request_file)
         if not stored:
@@ -106,7 +103,7 @@ def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, not
             stored["on_error"] = "skip"
         changed = difference(stored, record)
         if not changed:
-            write_atomically(request_file, json.dumps(record, indent=2).encode())
+            write_atomically(request_file, content)
             notify(f"carrying on in {partial}: {num_done} pieces of the input are tokenised already")
             return partial
         if num_done:
@@ -121,7 +118,7 @@ def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, not
             raise DataError(f"{partial} is not of this command: it has no {request_file.name}; choose another --out")
         shutil.rmtree(partial)
     (partial / "units").mkdir(parents=True)
-    write_atomically(request_file, json.dumps(record, indent=2).encode())
+    write_atomically(request_file, content)
     return partial
 
 
@@ -158,7 +155,7 @@ def publish(partial: Path, out: Path, summary: Summary) -> None:
         shutil.rmtree(out / target, ignore_errors=True)  # of a launch that was killed right here
         if (partial / source).is_dir():
             (partial / source).rename(out / target)
-    write_atomically(out / SUMMARY_FILE, (json.dumps(asdict(summary), indent=2) + "\n").encode())
+    write_atomically(out / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
     shutil.rmtree(partial)
 
 
@@ -180,17 +177,18 @@ def only_preparation_in(out: Path) -> Iterator[None]:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise
         raise DataError(f"--out {out} is no folder and cannot become one: {error.strerror}; choose another") from error
     folder = os.open(out, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another preparation is running in {out}; wait for it, or choose another --out") from error
-        except OSError:
-            pass  # a file system without locks; all writes are atomic, two launches would only waste work
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(folder)
+        raise DataError(f"another preparation is running in {out}; wait for it, or choose another --out") from error
+    except OSError:
+        pass  # a file system without locks; all writes are atomic, two launches would only waste work
+    try:
         yield
     finally:
         os.close(folder)
@@ -202,11 +200,11 @@ def clear_disk_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise DataError(
                 f"no space left for {out}; nothing there looks finished. Free some space and run the same command "
                 f"again to carry on, or remove {out / PARTIAL}"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, *GONE):
+        if error.errno in (*NOT_WRITABLE, *GONE):
             raise DataError(f"{error.filename or out} cannot be read or written: {error.strerror}") from error
         raise

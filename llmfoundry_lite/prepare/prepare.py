@@ -1,9 +1,5 @@
 """Text to tokens to MDS shards: what `llmfoundry-lite data prepare` does.
 
-Owns the order of the steps, and the tokenizer. Leaves to `sources.py` and `documents.py` where text comes from, to
-`token_files.py` and `samples.py` the two steps, to `out_folder.py` carrying on after a kill, and to
-`data.dataset` how samples are read.
-
     OUT/train, OUT/val     MDS: one column `tokens`, `ndarray:uint16:N` (uint32 for vocabularies above 65,536)
     OUT/tokenizer          the tokenizer, in Hugging Face layout
     OUT/summary.json       a `Summary`; written last, so where it is, the rest is whole
@@ -16,9 +12,7 @@ moment changes a byte of the result. The price is disk: the tokens are there twi
 
 A document is its tokens followed by the end-of-text token; samples are cut from the documents joined in the
 source's order. Nothing is dropped but the last piece of each split that does not fill a sample, and that is counted.
-
-The column has a fixed shape because every sample has the same length: MDS then stores neither size nor shape with
-each sample, and an LLM Foundry loader reads it like any other array of tokens.
+The column has a fixed shape, so MDS stores neither size nor shape with each sample.
 """
 
 import itertools
@@ -36,7 +30,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder
-from llmfoundry_lite.prepare.documents import read_documents
+from llmfoundry_lite.prepare.documents import Document, Skipped, read_documents
 from llmfoundry_lite.prepare.out_folder import (
     check_unchanged,
     clear_disk_errors,
@@ -53,7 +47,6 @@ from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
 from llmfoundry_lite.prepare.sources import Source, open_source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SHOWN, Summary, TokenizerSummary
 from llmfoundry_lite.prepare.token_files import origin_of_tokens, token_dtype, tokenize
-from llmfoundry_lite.prepare.units import Document, Skipped
 
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
 """A tokenizer is trained on at most this much text, taken evenly from the source."""
@@ -80,17 +73,11 @@ def prepare(
     started = time.monotonic()
     out = Path(out).expanduser()
     refuse_within_source(out, request.sources)
-    source = open_source(
-        request.sources,
-        text_keys=request.text_keys,
-        split=request.split,
-        encoding=request.encoding,
-        on_error=request.on_error,
-    )
+    source = open_source(request)
     if request.val_fraction is None:
         request = replace(request, val_fraction=source.val_fraction)
     given = None if request.tokenizer.startswith(TRAIN_PREFIX) else load_tokenizer(request.tokenizer)
-    record = record_of(request, source, given)
+    record, listing = record_of(request, source, given), source.listing
 
     with clear_disk_errors(out), only_preparation_in(out):
         if overwrite:
@@ -99,10 +86,10 @@ def prepare(
         if finished:
             notify(f"{out} is complete: the same preparation finished there before")
             return finished
-        for sentence in source.repeated[:SHOWN]:
+        for sentence in listing.repeated[:SHOWN]:
             notify(f"{sentence}, so it is read once")
-        if len(source.repeated) > SHOWN:
-            notify(f"{len(source.repeated) - SHOWN:,} more names of what is read already")
+        if len(listing.repeated) > SHOWN:
+            notify(f"{len(listing.repeated) - SHOWN:,} more names of what is read already")
         partial = open_partial(out, record, given, notify)
         with progress_bars(show_progress) as bars:
             tokenizer = provide_tokenizer(partial, given, request, source, bars)
@@ -115,28 +102,19 @@ def prepare(
             request=record,
             max_seq_len=request.max_seq_len,
             token_dtype=token_dtype(tokenizer).name,
-            tokenizer=TokenizerSummary(
-                name=request.tokenizer,
-                fingerprint=tokenizer.fingerprint,
-                vocab_size=tokenizer.vocab_size,
-                eos_token_id=tokenizer.eos_token_id,
-                eos_token=tokenizer.eos_token,
-            ),
+            tokenizer=summary_of(tokenizer, request.tokenizer),
             splits=splits,
             skipped=skipped,
-            ignored_files=source.num_ignored_files,
+            ignored_files=listing.num_ignored,
             seconds=round(seconds, 3),
             documents_per_second=round(work.documents / seconds, 1),
             text_bytes_per_second=round(work.text_bytes / seconds, 1),
             skipped_examples=tuple(named),
-            unreadable=source.unreadable,
-            repeated=source.repeated,
+            unreadable=tuple(listing.unreadable),
+            repeated=tuple(listing.repeated),
         )
         publish(partial, out, summary)
     return summary
-
-
-# The tokenizer
 
 
 def provide_tokenizer(
@@ -149,10 +127,10 @@ def provide_tokenizer(
     if not folder.is_dir():
         tokenizer = given
         if tokenizer is None:
-            bars.add_task("training the tokenizer", total=None)
+            task = bars.add_task("training the tokenizer", total=None)
             sample = sample_for_training(source, request)
             tokenizer = train_tokenizer(sample, int(request.tokenizer.removeprefix(TRAIN_PREFIX)))
-            bars.remove_task(bars.task_ids[-1])
+            bars.remove_task(task)
         unfinished = partial / "tokenizer.unfinished"
         tokenizer.save(unfinished)
         sync_folder(unfinished)
@@ -171,13 +149,7 @@ def sample_for_training(source: Source, request: Request) -> list[str]:
     documents: list[Document] = []
     num_bytes = 0
     for unit in itertools.islice(source.units(), 0, None, step):
-        for document in read_documents(
-            unit,
-            text_keys=request.text_keys,
-            on_error=request.on_error,
-            skipped=Skipped(),
-            encoding=request.encoding,
-        ):
+        for document in read_documents(unit, request, Skipped()):
             documents.append(document)
             num_bytes += document.num_bytes
         if num_bytes >= TOKENIZER_SAMPLE_BYTES:
@@ -192,7 +164,14 @@ def sample_for_training(source: Source, request: Request) -> list[str]:
     return [document.text for document, held_out in zip(documents, keys < threshold, strict=True) if not held_out]
 
 
-# Small things
+def summary_of(tokenizer: Tokenizer, name: str) -> TokenizerSummary:
+    return TokenizerSummary(
+        name=name,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        eos_token=tokenizer.eos_token,
+    )
 
 
 def usable_cores() -> int:

@@ -1,4 +1,4 @@
-"""What `data prepare` is asked for. Leaves doing it to `prepare.py`."""
+"""The request of `data prepare`: everything that decides its result."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,10 @@ from llmfoundry_lite.errors import DataError
 
 TRAIN_PREFIX = "train:"
 COMPRESSION_LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
-"""What StreamingDataset knows, as of 0.13; importing it to ask takes seconds, and to fail must not."""
+"""Levels that StreamingDataset knows, as of 0.13; importing it to ask takes seconds, and to fail must not."""
 
 SHARD_LIMIT_BYTES = 2**32
-"""What MDS can address."""
+"""The most that MDS can address."""
 SHARD_HEAD_BYTES = 4096
 """More than an MDS shard has before its samples."""
 LARGEST_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // 8
@@ -17,7 +17,7 @@ LARGEST_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to prepare: everything that decides the result, nothing else. Raises DataError for what cannot be."""
+    """A preparation: everything that decides the result, nothing else. Raises DataError for what cannot be."""
 
     sources: tuple[str, ...]
     """`python-stdlib`, `hf:NAME[:CONFIG]`, or files, folders and globs; see `sources.open_source`."""
@@ -31,16 +31,16 @@ class Request:
     split: str = "train"
     """The split to read of a Hub data set, or of one that `datasets` saved; means nothing elsewhere."""
     encoding: str | None = None
-    """Of text, JSON lines and CSV, as Python names it; None is UTF-8."""
+    """Encoding of text, JSON lines and CSV, as Python names it; None is UTF-8."""
     on_error: str = "stop"
     """At a document that cannot be read: `stop`, or `skip` and count it."""
     val_fraction: float | None = None
     """Share of the documents (modules, for the standard library) held out; None is 0.05 for the standard library and
     0.005 elsewhere. Raised until there is one validation sample, if the data allow that; 0 holds out nothing."""
     size_limit_bytes: int = 64 * 1024 * 1024
-    """Of a shard, before compression."""
+    """Bytes of a shard, before compression."""
     compression: str | None = None
-    """Of the shards, as StreamingDataset names it: `zstd`, `zstd:9`, `gz`, …"""
+    """Compression of the shards, as StreamingDataset names it: `zstd`, `zstd:9`, `gz`, …"""
 
     def __post_init__(self) -> None:
         if not self.text_keys or not all(self.text_keys):

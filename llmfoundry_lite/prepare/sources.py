@@ -1,48 +1,27 @@
 """Where documents come from: the Python standard library, local files, data sets of the Hugging Face Hub.
 
-Owns how a source is cut into *units*: pieces of work that are the same on every run and every machine. Leaves the kinds
-of units to `units.py`, how the documents of one are read to `documents.py`, and tokens, samples, processes and resuming
-to `prepare.py`.
-
     open_source(["logs/*.jsonl.gz"])  ->  Source  ->  units()  ->  Unit, Unit, …
+
+A source is cut into units of work that are the same on every run and every machine.
 """
 
-import csv
 import hashlib
-import io
 import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import without_magic
-from llmfoundry_lite.prepare.contents import (
-    BLOCK_BYTES,
-    COMPRESSED_SUFFIXES,
-    LARGEST_DOCUMENT_BYTES,
-    BlockReader,
-    blocks,
-    utf8_blocks,
-)
+from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_csv, read_lines, table_parts
+from llmfoundry_lite.prepare.documents import Unit, text_of_row
 from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
-from llmfoundry_lite.prepare.tables import check_one_of_each, damaged_table, open_arrow, open_parquet
-from llmfoundry_lite.prepare.units import (
-    ArrowBatches,
-    Bad,
-    LinePiece,
-    LineRange,
-    RowGroup,
-    RowPiece,
-    Unit,
-    WholeFiles,
-    value_of,
-)
+from llmfoundry_lite.prepare.request import Request
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
@@ -51,6 +30,8 @@ HUB_PREFIX = "hf:"
 SMALLEST_UNIT_BYTES = 256 * 1024
 LARGEST_UNIT_BYTES = 8 * 1024 * 1024
 UNITS_AIMED_FOR = 64
+STREAM_UNIT_CHARACTERS = LARGEST_UNIT_BYTES // 4
+MOST_ROWS = 65536
 
 STDLIB_VAL_FRACTION = 0.05
 DEFAULT_VAL_FRACTION = 0.005
@@ -71,34 +52,18 @@ class Source:
     units: Callable[[], Iterator[Unit]]
     """Starts from the beginning on every call and yields the same units."""
     identify: Callable[[], dict[str, str | int]]
-    """What has to be unchanged for a resumed preparation to read the same documents; looks again on every call."""
+    """Looks, on every call, at what has to be unchanged for a resumed preparation to read the same documents."""
     total_bytes: int | None
-    """On disk; None for a stream, whose end is not known beforehand."""
+    """Bytes on disk; None for a stream, whose end is not known beforehand."""
     val_fraction: float
     """The fraction held out for validation unless the user says otherwise."""
-    num_ignored_files: int = 0
-    """Files in the folders given whose suffix is none we read, or beside a saved data set and no part of it."""
-    repeated: tuple[str, ...] = ()
-    """A sentence for each name of something that is read under another name."""
-    unreadable: tuple[str, ...] = ()
-    """A sentence for each file or folder that cannot be read, with `on_error` skip."""
+    listing: Listing = field(default_factory=Listing)
+    """Local files, and what was left out of them."""
 
 
-def open_source(
-    sources: Sequence[str],
-    *,
-    text_keys: tuple[str, ...] = ("text",),
-    split: str = "train",
-    encoding: str | None = None,
-    on_error: str = "stop",
-) -> Source:
-    """Find the documents that `--source` names. Raises DataError when there are none.
-
-    `sources` is `["python-stdlib"]`, `["hf:NAME"]`, `["hf:NAME:CONFIG"]`, or any number of files, folders and
-    globs. `split` is the split of a Hub data set, or of one that `datasets` saved. `encoding` is that of text, JSON
-    lines and CSV; None is UTF-8.
-    """
-    sources = [source for source in sources if source]
+def open_source(request: Request) -> Source:
+    """Find the documents that `--source` names. Raises DataError when there are none."""
+    sources = [source for source in request.sources if source]
     if not sources:
         raise DataError(f"no source given; expected {PYTHON_STDLIB}, {HUB_PREFIX}NAME, or files, folders and globs")
     special = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
@@ -107,12 +72,30 @@ def open_source(
     if sources == [PYTHON_STDLIB]:
         return open_standard_library()
     if special:
-        return open_hub(special[0].removeprefix(HUB_PREFIX), text_keys=text_keys, split=split)
-    listing = list_files(sources, split=split, on_error=on_error)
-    return open_files(listing, text_keys=text_keys, encoding=encoding)
+        return open_hub(special[0].removeprefix(HUB_PREFIX), request)
+    listing = list_files(sources, split=request.split, on_error=request.on_error)
+    return Source(
+        units=lambda: file_units(listing, request),
+        identify=lambda: inventory((path.as_posix(), path, True) for path in listing.files),
+        total_bytes=sum(listing.files.values()),
+        val_fraction=DEFAULT_VAL_FRACTION,
+        listing=listing,
+    )
 
 
-# The Python standard library
+def inventory(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
+    """Condense (name, path, whether its time of modification counts) of every file to what is compared and shown."""
+    digest = hashlib.sha256()
+    num_files = total_bytes = 0
+    for name, path, with_time in files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"{path} was there when the preparation began and is not now: {error.strerror}") from error
+        digest.update(os.fsencode(f"{name}\0{status.st_size}\0{status.st_mtime_ns if with_time else 0}\n"))
+        num_files += 1
+        total_bytes += status.st_size
+    return {"files": num_files, "bytes": total_bytes, "digest": digest.hexdigest()[:16]}
 
 
 def open_standard_library(folder: Path | None = None) -> Source:
@@ -125,25 +108,13 @@ def open_standard_library(folder: Path | None = None) -> Source:
     files = sorted((path for path in found if is_library_source(path)), key=Path.as_posix)
     if not files:
         raise DataError(f"this Python ({sys.executable}) comes without the source of its standard library")
-    sizes = [(folder / path).stat().st_size for path in files]
-    total_bytes = sum(sizes)
-
-    def identify() -> dict[str, str | int]:
-        sizes = ((path.as_posix(), stat_of(folder / path).st_size, 0) for path in files)
-        return {"python": ".".join(map(str, sys.version_info[:3])), **inventory(sizes)}
-
-    def units() -> Iterator[Unit]:
-        for run in runs_of(list(zip(files, sizes, strict=True)), unit_bytes(total_bytes)):
-            yield WholeFiles(
-                paths=tuple(folder / path for path, _ in run),
-                num_bytes=sum(size for _, size in run),
-                modules=tuple(path.parts[0].removesuffix(".py") for path, _ in run),
-            )
-
+    sizes = {folder / path: (folder / path).stat().st_size for path in files}
+    modules = {str(folder / path): path.parts[0].removesuffix(".py") for path in files}
+    python = {"python": ".".join(map(str, sys.version_info[:3]))}
     return Source(
-        units=units,
-        identify=identify,
-        total_bytes=total_bytes,
+        units=lambda: whole_units(sizes.items(), unit_bytes(sum(sizes.values())), modules),
+        identify=lambda: {**python, **inventory((path.as_posix(), folder / path, False) for path in files)},
+        total_bytes=sum(sizes.values()),
         val_fraction=STDLIB_VAL_FRACTION,
     )
 
@@ -154,190 +125,96 @@ def is_library_source(path: Path) -> bool:
     return not STDLIB_EXCLUDED_FOLDERS.intersection(folders) and not path.name.startswith(STDLIB_EXCLUDED_MODULES)
 
 
-# Local files
+# Units
 
 
-def open_files(listing: Listing, *, text_keys: tuple[str, ...], encoding: str | None) -> Source:
-    """The documents of local files, in the order of the listing."""
-    sizes = {path: status.st_size for path, status in listing.files.items()}
-    total_bytes = sum(sizes.values())
+def unit_bytes(total_bytes: int) -> int:
+    """How large units should be: small inputs still make enough to share out, large ones not too many files."""
+    return min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, total_bytes // UNITS_AIMED_FOR))
 
-    def units() -> Iterator[Unit]:
-        target_bytes = unit_bytes(total_bytes)
-        waiting: list[tuple[Path, int]] = []
-        for path, size in sizes.items():
-            kind = kind_of(path)
-            if kind == "whole":
-                waiting.append((path, size))
-                continue
-            yield from whole_file_units(waiting, target_bytes)
-            waiting = []
-            if kind == "parquet":
-                yield from row_groups(path, size)
-            elif kind == "arrow":
-                yield from arrow_batches(path, size, target_bytes)
-            elif kind == "table":
-                content = BlockReader(blocks(path))
-                texts = csv_texts(path, content, encoding, text_keys)
-                yield from row_pieces(texts, str(path), read_bytes=lambda content=content: content.read_bytes)
+
+def file_units(listing: Listing, request: Request) -> Iterator[Unit]:
+    """Cut local files into units, in the order of the listing."""
+    encoding, keys = request.encoding, request.text_keys
+    target = unit_bytes(sum(listing.files.values()))
+    for kind, files in itertools.groupby(listing.files.items(), key=lambda item: kind_of(item[0])):
+        if kind == "whole":
+            yield from whole_units(files, target)
+            continue
+        for path, size in files:
+            if kind == "table":
+                yield from table_units(path, size, target)
+            elif kind == "csv":
+                rows = ((text_of_row(row, keys), read) for row, read in read_csv(path, encoding, keys))
+                yield from stream_units("rows", str(path), rows, target, size)
             elif path.suffix in COMPRESSED_SUFFIXES or encoding:
-                yield from line_pieces(path, size, target_bytes, encoding)
+                yield from stream_units("lines", str(path), read_lines(path, encoding), target, size)
             else:
-                for start in range(0, size, target_bytes):
-                    yield LineRange(path=path, start=start, end=min(size, start + target_bytes))
-        yield from whole_file_units(waiting, target_bytes)
-
-    def identify() -> dict[str, str | int]:
-        stats = ((path, stat_of(path)) for path in listing.files)
-        return inventory((path.as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in stats)
-
-    return Source(
-        units=units,
-        identify=identify,
-        total_bytes=total_bytes,
-        val_fraction=DEFAULT_VAL_FRACTION,
-        num_ignored_files=listing.num_ignored,
-        repeated=tuple(listing.repeated),
-        unreadable=tuple(listing.unreadable),
-    )
+                for start in range(0, size, target):
+                    end = min(size, start + target)
+                    yield Unit(kind="lines", names=(str(path),), start=start, end=end, num_bytes=end - start)
 
 
-def stat_of(path: Path) -> os.stat_result:
-    """A file that was there a moment ago."""
-    try:
-        return path.stat()
-    except OSError as error:
-        raise DataError(f"{path} was there when the preparation began and is not now: {error.strerror}") from error
+def whole_units(
+    files: Iterable[tuple[Path, int]], target_bytes: int, modules: Mapping[str, str] | None = None
+) -> Iterator[Unit]:
+    """Yield consecutive files in runs of at least `target_bytes`, the last perhaps less."""
+    run: list[str] = []
+    run_bytes = 0
+
+    def unit() -> Unit:
+        named = tuple(modules[name] for name in run) if modules else ()
+        return Unit(kind="whole", names=tuple(run), num_bytes=run_bytes, modules=named)
+
+    for path, size in files:
+        run.append(str(path))
+        run_bytes += size
+        if run_bytes >= target_bytes:
+            yield unit()
+            run, run_bytes = [], 0
+    if run:
+        yield unit()
 
 
-def whole_file_units(files: list[tuple[Path, int]], target_bytes: int) -> Iterator[WholeFiles]:
-    """Small files in runs, large ones alone."""
-    for run in runs_of(files, target_bytes):
-        yield WholeFiles(paths=tuple(path for path, _ in run), num_bytes=sum(size for _, size in run))
+def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit]:
+    """Yield runs of row groups or record batches of at least `target_bytes`."""
+    start = end = run_bytes = consumed_bytes = num_rows = 0
+    first = 1
+    for rows, part_bytes in table_parts(path, size_bytes):
+        end, run_bytes, num_rows = end + 1, run_bytes + part_bytes, num_rows + rows
+        if run_bytes >= target_bytes:
+            share = min(run_bytes, size_bytes - consumed_bytes)
+            yield Unit(kind="table", names=(str(path),), start=start, end=end, first=first, num_bytes=share)
+            start, first, run_bytes, consumed_bytes = end, 1 + num_rows, 0, consumed_bytes + share
+    if end > start:
+        share = size_bytes - consumed_bytes
+        yield Unit(kind="table", names=(str(path),), start=start, end=end, first=first, num_bytes=share)
 
 
-def row_groups(path: Path, size_bytes: int) -> Iterator[RowGroup]:
-    """The row groups of a parquet file, from its footer alone."""
-    if path.suffix in COMPRESSED_SUFFIXES:
-        yield RowGroup(path=path, index=None, num_bytes=size_bytes)
-        return
-    num_groups = open_parquet(path).num_row_groups
-    for index in range(num_groups):
-        share = size_bytes * (index + 1) // num_groups - size_bytes * index // num_groups
-        yield RowGroup(path=path, index=index, num_bytes=share)
-
-
-def arrow_batches(path: Path, size_bytes: int, target_bytes: int) -> Iterator[ArrowBatches]:
-    """Runs of record batches of at least `target_bytes`; only the descriptions of the batches are read."""
-    import pyarrow as pa
-
-    first = first_row = num_rows = run_bytes = consumed_bytes = index = 0
-    try:
-        _, batches = open_arrow(path)
-        for index, batch in enumerate(batches, start=1):
-            num_rows += batch.num_rows
-            run_bytes += batch.nbytes
-            if run_bytes >= target_bytes:
-                share = min(run_bytes, size_bytes - consumed_bytes)
-                yield ArrowBatches(path=path, first=first, end=index, first_row=first_row, num_bytes=share)
-                consumed_bytes += share
-                first, first_row, run_bytes = index, num_rows, 0
-    except (pa.ArrowInvalid, OSError) as error:
-        raise damaged_table(path, error) from error
-    if index > first:
-        rest = size_bytes - consumed_bytes
-        yield ArrowBatches(path=path, first=first, end=index, first_row=first_row, num_bytes=rest)
-
-
-def line_pieces(path: Path, size_bytes: int, target_bytes: int, encoding: str | None = None) -> Iterator[LinePiece]:
-    """A file of lines, decompressed and as UTF-8, in pieces of at least `target_bytes` that end where a line ends."""
-    lines = bytearray()
-    first_line = 1
-    consumed_bytes = 0
-    in_large_line = False
-
-    def piece(end: int, read_bytes: int, *, too_large: bool = False) -> LinePiece:
-        nonlocal first_line, consumed_bytes
-        content, share = bytes(lines[:end]), read_bytes - consumed_bytes
-        del lines[:end]
-        made = LinePiece(path=path, first_line=first_line, lines=content, num_bytes=share, too_large=too_large)
-        first_line += content.count(b"\n")
-        consumed_bytes = read_bytes
-        return made
-
-    for block, read_bytes in utf8_blocks(path, encoding):
-        if in_large_line:
-            line_end = block.find(b"\n") + 1
-            if line_end == 0:
-                continue
-            in_large_line = False
-            first_line += 1
-            block = block[line_end:]
-        lines += block
-        if len(lines) >= target_bytes and b"\n" in block:
-            yield piece(lines.rindex(b"\n") + 1, read_bytes)
-        if len(lines) > LARGEST_DOCUMENT_BYTES:
-            if b"\n" in lines:
-                yield piece(lines.rindex(b"\n") + 1, read_bytes)
-            if len(lines) > LARGEST_DOCUMENT_BYTES:
-                lines.clear()
-                in_large_line = True
-                yield piece(0, read_bytes, too_large=True)
-    yield piece(len(lines), size_bytes)
-
-
-def csv_texts(path: Path, content: BlockReader, encoding: str | None, text_keys: tuple[str, ...]) -> Iterator[Any]:
-    """The text of each row of a file with a header, or a Bad. Raises DataError where the rows cannot be told apart."""
-    csv.field_size_limit(LARGEST_DOCUMENT_BYTES)
-    delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
-    rows = csv.reader(text_lines(path, content, encoding), delimiter=delimiter, strict=True)
-    header = next_row(rows, path)
-    if header is None:
-        return
-    if isinstance(header, Bad):  # without it no row can be read
-        raise DataError(f"{path}: its header{header.sentence}; repair the file")
-    check_one_of_each(path, header, text_keys)
-    while (row := next_row(rows, path)) is not None:
-        if isinstance(row, Bad):
-            yield row
-        elif len(row) == len(header):
-            yield value_of(dict(zip(header, row, strict=True)), text_keys)
-        elif row:  # an empty line is none
-            yield Bad("invalid_csv", f" has {len(row)} fields, expected the {len(header)} of the header")
-
-
-def next_row(rows: Any, path: Path) -> "list[str] | Bad | None":
-    first_line = rows.line_num + 1
-    try:
-        return next(rows, None)
-    except csv.Error as error:
-        if "unexpected end" in str(error) or "field limit" in str(error):
-            raise DataError(
-                f"{path}: a quote that opens in line {first_line} or after is never closed ({error}); repair the file"
-            ) from error
-        return Bad("invalid_csv", f" (line {rows.line_num}) does not parse as CSV ({error})")
-
-
-def text_lines(path: Path, content: BlockReader, encoding: str | None) -> Iterator[str]:
-    """The lines of a text file with their ends. A byte that the encoding does not know becomes half a surrogate."""
-    name = encoding or "utf-8"
-    text = io.TextIOWrapper(
-        io.BufferedReader(content, BLOCK_BYTES), encoding=name, errors="surrogateescape", newline=""
-    )
-    try:
-        lines = iter(lambda: text.readline(LARGEST_DOCUMENT_BYTES), "")
-        for number, line in enumerate(lines, start=1):
-            if len(line) == LARGEST_DOCUMENT_BYTES:
-                raise DataError(f"{path}, line {number} is longer than {LARGEST_DOCUMENT_BYTES // 2**20} MiB")
-            yield line.removeprefix("\ufeff") if number == 1 else line
-    except UnicodeError as error:
-        raise DataError(f"{path} is not valid {name} ({error}); name its encoding with --encoding") from error
+def stream_units(
+    kind: str, name: str, values: Iterable[tuple[Any, int]], target: int, size_bytes: int = 0
+) -> Iterator[Unit]:
+    """Cut a stream of (line or text, bytes read so far) into units of about `target` bytes or characters."""
+    content: list[Any] = []
+    length = read_bytes = consumed_bytes = 0
+    first = 1
+    for value, read_bytes in values:
+        content.append(value)
+        length += 0 if isinstance(value, Bad) else len(value)
+        if length >= target or len(content) >= MOST_ROWS:
+            share = read_bytes - consumed_bytes
+            yield Unit(kind=kind, names=(name,), first=first, content=tuple(content), num_bytes=share)
+            first, consumed_bytes = first + len(content), read_bytes
+            content, length = [], 0
+    if content:
+        share = max(size_bytes, read_bytes) - consumed_bytes
+        yield Unit(kind=kind, names=(name,), first=first, content=tuple(content), num_bytes=share)
 
 
 # Data sets of the Hugging Face Hub
 
 
-def open_hub(name_and_config: str, *, text_keys: tuple[str, ...], split: str) -> Source:
+def open_hub(name_and_config: str, request: Request) -> Source:
     """A data set by its Hub name (or a local data set folder), streamed: nothing is downloaded ahead of time.
 
     The revision is pinned when the name is resolved, so that a resumed preparation reads the same rows.
@@ -346,21 +223,20 @@ def open_hub(name_and_config: str, *, text_keys: tuple[str, ...], split: str) ->
     name, _, config = (name_and_config, "", "") if is_folder else name_and_config.partition(":")
     if not name:
         raise DataError(f"{HUB_PREFIX} needs the name of a data set, as in {HUB_PREFIX}allenai/c4:en")
-    local = Path(name).is_dir()
-    revision = None if local else hub_revision(name)
+    folder = Path(name)
+    revision = None if folder.is_dir() else hub_revision(name)
 
     def identify() -> dict[str, str | int]:
         if revision is not None:
             return {"revision": revision}
-        files = sorted(file for file in Path(name).rglob("*") if file.is_file())
-        stats = ((file.relative_to(name).as_posix(), stat_of(file)) for file in files)
-        return inventory((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        return inventory((file.relative_to(folder).as_posix(), file, True) for file in files)
 
     def units() -> Iterator[Unit]:
-        origin = f"{HUB_PREFIX}{name_and_config}, split {split}"
-        with open_plainly(name) as plain:
-            rows = stream_hub(plain, config or None, split, revision, told_as=name)
-            yield from row_pieces((value_of(row, text_keys) for row in rows_of(rows, origin)), origin)
+        origin = f"{HUB_PREFIX}{name_and_config}, split {request.split}"
+        rows = hub_rows(name, config or None, request.split, revision, origin)
+        texts = ((text_of_row(row, request.text_keys), 0) for row in rows)
+        yield from stream_units("rows", origin, texts, STREAM_UNIT_CHARACTERS)
 
     return Source(units=units, identify=identify, total_bytes=None, val_fraction=DEFAULT_VAL_FRACTION)
 
@@ -386,95 +262,28 @@ def hub_revision(name: str) -> str:
     return revision
 
 
-@contextmanager
-def open_plainly(name: str) -> Iterator[str]:
-    """Wrap `files.without_magic`; its error is one sentence."""
+def hub_rows(
+    name: str, config: str | None, split: str, revision: str | None, origin: str
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of one split, in order. `datasets` raises a dozen unrelated types; each becomes one sentence."""
+    import datasets
+
     with ExitStack() as stack:
         try:
             plain = stack.enter_context(without_magic(name))
         except OSError as error:
             raise DataError(f"{HUB_PREFIX}{name}: links to its files cannot be made: {error}") from error
-        yield plain
-
-
-def stream_hub(
-    name: str, config: str | None, split: str, revision: str | None, *, told_as: str
-) -> Iterable[dict[str, Any]]:
-    """The rows of one split, in order."""
-    import datasets
-
-    try:
-        return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
-    except Exception as error:  # `datasets` raises a dozen unrelated types; its message says what was wrong
-        reason = " ".join(str(error).replace(name, told_as).split())
-        raise DataError(f"{HUB_PREFIX}{told_as}: the data set cannot be opened: {reason}") from error
-
-
-def rows_of(rows: Iterable[Mapping[str, Any]], origin: str) -> Iterator[Mapping[str, Any]]:
-    """The rows of a stream, its errors in one sentence."""
-    iterator = iter(rows)
-    for number in itertools.count():
         try:
-            row = next(iterator, None)
-        except Exception as error:  # a parser's, a file system's or the network's error, by way of `datasets`
-            reason = " ".join(str(error).split())
-            raise DataError(f"{origin}: reading stopped after row {number}: {reason}") from error
-        if row is None:
-            return
-        yield row
-
-
-def row_pieces(texts: Iterable[Any], origin: str, read_bytes: Callable[[], int] = lambda: 0) -> Iterator[RowPiece]:
-    """Texts of rows in pieces of about LARGEST_UNIT_BYTES / 4 characters; `read_bytes`: how many are read so far."""
-    values: list[Any] = []
-    num_characters = first_row = consumed_bytes = 0
-
-    def piece() -> RowPiece:
-        nonlocal values, num_characters, first_row, consumed_bytes
-        share = read_bytes() - consumed_bytes
-        made = RowPiece(origin=origin, first_row=first_row, values=tuple(values), num_bytes=share)
-        first_row += len(values)
-        consumed_bytes += share
-        values, num_characters = [], 0
-        return made
-
-    for text in texts:
-        values.append(text)
-        num_characters += len(text) if isinstance(text, str) else 0
-        if num_characters >= LARGEST_UNIT_BYTES // 4 or len(values) >= 65536:
-            yield piece()
-    if values:
-        yield piece()
-
-
-# Units
-
-
-def unit_bytes(total_bytes: int) -> int:
-    """How large units should be: small inputs still make enough to share out, large ones not too many files."""
-    return min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, total_bytes // UNITS_AIMED_FOR))
-
-
-def runs_of(files: list[tuple[Path, int]], target_bytes: int) -> Iterator[list[tuple[Path, int]]]:
-    """Consecutive files in runs of at least `target_bytes`, the last perhaps less."""
-    run: list[tuple[Path, int]] = []
-    run_bytes = 0
-    for path, size in files:
-        run.append((path, size))
-        run_bytes += size
-        if run_bytes >= target_bytes:
-            yield run
-            run, run_bytes = [], 0
-    if run:
-        yield run
-
-
-def inventory(files: Iterable[tuple[str, int, int]]) -> dict[str, str | int]:
-    """(path, bytes, modification time) of every file, condensed to what can be compared and shown."""
-    digest = hashlib.sha256()
-    num_files = total_bytes = 0
-    for path, size_bytes, modified_ns in files:
-        digest.update(os.fsencode(f"{path}\0{size_bytes}\0{modified_ns}\n"))
-        num_files += 1
-        total_bytes += size_bytes
-    return {"files": num_files, "bytes": total_bytes, "digest": digest.hexdigest()[:16]}
+            rows = iter(datasets.load_dataset(plain, config, split=split, revision=revision, streaming=True))
+        except Exception as error:
+            reason = " ".join(str(error).replace(plain, name).split())
+            raise DataError(f"{HUB_PREFIX}{name}: the data set cannot be opened: {reason}") from error
+        for number in itertools.count():
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                raise DataError(f"{origin}: reading stopped after row {number}: {reason}") from error
+            if row is None:
+                return
+            yield row

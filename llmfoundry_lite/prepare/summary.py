@@ -1,4 +1,4 @@
-"""What a preparation ends with: `summary.json`, and the table that is shown of it."""
+"""The summary that a preparation ends with: `summary.json`, and the table that is shown of it."""
 
 import json
 from dataclasses import dataclass
@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.report.tables import Table
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
@@ -24,9 +23,9 @@ class SplitSummary:
 
     documents: int
     samples: int
-    """Each of `max_seq_len` tokens."""
+    """Samples of `max_seq_len` tokens."""
     tokens: int
-    """In samples."""
+    """Tokens in samples."""
     remainder_tokens: int
     """The last ones, too few to fill a sample: the only tokens of the documents that are not in the shards."""
     text_bytes: int
@@ -54,7 +53,7 @@ class TokenizerSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What `summary.json` holds; `load_summary` reads it."""
+    """The content of `summary.json`; `load_summary` reads it."""
 
     format_version: int
     request: dict[str, Any]
@@ -66,11 +65,11 @@ class Summary:
     splits: dict[str, SplitSummary]
     """`train`, and `val` unless nothing could be held out."""
     skipped: dict[str, int]
-    """Documents left out, by reason, as in `units.SKIP_REASONS`."""
+    """Documents left out, by reason, as in `documents.SKIP_REASONS`."""
     ignored_files: int
     """Files in the folders given that are of no kind we read, or beside a saved data set and no part of it."""
     seconds: float
-    """Of the launch that finished the work; the two rates, too, leave out what earlier launches had done."""
+    """Seconds of the launch that finished the work; the two rates, too, leave out what earlier launches had done."""
     documents_per_second: float
     text_bytes_per_second: float
     skipped_examples: tuple[str, ...] = ()
@@ -98,43 +97,37 @@ def load_summary(folder: str | Path) -> Summary:
 
 
 def print_summary(summary: Summary, out: str | Path, console: Console | None = None) -> None:
-    """The short table a preparation ends with."""
-    table = Table(title=Text(f"prepared in {printable(str(out))}"), title_justify="left")
-    table.add_column("split")
-    for name in ("documents", "samples", "tokens", "left over", "text", "shards"):
-        table.add_column(name, justify="right")
+    """Print the short table a preparation ends with."""
+    rows = []
     for name, split in summary.splits.items():
         counts = (split.documents, split.samples, split.tokens, split.remainder_tokens)
-        table.add_row(
-            Text(printable(name)),
-            *(f"{count:,}" for count in counts),
-            f"{split.text_bytes / 1e6:.2f} MB",
-            f"{split.shards}",
-        )
+        rows.append([name, *(f"{count:,}" for count in counts), f"{split.text_bytes / 1e6:.2f} MB", f"{split.shards}"])
+    columns = ["split", "documents", "samples", "tokens", "left over", "text", "shards"]
+    table = Table(f"prepared in {printable(str(out))}", columns, rows)
     tokenizer = summary.tokenizer
-    console = console or Console()
-    console.print(table)
     lines = [f"tokenizer {printable(tokenizer.name)}: {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint}"]
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items() if count)
     if skipped:
         lines.append(f"documents skipped: {skipped}")
-        lines += some_of(summary.skipped_examples, of=sum(summary.skipped.values()) - summary.skipped["empty"])
+        lines += some_of(summary.skipped_examples, sum(summary.skipped.values()) - summary.skipped["empty"])
     if summary.ignored_files:
         lines.append(f"files ignored, of no kind we read or no part of a saved data set: {summary.ignored_files:,}")
     if summary.unreadable:
         lines.append(f"files and folders left out because they cannot be read: {len(summary.unreadable):,}")
-        lines += some_of(summary.unreadable, of=len(summary.unreadable))
+        lines += some_of(summary.unreadable, len(summary.unreadable))
     if "val" not in summary.splits:
         lines.append("no validation split: none was asked for, or too little text to hold out a sample")
     lines.append(
         f"{summary.seconds:.1f} s, {summary.documents_per_second:,.0f} documents/s, "
         f"{summary.text_bytes_per_second / 1e6:.2f} MB/s"
     )
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+    console = console or Console()
+    console.print(table.title, highlight=False, markup=False)
+    table.print(console)
+    console.print("\n".join(lines), highlight=False, markup=False)
 
 
-def some_of(sentences: tuple[str, ...], *, of: int) -> list[str]:
-    """Indented lines for the first of them, and how many there are besides."""
+def some_of(sentences: tuple[str, ...], count: int) -> list[str]:
+    """Indented lines for the first of them, and how many of `count` there are besides."""
     shown = [f"  {printable(sentence)}" for sentence in sentences[:SHOWN]]
-    return shown + ([f"  and {of - len(shown):,} more"] if of > len(shown) else [])
+    return shown + ([f"  and {count - len(shown):,} more"] if count > len(shown) else [])

@@ -7,5 +7,6 @@ INTENDED: dict[str, str] = {
     "errors/file/overlay-trains": "the keys of an overlay are listed in the order of the schema, where each now stands",
     "eval/compare": "the heading [interval] is no longer taken for a style and lost",
     "errors/damaged/cut/verify": "a size is said in plain words: has 1,000 bytes, expected 539,152",
+    "data/*/said": "`data prepare` shows its table as every other command does",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 from llmfoundry_lite.data.tokenizer import Tokenizer
+from llmfoundry_lite.prepare.documents import Skipped, read_documents
 from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.sources import open_source
 from llmfoundry_lite.prepare.summary import Summary
 from tests.helpers.data import read_samples
 
@@ -13,6 +15,20 @@ SEQ_LEN = 32
 
 def request(source: Path | str, tokenizer: Path | str, **options: object) -> Request:
     return Request(**{"sources": (str(source),), "tokenizer": str(tokenizer), "max_seq_len": SEQ_LEN, **options})
+
+
+def units_of(*paths: Path | str, **options: object) -> list[tuple[list[str], Skipped]]:
+    """The texts of each unit, and what was skipped there."""
+    wanted = request("", "", sources=tuple(map(str, paths)), **options)
+    found = []
+    for unit in open_source(wanted).units():
+        skipped = Skipped()
+        found.append(([document.text for document in read_documents(unit, wanted, skipped)], skipped))
+    return found
+
+
+def texts_of(*paths: Path | str, **options: object) -> list[str]:
+    return [text for texts, _ in units_of(*paths, **options) for text in texts]
 
 
 def write_jsonl(path: Path, documents: list[str], key: str = "text") -> Path:

@@ -23,14 +23,15 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_toke
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import out_folder, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
-from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, lines_starting_in, read_documents
+from llmfoundry_lite.prepare.contents import read_lines
+from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, lines_of_range, split_key
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, Request
-from llmfoundry_lite.prepare.samples import ShardWriter, SplitWriter
+from llmfoundry_lite.prepare.samples import SplitWriter, choose_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
-from llmfoundry_lite.prepare.units import Document, LineRange, Skipped, WholeFiles, split_key
+from llmfoundry_lite.prepare.token_files import TokenUnit
 from tests.helpers.data import folder_bytes, make_documents, read_samples
-from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, write_jsonl
+from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, texts_of, write_jsonl
 
 # What is read, and that all of it arrives
 
@@ -101,16 +102,19 @@ def test_documents_go_to_the_splits_by_their_text_and_none_is_lost(
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 50, 10_000])
-def test_every_line_belongs_to_exactly_one_byte_range(unit_bytes: int, tmp_path: Path) -> None:
+def test_every_line_belongs_to_exactly_one_byte_range(unit_bytes: int, tmp_path: Path, monkeypatch) -> None:
     lines = [b"\n", b"ab\n", b"\n", b"c" * 60 + b"\n", b"defg\n", b"end without newline"]
     path = plain(tmp_path / "lines.jsonl", b"".join(lines))
-    size = path.stat().st_size
-    ranges = [
-        LineRange(path=path, start=start, end=min(size, start + unit_bytes)) for start in range(0, size, unit_bytes)
-    ]
-    found = [item for part in ranges for item in lines_starting_in(part)]
+    found = [item for part in ranges(path, path.stat().st_size, unit_bytes) for item in lines_of_range(part)]
     assert [line for _, line in found] == lines
     assert [offset for offset, _ in found] == np.cumsum([0, *map(len, lines[:-1])]).tolist()
+
+
+def ranges(path: Path, size: int, unit_bytes: int) -> list[Unit]:
+    return [
+        Unit(kind="lines", names=(str(path),), start=start, end=min(size, start + unit_bytes), num_bytes=0)
+        for start in range(0, size, unit_bytes)
+    ]
 
 
 def test_a_long_line_is_read_once_not_once_for_each_range_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,25 +127,20 @@ def test_a_long_line_is_read_once_not_once_for_each_range_in_it(monkeypatch: pyt
             return line
 
     monkeypatch.setattr(Path, "open", lambda path, mode: Counting(b"c" * 10_000 + b"\nend"))
-    ranges = [LineRange(path=Path("lines.jsonl"), start=start, end=start + 10) for start in range(0, 10_000, 10)]
-    assert [offset for part in ranges for offset, _ in lines_starting_in(part)] == [0]
+    parts = ranges(Path("lines.jsonl"), 10_000, 10)
+    assert [offset for part in parts for offset, _ in lines_of_range(part)] == [0]
     assert Counting.num_bytes < 3 * 10_000
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 50, 10_000])
-def test_pieces_of_a_compressed_file_end_where_lines_end(
-    unit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llmfoundry_lite.prepare.contents.READ_BYTES", 16)
+def test_units_of_a_compressed_file_end_where_lines_end(unit_bytes: int, tmp_path: Path) -> None:
     content = "".join(make_documents(20)).encode() + b"end without newline"
     path = zipped(tmp_path / "lines.jsonl", content)
-    pieces = list(sources.line_pieces(path, path.stat().st_size, unit_bytes))
-    assert b"".join(piece.lines for piece in pieces) == content
-    assert all(piece.lines.endswith(b"\n") for piece in pieces[:-1])
-    assert [piece.first_line for piece in pieces] == [
-        1 + b"".join(piece.lines for piece in pieces[:index]).count(b"\n") for index in range(len(pieces))
-    ]
-    assert sum(piece.num_bytes for piece in pieces) == path.stat().st_size
+    units = list(sources.stream_units("lines", "a", read_lines(path, None), unit_bytes, path.stat().st_size))
+    lines = [line for unit in units for line in unit.content or ()]
+    assert lines == content.splitlines(keepends=True)
+    assert [unit.first for unit in units] == [lines.index((unit.content or [b""])[0]) + 1 for unit in units]
+    assert sum(unit.num_bytes for unit in units) == path.stat().st_size
 
 
 def test_a_hub_data_set_is_streamed(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
@@ -161,53 +160,37 @@ def test_a_hub_data_set_is_streamed(tmp_path: Path, tokenizer: Tokenizer, tokeni
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_no_text_and_text(tmp_path: Path) -> None:
-    path = plain(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo")
-    (unit,) = sources.open_source([str(path)]).units()
-    (document,) = read_documents(unit, text_keys=("text",), on_error="stop", skipped=Skipped())
-    assert (document.text, document.num_bytes) == ("one\r\ntwo", 8)
+    assert texts_of(plain(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo")) == ["one\r\ntwo"]
 
 
 # The standard library
 
 
 def test_the_standard_library_holds_out_whole_modules() -> None:
-    source = sources.open_source(["python-stdlib"])
+    source = sources.open_source(request("python-stdlib", ""))
     threshold = source.val_fraction * 2**64
-    split_of_module: dict[str, set[bool]] = {}
     bytes_of_split = {True: 0, False: 0}
     for unit in source.units():
-        assert isinstance(unit, WholeFiles)
-        for path, module in zip(unit.paths, unit.modules, strict=True):
-            key = split_key(module.encode(), STDLIB_HASH_SEED)
-            split_of_module.setdefault(module, set()).add(key < threshold)
-            bytes_of_split[key < threshold] += path.stat().st_size
-    assert all(len(splits) == 1 for splits in split_of_module.values())
-    assert "encodings" not in split_of_module  # tables of characters, from which nothing can be learned
+        for name, module in zip(unit.names, unit.modules, strict=True):
+            assert f"/{module}" in name and module != "encodings"  # tables of characters: nothing to learn from
+            is_held_out = split_key(module.encode(), STDLIB_HASH_SEED) < threshold
+            bytes_of_split[is_held_out] += Path(name).stat().st_size
     assert 0.03 < bytes_of_split[True] / sum(bytes_of_split.values()) < 0.08
 
 
-def test_the_standard_library_reads_the_same_wherever_python_is_installed(tmp_path: Path) -> None:
-    def documents(folder: Path) -> list[Document]:
-        units = sources.open_standard_library(folder).units()
-        return [
-            document
-            for unit in units
-            for document in read_documents(unit, text_keys=("text",), on_error="stop", skipped=Skipped())
-        ]
-
+def test_the_standard_library_reads_the_same_wherever_python_is_installed(tmp_path: Path, monkeypatch) -> None:
     first = tmp_path / "usr" / "lib"
     for name in ("json/__init__.py", "json/decoder.py", "abc.py", "test/bad.py", "site-packages/torch.py"):
         (first / name).parent.mkdir(parents=True, exist_ok=True)
         (first / name).write_text(f"# {name}\n")
     (first / "latin.py").write_bytes(b"# caf\xe9\n")
-    second = shutil.copytree(first, tmp_path / "site-packages" / "test" / "lib")
-    assert [document.text for document in documents(first)] == [
-        "# abc.py\n",
-        "# json/__init__.py\n",
-        "# json/decoder.py\n",
-    ]
-    assert documents(first) == documents(second)
-    assert sources.open_standard_library(first).identify() == sources.open_standard_library(second).identify()
+    found = []
+    for folder in (first, shutil.copytree(first, tmp_path / "site-packages" / "test" / "lib")):
+        monkeypatch.setattr("sysconfig.get_path", lambda name, folder=folder: str(folder))
+        source = sources.open_standard_library()
+        found.append((texts_of("python-stdlib"), [unit.modules for unit in source.units()], source.identify()))
+    assert found[0] == found[1]
+    assert found[0][0] == ["# abc.py\n", "# json/__init__.py\n", "# json/decoder.py\n"]
 
 
 # Workers, kills and resuming
@@ -284,7 +267,7 @@ def test_a_killed_preparation_carries_on_and_nothing_is_done_twice_or_lost(
     assert not (out / "summary.json").exists()
     assert not list(out.rglob("index.json"))
     before = {path.name: path.stat().st_mtime_ns for path in units.glob("*.npz")}
-    total = len(list(sources.open_source([str(large_file)]).units()))
+    total = len(list(sources.open_source(request(large_file, "")).units()))
     assert 3 <= len(before) < total
     again = Request(
         sources=(str(large_file),), tokenizer=str(tokenizer_folder), max_seq_len=SEQ_LEN, size_limit_bytes=500_000
@@ -632,6 +615,36 @@ def test_one_validation_sample_is_held_out_if_the_data_allow(
     assert len(joined_tokens(tokenizer, by_key[: val.documents - 1])) < SEQ_LEN
 
 
+@pytest.mark.parametrize(
+    ("threshold", "at_least", "raised"),
+    [
+        (1, 10, 6),  # the document with key 5, and no other
+        (5, 0, 5),  # enough already; key 5 is not held out
+        (5, 10, 6),
+        (6, 10, 6),
+        (6, 11, 10),  # both documents with key 9
+        (6, 30, 10),
+        (1, 31, 10),  # the next would be more than half
+    ],
+)
+def test_more_is_held_out_in_the_order_of_the_keys(threshold: int, at_least: int, raised: int) -> None:
+    keys = np.array([20, 9, 5, 9, 30, 40], np.uint64)
+    assert raise_threshold(np.uint64(threshold), keys, np.full(6, 10), at_least) == raised
+
+
+def test_the_largest_key_is_never_held_out() -> None:
+    keys = np.array([2**64 - 1] * 2, np.uint64)
+    assert raise_threshold(np.uint64(1), keys, np.array([1, 0]), 1) == 1
+
+
+@pytest.mark.parametrize(("keys", "expected"), [((2**62 - 1, 2**62), 2**62), ((2**62, 2**62 + 1), 2**62 + 1)])
+def test_a_document_at_the_threshold_is_for_training(tmp_path, keys, expected) -> None:
+    unit = dict.fromkeys(TokenUnit.__slots__, np.array([8, 8])) | {"doc_keys": np.array(keys, np.uint64)}
+    np.savez(tmp_path / "unit.npz", allow_pickle=False, **unit)
+    wanted = request("", "", val_fraction=0.25, max_seq_len=8)
+    assert choose_threshold([tmp_path / "unit.npz"], wanted) == expected
+
+
 def test_a_single_document_is_all_for_training(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
     documents = ["word " * 200]
     wanted = request(write_jsonl(tmp_path / "in.jsonl", documents), tokenizer_folder)
@@ -658,7 +671,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
 
 def test_a_tokenizer_is_trained_on_the_training_documents_alone(small_request: Request, tmp_path: Path) -> None:
     trained = replace(small_request, tokenizer="train:400", val_fraction=0.3)
-    seen = prepare_module.sample_for_training(sources.open_source(trained.sources), trained)
+    seen = prepare_module.sample_for_training(sources.open_source(trained), trained)
     held_out = [d for d in make_documents(60) if split_key(d.encode()) < 0.3 * 2**64]
     assert sorted(seen + held_out) == sorted(make_documents(60))
 
@@ -671,7 +684,7 @@ def test_what_becomes_validation_to_make_up_a_sample_was_not_trained_on_either(
     small_request: Request, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     trained = replace(small_request, tokenizer="train:400", val_fraction=1e-9)
-    seen = prepare_module.sample_for_training(sources.open_source(trained.sources), trained)
+    seen = prepare_module.sample_for_training(sources.open_source(trained), trained)
     summary = prepare(trained, tmp_path / "out", num_workers=1)
     by_key = sorted(make_documents(60), key=lambda document: split_key(document.encode()))
     assert not set(seen) & set(by_key[: summary.splits["val"].documents])
@@ -681,7 +694,7 @@ def test_a_large_source_is_sampled_evenly(small_request: Request, monkeypatch: p
     monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 1000)
     monkeypatch.setattr(prepare_module, "TOKENIZER_SAMPLE_BYTES", 4000)
     wanted = replace(small_request, val_fraction=0.0)
-    seen = prepare_module.sample_for_training(sources.open_source(wanted.sources), wanted)
+    seen = prepare_module.sample_for_training(sources.open_source(wanted), wanted)
     numbers = [int(document.split(":")[0]) for document in seen]
     assert sum(map(len, seen)) < 6000
     assert max(numbers) > 40
@@ -782,8 +795,8 @@ def test_bad_documents_are_counted_by_reason_when_skipped(
 def test_a_parquet_column_that_is_absent_or_no_text_is_named(tmp_path: Path, tokenizer_folder: Path) -> None:
     pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
     for key, message in (
-        ("text", r"a.parquet has no 'text'; there are: body, id \(choose one with --text-key\)"),
-        ("id", "a.parquet: column id holds int64, expected strings"),
+        ("text", r"a.parquet, row 1 has no 'text'; there are: body, id \(choose one with --text-key\)"),
+        ("id", "a.parquet, row 1: id is a int, expected a string"),
     ):
         with pytest.raises(DataError, match=message):
             prepare(request(tmp_path / "a.parquet", tokenizer_folder, text_key=key), tmp_path / key, num_workers=1)
@@ -832,10 +845,10 @@ def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str 
     with MDSWriter(columns={"tokens": f"ndarray:uint16:{SEQ_LEN}"}, out=str(tmp_path / "theirs"), **options) as theirs:
         for sample in samples:
             theirs.write({"tokens": sample})
-    ours = ShardWriter(tmp_path / "ours", wanted, samples.dtype)
-    for part in np.split(samples, [0, 1, 5, 300, 301]):
-        ours.write(part)
-    assert ours.finish() == len(theirs.shards) > 3
+    ours = SplitWriter(tmp_path / "ours", wanted, samples.dtype)
+    for part in np.split(samples.ravel(), [0, 1, SEQ_LEN, 9000, 9001]):
+        ours.add(part, 1, 1)
+    assert ours.finish().shards == len(theirs.shards) > 3
     assert folder_bytes(tmp_path / "ours") == folder_bytes(tmp_path / "theirs")
 
 
