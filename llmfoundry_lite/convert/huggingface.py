@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.check_model import check_model
+from llmfoundry_lite.config.check import check_model
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert import gpt2, llama, mpt
 from llmfoundry_lite.convert.files import (
