@@ -197,11 +197,11 @@ def replace_votes() -> None:
 
 def replace_numbers() -> None:
     """Replace numbers that the host reads: nothing is computed. Each read is still made."""
-    from llmfoundry_lite.training import builders, gradients
+    from llmfoundry_lite.training import builders, trainer
     from llmfoundry_lite.training.agreement import Agreement
     from llmfoundry_lite.training.trainer import GroupedTrainer
 
-    real_measure, real_count = gradients.measure, builders.DataSpec.get_num_tokens_in_batch
+    real_measure, real_count = trainer.measure, builders.DataSpec.get_num_tokens_in_batch
     real_load, real_iterate = builders.load_tokenizer, GroupedTrainer._iter_dataloader
     real_agree = Agreement._agree
 
@@ -232,7 +232,7 @@ def replace_numbers() -> None:
     replace(GroupedTrainer, _iter_dataloader=iterate)
     replace(Agreement, _agree=agree)
     replace(builders, load_tokenizer=load_tokenizer)
-    replace(gradients, measure=measure)
+    replace(trainer, measure=measure)
     replace(builders.DataSpec, get_num_tokens_in_batch=count)
 
 

@@ -50,7 +50,7 @@ class LanguageModel(ComposerModel):
         self.drop_seed: int | None = None
         """Seed of this batch's dropout, where the residual stream is dropped."""
         self.loss_scale: float = 1.0
-        """Multiplies the gradient, never the reported loss (training/gradients.py sets it)."""
+        """Multiplies the gradient, never the reported loss (training/trainer.py sets it)."""
 
     @property
     def num_parts(self) -> int:

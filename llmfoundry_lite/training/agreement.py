@@ -2,7 +2,7 @@
 
 It is made at the end of each batch. By then the next one has been read ahead, so that its tokens and its digest are
 counted before it goes to the device. An epoch's first batch needs a sum of its own. The other collective of a batch,
-for numbers that lie on devices, is `gradients.measure`.
+for numbers that lie on devices, is `trainer.measure`.
 """
 
 from collections.abc import Callable, Iterator

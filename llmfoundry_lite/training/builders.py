@@ -35,8 +35,7 @@ from llmfoundry_lite.parallel.zero import rows_of, step_together
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_tokens
-from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.gradients import GradientStep, LossScaler
+from llmfoundry_lite.training.checkpointing import Checkpointing, Start
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loss import cross_entropy_sum
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
@@ -46,8 +45,7 @@ from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.schedule import LearningRate, is_evaluation_due
-from llmfoundry_lite.training.start import Start
-from llmfoundry_lite.training.trainer import GroupedTrainer
+from llmfoundry_lite.training.trainer import GradientStep, GroupedTrainer, LossScaler
 
 
 def build_trainer(
@@ -69,26 +67,17 @@ def build_trainer(
     )
     agreement = Agreement(ranks, preemption, partners.move_on)
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners)
-    callbacks = build_callbacks(config, layout, ranks, model, partners)
-    callbacks.append(agreement)  # before what a reason to leave may make needless
 
-    def is_due(state: Any) -> bool:
+    def is_due(state: Any, event: Event = Event.BATCH_END) -> bool:
         """Evaluate right after a batch, so that its numbers stand in that batch's record. Not when the ranks have
         agreed to leave after this batch: then the next launch does."""
-        return not preemption.agreed and is_evaluation_due(config, state)
+        return event == Event.BATCH_END and not preemption.agreed and is_evaluation_due(config, state)
 
+    callbacks = build_callbacks(config, layout, ranks, model, partners)
+    callbacks.append(agreement)  # before what a reason to leave may make needless
     if config.icl_tasks and config.eval_interval != 0:
-        tasks = InContext(
-            model=model,
-            tokenizer=load_tokenizer(config.tokenizer.name),
-            tasks=load_tasks(config.icl_tasks, config.icl_task_folder),
-            is_due=is_due,
-            leave_if_asked=checkpointing.leave_if_asked,
-            max_batch_tokens=max(config.eval_batch_size * config.max_seq_len, 2048),
-            limit=config.icl_limit,
-            ranks=ranks,
-        )
-        callbacks.append(tasks)
+        callbacks.append(build_in_context(config, ranks, model, is_due, checkpointing))
+    callbacks.append(checkpointing)
     trainer = GroupedTrainer(
         ranks=ranks,
         agreement=agreement,
@@ -98,12 +87,12 @@ def build_trainer(
         model=model,
         train_dataloader=train_data,
         eval_dataloader=evaluators or None,
-        eval_interval=(lambda state, event: event == Event.BATCH_END and is_due(state)) if evaluators else 0,
+        eval_interval=is_due if evaluators else 0,
         eval_subset_num_batches=config.eval_subset_num_batches if evaluators else -1,
         optimizers=build_optimizer(config, model, layout),
         max_duration=str(Duration.parse(config.max_duration)),
-        callbacks=[*callbacks, checkpointing, run],
-        loggers=[run.log] if run.is_main else [],
+        callbacks=callbacks,
+        loggers=[run],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
         precision="fp32",  # the policy of parallel/fsdp.py does the casting
@@ -138,6 +127,21 @@ def build_callbacks(
     if config.callbacks.profiler is not None:
         callbacks.append(Profiler(config.callbacks.profiler, Path(config.run_folder)))
     return callbacks
+
+
+def build_in_context(
+    config: TrainConfig, ranks: DataRanks, model: LanguageModel, is_due: Any, checkpointing: Checkpointing
+) -> InContext:
+    return InContext(
+        model=model,
+        tokenizer=load_tokenizer(config.tokenizer.name),
+        tasks=load_tasks(config.icl_tasks, config.icl_task_folder),
+        is_due=is_due,
+        leave_if_asked=checkpointing.leave_if_asked,
+        max_batch_tokens=max(config.eval_batch_size * config.max_seq_len, 2048),
+        limit=config.icl_limit,
+        ranks=ranks,
+    )
 
 
 # ----------------------------------------------------------------------------------------------- model and optimizer

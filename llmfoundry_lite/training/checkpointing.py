@@ -1,15 +1,18 @@
 """A run and its checkpoints: Composer's events <-> checkpoint package. Restores once, saves when it is time.
 
-State is restored at AFTER_LOAD (the model is sharded by then, seeds and data are not yet touched) and saved at
-BATCH_CHECKPOINT, after the batch's evaluation. `save_policy` says when, `run_state` what besides tensors.
+Everything that can be refused is refused in `find_start`, before the model is built and before the lease is taken,
+which would stop a launch that still runs. State is restored at AFTER_LOAD (the model is sharded by then, seeds and data
+are not yet touched) and saved at BATCH_CHECKPOINT, after the batch's evaluation. `save_policy` says when, `run_state`
+what besides tensors.
 """
 
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from composer.core import Callback, State
@@ -19,51 +22,67 @@ from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.save import About, Saved, Saver, open_saver
-from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, is_checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import (
+    Candidate,
+    Checkpoint,
+    CheckpointStore,
+    Lease,
+    is_checkpoint,
+    open_checkpoint,
+    refuse_newer,
+)
 from llmfoundry_lite.checkpoint.verify import check_present
-from llmfoundry_lite.checkpoint.where import folder_of_checkpoints, put_tokenizer
-from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
+from llmfoundry_lite.checkpoint.where import check_not_from_elsewhere, folder_of_checkpoints, put_tokenizer
+from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes, refuse_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_seconds
-from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
+from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raise_on_all_ranks
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
-from llmfoundry_lite.training.gradients import GradientStep
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
-from llmfoundry_lite.training.run_folder import METRICS, SAVED, RunLog, log_until
+from llmfoundry_lite.training.run_folder import METRICS, SAVED, log_until
 from llmfoundry_lite.training.run_state import RunState, build_segment, chosen_options, find_differences
 from llmfoundry_lite.training.save_policy import SavePolicy
-from llmfoundry_lite.training.start import Start, check_fit
+from llmfoundry_lite.training.trainer import GradientStep
 
 PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Before each new attempt at the last save; the last one from then on."""
 
 
+class Start(NamedTuple):
+    """Where a launch begins: at a checkpoint, or at batch 1."""
+
+    is_own: bool = False
+    """Carries on from the newest intact checkpoint of the run's own folder."""
+    url: str | None = None
+    """One checkpoint, or a folder whose newest intact one is meant; None: batch 1."""
+    is_one: bool = False
+    note: str = ""
+    """Tells the user that a launch that may carry on begins at batch 1."""
+    fingerprints: dict[str, str] = {}  # noqa: RUF012 - read only
+
+
+@dataclass(eq=False)
 class Checkpointing(Callback):
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: LanguageModel,
-        gradient_step: GradientStep,
-        preemption: Preemption,
-        agreement: Agreement,
-        start: Start,
-        partners: Partners,
-    ):
-        self.partners = partners
-        self.config = config
-        self.model = model
-        self.preemption = preemption
-        self.agreement = agreement
-        self.store = CheckpointStore(config.checkpoint_folder)
-        self.policy = SavePolicy(config, preemption, agreement)
-        self.run_state = RunState(config, gradient_step)
-        self.begins = start
-        self.check_fit = partial(check_fit, config, start.fingerprints)
+    config: TrainConfig
+    model: LanguageModel
+    gradient_step: GradientStep
+    preemption: Preemption
+    agreement: Agreement
+    begins: Start
+    partners: Partners
+
+    def __post_init__(self) -> None:
+        self.store = CheckpointStore(self.config.checkpoint_folder)
+        self.policy = SavePolicy(self.config, self.preemption, self.agreement)
+        self.run_state = RunState(self.config, self.gradient_step)
+        self.carries_on = self.begins.is_own or not self.config.load_weights_only
+        """As the run that the checkpoint is of; else it gives its weights to a new one."""
         self.segments: tuple[Segment, ...] = ()
         self.changes: list[Change] = []
         """What the user has told this launch to do differently from the one that it carries on."""
@@ -91,14 +110,13 @@ class Checkpointing(Callback):
         rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
-            carries_on = self.begins.is_own or not self.config.load_weights_only
             there, here = restored.manifest.config or {}, as_dict(self.config)
-            if carries_on:
+            if self.carries_on:
                 self.changes = find_changes(there, here)["logged"]
             elif others := find_model_changes(there, here):
                 restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
             self.say(*restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state))
-            if carries_on:
+            if self.carries_on:
                 for group, options in zip(state.optimizers[0].param_groups, rates, strict=True):
                     group.update(options)
                 self._carry_on(restored.url, restored.manifest, state)
@@ -117,38 +135,27 @@ class Checkpointing(Callback):
         self.policy.start(state.timestamp)
 
     def _restore(self, state: State) -> Restored | None:
-        optimizer = state.optimizers[0]
-        if self.begins.is_own:
-            options: dict[str, Any] = {"lease": self.saver.lease, "check": self.check_fit}
-            restored = load_newest(self.store, self.model.model, optimizer, **options)
-            if restored.manifest is None:
-                raise CheckpointError(
-                    f"{self.store.root.url}: no checkpoint is intact ({'; '.join(restored.notes)}); "
-                    "move the folder away to start again from batch 1"
-                )
-            return restored
-        if self.config.load_path is None:
+        url, is_own = self.begins.url, self.begins.is_own
+        if url is None:
             return None
-        options = {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
-        if not self.config.load_weights_only:
-            options["check"] = self.check_fit
-        return self._load_path(self.config.load_path, None if self.config.load_weights_only else optimizer, options)
-
-    def _load_path(self, where: str, optimizer: Any, options: dict[str, Any]) -> Restored:
-        """`where` is one checkpoint, or a folder or run whose newest intact one is meant."""
-        found, error = None, None
-        try:
-            if dist.get_rank() == 0:
-                found = [where, True] if is_checkpoint(where) else [folder_of_checkpoints(where), False]
-        except CheckpointError as caught:
-            error = caught
-        raise_on_all_ranks(error)
-        url, is_one = broadcast_json(found)
-        if is_one:
+        optimizer = state.optimizers[0] if self.carries_on else None
+        check = partial(check_fit, self.config, self.begins.fingerprints)
+        options: dict[str, Any] = {"check": check} if self.carries_on else {}
+        if is_own:
+            options["lease"] = self.saver.lease
+        else:
+            options |= {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
+        if self.begins.is_one:
             return Restored(load(url, self.model.model, optimizer, **options), url, [])
-        restored = load_newest(CheckpointStore(url), self.model.model, optimizer, **options)
+        store = self.store if is_own else CheckpointStore(url)
+        restored = load_newest(store, self.model.model, optimizer, **options)
         if restored.manifest is None:
-            raise CheckpointError(f"load_path: {url} holds no intact checkpoint ({'; '.join(restored.notes)})")
+            why = "; ".join(restored.notes)
+            raise CheckpointError(
+                f"{url}: no checkpoint is intact ({why}); move the folder away to start again from batch 1"
+                if is_own
+                else f"load_path: {url} holds no intact checkpoint ({why})"
+            )
         return restored
 
     def _carry_on(self, url: str, manifest: Manifest, state: State) -> None:
@@ -209,8 +216,7 @@ class Checkpointing(Callback):
         self.was_preempted_by = preempted_by
         if int(state.timestamp.batch) >= self.first_batch:
             for destination in logger.destinations:
-                if isinstance(destination, RunLog):
-                    destination.write(state)
+                destination.batch_checkpoint(state, logger)
             self.run_state.owes_evaluation = True
             self.save_now(state, logger)
             for destination in logger.destinations:
@@ -373,3 +379,108 @@ class Checkpointing(Callback):
         if dist.get_rank() == 0:
             for line in lines:
                 print(printable(line), flush=True)
+
+
+# ----------------------------------------------------------------------------------------- where a launch begins
+
+
+def find_start(config: TrainConfig) -> Start:
+    """Look on rank 0, and tell all. Raises CheckpointError on all ranks."""
+    name = config.tokenizer.name
+    fingerprints = {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
+    error, found = None, Start()
+    if dist.get_rank() == 0:
+        try:
+            found = look(config, fingerprints)
+        except CheckpointError as caught:
+            error = caught
+    raise_on_all_ranks(error)
+    return Start(*broadcast_json(found))
+
+
+def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
+    """Refuse to carry on as another run: another model, tokenizer or batch. Tensors and data check themselves."""
+    if manifest.optimizer is None:  # imported
+        raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
+    if manifest.config is None or "timestamp" not in manifest.scalars:
+        raise CheckpointError(
+            "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
+        )
+    changes = find_changes(manifest.config, as_dict(config))
+    # A default that has changed since is not a change that the user has asked for.
+    unsaid = [] if config.optimizer.weight_decay is not None else ["optimizer.weight_decay"]
+    refuse_changes(changes["never"] + [change for change in changes["logged"] if change.key in unsaid])
+    here, there = fingerprints.get("tokenizer"), manifest.fingerprints.get("tokenizer")
+    if here is not None and there is not None and here != there:
+        raise CheckpointError(
+            f"tokenizer is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was: name "
+            "that tokenizer, or begin a new run with its weights (load_weights_only=true)"
+        )
+
+
+def look(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
+    """Raises CheckpointError."""
+    store = CheckpointStore(config.checkpoint_folder)
+    candidates = store.candidates()
+    if candidates:
+        if not config.autoresume:
+            raise CheckpointError(
+                f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
+                "choose another run_name"
+            )
+        newest = newest_of(candidates)
+        if newest is not None:
+            check_fit(config, fingerprints, newest.manifest)
+        return Start(is_own=True, url=store.root.url, fingerprints=fingerprints)
+    store.check_is_new()
+    note = _check_log(config, store.root.url)
+    url, is_one = None, False
+    if config.load_path is not None:
+        url, is_one = _check_load_path(config, config.load_path, fingerprints)
+    elif config.autoresume:
+        note = note or f"no checkpoint in {store.root.url} yet; starting at batch 1"
+    return Start(url=url, is_one=is_one, note=note, fingerprints=fingerprints)
+
+
+def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
+    """Return the newest checkpoint that can be read. Raises CheckpointError for one of a newer release."""
+    refuse_newer(candidates)
+    return next((found.checkpoint for found in candidates if found.checkpoint is not None), None)
+
+
+def _check_log(config: TrainConfig, checkpoints: str) -> str:
+    """Refuse to start a run without checkpoints over silently, or where its checkpoints have gone astray."""
+    log = Path(config.run_folder) / METRICS
+    records = [record for _, record in read_lines(log.read_bytes())] if log.exists() else []
+    last_batch = max((record["batch"] for record in records), default=0)
+    if last_batch < 1:
+        return ""
+    trained = f"{log} has batches of this run up to {last_batch}"
+    over = f"to start over, choose another run_name or remove {config.run_folder}"
+    if any(SAVED in record for record in records):
+        raise CheckpointError(
+            f"{trained} and says that it was saved, but {checkpoints} holds no checkpoint; is its disk mounted, is "
+            f"save_folder the same? {over}"
+        )
+    if not config.autoresume:
+        raise CheckpointError(f"{trained}, and {checkpoints} holds no checkpoint to carry on from; {over}")
+    return f"{trained}, none of them saved yet: they are trained again"
+
+
+def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, str]) -> tuple[str, bool]:
+    """Return the url of one checkpoint or of a folder of them, and whether it is one."""
+    try:
+        check_not_from_elsewhere(where)
+        is_one = is_checkpoint(where)
+        url = where if is_one else folder_of_checkpoints(where)
+        newest = open_checkpoint(url) if is_one else newest_of(CheckpointStore(url).candidates())
+    except CheckpointError as error:
+        raise type(error)(f"load_path: {error}") from error
+    if newest is None:
+        raise CheckpointError(
+            f"load_path: {where} holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run "
+            "directory"
+        )
+    if not config.load_weights_only:
+        check_fit(config, fingerprints, newest.manifest)
+    return url, is_one

@@ -46,9 +46,9 @@ from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import all_reduce_sum, broadcast_json, max_of, raise_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.gradients import Measured, measure
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.trainer import Measured, measure
 
 LOOK_SECONDS = 0.5
 """Interval at which a launch that waits checks whether it is asked to leave."""

@@ -1,8 +1,7 @@
 """Import Composer and StreamingDataset without what they import for features that no YAML can name.
 
-`import composer` takes 14 s of a processor, almost half of it for torchvision's models, torchmetrics for sound, images
-and text, transformers, and clients of services. Stand-ins answer for these meanwhile. Then they leave `sys.modules`, so
-whoever asks for the real packages gets them.
+`import composer` takes twice as long with torchvision's models, transformers, and clients of services. Stand-ins answer
+for these meanwhile. Then they leave `sys.modules`, so whoever asks for the real packages gets them.
 
 Composer's vision algorithms, its Hugging Face wrapper and its logger for MosaicML's platform keep their stand-ins, and
 do not work. With a component of the user's own in the YAML, everything is imported (`FULL_IMPORTS`).
@@ -23,11 +22,8 @@ FULL_IMPORTS = "LLMFOUNDRY_LITE_FULL_IMPORTS"
 """Set in the environment, nothing is left out."""
 HEAVY = ("composer", "composer.algorithms", "streaming")
 """Packages that a training process imports lean. Composer imports its algorithms at the first event of a run."""
-DOMAINS = "audio clustering detection image multimodal nominal retrieval segmentation shape text video"
-LEFT_OUT = (
-    *("mcli", "paramiko", "torchvision", "transformers", "torchmetrics.utilities.plot"),
-    *(f"torchmetrics.{part}{domain}" for part in ("", "functional.") for domain in DOMAINS.split()),
-)
+LEFT_OUT = ("mcli", "paramiko", "torchvision", "transformers")
+"""Top-level packages."""
 
 
 def import_lean(*names: str) -> None:
@@ -44,10 +40,6 @@ def import_lean(*names: str) -> None:
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, StandIn)]:
             del sys.modules[name]
-            package, _, part = name.rpartition(".")
-            # A package remembers its parts: `from torchmetrics import text` must look for the real one.
-            if isinstance(vars(sys.modules.get(package, sys)).get(part), StandIn):
-                delattr(sys.modules[package], part)
 
 
 @contextmanager
@@ -67,8 +59,7 @@ class _Finder(MetaPathFinder, Loader):
         self.roots = roots
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        is_left_out = f"{name}.".startswith(tuple(f"{root}." for root in self.roots))
-        return ModuleSpec(name, self, is_package=True) if is_left_out else None
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.roots else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return StandIn(spec.name)

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -47,22 +47,24 @@ def _number_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
 
 
+@dataclass(eq=False)
 class RunMonitor(Callback):
     """Throughput, MFU, memory, elapsed and remaining time.
 
     Rates are of tokens really consumed over the wall-clock time between ends of batches, without evaluation.
     """
 
-    def __init__(
-        self, window_size: int, flops_per_token: int, max_duration: Duration, compute_dtype: str, partners: Partners
-    ):
-        self.partners = partners
-        self.flops_per_token = flops_per_token
-        self.max_duration = max_duration
-        self.history: deque[tuple[int, int, float]] = deque(maxlen=window_size + 1)
+    window_size: int
+    flops_per_token: int
+    max_duration: Duration
+    compute_dtype: str
+    partners: Partners
+
+    def __post_init__(self) -> None:
+        self.history: deque[tuple[int, int, float]] = deque(maxlen=self.window_size + 1)
         """Tokens of the run, those of them that were trained here, seconds."""
         accelerator = devices.accelerator()
-        self.peak_flops = accelerator.peak_flops(compute_dtype) if accelerator else None
+        self.peak_flops = accelerator.peak_flops(self.compute_dtype) if accelerator else None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.launched_at = time.monotonic()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,30 +42,28 @@ BY_FILE = REASONS.index("the file STOP")
 BY_KEY = REASONS.index("SIGINT")
 
 
+@dataclass(eq=False)
 class Preemption:
     """`reason` is what this rank knows of; `agreed` is what all ranks have agreed on."""
 
-    def __init__(
-        self,
-        run_folder: Path,
-        grace_seconds: float,
-        max_wall_seconds: float | None,
-        on_request: Callable[[str], None],
-        on_leave: Callable[[str, str], None],
-    ):
-        """`on_request` is called with a new reason, from any thread. `on_leave` is called with a status and why, just
-        before the process is ended: for being late, or because Ctrl-C was pressed again."""
-        self.stop_file = run_folder / STOP
-        self.deadline = time.monotonic() - age_of_launch() + max_wall_seconds if max_wall_seconds is not None else None
-        self.on_request = on_request
-        self.on_leave = on_leave
-        self.reason = 0
-        self.agreed = 0
+    run_folder: Path
+    grace_seconds: float
+    max_wall_seconds: float | None
+    on_request: Callable[[str], None]
+    """Called with a new reason, from any thread."""
+    on_leave: Callable[[str, str], None]
+    """Called with a status and why, just before the process is ended: late, or because Ctrl-C was pressed again."""
+    reason: int = 0
+    agreed: int = 0
+    saved: str | None = None
+    """The save that has been published since there is a reason; on rank 0."""
+
+    def __post_init__(self) -> None:
+        self.stop_file, wall = self.run_folder / STOP, self.max_wall_seconds
+        self.deadline = time.monotonic() - age_of_launch() + wall if wall is not None else None
         self.leave_by: float | None = None
-        self.saved: str | None = None
-        """The save that has been published since there is a reason; on rank 0."""
         self._pressed_at: list[float] = []
-        self._seconds_left = grace_seconds
+        self._seconds_left = self.grace_seconds
         self._longest_step_seconds = 0.0
         self._last_step: float | None = None
         self._is_main = False

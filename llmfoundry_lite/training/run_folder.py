@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from composer import Trainer
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
@@ -38,21 +38,27 @@ STATUS_SECONDS = 5.0
 """A running run says where it is at most that often."""
 
 
-class RunFolder(Callback):
+class RunFolder(LoggerDestination):
     """The files of a run. Nothing is written before the run has been restored: a launch that is refused leaves the
     record as it was, except for how the last launch ended."""
 
     def __init__(self, config: TrainConfig):
         self.config = config
         self.folder = Path(config.run_folder)
+        self.log = self.folder / METRICS
         self.is_main = dist.get_rank() == 0
-        self.log = RunLog(self.folder / METRICS)
         self.trainer: Trainer | None = None
         """None until the run has been restored."""
         self.asked_by: str | None = None
         """Why the run has been asked to leave."""
         self.is_running = False
         self.is_done = False
+        self.launch = 0
+        self.record: Record = {}
+        """What has been logged for the batch in hand."""
+        self.last: Record = {}
+        self.file: TextIO | None = None
+        self.mirrors: list[Mirror] = []
         self._writing = threading.Lock()
         self._noted_at = 0.0
         if self.is_main:
@@ -64,7 +70,8 @@ class RunFolder(Callback):
         return int(self.trainer.state.timestamp.batch) if self.trainer is not None else 0
 
     def start(self, trainer: Trainer, wandb_run_id: str | None, history: bytes | None) -> None:
-        """Begin to write. `history`: the log that came with the checkpoint."""
+        """Begin to write. `history`: the log that came with the checkpoint, of which the lines that are not here come
+        first. What was logged before this call waits for the first record."""
         if self.is_main:
             with clear_disk_errors(self.folder):
                 if wandb_run_id is not None:
@@ -73,13 +80,74 @@ class RunFolder(Callback):
                 write_status(self.folder, "running", int(trainer.state.timestamp.batch), self.asked_by)
                 start_guard(self.folder)
                 duration = Duration.parse(self.config.max_duration)
-                self.log.open(build_mirrors(self.config, lambda: progress_of(trainer.state, duration)), history)
+                self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
+                missed = take_over(self.log, history) if history else []
+                self.launch = 1 + last_launch(self.log)
+                for mirror in self.mirrors:
+                    mirror.begin(self.log, in_order(missed))
+                self.file = self.log.open("a")
         self.trainer = trainer
         self.is_running = self.is_main
 
+    # ------------------------------------------------------------------------------------------------------- the log
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        for key, value in metrics.items() if self.is_main else ():
+            if key.startswith(("time/", "trainer/")) and not key.endswith("_seconds"):
+                continue  # Composer's own clocks, taken before the batch is counted
+            name = key.replace("metrics/eval/", "eval/")
+            self.record[name] = value.item() if isinstance(value, torch.Tensor) else value
+
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self.write(state)
         if self.is_running and time.monotonic() - self._noted_at >= STATUS_SECONDS:
             self._note()
+
+    def write(self, state: State) -> None:
+        """Write what has been gathered as the record of the batch that was trained last (0: before the first)."""
+        stamp = state.timestamp
+        clocks = {"time/epoch": int(stamp.epoch), "time/sample": int(stamp.sample), "time/token": int(stamp.token)}
+        self.last = {"batch": int(stamp.batch), "launch": self.launch, **self.record, **clocks}
+        self._publish(self.last)
+
+    def record_of(self, batch: int) -> Record:
+        """Return the log's record of that batch, bare if it is not there."""
+        records = [record for _, record in read_lines(self.log.read_bytes()) if record["batch"] == batch]
+        return records[-1] if records else {"batch": batch, "launch": self.launch}
+
+    def add_to(self, batch: int) -> None:
+        """Write what has been gathered into the record of a batch that an earlier launch has trained."""
+        self._publish({**self.record_of(batch), **self.record})
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write the last record again with what came after it, such as how long its save took."""
+        if self.record:
+            self._append({**self.last, **self.record})
+            self.record = {}
+
+    def post_close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+        for mirror in self.mirrors:
+            mirror.close()
+        self.mirrors = []
+
+    def _publish(self, record: Record) -> None:
+        if self.is_main:
+            self.record = {}
+            self._append(record)
+            for mirror in self.mirrors:
+                mirror(record)
+
+    def _append(self, record: Record) -> None:
+        assert self.file is not None
+        plain = {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in record.items()}
+        with clear_disk_errors(self.log):
+            self.file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self.file.flush()
+
+    # ---------------------------------------------------------------------------------------------------- the status
 
     def note_request(self, reason: str) -> None:
         """Note from any thread why the run is asked to leave, in case rank 0 is killed or aborted before it has."""
@@ -108,7 +176,7 @@ class RunFolder(Callback):
         if self.is_main:
             with contextlib.suppress(OSError):
                 self._write_reason(status, reason)
-                self.log.post_close()
+                self.post_close()
 
     def leave(self, status: str, reason: str) -> None:
         """Say why the process ends, from another thread while the main thread hangs."""
@@ -128,81 +196,6 @@ class RunFolder(Callback):
             write_ended_early(self.folder, status, reason)
         elif not (self.is_done and status == "failed"):  # a run that is done stays so; preempted, it exports again
             write_status(self.folder, status, self.batch, reason)
-
-
-class RunLog(LoggerDestination):
-    """metrics.jsonl, only ever appended to. Lives on rank 0 alone."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.mirrors: list[Mirror] = []
-        self.launch = 0
-        self.record: Record = {}
-        self.last: Record = {}
-        self.file: TextIO | None = None
-
-    def open(self, mirrors: list[Mirror], history: bytes | None = None) -> None:
-        """Begin to write, after those lines of `history` that are not here yet. What was logged before this call
-        waits for the first record."""
-        self.mirrors = mirrors
-        missed = take_over(self.path, history) if history else []
-        self.launch = 1 + last_launch(self.path)
-        for mirror in mirrors:
-            mirror.begin(self.path, in_order(missed))
-        self.file = self.path.open("a")
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        for key, value in metrics.items():
-            if key.startswith(("time/", "trainer/")) and not key.endswith("_seconds"):
-                continue  # Composer's own clocks, taken before the batch is counted
-            name = key.replace("metrics/eval/", "eval/")
-            self.record[name] = value.item() if isinstance(value, torch.Tensor) else value
-
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self.write(state)
-
-    def write(self, state: State) -> None:
-        """Write what has been gathered as the record of the batch that was trained last (0: before the first)."""
-        stamp = state.timestamp
-        clocks = {"time/epoch": int(stamp.epoch), "time/sample": int(stamp.sample), "time/token": int(stamp.token)}
-        self.last = {"batch": int(stamp.batch), "launch": self.launch, **self.record, **clocks}
-        self._publish(self.last)
-
-    def record_of(self, batch: int) -> Record:
-        """Return the log's record of that batch, bare if it is not there."""
-        records = [record for _, record in read_lines(self.path.read_bytes()) if record["batch"] == batch]
-        return records[-1] if records else {"batch": batch, "launch": self.launch}
-
-    def add_to(self, batch: int) -> None:
-        """Write what has been gathered into the record of a batch that an earlier launch has trained."""
-        self._publish({**self.record_of(batch), **self.record})
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the last record again with what came after it, such as how long its save took."""
-        if self.record:
-            self._append({**self.last, **self.record})
-            self.record = {}
-
-    def post_close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
-        for mirror in self.mirrors:
-            mirror.close()
-        self.mirrors = []
-
-    def _publish(self, record: Record) -> None:
-        self.record = {}
-        self._append(record)
-        for mirror in self.mirrors:
-            mirror(record)
-
-    def _append(self, record: Record) -> None:
-        assert self.file is not None
-        plain = {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in record.items()}
-        with clear_disk_errors(self.path):
-            self.file.write(json.dumps(plain, allow_nan=False) + "\n")
-            self.file.flush()
 
 
 @contextlib.contextmanager

@@ -31,14 +31,13 @@ from llmfoundry_lite.ranks.ending import (
 from llmfoundry_lite.ranks.exchange import broadcast_json
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.training.builders import build_trainer
-from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.partners import find_partners
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.schedule import progress_of
-from llmfoundry_lite.training.start import find_start
 
 LONGEST_WAIT = datetime.timedelta(days=7)
 
@@ -71,7 +70,7 @@ def train(config: TrainConfig) -> None:
         run_missed_evaluation(trainer, run, checkpointing)
         if progress_of(state, max_duration) < 1:
             if config.eval_first and run.batch == 0 and evaluate(trainer) and run.is_main:
-                run.log.write(state)
+                run.write(state)
             trainer.fit()
         if checkpointing.was_preempted_by:
             raise Preempted(checkpointing.preempted_text(state), orderly=True)
@@ -143,9 +142,9 @@ def run_missed_evaluation(trainer: Trainer, run: RunFolder, checkpointing: Check
     evaluators = trainer.state.evaluators
     last_metric = f"{evaluators[-1].label}/loss" if evaluators else "eval/icl/"
     # A run that is done is launched again at times, and has been evaluated by then.
-    is_there = run.is_main and any(key.startswith(last_metric) for key in run.log.record_of(run.batch))
+    is_there = run.is_main and any(key.startswith(last_metric) for key in run.record_of(run.batch))
     if not broadcast_json(is_there) and evaluate(trainer) and run.is_main:
-        run.log.add_to(run.batch)
+        run.add_to(run.batch)
     checkpointing.run_state.owes_evaluation = False
 
 

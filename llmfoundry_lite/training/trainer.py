@@ -2,27 +2,36 @@
 
 Composer's loop, events and evaluation stand. Its batch asks the device for a number, or all ranks, a dozen times and
 twice more in each microbatch; each time the host waits until the device has nothing left to do. Here the device is
-asked in `GradientStep.finish`, and the other ranks in `Agreement`, between two batches.
+asked in `measure`, and the other ranks in `Agreement`, between two batches.
 """
 
 import datetime
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from composer import Trainer
-from composer.core import Event
+from composer.core import Event, State
+from composer.loggers import Logger
 from composer.trainer import trainer as composer_trainer
 from composer.utils import collect_env
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.data.loader import format_digest
-from llmfoundry_lite.training.adapter import PipelinedLanguageModel
+from llmfoundry_lite.errors import NonFiniteError
+from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_filled
-from llmfoundry_lite.training.gradients import LOSS, GradientStep
-from llmfoundry_lite.training.optimizers import clear_gradients
+from llmfoundry_lite.training.optimizers import clear_gradients, local
 from llmfoundry_lite.training.partners import Partners
+
+LOSS = "loss/train/total"
 
 # The model is parallel already; without FSDP inside, as in a pipeline, Composer would wrap it in DDP.
 composer_trainer.prepare_ddp_module = lambda model, find_unused_parameters: model
@@ -43,7 +52,7 @@ class GroupedTrainer(Trainer):
         *,
         ranks: DataRanks,
         agreement: Agreement,
-        gradient_step: GradientStep,
+        gradient_step: "GradientStep",
         partners: Partners,
         device_batch_size: int,
         **options: Any,
@@ -78,12 +87,11 @@ class GroupedTrainer(Trainer):
 
         Returns None to Composer's loop, which would sum losses over ranks; `GradientStep.finish` has done that.
         """
-        state, spec = self.state, self._train_data_spec
-        assert spec is not None
+        state = self.state
         loss_sum = self._compute_gradient()
         while not self.partners.settle(state, loss_sum):
             self.agreement.begin_epoch(self.partners.batches(state))
-            state.batch = spec.batch_transforms(self.agreement.take())
+            state.batch = self.agreement.take()
             loss_sum = self._compute_gradient()
         digest = format_digest(self.agreement.current.digest)
         metrics: dict[str, Any] = {**self.partners.metrics(), "data/digest": digest}
@@ -94,64 +102,51 @@ class GroupedTrainer(Trainer):
         self.first_train_batch_complete = True
 
     def _compute_gradient(self) -> torch.Tensor:
-        """Add up the gradient of this rank's rows. Returns their weighted loss."""
-        state, spec = self.state, self._train_data_spec
+        """Add up the gradient of this rank's rows, one microbatch after the other, or all at once through a pipeline.
+
+        Returns their weighted loss.
+        """
+        state, spec, model, run_event = self.state, self._train_data_spec, self._original_model, self.engine.run_event
         assert spec is not None and isinstance(state.device_train_microbatch_size, int)
         batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
         total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_filled
         share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
+        is_pipeline = isinstance(model, PipelinedLanguageModel)
         self.partners.begin_batch()
         self.gradient_step.begin(-(-len(batch["input_ids"]) // size), state.device._device)
-        self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
+        run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
-        if isinstance(self._original_model, PipelinedLanguageModel):
-            loss_sum = self._run_pipeline(self._original_model, batch, share)
-        else:
-            loss_sum = torch.zeros((), device=state.device._device)
-            for microbatch in spec.split_batch(batch, size):
-                if self.accumulate_train_batch_on_tokens:
-                    weight = spec.get_num_tokens_in_batch(microbatch, token_type="loss_generating")
-                else:
-                    weight = count_filled(microbatch)
-                loss_sum += self._run_microbatch(microbatch, weight / share)
+        loss_sum = torch.zeros((), device=state.device._device)
+        for microbatch in [batch] if is_pipeline else spec.split_batch(batch, size):
+            state.batch = state.device.batch_to_device(microbatch)
+            self.gradient_step.before_forward()
+            run_event(Event.BEFORE_FORWARD)
+            if not is_pipeline:
+                state.outputs = state.model(state.batch)
+            run_event(Event.AFTER_FORWARD)
+            run_event(Event.BEFORE_LOSS)
+            if is_pipeline:  # forward and backward passes of all microbatches
+                state.loss = model.train_on(state.batch, -(-self.device_batch_size // size), size, share)
+            else:
+                state.loss = model.loss(state.outputs, state.batch)
+            assert isinstance(state.loss, torch.Tensor)
+            self.gradient_step.after_loss(state.loss)
+            run_event(Event.AFTER_LOSS)
+            run_event(Event.BEFORE_BACKWARD)
+            weighted = state.loss if is_pipeline else state.loss * (self._count(microbatch) / share)
+            if not is_pipeline:
+                weighted.backward()
+            run_event(Event.AFTER_BACKWARD)
+            loss_sum += weighted.detach()
         state.batch = batch
         return loss_sum
 
-    def _run_microbatch(self, microbatch: Any, weight: float) -> torch.Tensor:
-        state, spec = self.state, self._train_data_spec
-        assert spec is not None
-        state.batch = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
-        self.gradient_step.before_forward()
-        self.engine.run_event(Event.BEFORE_FORWARD)
-        state.outputs = state.model(state.batch)
-        self.engine.run_event(Event.AFTER_FORWARD)
-        self.engine.run_event(Event.BEFORE_LOSS)
-        state.loss = self._original_model.loss(state.outputs, state.batch)
-        assert isinstance(state.loss, torch.Tensor)
-        self.gradient_step.after_loss(state.loss)
-        self.engine.run_event(Event.AFTER_LOSS)
-        self.engine.run_event(Event.BEFORE_BACKWARD)
-        weighted = state.loss * weight
-        weighted.backward()
-        self.engine.run_event(Event.AFTER_BACKWARD)
-        return weighted.detach()
-
-    def _run_pipeline(self, model: PipelinedLanguageModel, batch: Any, share: float) -> torch.Tensor:
-        """Return the whole batch's weighted loss where the last stage is, 0 elsewhere. A microbatch's events come once
-        for all of them."""
-        state, spec = self.state, self._train_data_spec
-        assert spec is not None and isinstance(state.device_train_microbatch_size, int)
-        state.batch = spec.microbatch_transforms(state.device.batch_to_device(batch))
-        num_samples = state.device_train_microbatch_size
-        self.gradient_step.before_forward()
-        for event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS):
-            self.engine.run_event(event)
-        loss = model.train_on(state.batch, -(-self.device_batch_size // num_samples), num_samples, share)
-        state.loss = loss
-        self.gradient_step.after_loss(loss)
-        for event in (Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD):
-            self.engine.run_event(event)
-        return loss
+    def _count(self, microbatch: Any) -> int:
+        """Count what the loss is a mean of: tokens that have one, or samples."""
+        assert self._train_data_spec is not None
+        if self.accumulate_train_batch_on_tokens:
+            return int(self._train_data_spec.get_num_tokens_in_batch(microbatch, token_type="loss_generating"))
+        return count_filled(microbatch)
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
@@ -159,3 +154,185 @@ class GroupedTrainer(Trainer):
         """Return the whole batch's samples and tokens, which ranks have agreed on before it. Each rank keeps its own
         clock; rank 0's is recorded and saved."""
         return self.agreement.current.num_filled, self.agreement.current.num_tokens, batch_time
+
+
+# --------------------------------------------------------------------------- between backward and optimizer
+
+
+class Measured(NamedTuple):
+    """A batch's numbers, the same on every rank."""
+
+    norm: float
+    """L2, of the whole gradient."""
+    loss: float
+    """Mean of the data ranks' losses."""
+    num_bad_losses: int
+    """Microbatches whose loss is not finite."""
+
+
+@dataclass
+class LossScaler:
+    """Dynamic loss scaling for fp16: halve on overflow, double after a long run of sound batches.
+
+    Starting value, factors and interval are those of torch's GradScaler, whose state lives on the device and only
+    there. This state is two numbers, the same on all ranks.
+    """
+
+    scale: float = 2.0**16
+    num_sound_batches: int = 0
+    growth_interval = 2000
+
+    def update(self, finite: bool) -> bool:
+        """Adapt to one batch. Returns whether the batch overflowed and a lower scale may cure it."""
+        if not finite:
+            curable = self.scale > 1.0
+            self.scale, self.num_sound_batches = max(self.scale / 2, 1.0), 0
+            return curable
+        self.num_sound_batches += 1
+        if self.num_sound_batches == self.growth_interval:
+            self.scale, self.num_sound_batches = self.scale * 2, 0
+        return False
+
+    def state_dict(self) -> dict[str, float | int]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        self.scale, self.num_sound_batches = float(state["scale"]), int(state["num_sound_batches"])
+
+
+@dataclass(kw_only=True)
+class GradientStep:
+    """Says when gradients are summed over devices, and guards every optimizer step: a batch that any rank finds
+    non-finite is skipped, or ends the run, on all ranks. The trainer calls the methods in their order."""
+
+    model: LanguageModel
+    clipping: GradientClippingConfig | None = None
+    on_non_finite: str
+    max_skipped_batches: int
+    scaler: LossScaler | None = None
+    reduces_every_microbatch: bool = True
+    num_skipped_batches: int = 0
+    agreed: Measured | None = None
+    """What `partners` have measured of the batch in hand, whose gradient is that of all of them by now."""
+
+    def begin(self, num_microbatches: int, device: torch.device) -> None:
+        self.bad_losses = torch.zeros((), device=device)
+        self.model.loss_scale = self.scaler.scale if self.scaler else 1.0
+        self.num_microbatches_left = num_microbatches
+
+    def before_forward(self) -> None:
+        """Keep gradients on their device until the batch's last microbatch; FSDP2 would sum them after each.
+
+        Where each microbatch's are shared out among the shards, the sum over replicas still waits for the last. Not
+        in 16 bits: FSDP2 would add the microbatches up in them.
+        """
+        self.num_microbatches_left -= 1
+        if isinstance(self.model.model, FSDPModule):
+            is_last = self.num_microbatches_left == 0
+            self.model.model.set_requires_gradient_sync(self.reduces_every_microbatch or is_last)
+            self.model.model.set_requires_all_reduce(is_last or self.model.precision.reduction != torch.float32)
+
+    def after_loss(self, loss: torch.Tensor) -> None:
+        self.bad_losses += (~torch.isfinite(loss.detach())).float()
+
+    def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
+        """Make the gradient ready for the optimizer, or drop it. Returns the global batch's loss.
+
+        `loss`: this rank's. `digest`: of the batch, for messages. Raises NonFiniteError.
+        """
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in parameters]
+        if self.scaler:
+            torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
+        found = self.agreed or measure(
+            parameters, loss, self.bad_losses, self.model.num_stages, self.model.shared_parameters
+        )
+        norm, mean_loss, num_bad_losses = found
+        metrics = {LOSS: mean_loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
+        finite = math.isfinite(norm) and num_bad_losses == 0
+        if finite and self.clipping is not None:
+            clip(gradients, norm, self.clipping)
+        if self.scaler:
+            metrics["loss_scale"] = self.scaler.scale
+        # Only the gradient is scaled: a loss that is not finite is no overflow, and a lower scale does not cure it.
+        overflowed = self.scaler is not None and num_bad_losses == 0 and self.scaler.update(finite)
+        if not finite:
+            clear_gradients(state.optimizers[0])  # without gradients the optimizer's step does nothing
+            self.num_skipped_batches += not overflowed
+            metrics["skipped_batches"] = self.num_skipped_batches
+        logger.log_metrics(metrics)
+        if not finite:
+            where = f"batch {int(state.timestamp.batch) + 1} (data/digest {digest})"
+            self._skip_or_stop(where, norm, num_bad_losses, overflowed)
+        return mean_loss
+
+    def _skip_or_stop(self, where: str, norm: float, num_bad_losses: int, overflowed: bool) -> None:
+        what = "the loss is not finite" if num_bad_losses else f"the gradient's norm is {norm}"
+        if overflowed:
+            assert self.scaler is not None
+            what = f"the fp16 gradient overflowed; the loss scale is now {self.scaler.scale:g}"
+        elif self.on_non_finite == "stop":
+            raise NonFiniteError(
+                f"{where}: {what}; the weights were not touched. "
+                "Lower the learning rate, look at that data, or set on_non_finite: skip"
+            )
+        elif self.num_skipped_batches > self.max_skipped_batches:
+            raise NonFiniteError(
+                f"{where}: {what}, and {self.num_skipped_batches} batches of this launch were skipped for that; "
+                "max_skipped_batches allows no more"
+            )
+        if dist.get_rank() == 0:
+            print(f"{where}: {what}; skipped", flush=True)
+
+
+def measure(
+    parameters: list[torch.nn.Parameter],
+    loss: torch.Tensor,
+    bad_losses: torch.Tensor,
+    num_stages: int = 1,
+    shared: Sequence[torch.nn.Parameter] = (),
+) -> Measured:
+    """Measure the batch in the only collective that it has beside FSDP's, and the only time the host waits for the
+    device.
+
+    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Microbatches are those of
+    all ranks; ranks that divide layers among them each count the one they have in common. Of `num_stages` pipelined
+    stages one has the losses, and two have the `shared` parameters.
+    """
+    total = torch.zeros((), device=bad_losses.device)
+    stage_size = dist.get_world_size() // num_stages
+    for replicas, gradients in _by_replicas(parameters, stage_size, {id(parameter) for parameter in shared}).items():
+        norms = torch.stack(torch._foreach_norm(gradients))
+        total += norms.float().square().sum().to(total.device) / replicas  # offloaded gradients are the host's
+    sums = torch.stack([total, loss.float(), bad_losses])
+    dist.all_reduce(sums)
+    squares, loss_sum, num_bad_losses = sums.tolist()
+    norm = math.sqrt(squares) if squares >= 0 else squares
+    return Measured(norm, loss_sum / stage_size, int(num_bad_losses))
+
+
+def _by_replicas(
+    parameters: list[torch.nn.Parameter], stage_size: int, shared: set[int]
+) -> dict[int, list[torch.Tensor]]:
+    """Group gradients by the number of ranks that hold the same shard; a stage's ranks have or share each parameter."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        replicas = stage_size * (2 if id(parameter) in shared else 1)
+        if isinstance(parameter.grad, DTensor):
+            mesh = parameter.grad.device_mesh
+            shards = [mesh.size(i) for i, kind in enumerate(parameter.grad.placements) if not kind.is_replicate()]
+            replicas //= math.prod(shards)
+        gradient = local(parameter.grad)
+        if gradient.numel():
+            groups.setdefault(replicas, []).append(gradient)
+    return groups
+
+
+def clip(gradients: list[torch.Tensor], norm: float, clipping: GradientClippingConfig) -> None:
+    """Scale the whole gradient down to the threshold (by norm), or clamp each of its numbers (by value)."""
+    threshold = clipping.clipping_threshold
+    if clipping.clipping_type == "value":
+        torch._foreach_clamp_min_(gradients, -threshold)
+        torch._foreach_clamp_max_(gradients, threshold)
+    elif norm > threshold:
+        torch._foreach_mul_(gradients, threshold / (norm + 1e-6))

@@ -8,8 +8,7 @@ import torch
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.rehearse.measure import categorise, replay
 from llmfoundry_lite.training import loss
-from llmfoundry_lite.training.gradients import GradientStep, measure
-from llmfoundry_lite.training.trainer import GroupedTrainer
+from llmfoundry_lite.training.trainer import GradientStep, GroupedTrainer, measure
 
 
 def frames(*functions):
@@ -53,7 +52,7 @@ def test_an_address_is_given_out_again():
 
 
 def test_the_innermost_frame_with_a_category_decides():
-    step = GradientStep.after_train_batch
+    step = GradientStep.finish
     assert categorise(frames(measure, step, torch.optim.AdamW.step)) == "gradients"
     assert categorise(frames(MPT.forward, loss._ChunkedCrossEntropy.backward)) == "logits"
     assert categorise(frames(GroupedTrainer._train_microbatches, torch.optim.AdamW.step)) == "rest"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from composer.core import Timestamp
 
 from llmfoundry_lite.errors import NonFiniteError
-from llmfoundry_lite.training.gradients import GradientStep, LossScaler
 from llmfoundry_lite.training.run_state import RunState
+from llmfoundry_lite.training.trainer import GradientStep, LossScaler
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -38,14 +38,6 @@ def test_a_package_that_is_left_out_is_real_for_whoever_asks_later(packages):
     assert huge.models.Net.is_real
 
 
-def test_a_part_that_is_left_out_is_real_for_whoever_asks_its_package_later(packages, monkeypatch):
-    monkeypatch.setattr(lean_imports, "LEFT_OUT", ("huge.models",))
-    import_lean("asking")
-    from huge import models
-
-    assert models.Net.is_real
-
-
 def test_a_package_that_somebody_has_imported_is_not_left_out(packages):
     import huge.models  # noqa: F401
 

@@ -13,6 +13,7 @@ from llmfoundry_lite.checkpoint.save import Saved
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training import checkpointing
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.partners import Partners
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
@@ -38,8 +39,9 @@ class Run:
         parts.config = SimpleNamespace(retry_for=retry_for)
         parts.saver = SimpleNamespace(wait=self._wait)
         parts.policy = SimpleNamespace(timer=None)
-        parts.last_saved_batch, parts.published_batch, parts.islands, parts.first_batch = 4, 2, None, 1
-        parts._say = lambda *lines: self.said.extend(lines)
+        parts.last_saved_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
+        parts.say = lambda *lines: self.said.extend(lines)
+        parts.store = SimpleNamespace(root=SimpleNamespace(url="run"))
         parts._save = lambda state, logger: self.saves.append(4)
         self.parts, self.state = parts, SimpleNamespace(timestamp=SimpleNamespace(batch=4))
         monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
