@@ -53,25 +53,24 @@ def build_parallel_model(
 
 def build_pipeline(
     config: ModelConfig,
-    fsdp: FSDPConfig,
-    precision: Precision,
-    mesh: DeviceMesh,
-    seed: int,
     pipeline: PipelineConfig,
     loss: Loss,
-    compile_config: dict[str, Any] | None = None,
-    attn_impl: str = "sdpa",
-    context: Context | None = None,
+    context: Context | None,
     *,
-    sequence_parallel: bool = False,
+    attn_impl: str,
+    precision: Precision,
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    **options: Any,
 ) -> Pipeline:
-    """Build this rank's stages of a pipeline. The last stage computes `loss`. Raises ConfigError as above."""
-    check_compiler(compile_config)
+    """Build this rank's stages of a pipeline. The last one computes `loss`. `options` as of `build_parallel_model`."""
+    check_compiler(options["compile_config"])
     models = []
     for stage in stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]:
         with torch.device("meta"):
             model = StageModel(config, attn_impl, stage, loss, precision, context)
-        models.append(materialise(model, fsdp, precision, mesh, seed, compile_config, sequence_parallel))
+        options |= {"precision": precision, "mesh": mesh, "sequence_parallel": sequence_parallel}
+        models.append(materialise(model, **options))
     runs = mesh["tensor"].size() if sequence_parallel else 1
     return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), runs)
 
