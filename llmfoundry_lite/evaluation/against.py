@@ -11,10 +11,10 @@ from llmfoundry_lite.evaluation.results import Outline, Results, differences, lo
 from llmfoundry_lite.evaluation.sequential import (
     Plan,
     Rule,
+    describe_plan,
     noun_of,
     plan_task,
     to_record,
-    told_of,
     unit_of,
     unit_of_record,
 )
@@ -36,9 +36,9 @@ class Against:
         noun = noun_of(self.reference.items[name], self.reference.tasks[name]["metric"])
         return plan_task(name, noun, units, self.rule)
 
-    def told(self, task: Prepared) -> Record:
+    def describe_plan(self, task: Prepared) -> Record:
         """Return what a finished task must say to be this very comparison's."""
-        return told_of(self.plan(task.name, units_of(task)), self.reference, task.name)
+        return describe_plan(self.plan(task.name, units_of(task)), self.reference, task.name)
 
 
 def units_of(task: Prepared) -> list[str]:

@@ -281,18 +281,18 @@ def refuse_partial(task: str, first: Results, other: Results) -> None:
     for result in (first, other):
         record = result.tasks[task]
         if num_unasked(record) and not (result is other and is_reference(task, first, other)):
-            told = record["sequential"]
+            part = record["sequential"]
             raise DataError(
-                f"{task}: {result.name} was asked {record['n']:,} of {told['num_items']:,} items, until its difference "
-                f"to {told['against']} was decided; give that result first, evaluate {result.name} without against, "
+                f"{task}: {result.name} was asked {record['n']:,} of {part['num_items']:,} items, until its difference "
+                f"to {part['against']} was decided; give that result first, evaluate {result.name} without against, "
                 f"or leave the task out: --skip {task}"
             )
 
 
 def is_reference(task: str, first: Results, other: Results) -> bool:
     """Return whether `other` was asked look by look, against these very items of `first`."""
-    told = other.tasks[task].get("sequential")
-    return bool(told) and told["against_items"] == first.tasks[task]["items_hash"]
+    stopped = other.tasks[task].get("sequential")
+    return bool(stopped) and stopped["against_items"] == first.tasks[task]["items_hash"]
 
 
 def has_other_tokenizer(first: Results, other: Results) -> bool:

@@ -71,9 +71,9 @@ def evaluate(
         on_progress=on_progress,
     )
     for task in prepared:
-        told = None if against is None else against.told(task)
+        plan = None if against is None else against.describe_plan(task)
         # Rank 0's word, because it alone may see the files.
-        if files is not None and (known := broadcast_json(files.find(task, results, told))) is not None:
+        if files is not None and (known := broadcast_json(files.find(task, results, plan))) is not None:
             results.tasks[task.name] = known
             continue
         results.tasks[task.name], items = run_task(asker, task, results, against)
@@ -116,7 +116,7 @@ def run_task(
     asker.on_progress(task.name, 0, total)
 
     def ask_part(part: Prepared, num_before: int) -> list[Record]:
-        # Not told as done while another look may follow.
+        # Not reported as done while another look may follow.
         return asker.ask(part, lambda name, done, _: asker.on_progress(name, min(num_before + done, total - 1), total))
 
     if against is None:

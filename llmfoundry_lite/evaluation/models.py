@@ -360,9 +360,9 @@ def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "Plain
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
-    model, told = loaded
+    model, found = loaded
     for kind, fault in FAULTS.items():
-        if names := sorted(map(str, told[kind])):
+        if names := sorted(map(str, found[kind])):
             raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
     with _refuse_what_fails(folder):  # such a model may not compute what its config.json promises
         plain = PlainModel(model.to(device).eval(), device)

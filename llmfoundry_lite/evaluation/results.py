@@ -65,18 +65,18 @@ class Results:
 @functools.cache
 def code_version() -> str:
     """Return the release, and in a clone the commit, with + where files that git tracks are changed."""
-    release, told = version("llmfoundry-lite"), ""
+    release, commit = version("llmfoundry-lite"), ""
     for command in (
         ("ls-files", "--error-unmatch", Path(__file__).name),  # the clone is ours, not one that we are installed in
         ("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"),
     ):
         try:
-            told = subprocess.run(
+            commit = subprocess.run(
                 ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20, check=True
             ).stdout.strip()
         except (OSError, subprocess.SubprocessError):
             return release
-    return f"{release} {told}"
+    return f"{release} {commit}"
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -186,16 +186,18 @@ def outline(task: Prepared) -> Outline:
 
 def differences(record: Record, task: Outline) -> list[str]:
     """Name what of a finished task is not as `task` asks it; nothing for the same."""
-    there, asked, exact = record.get("settings") or {}, dict(task.settings), task.prepared
+    stored, asked, exact = record["settings"], dict(task.settings), task.prepared
     if exact and record["fingerprint"] == exact.fingerprint:
         begins = record.get("beginning", [])
         return [] if begins == exact.beginning else [f"texts that begin with {begins}, not {exact.beginning} as"]
     # How many windows a text has is known where it was evaluated.
-    if asked.get("icl_task_type") == "perplexity" and not exact and there.get("limit") is None:
+    if asked.get("icl_task_type") == "perplexity" and not exact and stored.get("limit") is None:
         asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
-    keys = [key for key in {**there, **asked} if exact or key != "max_seq_len"]  # unknown before tokenising
-    found = [f"{key} {there.get(key)!r}, not {asked.get(key)!r} as" for key in keys if there.get(key) != asked.get(key)]
-    if task.data_fingerprint not in (None, record.get("data_fingerprint")):
+    keys = [key for key in {**stored, **asked} if exact or key != "max_seq_len"]  # unknown before tokenising
+    found = [
+        f"{key} {stored.get(key)!r}, not {asked.get(key)!r} as" for key in keys if stored.get(key) != asked.get(key)
+    ]
+    if task.data_fingerprint not in (None, record["data_fingerprint"]):
         found.append("other data than")
     return found or (["another fingerprint than"] if exact else [])
 
@@ -222,9 +224,9 @@ class ResultFiles:
         self.lines: dict[str, list[str]] = {}
         if not self.is_main:
             return
-        there = next(place for place in self.path.absolute().parents if place.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK)):  # known now, not after the first task
-            raise DataError(f"results_folder: {there} is no folder that can be written to")
+        existing = next(place for place in self.path.absolute().parents if place.exists())
+        if not (existing.is_dir() and os.access(existing, os.W_OK)):  # known now, not after the first task
+            raise DataError(f"results_folder: {existing} is no folder that can be written to")
         self._read()
 
     def _read(self) -> None:
@@ -263,23 +265,23 @@ class ResultFiles:
         assert self.known is not None
         keys = ("save_id", "tokenizer", "precision") if results.save_id else ("source", "tokenizer", "precision")
         for key in keys:
-            there, now = getattr(self.known, key), getattr(results, key)
-            if there != now:
+            stored, now = getattr(self.known, key), getattr(results, key)
+            if stored != now:
                 if key == "source" or (key == "save_id" and self.known.source != results.source):
                     return f"{self.known.source}, and {results.source} is to be evaluated"
-                return f"{self.known.source} with {key.replace('save_id', 'save')} {there}, not {now} as now"
+                return f"{self.known.source} with {key.replace('save_id', 'save')} {stored}, not {now} as now"
         return ""
 
     def _is_whole(self, name: str) -> bool:
         return self.known is not None and len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
-    def find(self, task: Prepared, results: Results, told: Record | None = None) -> Record | None:
+    def find(self, task: Prepared, results: Results, plan: Record | None = None) -> Record | None:
         """Return the finished result of this very task on this very model. One that stopped when it was decided is
-        finished where it says what is `told`: the same comparison."""
+        finished if it was asked by the same `plan`."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
         if record is None or not self._is_whole(task.name) or differences(record, outline(task)):
             return None
-        if num_unasked(record) and (told is None or any(record["sequential"][key] != told[key] for key in told)):
+        if num_unasked(record) and (plan is None or any(record["sequential"][key] != plan[key] for key in plan)):
             return None
         return record
 

@@ -155,15 +155,15 @@ def cut_to(result: Results, task: str, units: Sequence[str]) -> Results:
     return replace(result, items={task: [item for item in result.items[task] if unit_of_record(item) in wanted]})
 
 
-def told_of(plan: Plan, reference: Results, task: str) -> Record:
+def describe_plan(plan: Plan, reference: Results, task: str) -> Record:
     """Return what a task's record says of its plan: two that say the same are the same comparison."""
     return {"against_items": reference.tasks[task]["items_hash"], **asdict(plan), "looks": list(plan.looks)}
 
 
 def to_record(stage: Stage, reference: Results, task: str, decision: str) -> Record:
     """Return what a task's record says under `sequential`."""
-    told = told_of(stage.plan, reference, task)
-    return {"against": reference.name, **told, "look": stage.look, "decision": decision}
+    plan = describe_plan(stage.plan, reference, task)
+    return {"against": reference.name, **plan, "look": stage.look, "decision": decision}
 
 
 def from_record(record: Record) -> Stage:

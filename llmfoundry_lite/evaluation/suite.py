@@ -105,8 +105,8 @@ def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]
         asked = outline_tasks(tasks, config.tokenization, config.limit)
     names = [outline.name for outline in asked]
     with user_errors_on_all_ranks():
-        if (there := broadcast_json(names)) != names:  # data are not on all machines, and no YAML names the tasks
-            raise DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(there)}")
+        if (of_rank_0 := broadcast_json(names)) != names:  # data are not on all machines, and no YAML names the tasks
+            raise DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
     return asked
 
 
@@ -283,7 +283,7 @@ class ProgressLine:
     def __call__(self, task: str, done: int, total: int) -> None:
         if task != self.task:
             self.task, self.started, self.is_done = task, time.monotonic(), False
-        if self.is_done or this_rank().rank != 0:  # with several ranks the last items are told of twice
+        if self.is_done or this_rank().rank != 0:  # with several ranks the last items are reported twice
             return
         self.is_done = done == total
         seconds = time.monotonic() - self.started

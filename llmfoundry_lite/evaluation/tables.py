@@ -184,10 +184,10 @@ def _oddities(record: Record) -> Iterator[str]:
     if 1 < record.get("num_documents", 0) < MIN_DOCUMENTS:
         yield f"a standard error from {record['num_documents']} documents alone is rough"
     if num_unasked(record):
-        told = record["sequential"]
+        part = record["sequential"]
         yield (
-            f"{record['n']:,} of {told['num_items']:,} items asked, until the difference to {told['against']} was "
-            f"decided ({told['decision']}): no whole result, in no average"
+            f"{record['n']:,} of {part['num_items']:,} items asked, until the difference to {part['against']} was "
+            f"decided ({part['decision']}): no whole result, in no average"
         )
     if limit := cut_at(record):
         yield f"only the first {limit:,} items (limit): a try, not a result"
@@ -352,8 +352,8 @@ def _warnings(result: Results, tasks: Sequence[str], published: Sequence[Record]
             found.append(f"warning: the {what} of {result.name} is not known; published rows may have another")
             continue
         if others := [row for row in published if not 1 / TOLERANCE < row[key] / number < TOLERANCE]:
-            told = ", ".join(f"{row['model']} ({_count(row[key])})" for row in others)
-            found.append(f"warning: the {what} of {result.name} ({_count(number)}) is not that of {told}")
+            names = ", ".join(f"{row['model']} ({_count(row[key])})" for row in others)
+            found.append(f"warning: the {what} of {result.name} ({_count(number)}) is not that of {names}")
     records = {task: result.tasks[f"{task}/0-shot"] for task in tasks}
     if joint := [task for task, record in records.items() if record.get("tokenization") == "joint"]:
         found.append(

@@ -120,7 +120,7 @@ def _markdown_row(paired: Paired) -> list[str]:
 
 
 def _as_json(results: Sequence[Results], pairs: Sequence[Pair]) -> Record:
-    def told(paired: Paired) -> Record:
+    def as_record(paired: Paired) -> Record:
         known = {key: value for key, value in asdict(paired).items() if key != "interval"}
         return {**known, "detectable": paired.detectable, "verdict": paired.verdict}
 
@@ -131,9 +131,9 @@ def _as_json(results: Sequence[Results], pairs: Sequence[Pair]) -> Record:
             {
                 "first": pair.first,
                 "other": pair.other,
-                "mean": pair.mean and told(pair.mean),
-                "tasks": [told(paired) for paired in pair.tasks],
-                "other_metrics": [told(paired) for paired in pair.more],
+                "mean": pair.mean and as_record(pair.mean),
+                "tasks": [as_record(paired) for paired in pair.tasks],
+                "other_metrics": [as_record(paired) for paired in pair.more],
                 "notes": pair.notes,
             }
             for pair in pairs
