@@ -139,13 +139,13 @@ class _Chunk(NamedTuple):
     """Bytes of one stage of a rank that may have several."""
 
     kept: int
-    """Of a microbatch, from its forward pass to its backward pass."""
+    """Kept for a microbatch from its forward pass to its backward pass."""
     in_forward: int
     """More than that, in the forward pass: the loss."""
     early: int
     """More than what is kept, when the backward pass begins."""
     late: int
-    """When it ends, of the microbatch, whose activations are gone."""
+    """Held for the microbatch when the backward pass ends, without its activations."""
     apart: int
     """Kept from the gradient of the inputs to that of the weights, if they are computed apart."""
     gradients: int

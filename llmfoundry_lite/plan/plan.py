@@ -25,7 +25,7 @@ from llmfoundry_lite.plan.search import Candidate, Rejected, nearest_that_fits, 
 from llmfoundry_lite.plan.step import FP32_BYTES, Shares, find_shares
 
 REPORT_SCHEMA = 1
-"""As in reports of `bench`, which needs torch."""
+"""Schema of reports of `bench`, which needs torch."""
 PRODUCTS = "matrix products"
 """Name of those rows in the report of `bench mfu`."""
 PLANNED = "# Planned for "
@@ -33,7 +33,7 @@ PLANNED = "# Planned for "
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Assumptions:
-    """What a user knows better than the planner; None is the planner's own value."""
+    """Facts that a user knows better than the planner; None is the planner's own value."""
 
     per_node: int | None = None
     """Devices of a node."""
@@ -51,7 +51,7 @@ class Assumptions:
     dollars_per_device_hour: float | None = None
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES
     stall_seconds: float | None = None
-    """How long a save holds training up."""
+    """Time that a save holds training up."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

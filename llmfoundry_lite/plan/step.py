@@ -67,7 +67,7 @@ SHARES: Mapping[str, Shares] = {
     "MI250": Shares(products=0.495, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
     "MI250X": Shares(products=0.59, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
 }
-"""By the beginning of an accelerator's name, the longest that fits."""
+"""Beginning of an accelerator's name -> shares; the longest that fits counts."""
 GUESSED = Shares(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")
 
 

@@ -20,7 +20,7 @@ from llmfoundry_lite.rehearse.build import NAME, build_library
 from llmfoundry_lite.rehearse.device import describe_device
 
 CUDA_RELEASE = 13000
-"""By CUDA's own count, if no package says it."""
+"""CUDA's release by its own count, if no package says it."""
 
 TOO_SHORT = (
     "error: rehearse: the run ends before enough batches were measured; give it a longer one: max_duration=100ba\n"

@@ -72,7 +72,7 @@ class Log(Rows):
     """Including launches whose every batch was lost."""
     digest: list[str | None]
     tokens: Floats
-    """In each batch; NaN if the log does not have the batch before it."""
+    """Tokens of each batch; NaN if the log does not have the batch before it."""
     not_finite: list[int]
     """Batches whose loss is null in the file: not a number that fp32 holds."""
     num_unreadable: int
@@ -223,7 +223,7 @@ class Line(NamedTuple):
     digest: str | None
     is_not_finite: bool
     values: tuple[float | None, ...]
-    """In the order of COLUMNS."""
+    """Values in the order of COLUMNS."""
     content: bytes
 
     @property

@@ -70,34 +70,37 @@ def report(
     for name in unused_prices(runs, by_device):
         facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
     folder.mkdir(parents=True, exist_ok=True)
-    figure = folder / facts["figure"]
-    curves = [curve_of(run, name, x, with_dead=len(runs) == 1) for run, name in zip(runs, names, strict=True)]
-    spans = [spans_of(run["segments"]) for run in facts["runs"]]
-    reach = None if smooth_batches is None else smooth_batches // 2
-    if len(runs) == 1:
-        baselines = facts["runs"][0]["baselines"]
-        plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=baselines, reach=reach)
-    else:
-        pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
-        facts["comparisons"] = [comparison for comparison, _ in pairs]
-        differences = [difference for _, difference in pairs]
-        plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
-    relay = facts["runs"][0]["relay"]
-    if len(runs) == 1 and relay is not None:
-        facts["relay_figure"] = f"relay.{form}"
-        plot_relay(folder / facts["relay_figure"], relay["legs"], title=runs[0].name)
+    draw_figures(folder, runs, facts, x, None if smooth_batches is None else smooth_batches // 2)
     sections = build_sections(facts)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
     (folder / "report.md").write_text(markdown(sections, facts["figure"], facts["relay_figure"]), encoding="utf-8")
     (folder / "report.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
     if facts["relay_figure"]:
         print(printable(f"plot: {folder / facts['relay_figure']}"))
-    print(printable(f"plot: {figure}"))
+    print(printable(f"plot: {folder / facts['figure']}"))
     print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))
     if with_csv:
         write_csv(folder / "report.csv", runs, names)
         print(printable(f"every batch: {folder / 'report.csv'}"))
     return facts
+
+
+def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: str, reach: int | None) -> None:
+    """Draw `facts["figure"]`, and that of a relay; add comparisons of several runs."""
+    figure, first, is_alone = folder / facts["figure"], facts["runs"][0], len(runs) == 1
+    names = [run["name"] for run in facts["runs"]]
+    curves = [curve_of(run, name, x, with_dead=is_alone) for run, name in zip(runs, names, strict=True)]
+    spans = [spans_of(run["segments"]) for run in facts["runs"]]
+    if not is_alone:
+        pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
+        facts["comparisons"] = [comparison for comparison, _ in pairs]
+        differences = [difference for _, difference in pairs]
+        plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
+        return
+    plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=first["baselines"], reach=reach)
+    if first["relay"] is not None:
+        facts["relay_figure"] = f"relay{figure.suffix}"
+        plot_relay(folder / facts["relay_figure"], first["relay"]["legs"], title=runs[0].name)
 
 
 def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
