@@ -57,17 +57,6 @@ def test_every_layout_is_planned_or_rejected_with_a_reason(capsys):
     assert facts["layouts"][0]["memory_bytes"] == min(x["memory_bytes"] for x in alike)
 
 
-def test_the_overlay_it_writes_is_one_that_trains(capsys, tmp_path):
-    overlay = tmp_path / "planned.yaml"
-    arguments = ["mpt-30b", "--hardware", "a100-80gb", "--devices", "64"]
-    assert plan(*arguments, "--write", str(overlay)) == 0
-    best = facts_of(capsys, *arguments)["layouts"][0] if capsys.readouterr() else {}
-    assert yaml.safe_load(overlay.read_text()) == best["overlay"]
-    config = load_train_config(["mpt-30b", str(overlay)]).config
-    assert config.device_train_microbatch_size == best["overlay"]["device_train_microbatch_size"]
-    assert config.sharding.sharding_strategy == best["overlay"]["fsdp_config"]["sharding_strategy"]
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -188,7 +177,11 @@ def test_stages_are_asked_for_by_an_option_or_by_the_run_and_written_as_the_run_
     out = capsys.readouterr().out
     assert "waiting for other stages" in out
     asked = {"pipeline_parallel_degree": 8, "schedule": "1f1b", "virtual_stages": 1}
-    assert yaml.safe_load((tmp_path / "x.yaml").read_text())["pp_config"] == asked
+    written = yaml.safe_load((tmp_path / "x.yaml").read_text())
+    assert written["pp_config"] == asked
+    best = facts_of(capsys, *arguments, "--pipeline", "8", "--adapter", "100")["layouts"][0]
+    fast = facts_of(capsys, *arguments, "--pipeline", "8")["layouts"][0]
+    assert best["tokens_per_second"] < fast["tokens_per_second"] and fast["overlay"] == written
     assert plan(*arguments, "pp_config.pipeline_parallel_degree=8") == 0
     assert capsys.readouterr().out == out
 
@@ -222,13 +215,6 @@ def test_a_layout_that_a_launch_would_refuse_is_rejected_in_its_words(capsys):
     reasons = {x["reason"] for x in rejected}
     assert "tp_config.tensor_parallel_degree: 8 does not divide model.n_heads, 12; use 1, 2, 3, 4, 6 or 12" in reasons
     assert any(reason.endswith("times as long as the fastest, even with memory to spare") for reason in reasons)
-
-
-def test_a_faster_network_is_a_faster_run(capsys):
-    arguments = ["mpt-30b", "--hardware", "h100", "--devices", "128"]
-    slow = facts_of(capsys, *arguments, "--adapter", "100")["layouts"][0]
-    fast = facts_of(capsys, *arguments)["layouts"][0]
-    assert slow["tokens_per_second"] < 0.95 * fast["tokens_per_second"]
 
 
 def test_several_counts_make_one_table(capsys):

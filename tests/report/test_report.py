@@ -313,15 +313,6 @@ def test_what_was_trained_here_since_the_newest_checkpoint_is_no_dead_branch(tmp
     assert (run["num_batches"], run["num_launches"], run["dead_branches"]) == (20, 1, [])
 
 
-def test_half_written_lines_and_losses_that_are_not_finite(tmp_path):
-    where = write_run(tmp_path / "run", [record(b, None if b == 3 else 2.0) for b in range(1, 6)])
-    with (tmp_path / "run/metrics.jsonl").open("a") as file:
-        file.write('{"batch": 6, "launch": 1, "loss/tr')
-    facts = report([where])["runs"][0]
-    assert (facts["last_batch"], facts["not_finite"], facts["training_loss"]) == (5, [3], 2.0)
-    assert "1 half-written line passed over" in facts["notes"]
-
-
 def test_what_no_launch_has_written_is_passed_over(tmp_path):
     where = write_run(tmp_path / "run", [record(1), record(2, 10**400), record(3)], run_name=["odd"])
     lines = [{"batch": 0}, {"batch": 1, "status": ["odd"]}, {"batch": 0, "status": "running"}]
@@ -414,18 +405,20 @@ def test_figures_come_in_the_format_and_along_the_axis_asked_for(tmp_path, capsy
     assert "--x tokens: the log of " in (error := capsys.readouterr().err) and "has no time/token" in error
 
 
+def loaders_of(folder):
+    folder.mkdir()
+    splits = {"train_loader": "train", "eval_loader": "val"}
+    return {key: {"dataset": {"local": str(folder), "split": split}} for key, split in splits.items()}
+
+
 def test_the_training_loss_is_also_in_bits_per_byte(tmp_path):
     """Of its own split: another text takes other tokens."""
     splits = {
         "train": {"tokens": 10**9, "remainder_tokens": 0, "text_bytes": 4 * 10**9},
         "val": {"tokens": 90, "remainder_tokens": 10, "text_bytes": 500},
     }
-    (tmp_path / "data").mkdir()
+    loaders = loaders_of(tmp_path / "data")
     (tmp_path / "data/summary.json").write_text(json.dumps({"splits": splits}))
-    loaders = {
-        key: {"dataset": {"local": str(tmp_path / "data"), "split": split}}
-        for key, split in (("train_loader", "train"), ("eval_loader", "val"))
-    }
     report([write_run(tmp_path / "run", [record(1, 4 * math.log(2), eval__loss=5 * math.log(2))], **loaders)])
     page = (tmp_path / "run/report.md").read_text()
     assert "| training loss, last 1 batches | 2.7726 | 1.000 |" in page
@@ -445,11 +438,7 @@ def test_lines_that_somebody_has_written_to_cost_no_more_than_themselves(tmp_pat
 
 
 def test_a_run_whose_data_are_gone_or_of_something_else_has_its_report(tmp_path):
-    (tmp_path / "data").mkdir()
-    loaders = {
-        key: {"dataset": {"local": str(tmp_path / "data"), "split": split}}
-        for key, split in (("train_loader", "train"), ("eval_loader", "val"))
-    }
+    loaders = loaders_of(tmp_path / "data")
     splits = {split: {"tokens": 90, "remainder_tokens": 10, "text_bytes": 400} for split in ("train", "val")}
     run = write_run(tmp_path / "run", [record(1, 4 * math.log(2))], model={"vocab_size": 9}, **loaders)
     for content, words in (
