@@ -26,6 +26,8 @@ from llmfoundry_lite.training.lean_imports import no_collection
 FASTEST_HASHES = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32")
 NODE_COLUMNS = (("state", np.uint8), ("has_come", np.bool_), ("verified", np.uint64), ("read_at", np.int64))
 """What the processes of a node tell each other about a shard's file: see `cache.py`."""
+SHARED = ("column_encodings", "column_names", "column_sizes", "compression", "format", "version")
+"""Keys of a record that have the same value in most records."""
 NO_FILE = {"basename": "", "bytes": 0, "hashes": {}}
 
 
@@ -129,7 +131,7 @@ class _Index:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.kinds: list[dict[str, Any]] = []
-        self._numbers: dict[str, int] = {}  # of the kinds
+        self._facts: list[list[Any]] = []
         try:
             with no_collection(), open(path, encoding="utf-8", opener=open_regular) as file:
                 # Each record becomes a tuple as soon as it is parsed: as dictionaries they take gigabytes.
@@ -209,37 +211,39 @@ class _Index:
         if "raw_data" not in record:
             return record
         raw, zipped = record["raw_data"], record["zip_data"] or NO_FILE
-        hash_names = [*raw["hashes"]] if all(raw["hashes"].values()) else []
-        sizes = {"samples": record["samples"], "raw_data.bytes": raw["bytes"], "zip_data.bytes": zipped["bytes"]}
-        for name, value in sizes.items():
+        hashes, zip_hashes = raw["hashes"], zipped["hashes"]
+        if not all(hashes.values()):  # an empty text is none
+            hashes = {}
+        sizes = record["samples"], raw["bytes"], zipped["bytes"]
+        for name, value in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, strict=True):
             if type(value) is not int or not 0 <= value < 2**62:
                 raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0")
-        for file in (raw, zipped):
-            if file["basename"].startswith("/") or ".." in file["basename"]:
+        for name in (raw["basename"], zipped["basename"]):
+            if name.startswith("/") or ".." in name:
                 raise self._wrong("names shards outside of its own folder")
         return _Record(
-            sizes["samples"],
-            self._number_of_kind(record, hash_names),
+            sizes[0],
+            self._number_of_kind(record, [*hashes]),
             raw["basename"].encode(),
-            sizes["raw_data.bytes"],
-            tuple(raw["hashes"][name].encode() for name in hash_names),
+            sizes[1],
+            tuple(map(str.encode, hashes.values())),
             zipped["basename"].encode(),
-            sizes["zip_data.bytes"],
-            tuple(zipped["hashes"].get(name, "").encode() for name in hash_names),
+            sizes[2],
+            tuple([zip_hashes.get(name, "").encode() for name in hashes]) if zip_hashes else (b"",) * len(hashes),
         )
 
     def _number_of_kind(self, record: dict[str, Any], hash_names: list[str]) -> int:
-        shared = ("column_encodings", "column_names", "column_sizes", "compression", "format", "version")
-        key = repr([*map(record.__getitem__, shared), hash_names])
-        if key in self._numbers:
-            return self._numbers[key]
+        facts = [*map(record.__getitem__, SHARED), hash_names]
+        if facts in self._facts:  # there are few
+            return self._facts.index(facts)
         if record["version"] != 2 or record["format"] != "mds":
             raise self._wrong(f"describes shards of {record['format']} version {record['version']}, not MDS version 2")
         for name, encoding in zip(record["column_names"], record["column_encodings"], strict=True):
             if not is_mds_encoding_safe(encoding):
                 raise DataError(f"{self.path}: column {name} is of type {encoding}, which may run code when it is read")
-        self.kinds.append({name: record[name] for name in shared[:4]} | {"hashes": hash_names})
-        return self._numbers.setdefault(key, len(self.kinds) - 1)
+        self.kinds.append({name: record[name] for name in SHARED[:4]} | {"hashes": hash_names})
+        self._facts.append(facts)
+        return len(self.kinds) - 1
 
     def _wrong(self, what: str) -> DataError:
         return DataError(f"{self.path} {what}; prepare the data again")

@@ -28,7 +28,7 @@ from llmfoundry_lite.training.loss import cross_entropy_sum
 from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
 from tests.helpers.resave import resave_into
 from tests.helpers.runs import attempt, losses, run, saves, status
-from tests.helpers.tiny import build_tokenizer, tiny_config, write_config, write_data
+from tests.helpers.tiny import tiny_config, write_config, write_data
 
 
 def stages(degree: int = 2, schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
@@ -147,29 +147,6 @@ def test_rows_that_fill_up_the_last_batch_of_an_epoch_count_on_no_layout(tmp_pat
     assert len(losses(tmp_path, "whole")) == 6
     for name in ("samples", *(f"{name}-in-{kind}" for name in ("tokens", "samples") for kind in ("shards", "stages"))):
         assert_same_run(tmp_path, name, "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_documents_do_not_see_each_other_on_any_stage(tmp_path, data):
-    build_tokenizer(tmp_path / "tokenizer")
-    packed = {"attn_uses_sequence_id": True, "alibi": True, "fused_qkv": False}
-    config = pipelined(data, tokenizer__name=str(tmp_path / "tokenizer"), model__attn_config=packed)
-    run(tmp_path, config, "whole")
-    run(tmp_path, config, "stages", 2, **stages())
-    assert_same_run(tmp_path, "stages", "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_half_precision_stays_in_the_band_of_fp32(tmp_path, data, precision, num_ranks):
-    config = pipelined(data, max_duration="6ba")
-    run(tmp_path, config, "fp32")
-    run(tmp_path, config, "stages", num_ranks, precision=precision, **stages())
-    assert losses(tmp_path, "stages") == pytest.approx(losses(tmp_path, "fp32"), abs=0.06)
-    assert losses(tmp_path, "stages") != losses(tmp_path, "fp32")
 
 
 @pytest.mark.slow
