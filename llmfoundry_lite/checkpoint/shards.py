@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, T, retry_on_damage, unreadable
-from llmfoundry_lite.checkpoint.manifest import ALGORITHM, HASH_BYTES, ITEM_BYTES, FileRecord, Manifest
+from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, ITEM_BYTES, FileRecord, Manifest
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
@@ -135,7 +135,6 @@ def write_shard(
     return FileRecord(
         name=name,
         num_bytes=size + len(table),
-        algorithm=ALGORITHM,
         block_bytes=block_bytes,
         header_bytes=len(header),
         digest=hash_pieces([header, table]).hex(),

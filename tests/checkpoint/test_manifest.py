@@ -71,8 +71,8 @@ def test_it_is_json_that_other_tools_can_read():
 @given(st.data())
 def test_any_changed_byte_is_noticed(data):
     raw = bytearray(encode(sound()))
-    folder = data.draw(st.integers(0, len(raw) - 1))
-    raw[folder] ^= data.draw(st.integers(1, 255))
+    position = data.draw(st.integers(0, len(raw) - 1))
+    raw[position] ^= data.draw(st.integers(1, 255))
     with pytest.raises(DamagedCheckpointError, match=r"^m: the checksum"):
         decode(bytes(raw), "m")
 

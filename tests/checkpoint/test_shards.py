@@ -94,10 +94,10 @@ def test_only_the_blocks_that_are_read_are_verified(tmp_path):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("folder", [9, -1], ids=["header", "hashes"])
-def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, folder):
+@pytest.mark.parametrize("position", [9, -1], ids=["header", "hashes"])
+def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, position):
     _, record = write_one(tmp_path)
-    flip(tmp_path / "s", folder)
+    flip(tmp_path / "s", position)
     with (
         pytest.raises(DamagedCheckpointError, match="s: its header or its hashes are not what was written"),
         open_shard(LocalFolder(tmp_path), record),
