@@ -535,5 +535,5 @@ def test_one_module_may_unpickle_and_two_may_ask_it_to_one_of_them_for_tensors_a
     users = [str(path) for path, text in code.items() if asks.search(text)]
     assert users == ["convert/to_checkpoint.py", "evaluation/models.py"]
     asked = re.findall(r"read_torch_file\([^\n]*", code[Path("evaluation/models.py")])
-    assert asked == ["read_torch_file(path, str(path), is_trusted=False).content"]
+    assert asked == ["read_torch_file(path, str(path), is_trusted=False).content)"]
     assert "import_checkpoint" not in "".join(text for path, text in code.items() if "training" in path.parts)
