@@ -138,10 +138,8 @@ def plan_task(name: str, noun: str, units: Sequence[str], rule: Rule) -> Plan:
     return Plan(
         looks=tuple(number for number in numbers if number >= least),
         num_items=len(units),
-        level=rule.level,
-        spending=rule.spending,
-        margin=rule.margin,
         caution=TEXT_CAUTION if noun == "document" else 1.0,
+        **asdict(rule),
     )
 
 

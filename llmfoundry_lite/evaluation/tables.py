@@ -147,24 +147,24 @@ def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
 
 def notes(all_results: Sequence[Results]) -> list[str]:
     """Return what was odd, and why numbers may not be what they seem."""
-    tasks_of: dict[str, list[str]] = {}
+    tasks_of: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(task for results in all_results for task in results.tasks):
+        records = {results.model: results.tasks[name] for results in all_results if name in results.tasks}
         models_of: dict[str, list[str]] = {}
-        models = [results for results in all_results if name in results.tasks]
-        for results in models:
-            for text in _oddities(results.tasks[name]):
-                models_of.setdefault(text, []).append(results.model)
-        for text, those in models_of.items():
-            tasks_of.setdefault(f"{text}{only_of(those, len(models))}", []).append(name)
-        first = models[0].tasks[name].get("fingerprint")
-        if different := [results.model for results in models if results.tasks[name].get("fingerprint") != first]:
-            warning = f"{', '.join(different)} not asked the same as {models[0].model}; these numbers do not compare"
-            tasks_of.setdefault(f"{WARNING}{warning}", []).append(name)
+        for model, record in records.items():
+            for text in _oddities(record):
+                models_of.setdefault(text, []).append(model)
+        for text, models in models_of.items():
+            tasks_of.setdefault(("", f"{text}{only_of(models, len(records))}"), []).append(name)
+        base = next(iter(records))
+        asked = {model: record.get("fingerprint") for model, record in records.items()}
+        if different := [model for model in records if asked[model] != asked[base]]:
+            text = f"{', '.join(different)} not asked the same as {base}; these numbers do not compare"
+            tasks_of.setdefault((WARNING, text), []).append(name)
     found = []
-    for text, tasks in tasks_of.items():
-        begin = WARNING if text.startswith(WARNING) else ""
+    for (begin, text), tasks in tasks_of.items():
         named = ", ".join(tasks) if len(tasks) < 4 else f"{len(tasks)} tasks, {tasks[0]} the first"
-        found.append(f"{begin}{named}: {text.removeprefix(begin)}")
+        found.append(f"{begin}{named}: {text}")
     if any(record["metric"] not in ACCURACIES for results in all_results for record in results.tasks.values()):
         found.append("the average is of the accuracies")
     if len({tuple(sorted(_averaged(results))) for results in all_results}) > 1:

@@ -185,10 +185,7 @@ def change_the_data(here):
     ("change", "reason"),
     [
         (lambda here: {"limit": 5}, "holds choice/0-shot with limit None, not 5 as asked for now"),
-        (
-            lambda here: {"tokenization": "joint"},
-            "choice/0-shot with tokenization 'separate', not 'joint' as asked for",
-        ),
+        (lambda here: {"tokenization": "joint"}, "choice/0-shot with tokenization 'separate', not 'joint' as ask"),
         (change_the_data, "holds next/0-shot with other data than asked for now"),
         (lambda here: {"source": "other"}, "holds 4 finished tasks of model, and other is to be evaluated"),
     ],
@@ -680,11 +677,7 @@ TASK = {"label": "t", "icl_task_type": "multiple_choice", "dataset_uri": "t.json
         ([GOOD, {"query": "a", "gold": 0}], {}, "t: t.jsonl, line 2: no column 'choices'; a multiple_choice task has"),
         ([], {}, "t: t.jsonl has no rows"),
         ([{**GOOD, "gold": 2}], {}, "t: t.jsonl, line 1: gold is 2, expected 0 to 1"),
-        (
-            [{**GOOD, "choices": ["", "a"]}],
-            {},
-            "t: no item can be asked of a model of 64 tokens: 1 with an answer with",
-        ),
+        ([{**GOOD, "choices": ["", "a"]}], {}, "t: no item can be asked of a model of 64 tokens: 1 with an answer"),
         ([GOOD], {"num_fewshot": [1]}, "t: t.jsonl has 1 rows, too few for 1 examples and a question"),
         ([GOOD], {"num_fewshots": [1]}, "icl.yaml: icl_tasks[0].num_fewshots: unknown key; did you mean"),
         ([GOOD], {"dataset_uri": "u.jsonl"}, "t: u.jsonl does not exist; `llmfoundry-lite data fetch-tasks` fetches"),
