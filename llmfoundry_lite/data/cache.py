@@ -1,8 +1,7 @@
 """The shards that a node holds: brought when they are needed, checked once, and kept within `cache_limit`.
 
-The processes of a node tell each other about a shard's file in four columns of the table: `state`; `has_come`, whether
-it came from the remote in this launch; `verified`, the state of the file when it was found to be whole, or 0; and
-`read_at`, the time of the last read.
+The processes of a node share four columns of the table: `state`; `has_come`, whether a shard came from the remote in
+this launch; `verified`, the state of its file when it was found to be whole, or 0; `read_at`, when it was last read.
 """
 
 import fcntl
@@ -31,13 +30,13 @@ log = logging.getLogger(__name__)
 ABSENT, COMING, HERE = range(3)
 TICK_SECONDS = 0.01
 MOST_TRIES = 8
-"""How often a shard is brought for one read, where others remove it as soon as it has come."""
+"""Times that a shard is brought for one read, where others remove it at once."""
 
 
 class ShardCache:
     """Reads samples of shards, and brings the shards first.
 
-    A failure is met by every process that needs the shard, so none waits for ever.
+    Every process that needs a shard meets a failure itself, so none waits for ever.
     """
 
     def __init__(self, folders: Sequence[ShardFolder], path: Path, facts: dict[str, Any], cache_limit: int | None):
@@ -130,7 +129,7 @@ class ShardCache:
         return True
 
     def _find_damage(self, shard: int) -> str:
-        """How the file differs from the index, which no hash protects: it may have been written to as well."""
+        """Describe how the file differs from the index; empty if it does not. No hash protects the index itself."""
         path, reader = self.path(shard), self._reader(shard)
         if damage := find_damage(path, reader.raw_data):
             return damage
@@ -208,6 +207,6 @@ class ShardCache:
 
 
 def _state_of(path: str) -> int:
-    """A number that changes when the file is replaced or written to; never 0. Raises FileNotFoundError."""
+    """Number the state of a file: another after it was replaced or written to, never 0. Raises FileNotFoundError."""
     status = os.stat(path)
     return hash((status.st_ino, status.st_size, status.st_mtime_ns)) % 2**64 | 1

@@ -92,7 +92,7 @@ class TextDataset(IterableDataset):
         self._lanes: range | None = None
         self._laid_out: EpochOrder | None = None
         self._next = (0, 0)
-        """Epoch, and samples of it that are done, where the next iteration begins."""
+        """Epoch, and the number of its samples that are done, at the next iteration's begin."""
         self._epoch = 0
         # Where the current iteration begins. Shared with the loader's workers, which may live longer than an epoch.
         self._begin = torch.tensor(self._next).share_memory_()
@@ -176,7 +176,7 @@ class TextDataset(IterableDataset):
         return np.ascontiguousarray(self.cache.table.of_stream(stream)["samples"])
 
     def _choose_samples(self) -> list[int]:
-        """How many samples an epoch takes from each stream, by its weight."""
+        """Count the samples that an epoch takes from each stream, by its weight."""
         samples_per_stream = np.array([self._sizes(i).sum() for i in range(len(self.folders))])
         for folder, num_samples in zip(self.folders, samples_per_stream, strict=True):
             if not num_samples:
@@ -201,7 +201,7 @@ class TextDataset(IterableDataset):
                     raise DataError(f"{folder.path} holds text, not tokens: name a tokenizer to read it")
 
     def _describe(self) -> dict[str, Any]:
-        """What must be the same on all nodes, and where this one has it."""
+        """Describe the data that must be the same on all nodes, and its place on this one."""
         node = self.rank.rank // self.rank.local_world_size
         return {
             "node": f"node {node} ({socket.gethostname()})",

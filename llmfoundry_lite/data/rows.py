@@ -1,4 +1,4 @@
-"""A sample's columns -> a row of token ids. Shapes: t = max_seq_len."""
+"""Decoding of samples: columns -> a row of token ids. Shapes: t = max_seq_len."""
 
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ PAD_TOKEN = -100
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer to read shards of text."""
+    """Tokenizer for shards of text."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -55,8 +55,8 @@ class RowReader:
         return tokens
 
     def _numbers_of(self, raw: bytes) -> NDArray[np.integer]:
-        """Read bytes as token_encoding_type says. Bytes carry no type: a row that is plainly of another one is refused,
-        with its name."""
+        """Read bytes as `token_dtype`. Bytes carry no type: a row that is plainly of another one is refused, with its
+        name."""
         dtype, vocab_size = self.token_dtype, self.vocab_size or MOST_TOKENS
         if len(raw) % dtype.itemsize:
             found, tokens = f"{len(raw)} bytes of tokens are not whole {dtype} numbers", None

@@ -25,14 +25,14 @@ from llmfoundry_lite.training.lean_imports import no_collection
 
 FASTEST_HASHES = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32")
 NODE_COLUMNS = (("state", np.uint8), ("has_come", np.bool_), ("verified", np.uint64), ("read_at", np.int64))
-"""What the processes of a node tell each other about a shard's file: see `cache.py`."""
+"""Columns that the processes of a node share about a shard's file: see `cache.py`."""
 SHARED = ("column_encodings", "column_names", "column_sizes", "compression", "format", "version")
 """Keys of a record that have the same value in most records."""
 NO_FILE = {"basename": "", "bytes": 0, "hashes": {}}
 
 
 class ShardTable:
-    """A row for each shard of a data set, and facts that many shards share.
+    """Rows for the shards of a data set, and facts that many shards share.
 
     `rows` has the columns samples, kind, raw_name, raw_bytes, raw_hash, the same three with zip (empty where a shard is
     not compressed), and `NODE_COLUMNS`.
@@ -43,7 +43,7 @@ class ShardTable:
         self.kinds: list[dict[str, Any]] = facts["kinds"]
         """Columns, encodings, compression, and `hash_name`, the algorithm of both hashes (empty for none)."""
         self.contents: list[str] = facts["contents"]
-        """For each stream, a digest of what its shards hold, in order: samples, bytes and hashes, not names."""
+        """Digests of each stream's shards, in order: samples, bytes and hashes, not names."""
         self.bounds: list[int] = np.cumsum([0, *facts["num_shards"]]).tolist()
         """The first shard of each stream, and the number of all shards."""
 
@@ -113,7 +113,7 @@ def read_indexes(
 
 
 class _Record(NamedTuple):
-    """A shard in an index. Hashes are those of the kind's algorithms, in order."""
+    """Shard in an index. Hashes stand in the order of the kind's algorithms."""
 
     samples: int
     kind: int
@@ -150,7 +150,7 @@ class _Index:
             raise self._wrong(f"lists {name.decode()} twice, so that its samples would be read twice")
 
     def choose_hashes(self, hash_name: str | None, *, allow_unhashed_shards: bool) -> list[str]:
-        """For each kind, the algorithm to check its shards by; empty where they have no hash."""
+        """Choose the algorithm that checks the shards of each kind; empty where they have no hash. Raises DataError."""
         names = [sorted(filter(is_hash, kind["hashes"]), key=_hash_rank) for kind in self.kinds]
         common = [name for name in names[0] if all(name in others for others in names)]
         unhashed = [kind for kind, others in enumerate(names) if not others]

@@ -1,4 +1,4 @@
-"""Which folders the data sets of this machine read, and shared memory that dead runs left.
+"""Registration of the folders that data sets of this machine read, and clean-up after dead runs.
 
 Each node of a run announces its folders in `/dev/shm/llmfoundry-lite-ID.json`. Every process that reads them holds a
 shared lock (flock) on that file. The kernel frees the lock when the process ends, however it ends: a file whose lock is
@@ -34,7 +34,7 @@ def shared_memory_folder() -> Path:
 
 
 class Registration:
-    """The announcement of a data set on this node, alive while any process that opened it is."""
+    """Note of the folders that a data set of this node reads, locked while any process that opened it is alive."""
 
     def __init__(self, path: Path) -> None:
         """Join the registration at `path`."""
@@ -44,7 +44,7 @@ class Registration:
 
     @property
     def table_path(self) -> Path:
-        """Where the node's table of shards is written. It loses its name as soon as all ranks have opened it."""
+        """Path of the node's table of shards. It is removed as soon as all ranks have opened the table."""
         return self.path.with_suffix(".npy")
 
     def remove_at_exit(self) -> None:

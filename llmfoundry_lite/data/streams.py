@@ -1,4 +1,4 @@
-"""The folders and remotes that a data set is read from: what is wrong with them, and bringing their files.
+"""The folders and remotes of a data set: checks, downloads and removal of their files.
 
 No download gets its name before it has been checked against `index.json`. Nothing is removed before the remote has
 shown that it holds it too. `cache.py` decides which shard is brought or removed, and when.
@@ -39,7 +39,7 @@ NOT_IN_A_REMOTE = "?#\n\r\t"
 
 
 class ShardFolder:
-    """A stream's folder, and the remote that its files come from. Files appear whole, at once: nodes may share it."""
+    """Folder of a stream, and the remote that its files come from. Files appear whole, at once: nodes may share it."""
 
     def __init__(self, name: str, stream: Stream) -> None:
         """`name` is the user's; empty for the only stream."""
@@ -85,7 +85,7 @@ class ShardFolder:
         return path
 
     def find_present(self, rows: NDArray) -> NDArray[np.bool_]:
-        """Which shards are in the folder [num_shards], raw or compressed; without a remote, all are said to be."""
+        """Find the shards in the folder, raw or compressed [num_shards]. Without a remote, all count as present."""
         if not self.remote:
             return np.ones(len(rows), bool)
         found = np.array([name.encode() for name in self._list_files()] or [b""])
@@ -142,7 +142,7 @@ class ShardFolder:
         raise DataError(f"it arrives damaged, twice: {damage}")
 
     def why_only_copy(self, info: FileInfo, has_come: bool) -> str:
-        """Why a file here may be the only one; empty if the remote has it too.
+        """Say why a file here may be the only copy; empty if the remote has it too.
 
         A file that has come from the remote in this launch is there. Any other is compared with the remote, which takes
         a download unless the remote is a folder.
@@ -238,7 +238,7 @@ def _check_local_folder(folder: str, where: str) -> None:
 
 
 def find_damage(path: str, info: FileInfo) -> str:
-    """How a file differs from what `index.json` says; empty if it does not. Raises FileNotFoundError."""
+    """Describe how a file differs from `index.json`; empty if it does not. Raises FileNotFoundError."""
     with open(path, "rb", opener=open_regular) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != info.bytes:
@@ -254,7 +254,7 @@ def find_damage(path: str, info: FileInfo) -> str:
 
 
 def part_name(name: str) -> str:
-    """A name that no other download has or had: the transport takes what it finds there for a finished download."""
+    """Make a name that no download has had: the transport takes a file that it finds for a finished download."""
     return f"{name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}{PART}"
 
 

@@ -31,7 +31,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE)
 
 VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
-"""Where a tokenizer's ids come from, in the layouts that we and `transformers` read."""
+"""Files of a vocabulary, in the layouts that we and `transformers` read."""
 
 
 def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
@@ -128,7 +128,7 @@ def is_local_or_cached(name: str | Path) -> bool:
 
 @dataclass(kw_only=True)
 class Tokenizer:
-    """A tokenizer and its end-of-text token. `encode` applies no template: it adds no beginning-of-text token."""
+    """Tokenizer and its end-of-text token. `encode` applies no template: it adds no beginning-of-text token."""
 
     name: str
     """The folder or Hub name it was loaded from, or `train:SIZE`."""

@@ -84,7 +84,7 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """Which keys each query sees and at what bias, in the form that `implementation` takes.
+    """Mask and bias of attention, in the form that `implementation` takes.
 
     A dataclass, because FSDP would cast tensors in a tuple or a dict.
     """

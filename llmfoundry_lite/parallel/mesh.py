@@ -1,4 +1,4 @@
-"""A layout -> torch's device mesh, and groups of ranks."""
+"""Device meshes and groups of ranks of a layout."""
 
 from typing import Any
 

@@ -77,7 +77,7 @@ class TensorGroup:
 
     @property
     def of_shared(self) -> Placement | None:
-        """How gradients of parameters that all ranks have are placed."""
+        """Placement of gradients of parameters that all ranks have."""
         return Partial() if self.sequence_parallel else None
 
     def divide(self, module: nn.Module, weight: Placement, bias: Placement | None = None) -> None:
