@@ -1,11 +1,8 @@
 """Our weights <-> the three Hugging Face layouts that plain `transformers` runs without remote code.
 
-Models with ALiBi travel as MPT (`mpt.py`), with RoPE as Llama (`llama.py`), the others as GPT-2 (`gpt2.py`). Each
-layout owns what it can express, the names and shapes of its tensors and its config.json; `files.py` owns folders, which
-appear whole or not at all. Reads and writes safetensors; a pickle is refused unless the caller brings its own reader.
-Gathering the tensors of a sharded model is its caller's work.
-
-`transformers` itself is not imported: the layouts are facts, and tests hold them against it.
+Models with ALiBi travel as MPT, with RoPE as Llama, the others as GPT-2 (`layouts.py`). Reads and writes safetensors; a
+pickle is refused unless the caller brings its own reader. `transformers` itself is not imported: the layouts are facts,
+and tests hold them against it.
 """
 
 import shutil
@@ -19,7 +16,6 @@ import torch
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_model
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert import gpt2, llama, mpt
 from llmfoundry_lite.convert.files import (
     TOKENIZER_FILES,
     published,
@@ -29,11 +25,22 @@ from llmfoundry_lite.convert.files import (
     write_json,
     write_weights,
 )
-from llmfoundry_lite.convert.layout import HFConfig, Layout, Source, check_keys, find_inexpressible, layout_tensor
+from llmfoundry_lite.convert.layout import (
+    HFConfig,
+    Layout,
+    Source,
+    check_keys,
+    find_inexpressible,
+    layout_tensor,
+    read_config,
+    write_config,
+)
+from llmfoundry_lite.convert.layouts import GPT2, LLAMA
+from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.mpt import MPT
 
-LAYOUTS = {"mpt": mpt.LAYOUT, "gpt2": gpt2.LAYOUT, "llama": llama.LAYOUT}
+LAYOUTS = {"mpt": MPT_LAYOUT, "gpt2": GPT2, "llama": LLAMA}
 """config.json's model_type -> layout."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -117,8 +124,8 @@ def can_export(config: ModelConfig) -> str | None:
 
 def layout_of(config: ModelConfig) -> Layout:
     if config.attn_config.alibi:
-        return mpt.LAYOUT
-    return llama.LAYOUT if config.attn_config.rope else gpt2.LAYOUT
+        return MPT_LAYOUT
+    return LLAMA if config.attn_config.rope else GPT2
 
 
 def layout_named(hf_config: HFConfig, where: str) -> Layout:
@@ -130,12 +137,17 @@ def layout_named(hf_config: HFConfig, where: str) -> Layout:
 
 def build_hf_config(config: ModelConfig) -> HFConfig:
     """The model as config.json describes it, without dtype and special tokens."""
-    return layout_of(config).describe(config)
+    return write_config(config, layout_of(config))
 
 
 def layout_sources(config: ModelConfig) -> dict[str, Source]:
     """For every tensor of the layout, in order, where it comes from."""
-    return layout_of(config).sources(config)
+    return sources_of(layout_of(config), config)
+
+
+def sources_of(layout: Layout, config: ModelConfig) -> dict[str, Source]:
+    head = {} if config.tie_word_embeddings else {"lm_head.weight": Source(("lm_head.weight",))}
+    return layout.sources(config) | head
 
 
 def to_hugging_face(state_dict: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -153,7 +165,7 @@ def from_hugging_face(
     state = {k if k.startswith((layout.prefix, "lm_head.")) else layout.prefix + k: v for k, v in state.items()}
 
     try:
-        config = layout.read_config(hf_config, state, where)
+        config = read_config(hf_config, state, layout, where)
         build_block(ModelConfig, asdict(config), "model")  # what comes from a file must be what a YAML may say
         check_model(config)
         if config.n_layers > len(state):  # known before so many are built
@@ -167,8 +179,8 @@ def from_hugging_face(
         reason = str(error).split("\n")[0].removeprefix("configuration: ")
         raise ExportError(f"{where}: config.json describes a model that cannot be: {reason}") from error
     # LLM Foundry's folders have every tensor of ours, under our names.
-    is_mpt = layout is mpt.LAYOUT
-    sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout.sources(config)
+    is_mpt = layout is MPT_LAYOUT
+    sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else sources_of(layout, config)
     embedding = next(name for name, source in sources.items() if source.names == ("transformer.wte.weight",))
     state = _without_tied_head(state, embedding, config, where)
     check_tensors(state, layout_shapes(config, sources), where)

@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from llmfoundry_lite.config.model_schema import FFNActivation, FFNConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig
 from llmfoundry_lite.errors import ExportError
 
 HFConfig = dict[str, Any]
 """What config.json holds."""
+
+Values = dict[str, Any]
+"""Dotted key of ModelConfig -> value."""
 
 Options = dict[str, tuple[Any, ...]]
 """Dotted key -> the values it can have, the most usual one first."""
@@ -32,18 +35,33 @@ class Source(NamedTuple):
     """GPT-2's Conv1D keeps [in, out] where a linear layer keeps [out, in]."""
 
 
+class Field(NamedTuple):
+    """A key of config.json that is an option of ours."""
+
+    ours: str
+    """Dotted key of ModelConfig."""
+    default: Any = ...
+    """The value that counts where config.json has none; `...` for a whole number that has to be there."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Layout:
+    """A Hugging Face layout."""
+
     title: str
     """As it reads after "transformers'"."""
     can_be: Callable[[ModelConfig], Options]
     """Of the options that it cannot express freely, what they can be."""
-    describe: Callable[[ModelConfig], HFConfig]
-    """config.json, without dtype and special tokens."""
+    fields: Mapping[str, Any]
+    """config.json, without dtype and special tokens, by dotted keys: a Field, a value, or a function of our model."""
+    also_read: Mapping[str, Field] = field(default_factory=dict)
+    """Fields that are read and never written."""
+    must_be: Options
+    """Values of config.json that can be read."""
     sources: Callable[[ModelConfig], dict[str, Source]]
-    """For every tensor of the layout, in order, where it comes from."""
-    read_config: Callable[[HFConfig, Mapping[str, torch.Tensor], str], ModelConfig]
-    """(config.json, its tensors, where it is) -> our model. Raises ExportError."""
+    """For every tensor of the layout but the output embedding, in order, where it comes from."""
+    read_others: Callable[[Values, HFConfig, Mapping[str, torch.Tensor], str], None]
+    """(values read so far, config.json, its tensors, where it is): adds what is no plain Field. Raises ExportError."""
     known: Mapping[str, frozenset[str]]
     """Block of config.json, "" for the whole -> its keys that are read, or change nothing that a model computes."""
     prefix: str = ""
@@ -193,9 +211,45 @@ def needed(hf_config: HFConfig, key: str, where: str) -> int:
     return value
 
 
-def ffn_options(ffn_dim: int, d_model: int, **options: Any) -> dict[str, Any]:
+def ffn_values(ffn_dim: int, d_model: int) -> Values:
     """The width as a ratio where that is a short number, as a YAML would have it; otherwise as a width."""
     ratio = ffn_dim // d_model if ffn_dim % d_model == 0 else round(ffn_dim / d_model, 4)
-    if ratio * d_model == ffn_dim:
-        return {"expansion_ratio": ratio, "ffn_config": FFNConfig(**options)}
-    return {"ffn_config": FFNConfig(ffn_hidden_size=ffn_dim, **options)}
+    return {"expansion_ratio": ratio} if ratio * d_model == ffn_dim else {"ffn_config.ffn_hidden_size": ffn_dim}
+
+
+def write_config(config: ModelConfig, layout: Layout) -> HFConfig:
+    """The model as config.json describes it, without dtype and special tokens."""
+    written: HFConfig = {}
+    for key, source in layout.fields.items():
+        value = source
+        if isinstance(source, Field):
+            value = config
+            for part in source.ours.split("."):
+                value = getattr(value, part)
+        elif callable(source):
+            value = source(config)
+        *blocks, name = key.split(".")
+        block = written
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block[name] = value
+    return written
+
+
+def read_config(hf_config: HFConfig, state: Mapping[str, torch.Tensor], layout: Layout, where: str) -> ModelConfig:
+    """The model that config.json describes. Raises ExportError."""
+    check_values(hf_config, layout.must_be, where)
+    fields = {key: source for key, source in layout.fields.items() if isinstance(source, Field)} | layout.also_read
+    values: Values = {}
+    for key, source in fields.items():
+        value: Any = hf_config
+        for part in key.split("."):
+            value = value.get(part, source.default) if isinstance(value, dict) else source.default
+        values[source.ours] = needed(hf_config, key, where) if source.default is ... else value
+    layout.read_others(values, hf_config, state, where)
+    blocks: dict[str, dict[str, Any]] = {"": {}, "attn_config": {}, "ffn_config": {}}
+    for key, value in values.items():
+        block, _, name = key.rpartition(".")
+        blocks[block][name] = value
+    attention, ffn = AttentionConfig(**blocks["attn_config"]), FFNConfig(**blocks["ffn_config"])
+    return ModelConfig(**blocks[""], attn_config=attention, ffn_config=ffn)
