@@ -1,8 +1,4 @@
-"""Folders of Hugging Face models: written whole or not at all, read without running anything.
-
-Owns the names of files, how weights are spread over several, and what a tokenizer's files say of special tokens. What
-the tensors mean is the layouts'.
-"""
+"""Folders of Hugging Face models: written whole or not at all, read without running anything."""
 
 import contextlib
 import fcntl
@@ -11,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,10 +147,13 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dict[str, torch.Tensor]:
+    """Read all tensors of a folder, from safetensors or else from pickles. Raises ExportError."""
     check_no_adapter(folder)
     files = _weight_files(folder, "model", "safetensors")
     if files is not None:
-        return _together(folder, ((file, _read_safetensors(folder / file, _tensor_of)) for file in files))
+        return _together(
+            folder, files, lambda path: _read_safetensors(path, lambda reader, name: reader.get_tensor(name))
+        )
     pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
     if not pickles:
         raise ExportError(f"{folder}: no model.safetensors; expected the folder of a Hugging Face model")
@@ -166,16 +165,14 @@ def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dic
     files = _weight_files(folder, "pytorch_model", "bin")
     if files is None:
         raise ExportError(f"{folder}: holds {pickles[0]}; expected model.safetensors or pytorch_model.bin")
-    read = read_pickle
 
-    def contents() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        for file in files:
-            content = read(folder / file)
-            if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-                raise ExportError(f"{folder / file}: expected tensors by name and nothing else")
-            yield file, content
+    def read(path: Path) -> dict[str, torch.Tensor]:
+        content = read_pickle(path)
+        if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+            raise ExportError(f"{path}: expected tensors by name and nothing else")
+        return content
 
-    return _together(folder, contents())
+    return _together(folder, files, read)
 
 
 def check_no_adapter(folder: Path) -> None:
@@ -195,13 +192,16 @@ def read_dtypes(folder: Path) -> dict[str, str]:
     """Tensor -> its dtype in safetensors' words, such as BF16; empty where there are only pickles. Raises ExportError
     as `read_weights` does."""
     files = _weight_files(folder, "model", "safetensors") or []
-    return _together(folder, ((file, _read_safetensors(folder / file, _dtype_of)) for file in files))
+    return _together(
+        folder, files, lambda path: _read_safetensors(path, lambda reader, name: reader.get_slice(name).get_dtype())
+    )
 
 
-def _together(folder: Path, contents: Iterable[tuple[str, dict[str, T]]]) -> dict[str, T]:
+def _together(folder: Path, files: list[str], read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
     """The tensors of all files. Raises ExportError for one that two files have."""
     state: dict[str, T] = {}
-    for file, content in contents:
+    for file in files:
+        content = read(folder / file)
         if repeated := sorted(state.keys() & content.keys()):
             raise ExportError(
                 f"{folder}: {repeated[0]} is in {file} and in another file; it cannot be told which counts"
@@ -235,14 +235,6 @@ def _read_safetensors(path: Path, read: Callable[[Any, str], T]) -> dict[str, T]
             return {name: read(reader, name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
         raise ExportError(f"{path}: damaged: {error}") from None
-
-
-def _tensor_of(reader: Any, name: str) -> torch.Tensor:
-    return reader.get_tensor(name)
-
-
-def _dtype_of(reader: Any, name: str) -> str:
-    return reader.get_slice(name).get_dtype()
 
 
 def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What the layouts have in common: how each is described, and how config.json and ModelConfig are held against it."""
+"""The description of a layout, and what follows from it: config.json from a model, a model from config.json."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, 
 from llmfoundry_lite.errors import ExportError
 
 HFConfig = dict[str, Any]
-"""What config.json holds."""
+"""The content of config.json."""
 
 Values = dict[str, Any]
 """Dotted key of ModelConfig -> value."""
@@ -239,7 +239,7 @@ def write_config(config: ModelConfig, layout: Layout) -> HFConfig:
 def read_config(hf_config: HFConfig, state: Mapping[str, torch.Tensor], layout: Layout, where: str) -> ModelConfig:
     """The model that config.json describes. Raises ExportError."""
     check_values(hf_config, layout.must_be, where)
-    fields = {key: source for key, source in layout.fields.items() if isinstance(source, Field)} | layout.also_read
+    fields = {**{key: source for key, source in layout.fields.items() if isinstance(source, Field)}, **layout.also_read}
     values: Values = {}
     for key, source in fields.items():
         value: Any = hf_config

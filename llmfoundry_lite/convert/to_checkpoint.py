@@ -5,9 +5,7 @@
     import_checkpoint("ep0-ba10-rank0.pt", "imported/mpt", trust_pickle=True)   LLM Foundry / Composer, one file
     import_checkpoint("ep0-ba10", "imported/mpt", trust_pickle=True)            the same, sharded
 
-Weights only: a position in the data or an optimizer's state means nothing without the run it belongs to. Owns where
-each kind of source keeps its weights, its model's configuration and its tokenizer. What the tensors mean is
-`models.hf`'s, unpickling `pickles`', writing `checkpoint`'s.
+Weights only: a position in the data or an optimizer's state means nothing without the run it belongs to.
 """
 
 import contextlib
@@ -44,7 +42,7 @@ STOOD_IN = "read with stand-ins for everything but tensors and plain values; not
 
 
 class Weights(NamedTuple):
-    """What a source holds that can be carried over."""
+    """The part of a source that can be carried over."""
 
     kind: str
     config: ModelConfig
@@ -212,7 +210,7 @@ def read_composer_folder(folder: Path, config: Sequence[str]) -> Weights:
             if path[:2] == ("state", "model"):
                 _put(state, ("model", ".".join(path[2:])), read_tensor(folder, metadata, key))
             elif path[:3] == ("state", "integrations", "huggingface"):
-                _put(state, path[1:], read_value(folder, metadata, key))
+                _put(state, path[1:], _read_item(folder, metadata, MetadataIndex(key)))
     except CheckpointError:
         raise
     except Exception as error:  # damaged or hostile metadata makes torch and Python raise whatever they like
@@ -240,10 +238,6 @@ def read_tensor(folder: Path, metadata: Metadata, key: str) -> Any:
     if num_read != tensor.numel():
         raise CheckpointError(f"{folder}: {key}: {num_read:,} of its {tensor.numel():,} values are there")
     return tensor
-
-
-def read_value(folder: Path, metadata: Metadata, key: str) -> Any:
-    return _read_item(folder, metadata, MetadataIndex(key))
 
 
 def _read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
