@@ -46,7 +46,7 @@ class LanguageModel(ComposerModel):
         self.separator_begins = separator_begins
         """The separator is a document's first token instead."""
         self.by_rows = by_rows
-        """In training, each row of a batch has the same weight, not each token. A row counts as full."""
+        """Each row of a training batch has the same weight, not each token. A row counts as full."""
         self.drop_seed: int | None = None
         """Seed of this batch's dropout, where the residual stream is dropped."""
         self.loss_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""What ranks tell each other between two batches: one sum over integers that lie in host memory, and nothing else.
+"""The one collective between two batches: a sum over integers that lie in host memory.
 
 It is made at the end of each batch. By then the next one has been read ahead, so that its tokens and its digest are
 counted before it goes to the device. An epoch's first batch needs a sum of its own. The other collective of a batch,

@@ -55,7 +55,7 @@ PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class Start(NamedTuple):
-    """Where a launch begins: at a checkpoint, or at batch 1."""
+    """The beginning of a launch: a checkpoint, or batch 1."""
 
     is_own: bool = False
     """Carries on from the newest intact checkpoint of the run's own folder."""
@@ -82,10 +82,10 @@ class Checkpointing(Callback):
         self.policy = SavePolicy(self.config, self.preemption, self.agreement)
         self.run_state = RunState(self.config, self.gradient_step)
         self.carries_on = self.begins.is_own or not self.config.load_weights_only
-        """As the run that the checkpoint is of; else it gives its weights to a new one."""
+        """This launch is the checkpoint's run; else a new one begins with its weights."""
         self.segments: tuple[Segment, ...] = ()
         self.changes: list[Change] = []
-        """What the user has told this launch to do differently from the one that it carries on."""
+        """Changes that the user has asked of this launch, compared with the one that it carries on."""
         self.history: bytes | None = None
         """The log that came with the checkpoint, on rank 0."""
         self.has_tokenizer_there = False
@@ -93,7 +93,7 @@ class Checkpointing(Callback):
         self.was_stopped = False
         self.was_preempted_by = ""
         self.last_saved_batch = -1
-        """Its save has begun at least."""
+        """The newest batch whose save has begun."""
         self.published_batch = -1
         """Batch of the newest checkpoint that this launch knows of in the run's folder; -1 for none."""
         self.newest_url: str | None = None

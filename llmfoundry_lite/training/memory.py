@@ -6,11 +6,11 @@ next size fits: what a step takes grows linearly with the samples, so the last t
 gradient does not depend on the choice; its last digits do, as with any microbatch.
 """
 
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import psutil
@@ -45,18 +45,14 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
     device_batch_size = config.global_train_batch_size // layout.num_data_ranks
     size = config.first_microbatch_size(device_batch_size)
     if config.device_train_microbatch_size == "auto":
-        size, measured = choose_microbatch_size(
-            model,
-            optimizer,
-            device_batch_size,
-            config.max_seq_len,
-            slots_of(config),
-            accumulates=not config.reduces_every_microbatch,
-            advise=partial(advise_less_memory, config, layout, devices.device_type()),
-            takes=partial(takes_microbatches, config.pipeline)
-            if layout.pipeline > 1
-            else lambda num_microbatches: True,
+        sizes = range(1, device_batch_size + 1)
+        if layout.pipeline > 1:
+            sizes = [n for n in sizes if takes_microbatches(config.pipeline, -(-device_batch_size // n))]
+        advise = partial(advise_less_memory, config, layout, devices.device_type())
+        search = Search(
+            model, optimizer, device_batch_size, sizes, config.max_seq_len, not config.reduces_every_microbatch, advise
         )
+        size, measured = search.run(slots_of(config))
         if config.compile_config is not None or model.attn_impl == "flex":
             torch._dynamo.reset()  # sizes compiled in the search count towards its limit, and make sizes dynamic
         if is_main:
@@ -70,76 +66,89 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
     return size
 
 
-def choose_microbatch_size(
-    model: LanguageModel,
-    optimizer: Optimizer,
-    device_batch_size: int,
-    seq_len: int,
-    num_optimizer_slots: Sequence[int],
-    *,
-    accumulates: bool = False,
-    advise: Callable[[], str] = lambda: "",
-    takes: Callable[[int], bool] = lambda num_microbatches: True,
-) -> tuple[int, str]:
-    """Return samples, and what was measured in words; the same on every rank. Every rank must call this together.
+@dataclass
+class Search:
+    """Finds the most samples that fit. Every rank must call its methods together."""
 
-    `num_optimizer_slots`: numbers that the optimizer keeps per parameter, by group; the last also for groups after it.
-    `accumulates`: whole gradients stay on each device until the batch's last microbatch. `advise`: settings that take
-    less memory, for the error. `takes`: whether a batch may have so many microbatches.
-    """
-    meter = device_meter()
-    had = meter.limit_bytes()
-    sizes = [size for size in range(1, device_batch_size + 1) if takes(-(-device_batch_size // size))]
+    model: LanguageModel
+    optimizer: Optimizer
+    device_batch_size: int
+    sizes: Sequence[int]
+    """Sizes that a microbatch may have, in order."""
+    seq_len: int
+    accumulates: bool = False
+    """Whole gradients stay on each device until the batch's last microbatch."""
+    advise: Callable[[], str] = lambda: ""
+    """Settings that take less memory, for the error."""
 
-    def refuse(needs: str) -> ConfigError:
-        what = f"device_train_microbatch_size: auto: one sample of {seq_len} tokens needs {needs}"
-        return ConfigError(f"{what}, and this device can give {had / GIB:.2f} GiB{advise()}")
+    def run(self, num_optimizer_slots: Sequence[int]) -> tuple[int, str]:
+        """Return samples, and what was measured in words; the same on every rank.
 
-    def measure(num_samples: int) -> int:
-        meter.reset()
+        `num_optimizer_slots`: numbers that the optimizer keeps per parameter, by group; the last also for groups after
+        it. Raises ConfigError.
+        """
+        self.peaks: dict[int, int] = {}
+        self.meter, sizes = device_meter(), self.sizes
+        self.had = self.meter.limit_bytes()
+        # Offloaded parameters and optimizer state lie in the host's memory, which is not what is measured here.
+        is_offloaded = devices.device_type() == "cuda" and next(self.model.parameters()).device.type == "cpu"
+        parameters = 0 if is_offloaded else _bytes(self.model.parameters())
+        state = 0 if is_offloaded else _state_bytes(self.optimizer, num_optimizer_slots)
+        reserved = 0 if self.optimizer.state else state
+        size = sizes[0]
+        self.measure(size)  # the first step also allocates what stays: gradients, communication buffers
+        if dist.is_initialized():  # and so does the collective that a batch has beside the model's own
+            dist.all_reduce(torch.zeros(1, device=_device()))
+        self.had = min(self.had, self.meter.limit_bytes())  # by now without NCCL's buffers, which torch does not count
+        limit = int(self.had * MARGIN) - reserved
+        # Without a sample there would be parameters, gradients and optimizer state at least.
+        self.peaks = {0: 2 * parameters + state - reserved, size: self.measure(size)}
+        while size < sizes[-1]:
+            larger = [following for following in sizes if following > size]
+            following = max((one for one in larger if one <= 2 * size), default=larger[0])
+            if max_of([self.expect(following) > limit])[0]:
+                break
+            size = following
+            self.peaks[size] = self.measure(size)
+        most = -max_of([-next((size for size in reversed(sizes) if self.expect(size) <= limit), 0)])[0]
+        clear_gradients(self.optimizer)
+        if most < 1:
+            self.had = int(self.had * MARGIN)
+            raise self.refuse(f"{(self.peaks[sizes[0]] + reserved) / GIB:.2f} GiB")
+        even = math.ceil(
+            self.device_batch_size / math.ceil(self.device_batch_size / most)
+        )  # no small remainder at the end
+        expected = (self.expect(even) + reserved) / GIB
+        return even, f"{expected:.2f} of {(limit + reserved) / MARGIN / GIB:.2f} GiB expected at the peak"
+
+    def measure(self, num_samples: int) -> int:
+        count, accumulates = -(-self.device_batch_size // num_samples), self.accumulates and self.device_batch_size > 1
+        self.meter.reset()
         try:
-            count = -(-device_batch_size // num_samples)
-            run_step(model, num_samples, count, seq_len, accumulates=accumulates and device_batch_size > 1)
+            run_step(self.model, num_samples, count, self.seq_len, accumulates=accumulates)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if num_samples == sizes[0]:
-                raise refuse(f"more than the {meter.peak_bytes() / GIB:.2f} GiB that it got") from None
+            if num_samples == self.sizes[0]:
+                got = self.meter.peak_bytes() / GIB
+                raise self.refuse(f"more than the {got:.2f} GiB that it got") from None
             raise ConfigError(
                 f"device_train_microbatch_size: auto: {num_samples} samples ran out of memory where "
-                f"{_expect(peaks, num_samples) / GIB:.2f} of {had / GIB:.2f} GiB were expected (does another process "
+                f"{self.expect(num_samples) / GIB:.2f} of {self.had / GIB:.2f} GiB were expected (does another process "
                 f"use this device?); set it to {num_samples // 2}"
             ) from None
-        return meter.peak_bytes()
+        return self.meter.peak_bytes()
 
-    # Offloaded parameters and optimizer state lie in the host's memory, which is not what is measured here.
-    is_offloaded = devices.device_type() == "cuda" and next(model.parameters()).device.type == "cpu"
-    parameters = 0 if is_offloaded else _bytes(model.parameters())
-    state = 0 if is_offloaded else _state_bytes(optimizer, num_optimizer_slots)
-    reserved = 0 if optimizer.state else state
-    size = sizes[0]
-    measure(size)  # the first step also allocates what stays: gradients, communication buffers
-    if dist.is_initialized():  # and so does the collective that a batch has beside the model's own
-        dist.all_reduce(torch.zeros(1, device=_device()))
-    had = min(had, meter.limit_bytes())  # by now without NCCL's buffers, which torch does not count
-    limit = int(had * MARGIN) - reserved
-    # Without a sample there would be parameters, gradients and optimizer state at least.
-    peaks = {0: 2 * parameters + state - reserved, size: measure(size)}
-    while size < sizes[-1]:
-        larger = [following for following in sizes if following > size]
-        following = max((one for one in larger if one <= 2 * size), default=larger[0])
-        if max_of([_expect(peaks, following) > limit])[0]:
-            break
-        size = following
-        peaks[size] = measure(size)
-    most = -max_of([-_most_that_fits(peaks, limit, sizes)])[0]
-    clear_gradients(optimizer)
-    if most < 1:
-        had = int(had * MARGIN)
-        raise refuse(f"{(peaks[sizes[0]] + reserved) / GIB:.2f} GiB")
-    even = math.ceil(device_batch_size / math.ceil(device_batch_size / most))  # no small remainder at the end
-    expected = (_expect(peaks, even) + reserved) / GIB
-    return even, f"{expected:.2f} of {(limit + reserved) / MARGIN / GIB:.2f} GiB expected at the peak"
+    def expect(self, size: int) -> int:
+        """Predict the peak along the line through the last two measurements."""
+        if size in self.peaks:
+            return self.peaks[size]
+        *_, (before, lower), (last, peak) = self.peaks.items()
+        return peak + max(0, peak - lower) * (size - last) // (last - before)
+
+    def refuse(self, needs: str) -> ConfigError:
+        what = f"device_train_microbatch_size: auto: one sample of {self.seq_len} tokens needs {needs}"
+        return ConfigError(f"{what}, and this device can give {self.had / GIB:.2f} GiB{self.advise()}")
 
 
 def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_len: int, *, accumulates: bool) -> None:
@@ -161,18 +170,6 @@ def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_
 def _device() -> torch.device:
     is_cuda = devices.device_type() == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-
-
-def _expect(peaks: dict[int, int], size: int) -> int:
-    """Predict the peak along the line through the last two measurements."""
-    if size in peaks:
-        return peaks[size]
-    *_, (before, lower), (last, peak) = peaks.items()
-    return peak + max(0, peak - lower) * (size - last) // (last - before)
-
-
-def _most_that_fits(peaks: dict[int, int], limit: int, sizes: Sequence[int]) -> int:
-    return next((size for size in reversed(sizes) if _expect(peaks, size) <= limit), 0)
 
 
 def _state_bytes(optimizer: Optimizer, num_slots: Sequence[int]) -> int:
@@ -233,7 +230,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, size: int) -> OutOfMemoryError:
     """Say what was asked for, what there was, and the advice of `plan`. `when`: what was being done."""
     layout = layout_here(config)
-    as_run = dataclasses.replace(config, device_train_microbatch_size=size)
+    as_run = replace(config, device_train_microbatch_size=size)
     estimated = estimate_training_memory(as_run, layout)
     if devices.device_type() == "cuda":
         used, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]

@@ -1,4 +1,4 @@
-"""Where each record of metrics.jsonl is shown again: console, progress bar, wandb and TensorBoard."""
+"""Mirrors of metrics.jsonl: console, progress bar, wandb and TensorBoard."""
 
 import secrets
 import struct
@@ -108,7 +108,7 @@ class TensorboardMirror(Mirror):
 
 
 class WandbMirror(Mirror):
-    """The same wandb run across launches: its id is in the run directory, and in checkpoints for other machines.
+    """One wandb run across launches: its id is in the run directory, and in checkpoints for other machines.
 
     wandb takes no step twice: of a batch that is trained again after a restore, it keeps the first record. And it
     writes and sends every 15 seconds only: what a killed launch had logged after that is logged again from our log.

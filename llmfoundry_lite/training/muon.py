@@ -38,7 +38,7 @@ class Matrix(NamedTuple):
     heights: tuple[int, ...]
     """Rows of each of the matrices that it holds, one below the other."""
     row_order: Runs | None = None
-    """In which ranks have the rows, if not in their own."""
+    """The order in which ranks have the rows, if not in the parameter's."""
 
 
 def build_muon(

@@ -26,18 +26,17 @@ class Partners:
     """This launch, and no other one, writes the run's checkpoints."""
     takes_lease_at_start = True
     instead_of_saving = ""
-    """What happens to the run when this launch leaves without a save, for people."""
+    """The end of the line about a launch that leaves without a save."""
     tokens_elsewhere = 0
     """Tokens of the run that other launches have trained in this launch's time."""
     segment: dict[str, Any] = {}  # noqa: RUF012 - read only
-    """Fields of a checkpoint's segment that say who has trained it."""
+    """Fields of a checkpoint's segment that say who trained it."""
 
     def connect(self) -> None:
         """Reach the others, before anything heavy starts. Raises UserError on all ranks."""
 
     def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
-        """Join the run, and take over its state if it is under way. `on_evicted`: called with a status and the reason
-        just before the process is ended."""
+        """Join the run, and take over its state if it is under way. `on_evicted`: called just before the process ends."""
 
     def may_save(self) -> bool:
         """Tell whether a save that is due is this launch's to make."""

@@ -55,7 +55,7 @@ class RunFolder(LoggerDestination):
         self.is_done = False
         self.launch = 0
         self.record: Record = {}
-        """What has been logged for the batch in hand."""
+        """Metrics of the batch in hand."""
         self.last: Record = {}
         self.file: TextIO | None = None
         self.mirrors: list[Mirror] = []

@@ -1,7 +1,7 @@
-"""What a save holds besides tensors, and where it was made.
+"""The state that a save holds besides tensors, and the segment, which describes where a launch runs.
 
-Clocks, place in the data, loss scale, what evaluation runs on, users' callbacks; and the segment, which says where a
-launch runs. No generator's state is among it: everything random is a function of seed and position.
+Clocks, place in the data, loss scale, samples of an evaluation, users' callbacks. No generator's state is among it:
+everything random is a function of seed and position.
 """
 
 import datetime

@@ -111,12 +111,13 @@ class GroupedTrainer(Trainer):
         batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
         total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_filled
         share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
-        is_pipeline = isinstance(model, PipelinedLanguageModel)
+        is_pipeline, device = isinstance(model, PipelinedLanguageModel), state.device._device
+        assert device is not None
         self.partners.begin_batch()
-        self.gradient_step.begin(-(-len(batch["input_ids"]) // size), state.device._device)
+        self.gradient_step.begin(-(-len(batch["input_ids"]) // size), device)
         run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
-        loss_sum = torch.zeros((), device=state.device._device)
+        loss_sum = torch.zeros((), device=device)
         for microbatch in [batch] if is_pipeline else spec.split_batch(batch, size):
             state.batch = state.device.batch_to_device(microbatch)
             self.gradient_step.before_forward()
@@ -213,7 +214,7 @@ class GradientStep:
     reduces_every_microbatch: bool = True
     num_skipped_batches: int = 0
     agreed: Measured | None = None
-    """What `partners` have measured of the batch in hand, whose gradient is that of all of them by now."""
+    """Numbers of the batch in hand from `partners`, once its gradient is that of all of them."""
 
     def begin(self, num_microbatches: int, device: torch.device) -> None:
         self.bad_losses = torch.zeros((), device=device)

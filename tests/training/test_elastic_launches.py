@@ -148,15 +148,3 @@ def test_when_a_node_is_lost_the_run_goes_on_with_the_other(tmp_path, config, ex
     assert values(records, "batch") == values(expected, "batch")
     assert values(records, "data/digest") == values(expected, "data/digest")
     assert values(records, "loss/train/total") == pytest.approx(values(expected, "loss/train/total"), abs=1e-3)
-
-
-def test_ranks_that_torchrun_preempts_leave_the_word_that_scripts_read(tmp_path, config):
-    """torchrun itself returns 1 whatever its ranks say."""
-    path = write_config(tmp_path / "tiny.yaml", {**config, "max_duration": "100000ba"})
-    with Launcher(tmp_path, "tiny", "--standalone", "--nproc_per_node=2", SCRIPT, path) as launcher:
-        wait_for_batch(tmp_path / "runs/tiny", 3, launcher)
-        launcher.ranks()[1].send_signal(signal.SIGUSR1)
-        assert launcher.wait() == 1
-    status = json.loads((tmp_path / "runs/tiny/status.json").read_text())
-    assert status["status"] == "preempted"
-    assert (tmp_path / f"runs/tiny/checkpoints/ba{status['batch']}/manifest.json").exists()

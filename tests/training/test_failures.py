@@ -30,15 +30,6 @@ class PoisonGradient(Callback):
             local(parameter.grad).fill_(float("nan"))
 
 
-class PoisonLoss(PoisonGradient):
-    def after_forward(self, state, logger):
-        if int(os.environ["RANK"]) == self.rank and int(state.timestamp.batch) + 1 == self.batch:
-            state.outputs["loss_sum"] = state.outputs["loss_sum"] * float("nan")
-
-    def after_backward(self, state, logger):
-        """Its gradient is poison enough."""
-
-
 class KillRank(Callback):
     def __init__(self, rank: int, batch: int):
         self.rank, self.batch = rank, batch
@@ -86,30 +77,6 @@ def test_skipping_leaves_the_weights_alone_and_goes_on(tmp_path, data):
     assert len(records) == 10
     assert [record["batch"] for record in records if "skipped_batches" in record] == [4]
     assert all(np.isfinite(values(records, "loss/train/total")))
-
-
-def test_skipping_gives_up_in_the_end(tmp_path, data):
-    callbacks = {**callback(PoisonGradient, rank=0, batch=2)}
-    config = tiny_config(
-        data, on_non_finite="skip", max_skipped_batches=1, optimizer__lr=1e30, algorithms={}, callbacks=callbacks
-    )
-    result = train([write_config(tmp_path / "tiny.yaml", config)], tmp_path)
-    assert result.exit_codes == [2]
-    assert "max_skipped_batches allows no more" in result.output
-
-
-def test_fp16_lowers_its_scale_instead_of_stopping(tmp_path, data):
-    config = tiny_config(data, precision="amp_fp16", callbacks=callback(PoisonGradient, rank=0, batch=4))
-    train([write_config(tmp_path / "tiny.yaml", config)], tmp_path).check()
-    assert values(read_metrics(tmp_path / "runs/tiny"), "loss_scale")[3:5] == [2.0**16, 2.0**15]
-
-
-def test_fp16_does_not_take_a_loss_that_is_not_finite_for_an_overflow(tmp_path, data):
-    config = tiny_config(data, precision="amp_fp16", callbacks=callback(PoisonLoss, rank=0, batch=4))
-    result = train([write_config(tmp_path / "tiny.yaml", config)], tmp_path)
-    assert result.exit_codes == [2]
-    assert "batch 4 (data/digest " in result.output
-    assert "the loss is not finite" in result.output
 
 
 @pytest.mark.parametrize(

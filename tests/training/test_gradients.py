@@ -9,7 +9,6 @@ import torch.distributed as dist
 from composer.core import Timestamp
 
 from llmfoundry_lite.errors import NonFiniteError
-from llmfoundry_lite.training.run_state import RunState
 from llmfoundry_lite.training.trainer import GradientStep, LossScaler
 
 
@@ -100,19 +99,3 @@ def test_an_overflow_is_no_skipped_batch_and_a_loss_that_is_not_finite_is_no_ove
     with pytest.raises(NonFiniteError, match="the loss is not finite"):
         run.train(math.nan, math.nan)
     assert run.step.scaler.scale == 2.0
-
-
-def test_a_checkpoint_carries_the_loss_scale_and_how_long_it_has_stood(tmp_path):
-    nothing = SimpleNamespace(extra={})
-    config = SimpleNamespace(seed=1, run_folder=str(tmp_path), eval_subset_num_batches=-1, callbacks=nothing)
-    place = {"train_dataloader": None, "dataset_resumption": {}, "evaluators": [], "callbacks": []}
-    state = SimpleNamespace(timestamp=Timestamp(batch=7), **place)
-    scaler, restored = LossScaler(), LossScaler()
-    scaler.growth_interval = restored.growth_interval = 3
-    for finite in (False, True, True):
-        scaler.update(finite)
-    saved = RunState(config, SimpleNamespace(scaler=scaler)).collect(state)
-    RunState(config, SimpleNamespace(scaler=restored)).restore(saved, state)
-    assert restored.scale == 2.0**15
-    restored.update(True)
-    assert restored.scale == 2.0**16

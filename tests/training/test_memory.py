@@ -17,7 +17,7 @@ from torch import nn
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import memory
-from llmfoundry_lite.training.memory import ResidentMeter, choose_microbatch_size
+from llmfoundry_lite.training.memory import ResidentMeter, Search
 from tests.helpers.launch import _train, launch, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
@@ -76,7 +76,7 @@ def sizes_tried(limit, device_batch_size, num_slots=0, fits=1000, buffers=0, *, 
     if has_state:
         optimizer.state[model.weight] = {"exp_avg": torch.zeros(1)}
     memory.device_meter = lambda: meter
-    size, _ = choose_microbatch_size(model, optimizer, device_batch_size, 25, [num_slots])  # type: ignore[arg-type]
+    size, _ = Search(model, optimizer, device_batch_size, range(1, device_batch_size + 1), 25).run([num_slots])  # type: ignore[arg-type]
     assert model.weight.grad is None
     return [*meter.sizes, size]
 
@@ -107,7 +107,7 @@ def test_what_the_first_collectives_take_is_not_planned_for():
 def test_what_was_compiled_for_sizes_that_were_tried_is_forgotten(monkeypatch, attn_impl, compiles, num_resets):
     resets: list[None] = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(None))
-    monkeypatch.setattr(memory, "choose_microbatch_size", lambda *_, **__: (4, ""))
+    monkeypatch.setattr(Search, "run", lambda *_: (4, ""))
     monkeypatch.setattr(memory, "layout_here", lambda config: SimpleNamespace(num_data_ranks=1, pipeline=1))
     monkeypatch.setattr(memory, "slots_of", lambda config: [2])
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -129,14 +129,6 @@ def test_state_that_an_optimizer_has_is_not_counted_twice():
 
 def test_each_size_tried_is_at_most_twice_the_last():
     assert sizes_tried(10_000, 16) == [1, 1, 2, 4, 8, 16, 16]
-
-
-def test_a_size_that_takes_just_the_limit_fits():
-    assert memory._most_that_fits({1: 100, 2: 200}, 400, [1, 2, 4, 8]) == 4
-
-
-def test_a_measurement_below_the_one_before_promises_no_room():
-    assert memory._expect({1: 300, 2: 200}, 4) == 200
 
 
 def test_one_sample_that_does_not_fit_is_refused_with_what_would_help():

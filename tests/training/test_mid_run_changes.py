@@ -76,15 +76,6 @@ def test_a_stable_rate_decays_from_any_checkpoint(tmp_path, base):
     assert segment_of(tmp_path, "decayed").changes["scheduler.t_decay"] == ["0.1dur", "4ba"]
 
 
-@pytest.mark.slow
-def test_the_same_configuration_changes_nothing(tmp_path, base):
-    folder, config = base
-    run(tmp_path, config, "run", stop_after="4ba")
-    assert "->" not in run(tmp_path, config, "run").output
-    assert losses(tmp_path, "run") == losses(folder, "base")
-    assert segment_of(tmp_path, "run").changes == {}
-
-
 def test_what_may_not_change_is_refused_before_the_model_is_built(base):
     folder, config = base
     refused = attempt(folder, config, "base", 2, seed=5, optimizer={**config["optimizer"], "betas": [0.8, 0.9]})

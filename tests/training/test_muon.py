@@ -22,7 +22,6 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.parallel.zero import rows_of, step_together
-from llmfoundry_lite.plan.model_memory import estimate_memory
 from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_legs
@@ -54,18 +53,6 @@ def test_a_matrix_is_updated_as_torch_updates_it(shape, adjust_lr_fn):
         reference.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)  # Newton and Schulz in bf16
     torch.testing.assert_close(optimizer.state[ours]["momentum_buffer"], reference.state[theirs]["momentum_buffer"])
-
-
-def test_weights_decay_before_their_update_and_the_update_does_not():
-    """With a rate and a decay so large that the order is to be seen, and Newton and Schulz in fp32."""
-    config = OptimizerConfig(name="muon", lr=0.5, weight_decay=0.8, momentum=0.9, ns_dtype="fp32")
-    weight = torch.nn.Parameter(random_like(torch.empty(8, 12), 0))
-    before, weight.grad = weight.detach().clone(), random_like(weight, 1)
-    optimizer = Muon([Matrix(weight, (8,))], [torch.nn.Parameter(torch.ones(1))], config)
-    optimizer.step()
-    look_ahead = weight.grad.lerp(0.1 * weight.grad, 0.9)
-    update = newton_schulz(look_ahead, 5) * 0.2 * 12**0.5
-    torch.testing.assert_close(weight.detach(), before * (1 - 0.5 * 0.8) - 0.5 * update, rtol=0, atol=1e-5)
 
 
 def test_what_is_no_matrix_has_a_rate_of_its_own():
@@ -230,16 +217,6 @@ def test_a_run_changes_its_layout_at_any_checkpoint(tmp_path, data):
 
 
 # ---------------------------------------------------------------------------------------------------- what is asked
-
-
-def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_an_embedding():
-    options: dict[str, Any] = {"seq_len": 32, "microbatch_size": 1, "precision": "fp32"}
-    one, two, both = (
-        estimate_memory(SMALL, **options, num_optimizer_slots=blocks, num_outside_slots=outside).optimizer_bytes
-        for blocks, outside in ((1, 1), (2, 2), (1, 2))
-    )
-    outside = 4 * (95 * 32 + 32 * 32 + 2 * 32)
-    assert (two, both) == (2 * one, one + outside)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,10 @@
 """Configurations that are unusual and right: each must train, and where it is only another way, to the same losses."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.helpers.launch import ROOT, train
+from tests.helpers.launch import train
 from tests.helpers.tiny import VOCAB_SIZE, read_metrics, tiny_config, values, write_config
 
 pytestmark = pytest.mark.multiprocess
@@ -96,23 +92,6 @@ def test_a_run_directory_that_cannot_be_is_named(tmp_path, data):
     result = train([path], tmp_path)
     assert result.exit_codes == [2]
     assert result.output == "error: a-file/run cannot be written: Not a directory; make room, or set run_folder\n"
-
-
-@pytest.mark.slow
-def test_torchrun_launches_too(tmp_path, data):
-    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="2ba"))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*launcher, ROOT / "scripts/train.py", path],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert len(read_metrics(tmp_path / "runs/tiny")) == 2
 
 
 def test_a_launch_does_not_time_the_processor_to_name_it(monkeypatch):

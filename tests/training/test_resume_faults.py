@@ -5,7 +5,6 @@ import pickle
 import signal
 import socket
 from concurrent.futures import wait
-from pathlib import Path
 
 import pytest
 from composer.core import Callback
@@ -200,15 +199,6 @@ def test_when_all_are_damaged_the_run_refuses_and_says_so(tmp_path, data):
     assert (tmp_path / "runs/run/metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_whose_only_checkpoint_was_being_replaced_carries_on_from_it(tmp_path, data):
-    config = config_for(data, max_duration="3ba", save_interval="2ba")
-    run(tmp_path, config, "run", stop_after="2ba")
-    folder = saves(tmp_path, "run")
-    os.rename(folder / "ba2", folder / ".replaced-e1-ba2-abcdef")
-    assert "carrying on from runs/run/checkpoints/ba2" in run(tmp_path, config, "run").output
-    assert values(metrics(tmp_path, "run"), "batch") == [1, 2, 3]
-
-
 def train_without_the_disk(path: str, folder: str) -> None:
     """Rank 1's node has lost its mount of the save folder."""
     if os.environ["RANK"] == "1":
@@ -246,12 +236,3 @@ def test_a_read_only_folder_can_be_loaded_from_but_not_saved_into(tmp_path, data
         )
         run(tmp_path, config, "other", 2, load_path=str(disk.path))
     assert values(metrics(tmp_path, "other"), "batch") == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-@pytest.mark.slow
-def test_an_interrupted_hint_or_one_that_leads_nowhere_is_not_followed(tmp_path, data, whole):
-    run(tmp_path, config_for(data), "run", 2, stop_after="4ba")
-    hint = Path(saves(tmp_path, "run")) / "latest.json"
-    hint.write_bytes(hint.read_bytes().replace(b"ba4", b"ba2")[:-9])
-    assert "carrying on from runs/run/checkpoints/ba4" in run(tmp_path, config_for(data), "run", 2).output
-    assert losses(tmp_path, "run") == whole

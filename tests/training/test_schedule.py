@@ -117,22 +117,6 @@ def test_before_its_decay_a_stable_rate_does_not_depend_on_the_run_s_end():
     assert at(41, "60ba", **options) == pytest.approx(0.95)
 
 
-@pytest.mark.parametrize("name", ["cosine_with_warmup", "linear_decay_with_warmup"])
-def test_agrees_with_composer_where_composer_has_the_schedule(name):
-    from composer.core import Time, Timestamp
-    from composer.optim import CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler
-
-    theirs = {
-        "cosine_with_warmup": CosineAnnealingWithWarmupScheduler(t_warmup="10ba", t_max="1dur", alpha_f=0.1),
-        "linear_decay_with_warmup": LinearWithWarmupScheduler(t_warmup="10ba", t_max="1dur", alpha_f=0.1),
-    }[name]
-    for t in (0, 3, 10, 37, 99):
-        state = SimpleNamespace(
-            timestamp=Timestamp(batch=t), max_duration=Time.from_timestring("100ba"), dataloader_len=None
-        )
-        assert at(t, name=name, t_warmup="10ba", alpha_f=0.1) == pytest.approx(theirs(state))
-
-
 @pytest.mark.parametrize("name", ["cosine_with_warmup", "linear_decay_with_warmup", "constant_with_warmup"])
 @pytest.mark.parametrize(
     ("max_duration", "t_warmup", "t_max"),
