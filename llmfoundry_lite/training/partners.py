@@ -36,7 +36,7 @@ class Partners:
         """Reach the others, before anything heavy starts. Raises UserError on all ranks."""
 
     def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
-        """Join the run, and take over its state if it is under way. `on_evicted`: called just before the process ends."""
+        """Join the run, and take over its state if it is under way. `on_evicted`: called when the process must end."""
 
     def may_save(self) -> bool:
         """Tell whether a save that is due is this launch's to make."""
