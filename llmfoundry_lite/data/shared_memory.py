@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from llmfoundry_lite.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -102,13 +100,14 @@ def one_start_at_a_time(timeout_seconds: float = 30) -> Iterator[None]:
 
     After the timeout a run goes on: two runs that start together on two nodes could otherwise wait for each other.
     """
-    lock = FileLock(Path(tempfile.gettempdir()) / f"llmfoundry_lite_start_{os.getuid()}.lock")
-    with contextlib.suppress(Timeout):
-        lock.acquire(timeout=timeout_seconds)
-    try:
+    deadline = time.monotonic() + timeout_seconds
+    with open(Path(tempfile.gettempdir(), f"llmfoundry_lite_start_{os.getuid()}.lock"), "w") as lock:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
         yield
-    finally:
-        lock.release()
 
 
 def wait_for_folders(folders: Sequence[str], launch_id: str = "", timeout_seconds: float = 45) -> None:

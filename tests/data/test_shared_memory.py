@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
@@ -12,7 +13,12 @@ from threading import Timer
 import pytest
 
 from llmfoundry_lite.data import shared_memory
-from llmfoundry_lite.data.shared_memory import SHARED_MEMORY, clean_stale_shared_memory, wait_for_folders
+from llmfoundry_lite.data.shared_memory import (
+    SHARED_MEMORY,
+    clean_stale_shared_memory,
+    one_start_at_a_time,
+    wait_for_folders,
+)
 from llmfoundry_lite.errors import DataError
 from tests.helpers.launch import ROOT
 from tests.helpers.numbered import numbers_of, open_data, write_shards
@@ -113,6 +119,13 @@ def test_waiting_ends_as_soon_as_the_other_run_is_gone(register, tmp_path):
     Timer(0.3, other.kill).start()
     wait_for_folders([str(tmp_path / "cache")], timeout_seconds=60)
     assert other.wait() < 0
+
+
+def test_a_start_waits_for_another_s_and_not_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    began = time.monotonic()
+    with one_start_at_a_time(), one_start_at_a_time(timeout_seconds=0.2):
+        assert time.monotonic() - began >= 0.2
 
 
 READ_FOR_EVER = """
