@@ -6,6 +6,7 @@ for numbers that lie on devices, is `trainer.measure`.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,14 +35,16 @@ class Upcoming(NamedTuple):
 NOTHING = Upcoming(False, 0, 0, 0, 0)
 
 
+@dataclass(eq=False)
 class Agreement(Callback):
     """Reads batches one ahead, and carries what callbacks want to know of other ranks."""
 
-    def __init__(self, ranks: DataRanks, preemption: Preemption, changed: Callable[[State], Iterator[Any] | None]):
-        self.ranks = ranks
-        self.preemption = preemption
-        self.changed = changed
-        """Returns batches to go on with instead, where this rank has other rows from now on."""
+    ranks: DataRanks
+    preemption: Preemption
+    changed: Callable[[State], Iterator[Any] | None]
+    """Returns batches to go on with instead, where this rank has other rows from now on."""
+
+    def __post_init__(self) -> None:
         self.is_writing: Callable[[], bool] = lambda: False
         """Whether this rank's part of a save is not written yet."""
         self.is_saving: Callable[[], bool] = lambda: False

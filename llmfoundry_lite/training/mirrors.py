@@ -3,6 +3,7 @@
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,13 @@ def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mi
     return mirrors
 
 
+@dataclass
 class ConsoleLine(Mirror):
     """One line each `interval`: where the run is, its loss, its speed, the time it still needs."""
 
-    def __init__(self, max_duration: Duration, interval: Duration):
-        self.max_duration = max_duration
-        self.interval = interval
-        self.last_epoch = -1
+    max_duration: Duration
+    interval: Duration
+    last_epoch: int = -1
 
     def __call__(self, record: Record) -> None:
         due = record["batch"] % int(self.interval.value) == 0

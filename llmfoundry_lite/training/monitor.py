@@ -22,6 +22,7 @@ from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.schedule import progress_of
 
 
+@dataclass(eq=False)
 class DropoutSeed(Callback):
     """Dropout as a function of (seed, batch), and of the row: no generator's state needs to be saved.
 
@@ -29,18 +30,20 @@ class DropoutSeed(Callback):
     (`parallel` tells their heads apart); stages and ranks with other tokens of a sequence have different ones.
     """
 
-    def __init__(self, seed: int, model: LanguageModel, ranks: DataRanks, place: Coordinates, *, has_runs: bool):
-        """`has_runs`: ranks of a tensor group have other tokens (sequence parallelism)."""
-        self.seed = seed
-        self.model = model
-        self.ranks = ranks
-        parts = {"": place.pipeline, "context ": place.context, "run ": place.tensor if has_runs else 0}
-        self.part = "".join(f"/{name}{index}" for name, index in parts.items() if index)
+    seed: int
+    model: LanguageModel
+    ranks: DataRanks
+    place: Coordinates
+    has_runs: bool
+    """Ranks of a tensor group have other tokens (sequence parallelism)."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
         batch = f"{self.seed}/{int(state.timestamp.batch)}"
         self.model.drop_seed = _number_of(batch) % (1 << 31)
-        torch.manual_seed(_number_of(f"{batch}/{self.ranks.rank}{self.part}"))
+        place = self.place
+        parts = {"": place.pipeline, "context ": place.context, "run ": place.tensor if self.has_runs else 0}
+        part = "".join(f"/{name}{index}" for name, index in parts.items() if index)
+        torch.manual_seed(_number_of(f"{batch}/{self.ranks.rank}{part}"))
 
 
 def _number_of(name: str) -> int:

@@ -7,6 +7,7 @@ everything random is a function of seed and position.
 import datetime
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,16 @@ COUNTS = (
 CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
 
 
+@dataclass
 class RunState:
     """Composer's state <-> the scalars of a manifest."""
 
-    def __init__(self, config: TrainConfig, gradient_step: GradientStep):
-        self.config = config
-        self.gradient_step = gradient_step
-        self.owes_evaluation = False
-        """The evaluation that was due after the batch of the checkpoint was not made, or not to its end."""
-        self.eval_subset_samples: int | None = None
-        """Samples that the run has evaluated on elsewhere; None: as many as the configuration says here."""
+    config: TrainConfig
+    gradient_step: GradientStep
+    owes_evaluation: bool = False
+    """The evaluation that was due after the batch of the checkpoint was not made, or not to its end."""
+    eval_subset_samples: int | None = None
+    """Samples that the run has evaluated on elsewhere; None: as many as the configuration says here."""
 
     def collect(self, state: State) -> dict[str, Any]:
         stamp = state.timestamp

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
@@ -88,6 +89,7 @@ def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_de
     return schedule.alpha_f + (1.0 - schedule.alpha_f) * left
 
 
+@dataclass(eq=False)
 class LearningRate(Callback):
     """Sets the rate of every batch from how far the run has come before it.
 
@@ -95,9 +97,8 @@ class LearningRate(Callback):
     their state has to be saved. This has no state.
     """
 
-    def __init__(self, schedule: SchedulerConfig, max_duration: Duration):
-        self.schedule = schedule
-        self.max_duration = max_duration
+    schedule: SchedulerConfig
+    max_duration: Duration
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Raises ConfigError where spans need the length of an epoch, and the data does not tell it."""
