@@ -14,7 +14,7 @@ data = typer.Typer(help="Prepare training data.", no_args_is_help=True, rich_mar
 
 
 class OnError(StrEnum):
-    """What to do with a document that cannot be read."""
+    """Answer to a document that cannot be read."""
 
     stop = "stop"
     skip = "skip"

@@ -93,7 +93,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _find_foreign(folder: Path) -> str | None:
-    """What of `folder` no export has written; None for an export as it was written."""
+    """The first thing in `folder` that no export has written; None for an export as it was written."""
     try:
         hashes = json.loads((folder / LISTING).read_text(encoding="utf-8"))["files"]
         names = {path.name for path in folder.iterdir()} - {LISTING}

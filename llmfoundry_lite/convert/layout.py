@@ -49,9 +49,9 @@ class Layout:
     """A Hugging Face layout."""
 
     title: str
-    """As it reads after "transformers'"."""
+    """Name that reads well after "transformers'"."""
     can_be: Callable[[ModelConfig], Options]
-    """Of the options that it cannot express freely, what they can be."""
+    """Values of the options that it cannot express freely."""
     fields: Mapping[str, Any]
     """config.json, without dtype and special tokens, by dotted keys: a Field, a value, or a function of our model."""
     also_read: Mapping[str, Field] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Layout:
     known: Mapping[str, frozenset[str]]
     """Block of config.json, "" for the whole -> its keys that are read, or change nothing that a model computes."""
     prefix: str = ""
-    """Of every tensor but the output embedding; files of the bare model lack it."""
+    """Beginning of the name of every tensor but the output embedding; files of the bare model lack it."""
     buffers: tuple[str, ...] = ()
     """Ends of the names of tensors that old files hold and no model needs."""
 
@@ -194,7 +194,7 @@ def _short(value: Any) -> str:
 
 
 def check_values(hf_config: HFConfig, must_be: Options, where: str) -> None:
-    """What config.json leaves out counts as the first of the values."""
+    """Raise ExportError for another value. A key that config.json leaves out counts as the first of the values."""
     for key, allowed in must_be.items():
         value: Any = hf_config
         for part in key.split("."):

@@ -407,7 +407,7 @@ TRANSFORMERS_MUST_BE: Options = {
     "no_bias": (True,),
     "logit_scale": (None,),
 }
-"""What transformers' own MPT computes, whatever else its config.json says."""
+"""The only values that transformers' own MPT computes with, whatever else its config.json says."""
 MPT_ROPE_MUST_BE: dict[str, Options] = {
     "hf": {"attn_config.rope_hf_config.type": ("no_scaling", "linear", "dynamic", "llama3")},
     "dail": {

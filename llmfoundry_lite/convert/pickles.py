@@ -31,11 +31,11 @@ from llmfoundry_lite.errors import CheckpointError
 class Unpickled(NamedTuple):
     content: Any
     refused: str | None
-    """What torch's weights-only reader would not touch; None if it read everything."""
+    """The name that torch's weights-only reader would not touch; None if it read everything."""
 
 
 def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Unpickled:
-    """What `torch.save` was given: a file, memory-mapped where its layout allows, or bytes. Tensors on the CPU.
+    """Read what `torch.save` was given: a file, memory-mapped where its layout allows, or bytes. Tensors on the CPU.
 
     `where` names it in errors. Raises CheckpointError; unless `is_trusted`, also for what torch's weights-only reader
     refuses.

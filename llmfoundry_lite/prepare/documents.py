@@ -67,7 +67,7 @@ class Unit:
     """Bytes on disk: the unit's share of the progress bar."""
     start: int = 0
     end: int = 0
-    """Of a plain file of lines: bytes [start, end). Of a table: row groups or record batches."""
+    """Bytes [start, end) of a plain file of lines; row groups or record batches of a table."""
     first: int = 1
     """Number of the first line of `content`, or of the first row."""
     content: tuple[Any, ...] | None = field(default=None, repr=False)

@@ -2,8 +2,8 @@
 
     llmfoundry-lite data fetch-tasks arc_easy piqa --out data/eval
 
-Owns where each data set lives, which split is asked, and how its rows become questions. How they are asked is the
-business of `evals/<task>.yaml`. The data sets keep their owners' licences, so none of their text is in this repository.
+`evals/<task>.yaml` says how the questions are asked. The data sets keep their owners' licences, so none of their text
+is in this repository.
 """
 
 import json
@@ -75,7 +75,7 @@ def _download(name: str, origin: Origin) -> Any:
         ) from error
 
 
-# ------------------------------------------------------------------------------------ upstream rows -> questions
+# Upstream rows -> questions
 
 
 def _arc(row: Row) -> Row:

@@ -43,7 +43,7 @@ class TokenizerSummary:
     """The tokenizer that made the tokens."""
 
     name: str
-    """As given to `--tokenizer`."""
+    """The value of `--tokenizer`."""
     fingerprint: str
     vocab_size: int
     """The largest id plus one; a trained tokenizer may have fewer than were asked for."""
