@@ -197,10 +197,6 @@ def test_what_no_layout_can_express_is_refused_by_name(config, option, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_can_be_exported_has_no_reason(config):
-    assert can_export(config) is None
-
-
 def test_a_missing_or_misshapen_tensor_is_named(tmp_path):
     state_dict = dict(random_model(SMALL).state_dict())
     norm = state_dict.pop("transformer.norm_f.weight")
