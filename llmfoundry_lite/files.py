@@ -1,4 +1,4 @@
-"""Files that are either not there or whole. (Checkpoints publish by rules of their own: `checkpoint.places`.)"""
+"""Files that are either not there or whole. (Checkpoints publish by rules of their own: `checkpoint.commit`.)"""
 
 import errno
 import glob

@@ -236,7 +236,8 @@ class CheckpointStore:
         """Remove a draft that will not be published; not if its manifest has arrived after all (an answer got lost)."""
         committed = self.root.child(committed_name(save_id))
         with contextlib.suppress(OSError, CheckpointError):
-            if MANIFEST not in committed.names() or read_checkpoint(committed).manifest.save_id != save_id:
+            may_be_there = self.commits.drafts_in_place and MANIFEST in committed.names()
+            if not may_be_there or read_checkpoint(committed).manifest.save_id != save_id:
                 self.commits.draft(save_id)[0].remove_all()
 
     # ------------------------------------------------------------------------------------------------------- read

@@ -511,6 +511,34 @@ def test_a_shard_that_rank_0_cannot_see_stops_the_publication(url):
 
 
 @pytest.mark.fault
+def test_a_save_that_fails_beside_a_damaged_one_of_its_batch_leaves_nothing(tmp_path):
+    store, lease = saved(tmp_path, 1)
+    (tmp_path / "ba1" / "manifest.json").write_bytes(b"{}")
+    store.abandon(write_draft(store, lease, 1).save_id)
+    assert sorted(os.listdir(tmp_path)) == [".leases", "ba1", "latest.json"]
+
+
+def test_all_of_a_save_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    store, lease = saved(tmp_path)
+    draft = write_draft(store, lease, 1)
+    events, fsync, rename = [], os.fsync, os.rename
+
+    def note_fsync(descriptor):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def note_rename(old, new):
+        rename(old, new)
+        events.append("renamed")
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    store.publish(draft, lease)
+    assert events[0].startswith(".manifest.json.")
+    assert events[1:4] == [f".tmp-{draft.save_id}", "renamed", tmp_path.name]
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("has_arrived", [True, False])
 def test_when_the_answer_to_the_last_put_is_lost_what_arrived_decides(monkeypatch, has_arrived):
     store, lease = saved(f"memory://{uuid.uuid4().hex}", 1)
