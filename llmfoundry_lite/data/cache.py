@@ -66,7 +66,8 @@ class ShardCache:
             )
 
     def is_ready(self, shard: int) -> bool:
-        """Whether `read` most likely finds the shard here and whole, at the cost of two look-ups."""
+        """Whether `read` most likely finds the shard here and whole. It is soon read, so no other takes its place."""
+        self._read_at[shard] = time_ns()
         return bool(self._verified[shard]) and self._state[shard] == HERE
 
     def read(self, shard: int, sample: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator, Sequence
+from multiprocessing import parent_process
 from threading import Thread
 from time import sleep
 
@@ -116,7 +117,9 @@ def _stay_with_the_rank(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     # torch's workers look for their parent only between two batches. One that waits for another's download, when that
     # process was killed as well, would wait for ever.
-    rank = os.getppid()
+    parent = parent_process()
+    assert parent is not None
+    rank = parent.pid  # which may be gone by now
 
     def watch() -> None:
         while os.getppid() == rank:

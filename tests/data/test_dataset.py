@@ -322,6 +322,17 @@ def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downl
     assert num_shards <= len(downloads) <= num_shards + 6
 
 
+def test_a_shard_that_is_to_be_read_next_gives_no_room_to_another(tmp_path):
+    remote = write_shards(tmp_path / "remote", num_samples=600, size_limit=2_000)
+    limit = (remote / "index.json").stat().st_size + 4 * max(path.stat().st_size for path in remote.glob("*.mds"))
+    cache = open_data(tmp_path / "cache", remote=str(remote), cache_limit=limit).cache
+    for shard in range(4):
+        cache.bring(shard)
+    assert cache.is_ready(0)
+    cache.bring(4)
+    assert [os.path.exists(cache.path(shard)) for shard in range(5)] == [True, False, True, True, True]
+
+
 def test_a_rank_downloads_only_the_shards_of_its_lanes(tmp_path, downloads, as_rank):
     remote = write_shards(tmp_path / "remote", num_samples=1_200)
     num_shards, counts = len(list(remote.glob("*.mds"))), []
