@@ -214,6 +214,8 @@ def test_digest_depends_on_the_rows_but_not_on_their_order_or_place():
     changed_bt[3, 5] += 1
     assert digest != batch_digest(changed_bt)
     assert digest != batch_digest(torch.cat([tokens_bt, tokens_bt[:1]]))
+    changed_bt[0, 1:] = PAD_TOKEN
+    assert batch_digest(changed_bt[:1]) != 0, "a row that is partly padding counts"
 
 
 def test_digests_can_be_summed_in_int64_tensors():

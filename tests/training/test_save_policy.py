@@ -14,8 +14,9 @@ from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.launch.status import LAUNCHES, seconds_between_failures
 from llmfoundry_lite.training import preemption, save_policy
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.preemption import BY_FILE, REASONS, Preemption
+from llmfoundry_lite.training.preemption import BY_FILE, BY_KEY, REASONS, Preemption
 from llmfoundry_lite.training.save_policy import FIRST_SECONDS, Decision, SavePolicy, SaveTimer
+from llmfoundry_lite.training.train import report
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
@@ -90,6 +91,23 @@ def test_who_sends_a_signal_kills_soon(asked):
     one, clock = asked
     one._request(SIGTERM)
     assert one.leave_by == clock.now + 20
+
+
+@pytest.mark.parametrize("reasons", [(SIGTERM, BY_KEY), (BY_KEY, SIGTERM)])
+def test_whoever_pressed_ctrl_c_is_the_reason_whichever_came_first(asked, reasons):
+    one, _ = asked
+    for reason in reasons:
+        one._request(reason)
+    assert one.reason == BY_KEY
+
+
+@pytest.mark.parametrize(("reason", "status"), [(0, "failed"), (SIGTERM, "preempted")])
+def test_a_lost_peer_is_no_preemption_where_nobody_was_asked_to_leave(reason, status):
+    written, error = [], RuntimeError("Connection closed by peer")
+    run = SimpleNamespace(fail=lambda *words: written.append(words))
+    reported = report(error, None, run, SimpleNamespace(reason=reason), None, None)
+    assert (reported is error) == (status == "failed")
+    assert [words[0] for words in written] == [status]
 
 
 # --------------------------------------------------------------------------------------------------- saves by time
