@@ -510,7 +510,7 @@ def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
     [
         *({"rank": 2}, {"rows": 0}, {"size": "2"}, {"size": 10**30}, {"batch": -1}, {"launch": ""}),
         *({"weight": weight} for weight in (-1.0, 0, float("inf"), float("nan"), 1e-300, 10**400)),
-        *({"boxes": boxes} for boxes in ([], {"w": [[0], [1, 2]]}, {"w": 3})),
+        *({"boxes": boxes} for boxes in ([], {"w": [[0], [1, 2]]}, {"w": 3}, {"w": [[0], [1 << 63]]})),
         *({"address": address} for address in (["h"], [7070, "h"], ["a-name", 7070], ["127.0.0.1", 70000])),
         {"island": "c\nbatch 3 is repeated"},
     ],
