@@ -115,7 +115,7 @@ def test_a_step_of_the_wall_clock_does_not_count_as_time_between_failures(tmp_pa
     assert 0 < (status.seconds_between_failures(tmp_path) or 0) < 60
 
 
-@pytest.mark.parametrize(("pid", "expected"), [(os.getpid(), "running"), (2**22 + 1, "failed")])
+@pytest.mark.parametrize(("pid", "expected"), [(os.getpid(), "running"), (2**22 + 1, "failed")], ids=["alive", "gone"])
 def test_a_status_of_an_earlier_release_is_asked_of_its_process_too(tmp_path, pid, expected):
     process = {"host": socket.gethostname(), "pid": pid, "started": 1.5}
     content = {"status": "running", "batch": 7, "reason": None, "process": process}
