@@ -38,7 +38,7 @@ class Accelerator:
     """fp32 (without TF32), tf32, bf16, fp16, fp8 -> dense matrix products with fp32 sums; a dtype whose peak is not
     published is absent."""
     memory_bytes: int
-    """As sold. Vendors' GB are GiB here."""
+    """Memory as sold. Vendors' GB are GiB here."""
     memory_bandwidth_bytes_per_second: float
     power_watts: float
     """The most one device draws."""

@@ -3,7 +3,7 @@
 import math
 
 LARGEST_SHARE = 0.02
-"""Of training time, that saves may cost by `save_interval: auto`."""
+"""Share of training time that saves may cost with `save_interval: auto`."""
 
 
 def choose_save_interval(cost_seconds: float, seconds_between_failures: float | None = None) -> float:

@@ -1,4 +1,4 @@
-"""Who may write into a run's folder: numbered claims, the highest of which holds. No torch.
+"""Right to write into a run's folder: numbered claims, the highest of which holds. No torch.
 
 A claim is the creation of `.leases/<number>.json`, which must not exist yet. A holder that does not find its own
 content there any more has lost the disk.

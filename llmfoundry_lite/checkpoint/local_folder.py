@@ -23,7 +23,7 @@ WRITE: Callable[[int, Any, int], int] = os.pwritev
 DIRECT: int | None = getattr(os, "O_DIRECT", None)
 """Linux has it: writes past the page cache."""
 DIRECT_BYTES = 4096
-"""What memory, offset and length of such a write must be multiples of, on the disks there are."""
+"""Memory, offset and length of such a write are multiples of this."""
 
 
 class LocalFolder:

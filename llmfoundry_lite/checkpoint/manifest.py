@@ -24,7 +24,7 @@ VERSION = 2
 """The major version of the format that this release writes."""
 MANIFEST = "manifest.json"
 HEAD_BYTES = 4096
-"""What a listing reads of it."""
+"""Bytes of it that a listing reads."""
 MAX_BYTES = 256 << 20
 MAX_VALUES = 80_000_000
 """Format 1 lists every slice, in three bytes or more for each value: whatever a past release has published is within
@@ -226,7 +226,7 @@ class Manifest:
 
 
 class Head(NamedTuple):
-    """What a listing needs of a manifest."""
+    """Facts that a listing needs of a manifest."""
 
     save_id: str
     lease_epoch: int

@@ -1,4 +1,4 @@
-"""Who writes what of a save: each rank computes it from the sharding of its own tensors.
+"""Plan of a save: each rank computes which rank writes what from the sharding of its own tensors.
 
 A DTensor's mesh and placements say where every rank's part begins and ends, so ranks need not exchange plans as torch's
 `DefaultSavePlanner` does: 33 s and 2.3 GB a rank for MPT-70B on 512 ranks, where this takes 0.8 s and 16 MB on 4,096
@@ -53,7 +53,7 @@ class Plan:
 
     tensors: dict[str, TensorRecord]
     mine: list[Box]
-    """What this rank writes, in the order of its file."""
+    """Boxes that this rank writes, in the order of its file."""
     first_ranks: list[int]
     """The first rank with each different table."""
     table_of_rank: list[int]

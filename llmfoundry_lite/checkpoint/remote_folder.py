@@ -63,7 +63,7 @@ class RemoteFolder:
         self.filesystem = filesystem
         self.path = path.rstrip("/")
         self.url = url
-        """As the user wrote it: `path` alone may lack the host, and other ranks open this again."""
+        """URL that the user gave: `path` alone may lack the host, and other ranks open this again."""
 
     def child(self, name: str) -> "RemoteFolder":
         return RemoteFolder(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")

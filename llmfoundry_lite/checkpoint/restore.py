@@ -190,7 +190,7 @@ class Targets(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What all ranks hold together, of which each may hold a part."""
+    """State that all ranks hold together; each may hold a part of it."""
 
     keys: set[str]
     groups: list[set[str]]

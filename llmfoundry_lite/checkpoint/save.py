@@ -43,7 +43,7 @@ REPORT = struct.Struct("<QQ16s16s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a manifest holds besides tensors and optimizer; rank 0's is used. Fields as in `Manifest`."""
+    """The rest of a manifest, besides tensors and optimizer; rank 0's is used. Fields as in `Manifest`."""
 
     timestamp: Timestamp
     run_name: str | None = None
@@ -64,7 +64,7 @@ class Saved:
     durable_seconds: float
     """From the beginning of `save` until it was known to be published."""
     num_bytes: int
-    """Of all ranks together."""
+    """Bytes of all ranks together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class Saver:
         self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._signature: Any = None
-        """What the plan depends on."""
+        """Facts that the plan depends on."""
         self._plan: Plan | None = None
         self._staged: Tensors = {}
         """By key in the file, in its order."""

@@ -25,7 +25,7 @@ ALIGNMENT = 4096
 """Data starts at a multiple of it, and each slice at one of its item size, so that a file can be mapped."""
 BLOCK_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
-"""What one thread writes or reads at a time."""
+"""Bytes that one thread writes or reads at a time."""
 NUM_THREADS = 4
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors."""

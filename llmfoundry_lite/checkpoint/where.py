@@ -1,4 +1,4 @@
-"""What a path or URL given by a user means: one checkpoint, a folder of them, or a run directory. No torch."""
+"""Meaning of a path or URL given by a user: one checkpoint, a folder of them, or a run directory. No torch."""
 
 import contextlib
 import os

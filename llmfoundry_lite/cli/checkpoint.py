@@ -100,7 +100,7 @@ def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
 
 @checkpoint.command("inspect")
 def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False) -> None:
-    """What a checkpoint holds, and where its run has been."""
+    """Show what a checkpoint holds, and where its run has been."""
     found = find(where)
     manifest, stamp = found.manifest, found.manifest.timestamp
     dtypes = Counter(tensor.dtype for tensor in manifest.tensors.values())

@@ -25,6 +25,7 @@ def data_commands() -> None:
     """Prepare training data."""
 
 
+# A parameter for each option: typer makes the command from them.
 @data.command("prepare")
 def data_prepare(
     out: Annotated[Path, typer.Option(help="The folder for train, val, tokenizer and summary.json.")],

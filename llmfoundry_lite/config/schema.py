@@ -51,7 +51,7 @@ class OptimizerConfig:
     ns_dtype: str | None = setting(None, choices="bf16 fp32", change="logged", only="muon")
     """Precision of these iterations; default bf16."""
     adjust_lr_fn: str | None = setting(None, choices="match_rms_adamw original", only="muon")
-    """As in torch: match_rms_adamw (default) makes updates as large as AdamW's; original is Jordan's scale."""
+    """Torch's word: match_rms_adamw (default) makes updates as large as AdamW's; original is Jordan's scale."""
     eps: float = setting(1e-8, POSITIVE)
     weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged")
     """Decoupled optimizers: multiplied by lr/initial lr alone; the others: by lr. Default: 1e-5 for decoupled_adamw, as

@@ -30,6 +30,7 @@ Progress = Callable[[str, int, int], None]
 """(task, items done, items)"""
 
 
+# 12 parameters: three things that are joined, and the settings of a suite, all but three of them optional.
 def evaluate(
     model: Scorable,
     tokenizer: Tokenizer,

@@ -19,7 +19,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,10 +86,7 @@ def prepare(
         if finished:
             notify(f"{out} is complete: the same preparation finished there before")
             return finished
-        for sentence in listing.repeated[:SHOWN]:
-            notify(f"{sentence}, so it is read once")
-        if len(listing.repeated) > SHOWN:
-            notify(f"{len(listing.repeated) - SHOWN:,} more names of what is read already")
+        tell_repeated(listing.repeated, notify)
         partial = open_partial(out, record, given, notify)
         with progress_bars(show_progress) as bars:
             tokenizer = provide_tokenizer(partial, given, request, source, bars)
@@ -115,6 +112,13 @@ def prepare(
         )
         publish(partial, out, summary)
     return summary
+
+
+def tell_repeated(names: Sequence[str], notify: Callable[[str], None]) -> None:
+    for sentence in names[:SHOWN]:
+        notify(f"{sentence}, so it is read once")
+    if len(names) > SHOWN:
+        notify(f"{len(names) - SHOWN:,} more names of what is read already")
 
 
 def provide_tokenizer(

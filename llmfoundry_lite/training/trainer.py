@@ -106,12 +106,14 @@ class GroupedTrainer(Trainer):
 
         Returns their weighted loss.
         """
-        state, spec, model, run_event = self.state, self._train_data_spec, self._original_model, self.engine.run_event
+        state, spec, run_event = self.state, self._train_data_spec, self.engine.run_event
+        model = self._original_model
         assert spec is not None and isinstance(state.device_train_microbatch_size, int)
         batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
         total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_filled
         share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
-        is_pipeline, device = isinstance(model, PipelinedLanguageModel), state.device._device
+        is_pipeline = isinstance(model, PipelinedLanguageModel)
+        device = state.device._device
         assert device is not None
         self.partners.begin_batch()
         self.gradient_step.begin(-(-len(batch["input_ids"]) // size), device)
