@@ -8,6 +8,7 @@ torch's agent (`torchrun`) would be less code. But it imports torch, which takes
 it learns of a stopped process only when a collective times out. Launches on several nodes use it.
 """
 
+import errno
 import math
 import os
 import select
@@ -144,7 +145,7 @@ class Launcher:
         """Return the exit code of the launch.
 
         Ranks start again after EXIT_BUG and transient faults, unless a signal has asked them to leave. Raises
-        ConfigError for a folder that takes no logs.
+        ConfigError for a folder that takes no logs, and for arguments that are too long to be handed on.
         """
         make_room_for_logs(self.logs)
         ignore_output_errors()
@@ -310,12 +311,20 @@ class World:
     _looked_at: float = field(default_factory=lambda: time.monotonic())
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], logs: Path) -> None:
-        """Start the ranks. Rank 0 prints where the launcher does, rank R into `logs`/rankR.txt."""
+        """Start the ranks. Rank 0 prints where the launcher does, rank R into `logs`/rankR.txt. Raises ConfigError for
+        arguments that are too long to be handed on."""
         for rank in range(self.num_ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             output = str(log_of(logs, rank)) if rank else None
-            with suppress(ConnectionError):  # `wait` finds that the server is gone
+            try:
                 send(self.channel, Start(rank, list(arguments), {**environment, **place}, output))
+            except ConnectionError:
+                return  # `wait` finds that the server is gone
+            except OSError as error:
+                if error.errno != errno.EMSGSIZE:
+                    raise
+                words = "the arguments are too long to be handed to ranks; put them into a YAML file, and name that"
+                raise ConfigError(words) from error
 
     def ask_to_leave(self, number: int) -> None:
         """Send the signal to the ranks, later ones included; where none has begun, `wait` ends."""

@@ -242,6 +242,12 @@ def test_a_log_folder_that_cannot_be_is_a_users_error(tmp_path):
         make_room_for_logs(Path("/proc/x"))
 
 
+def test_arguments_that_no_rank_can_be_handed_are_refused(tmp_path):
+    mine, _its = open_channel()
+    with pytest.raises(ConfigError, match="too long to be handed to ranks; put them into a YAML file"):
+        World(mine, lambda: False, 2).start(["é" * 1_000_000], {}, tmp_path)
+
+
 def test_asked_to_leave_while_it_imports_it_leaves_at_once(launched, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     slow = "tests.launch.imports_that_take_long"
