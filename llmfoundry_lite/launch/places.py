@@ -116,9 +116,11 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             yield "places", f"{name[:100]!r} given, expected {expected}"
         for key, problem in _problems_of_place(place):
             yield f"places.{name}.{key}", problem
-    if not relay.run or "://" in relay.run:
+    if not relay.run or "\0" in relay.run or "://" in relay.run:
         yield "run", f"{relay.run!r} given, expected a folder"
-    if os.path.isfile(os.path.expanduser(relay.store)):
+    if os.path.expanduser(relay.run).startswith("~"):
+        yield "run", f"{relay.run!r} given; there is no such user here"
+    if "\0" in relay.store or os.path.isfile(os.path.expanduser(relay.store)):
         yield "checkpoints", f"{relay.store!r} given, expected the run's save_folder: a folder or a URL"
     for name in relay.policy.order:
         if name not in relay.places:
