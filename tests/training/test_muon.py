@@ -229,7 +229,7 @@ def test_a_run_changes_its_layout_at_any_checkpoint(tmp_path, data):
         ("optimizer.momentum=1.5", "optimizer.momentum: 1.5 given, expected 0 <= momentum < 1"),
         (
             "optimizer.adjust_lr_fn=original",
-            "optimizer.adamw_lr: missing; adjust_lr_fn: original has updates of another size than AdamW's",
+            "optimizer.adamw_lr: missing; adjust_lr_fn: original scales updates differently from AdamW",
         ),
         ("optimizer.ns_dtype=fp64", "optimizer.ns_dtype: 'fp64' is not known; expected bf16 or fp32"),
         ("fsdp_config.offload_optimizer=true", "fsdp_config.offload_optimizer: muon multiplies matrices in its step"),
