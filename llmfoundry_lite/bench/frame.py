@@ -171,13 +171,14 @@ def tell(
         plot(out / f"{name}.png")
 
 
-def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "") -> None:
+def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "", *, from_zero: bool = True) -> None:
     """Draw powers of two along x, a light grid and no frame."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.set_ylim(bottom=0)
+    if from_zero:
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -16,8 +16,6 @@ Hidden collectives run beside the computing. They are told, and are no part of t
 import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, save_figure, tell
+from llmfoundry_lite.bench.steps import train_on_ranks
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.reading import SECONDS, read_run
 from llmfoundry_lite.report.tables import Table
@@ -130,12 +129,10 @@ def trace_run(arguments: Sequence[str], num_ranks: int, active: int, run_folder:
         "eval_interval=0",
         "log_to_console=false",
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += ["-m", "llmfoundry_lite.train", *arguments, *changes]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        raise DataError(f"bench profile: the run failed: {lines[0] if lines else f'exit code {done.returncode}'}")
+    try:
+        train_on_ranks(num_ranks, [*arguments, *changes])
+    except RuntimeError as error:
+        raise DataError(f"bench profile: the run failed: {str(error).splitlines()[0]}") from None
     log = read_run(str(run_folder)).log
     return float(statistics.median(log[SECONDS][1:before].tolist()))
 

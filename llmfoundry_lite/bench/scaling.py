@@ -9,8 +9,6 @@ started: runs that other machines have made are put into one table, if batch, pr
 
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +27,7 @@ from llmfoundry_lite.bench.frame import (
     take_turns,
     tell,
 )
-from llmfoundry_lite.bench.steps import check_dtype, check_shapes, measure_in_a_process, write_run
+from llmfoundry_lite.bench.steps import check_dtype, check_shapes, measure_in_a_process, train_on_ranks, write_run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.devices import device_type
@@ -170,17 +168,10 @@ def check_counts(counts: Sequence[int], batch_size: int) -> None:
 
 
 def launch(num_devices: int, settings: dict[str, Any], dtype: str) -> Point:
-    """A training run on so many ranks of this machine. Raises RuntimeError with the last thing it said."""
+    """Train on so many ranks of this machine. Raises RuntimeError with the last thing the run said."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), settings, dtype)
-        # torchrun: Composer's launcher imports Composer once more, for nothing.
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_devices}"]
-        command += ["-m", "llmfoundry_lite.train", str(path)]
-        done = subprocess.run([*command, *settings["overrides"]], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            # A rank's own word, without what torchrun says below it.
-            said = [line[7:] for line in done.stderr.splitlines() if line.startswith("error: ")][:1]
-            raise RuntimeError("\n".join(said) or f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+        train_on_ranks(num_devices, [str(path), *settings["overrides"]])
         return read_point(f"{folder}/run")
 
 
@@ -344,7 +335,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
             rates.annotate(f"{row['efficiency']:.0%}", place, (0, side), **style)
         ups.plot(x, [row["speed_up"] for row in rows], **line)
     label_axes(rates, counts, "devices", "model GFLOP/s of a device")
-    label_axes(ups, counts, "devices", f"speed-up over {counts[0]} device(s)")
+    label_axes(ups, counts, "devices", f"speed-up over {counts[0]} device(s)", from_zero=False)
     rates.set_ylim(0, 1.2 * max(row["flops_per_device"] for row in report["rows"]) / 1e9)
     ups.set_yscale("log", base=2)
     ups.set_yticks([n / counts[0] for n in counts], [f"{n / counts[0]:g}" for n in counts])

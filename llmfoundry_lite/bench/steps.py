@@ -113,6 +113,17 @@ def measure_in_a_process(
     return measured
 
 
+def train_on_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
+    """Train on so many ranks of this machine. Raises RuntimeError with the first error that a rank printed."""
+    # torchrun: Composer's launcher imports Composer once more, for nothing.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command += ["-m", "llmfoundry_lite.train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = [line[7:] for line in done.stderr.splitlines() if line.startswith("error: ")][:1]
+        raise RuntimeError("\n".join(said) or f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+
+
 # -------------------------------------------------------------------------------------------------------- the sides
 
 

@@ -79,7 +79,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_is_launched():
 def test_of_a_launch_that_is_refused_the_rank_s_own_word_is_told(monkeypatch):
     said = "warning: one\nerror: model.d_model: 7 given\nE1123 failed\n=====\n"
     failed = subprocess.CompletedProcess([], 2, "", said)
-    monkeypatch.setattr(scaling.subprocess, "run", lambda *arguments, **options: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
     settings = {"shape": "tiny", "seq_len": 32, "batch_size": 2, "num_steps": 1, "overrides": []}
     with pytest.raises(RuntimeError, match=r"^model.d_model: 7 given$"):
         scaling.launch(1, settings, "fp32")
