@@ -538,6 +538,14 @@ def test_all_of_a_save_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert events[1:4] == [f".tmp-{draft.save_id}", "renamed", tmp_path.name]
 
 
+def test_a_launch_that_may_not_list_uploads_goes_on(monkeypatch):
+    def refuse(self, is_dead):
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(RemoteFolder, "abort_uploads", refuse)
+    assert CheckpointStore(f"memory://{uuid.uuid4().hex}").acquire().epoch == 1
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("has_arrived", [True, False])
 def test_when_the_answer_to_the_last_put_is_lost_what_arrived_decides(monkeypatch, has_arrived):
