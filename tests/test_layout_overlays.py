@@ -13,7 +13,7 @@ from llmfoundry_lite.hardware import GIB, accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.network import find_node
-from llmfoundry_lite.plan.search import AS_FAST, search_layouts, usable_bytes, work_of
+from llmfoundry_lite.plan.search import AS_FAST, search_layouts, usable_bytes
 from llmfoundry_lite.plan.step import step_time
 from llmfoundry_lite.rehearse.search import find_sizes
 from llmfoundry_lite.rehearse.stage import Stage
@@ -113,8 +113,8 @@ def compare_with_fastest(name: str, overlay: str, count: int) -> tuple[float, in
         if needed < usable_bytes(device):
             sizes[size] = needed
     size = max(sizes)
-    work = work_of(config, config.sharding.sharding_strategy, size, config.sharding.activation_checkpointing)
-    seconds = step_time(work, layout, device, node).seconds
+    sized = load(name, overlay, f"device_train_microbatch_size={size}")
+    seconds = step_time(sized, layout, device, node).seconds
     fastest = min(found.time.seconds for found in search_layouts(config_of_run(name), count, device, node)[0])
     return seconds / fastest, size, sizes[size]
 

@@ -10,18 +10,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.layout import Layout, layout_of
-from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of, takes_microbatches
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.plan.model_memory import (
-    FP32_BYTES,
     MemoryEstimate,
-    Portion,
     autocast_copies,
     count_rounding,
     estimate_moments,
+    slots_of,
 )
+from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
 from llmfoundry_lite.plan.schedule import Pass, few_rounds, order_of
 
 INT64_BYTES = 8
@@ -33,10 +32,6 @@ ROUNDING = 1 / 300
 """Share that torch's allocator adds by rounding up; by rehearsals."""
 GATHER_BYTES = 1 << 27
 """Bytes of parameters that ZeRO-1 gathers at a time after a step."""
-OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
-"""Numbers an optimizer keeps for each parameter of a block, and for each outside of blocks if that differs."""
-ADAMW_SLOTS = (2,)
-"""The same for AdamW; a user's own optimizer is assumed to keep as many."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
 """Numbers for each parameter that it needs during its step; torch's fused AdamW needs none."""
 
@@ -47,8 +42,8 @@ def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accele
     Without `device` libraries take the most that they do on any.
     """
     if layout.pipeline == 1:
-        moments = estimate_moments(_portion_of(config, layout)).values()
-        return _add_the_rest(config, layout, _fullest(moments), device)
+        moments = estimate_moments(Portion(config, layout)).values()
+        return _add_the_rest(Portion(config, layout), _fullest(moments), device)
     ranks: dict[Any, tuple[int, list[Stage]]] = {}
     for rank, stages in enumerate(stages_of(config.model, config.pipeline)):
         # Of ranks whose stages are alike, the first keeps the most.
@@ -66,57 +61,16 @@ def estimate_stages(
     ]
 
 
-def slots_of(config: TrainConfig) -> tuple[int, ...]:
-    """Return numbers kept for each parameter of a block, and perhaps of those outside of blocks."""
-    return OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
-
-
 def _fullest(estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
     return max(estimates, key=lambda estimate: estimate.total_bytes)
 
 
-def _batch_sizes(config: TrainConfig, layout: Layout) -> tuple[int, int]:
-    """Return samples of a data rank's batch, and of its microbatch."""
-    device_batch_size = -(-config.global_train_batch_size // layout.num_data_ranks)
-    return device_batch_size, config.first_microbatch_size(device_batch_size)
-
-
-def _portion_of(config: TrainConfig, layout: Layout) -> Portion:
-    fsdp = config.sharding
-    device_batch_size, microbatch_size = _batch_sizes(config, layout)
-    is_alone = layout.world_size == layout.pipeline
-    return Portion(
-        model=config.model,
-        seq_len=config.max_seq_len,
-        microbatch_size=microbatch_size,
-        reduces_every_microbatch=config.reduces_every_microbatch or microbatch_size == device_batch_size,
-        has_one_microbatch=microbatch_size == device_batch_size,
-        shard_degree=layout.of_parameters.shard,
-        has_fsdp=not is_alone or config.compile_config is not None or fsdp.offload_optimizer,
-        tensor_parallel_degree=layout.tensor,
-        sequence_parallel=config.sequence_parallel,
-        context=config.context,
-        precision=config.precision,
-        mixed_precision=fsdp.mixed_precision,
-        reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and layout.pipeline == 1,
-        activation_checkpointing=fsdp.activation_checkpointing,
-        activation_cpu_offload=fsdp.activation_cpu_offload,
-        logits_chunk_bytes=config.loss_chunk_mib * MIB,
-        num_optimizer_slots=slots_of(config)[0],
-        num_outside_slots=slots_of(config)[-1],
-    )
-
-
-def _add_the_rest(
-    config: TrainConfig, layout: Layout, estimate: MemoryEstimate, device: Accelerator | None
-) -> MemoryEstimate:
+def _add_the_rest(p: Portion, estimate: MemoryEstimate, device: Accelerator | None) -> MemoryEstimate:
     """Take the optimizer's step if that needs more; add workspaces, token ids and what is small."""
-    device_batch_size, microbatch_size = _batch_sizes(config, layout)
-    share_bytes, num_owners = estimate.parameters_bytes, 1
-    if config.sharding.sharding_strategy == "ZERO_1":
-        num_owners = layout.of_parameters.replicate
+    share_bytes = estimate.parameters_bytes
+    num_owners = p.layout.of_parameters.replicate if p.shares_optimizer else 1
     estimate = replace(estimate, optimizer_bytes=-(-estimate.optimizer_bytes // num_owners))
-    scratch_bytes = share_bytes * OPTIMIZER_SCRATCH.get(config.optimizer.name, 0) // num_owners
+    scratch_bytes = share_bytes * OPTIMIZER_SCRATCH.get(p.config.optimizer.name, 0) // num_owners
     in_step = replace(
         estimate,
         gradients_bytes=share_bytes + scratch_bytes,
@@ -125,9 +79,9 @@ def _add_the_rest(
         logits_bytes=0,
     )
     estimate = _fullest((estimate, in_step))
-    ids_bytes = config.max_seq_len * (device_batch_size + 3 * microbatch_size) * INT64_BYTES
+    ids_bytes = p.config.max_seq_len * (p.device_batch_size + 3 * p.microbatch_size) * INT64_BYTES
     rounded_bytes = int(estimate.total_bytes * ROUNDING)
-    rounded_bytes += (1 + slots_of(config)[0]) * count_rounding(_portion_of(config, layout))
+    rounded_bytes += (1 + slots_of(p.config)[0]) * count_rounding(p)
     libraries_bytes = 2 * (device.workspace_bytes if device is not None else WORKSPACES_BYTES)
     return replace(estimate, workspaces_bytes=libraries_bytes + SMALL_BYTES + ids_bytes + rounded_bytes)
 
@@ -162,10 +116,9 @@ def _estimate_rank(
 
     There are buffers for what all microbatches send and receive.
     """
-    pipeline, whole = config.pipeline, _portion_of(config, layout)
-    device_batch_size, microbatch_size = _batch_sizes(config, layout)
-    num_microbatches = -(-device_batch_size // microbatch_size)
-    portion = replace(whole, model=_model_of(config.model, stages))
+    pipeline, whole = config.pipeline, Portion(config, layout)
+    num_microbatches = -(-whole.device_batch_size // whole.microbatch_size)
+    portion = _portion_of(whole, stages)
     moments = estimate_moments(portion)
     in_loss = moments["in_loss"]
     num_links = sum(2 - stage.is_first - stage.is_last for stage in stages)
@@ -185,7 +138,7 @@ def _estimate_rank(
         logits_bytes=0,
     )
     sharing = replace(moments.get("at_embeddings", in_loss), activations_bytes=buffers_bytes, logits_bytes=0)
-    return _add_the_rest(replace(config, model=portion.model), layout, _fullest((playing, sharing)), device)
+    return _add_the_rest(portion, _fullest((playing, sharing)), device)
 
 
 def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> tuple[int, int]:
@@ -222,16 +175,17 @@ def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> t
     return peak
 
 
-def _model_of(model: ModelConfig, stages: list[Stage]) -> ModelConfig:
-    """Return what a rank, or a stage, has of the model."""
-    is_first, is_last = stages[0].is_first, stages[-1].is_last
-    return replace(
+def _portion_of(whole: Portion, stages: list[Stage]) -> Portion:
+    """Return the part of a rank, or of a stage."""
+    model, is_first, is_last = whole.model, stages[0].is_first, stages[-1].is_last
+    part = replace(
         model,
         n_layers=sum(len(stage.blocks) for stage in stages),
         vocab_size=model.vocab_size if is_first or is_last else 1,
         tie_word_embeddings=model.tie_word_embeddings or not (is_first and is_last),
         learned_pos_emb=model.learned_pos_emb and is_first,
     )
+    return replace(whole, config=replace(whole.config, model=part))
 
 
 def _copies_bytes(portion: Portion) -> int:
@@ -245,15 +199,15 @@ def _sent_bytes(portion: Portion) -> int:
 
 
 def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
-    p = replace(whole, model=_model_of(whole.model, [stage]))
+    p = _portion_of(whole, [stage])
     model, d = p.model, p.model.d_model
     moments = estimate_moments(p)
-    longer = estimate_moments(replace(p, model=replace(model, n_layers=model.n_layers + 1)))
+    longer = estimate_moments(replace(p, config=replace(p.config, model=replace(model, n_layers=model.n_layers + 1))))
     in_loss, at_end = moments["in_loss"], moments["at_last_block"]
     block_bytes = longer["in_loss"].activations_bytes - in_loss.activations_bytes
     sent_bytes, hidden_bytes = _sent_bytes(p), p.num_tokens * d * p.stream_bytes
     kept_bytes = in_loss.activations_bytes
-    if not stage.is_first and (p.activation_checkpointing or model.norm_type.startswith("low_precision_")):
+    if not stage.is_first and (p.fsdp.activation_checkpointing or model.norm_type.startswith("low_precision_")):
         kept_bytes -= sent_bytes  # its input is in the buffer that has received it
     if not stage.is_last:
         kept_bytes -= hidden_bytes  # no last norm, but what is sent
@@ -275,7 +229,7 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
     apart_bytes = loose_bytes = 0
     if is_apart:
         # The outputs of products and norms.
-        width = (p.num_up * model.ffn_dim + d + 2 * p.kv_dim) // p.tensor_parallel_degree
+        width = (p.num_up * model.ffn_dim + d + 2 * p.kv_dim) // p.layout.tensor
         apart_bytes = model.n_layers * (hidden_bytes // d * width + 4 * sent_bytes)
         if not stage.is_first:  # of the microbatch before, until Python has forgotten it
             early_bytes += apart_bytes // model.n_layers

@@ -4,14 +4,17 @@ Counts what the tensors of `models`, `parallel` and the chunked loss hold at the
 """
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import ContextParallelConfig
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.hardware import GIB, MIB
+from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
 
-FP32_BYTES = 4
+OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
+"""Numbers an optimizer keeps for each parameter of a block, and for each outside of blocks if that differs."""
+ADAMW_SLOTS = (2,)
+"""The same for AdamW; a user's own optimizer is assumed to keep as many."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,99 +49,18 @@ class MemoryEstimate:
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
-@dataclass(kw_only=True, frozen=True)
-class Portion:
-    """The part of a model that one device computes, and how it does so."""
-
-    model: ModelConfig
-    seq_len: int
-    microbatch_size: int
-    """Samples."""
-    shard_degree: int = 1
-    """Devices that share one copy of parameters, gradients and optimizer state."""
-    has_fsdp: bool = True
-    """False, as on one device: parameters are used and gradients summed where they lie."""
-    tensor_parallel_degree: int = 1
-    """Devices that divide each layer and the vocabulary, and each have the norms."""
-    sequence_parallel: bool = False
-    context: ContextParallelConfig = field(default_factory=ContextParallelConfig)
-    precision: str = "amp_bf16"
-    mixed_precision: str = "DEFAULT"
-    reshard_after_forward: bool = True
-    reduces_every_microbatch: bool = True
-    has_one_microbatch: bool = False
-    """True: no gradients of earlier microbatches exist when the forward pass begins."""
-    activation_checkpointing: bool | str = False
-    activation_cpu_offload: bool = False
-    num_optimizer_slots: int = 2
-    """Numbers that the optimizer keeps for each parameter."""
-    num_outside_slots: int | None = None
-    """The same for parameters outside of blocks, if that differs."""
-    logits_chunk_bytes: int = 256 * MIB
-
-    @property
-    def is_whole(self) -> bool:
-        return self.precision in ("fp32", "tf32")
-
-    @property
-    def has_autocast(self) -> bool:
-        return not self.is_whole and self.mixed_precision == "FULL"
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of a number in matrix products."""
-        return FP32_BYTES if self.is_whole else 2
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes of a number in the residual stream and in gathered parameters."""
-        return FP32_BYTES if self.has_autocast else self.compute_bytes
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the vocabulary on this device."""
-        return -(-self.model.vocab_size // self.tensor_parallel_degree)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a microbatch on this device."""
-        return self.microbatch_size * self.seq_len // self.context.context_parallel_degree
-
-    @property
-    def num_runs(self) -> int:
-        """Devices that divide the residual stream between layers."""
-        return self.tensor_parallel_degree if self.sequence_parallel else 1
-
-    @property
-    def kv_dim(self) -> int:
-        return self.model.num_kv_heads * self.model.head_dim
-
-    @property
-    def num_up(self) -> int:
-        """Matrices that widen the stream in a feed-forward layer."""
-        return 2 if self.model.ffn_config.ffn_type == "mptglu" else 1
-
-    @property
-    def embedding(self) -> int:
-        """Numbers of this device's rows of the embedding."""
-        return self.num_rows * self.model.d_model
+def slots_of(config: TrainConfig) -> tuple[int, ...]:
+    """Return numbers kept for each parameter of a block, and perhaps of those outside of blocks."""
+    return OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
 
 
-def estimate_memory(model: ModelConfig, **options: Any) -> MemoryEstimate:
-    """Estimate the moment when one device holds the most. `options` are fields of `Portion`."""
-    moments = estimate_moments(Portion(model=model, **options))
-    return max(moments.values(), key=lambda moment: moment.total_bytes)
-
-
-def estimate_moments(portion: Portion) -> dict[str, MemoryEstimate]:
+def estimate_moments(p: Portion) -> dict[str, MemoryEstimate]:
     """Estimate a device in the loss, and in the backward pass at its first block, its last, and the embeddings."""
-    p, model = portion, portion.model
+    model = p.model
     outside, block = shapes_outside(p), shapes_of_block(p)
     share_bytes = FP32_BYTES * (share(outside, p.shard_degree) + model.n_layers * share(block, p.shard_degree))
-    optimizer_bytes = p.num_optimizer_slots * share_bytes
-    if p.num_outside_slots is not None:
-        more = p.num_outside_slots - p.num_optimizer_slots
-        optimizer_bytes += more * FP32_BYTES * share(outside, p.shard_degree)
+    slots = slots_of(p.config)
+    optimizer_bytes = slots[0] * share_bytes + (slots[-1] - slots[0]) * FP32_BYTES * share(outside, p.shard_degree)
     hidden_bytes = p.num_tokens * model.d_model * p.compute_bytes
     in_loss = MemoryEstimate(
         parameters_bytes=share_bytes,
@@ -149,11 +71,11 @@ def estimate_moments(portion: Portion) -> dict[str, MemoryEstimate]:
         logits_bytes=count_logits(p) + hidden_bytes,
     )
     # At the first block its activations, the gradient of the widest ones and of one matrix. Its input was kept before.
-    is_kept = not p.activation_checkpointing
+    is_kept = not p.fsdp.activation_checkpointing
     block_bytes = p.num_tokens * count_block_per_token(p)
     stream_bytes = p.num_tokens * model.d_model * p.stream_bytes
     run_bytes = p.num_tokens // p.num_runs * model.d_model * p.stream_bytes
-    widest_bytes = p.num_tokens * model.ffn_dim // p.tensor_parallel_degree * p.compute_bytes
+    widest_bytes = p.num_tokens * model.ffn_dim // p.layout.tensor * p.compute_bytes
     early_bytes = block_bytes + widest_bytes - (0 if is_kept else run_bytes)
     # The last norm's input and output are gone by then.
     before_bytes = in_loss.activations_bytes - is_kept * block_bytes - (run_bytes + stream_bytes)
@@ -167,7 +89,7 @@ def _without_fsdp(
     """Count copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix."""
     model, share_bytes = p.model, in_loss.parameters_bytes
     num_outside, num_block = share(shapes_outside(p), 1), share(shapes_of_block(p), 1)
-    num_copied = num_outside + num_block * (1 if p.activation_checkpointing else model.n_layers)
+    num_copied = num_outside + num_block * (1 if p.fsdp.activation_checkpointing else model.n_layers)
     copy_bytes = p.stream_bytes if p.stream_bytes < FP32_BYTES else 0
     one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES)
     in_loss = replace(in_loss, unsharded_bytes=num_copied * copy_bytes + autocast_copies(p))
@@ -199,15 +121,14 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
     padded_block = p.shard_degree * share(shapes_of_block(p), p.shard_degree)
     padded = padded_outside + model.n_layers * padded_block
     num_in_loss = num_in_backward = padded
-    if p.reshard_after_forward:
+    if p.reshards:
         num_in_loss = padded_outside + padded_block
         num_in_backward = padded_outside + min(2, model.n_layers) * padded_block
-    reduction_bytes = p.compute_bytes if p.mixed_precision == "PURE" else FP32_BYTES
     waiting_bytes = in_loss.gradients_bytes
-    if not p.reduces_every_microbatch:
+    if not (p.config.reduces_every_microbatch or p.has_one_microbatch):
         waiting_bytes = (num_outside + model.n_layers * num_block) * FP32_BYTES
     hidden_bytes = p.num_tokens * model.d_model * p.compute_bytes
-    early_bytes += model.d_model * model.ffn_dim // p.tensor_parallel_degree * p.stream_bytes
+    early_bytes += model.d_model * model.ffn_dim // p.layout.tensor * p.stream_bytes
     late_bytes = num_block * p.stream_bytes + 4 * hidden_bytes  # the gradients of all its matrices
     embedding_bytes = p.embedding * p.compute_bytes
     in_loss = replace(
@@ -217,7 +138,7 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
     )
     at_first_block = replace(
         in_loss,
-        unsharded_bytes=num_in_backward * p.stream_bytes + padded_block * reduction_bytes + autocast_copies(p),
+        unsharded_bytes=num_in_backward * p.stream_bytes + padded_block * p.reduction_bytes + autocast_copies(p),
         activations_bytes=before_bytes + max(early_bytes, late_bytes),
         logits_bytes=embedding_bytes + hidden_bytes,
     )
@@ -226,10 +147,10 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
         gradients_bytes=max(waiting_bytes, share_bytes),
         activations_bytes=max(early_bytes, late_bytes),
     )
-    num_left = padded_outside if p.reshard_after_forward else padded
+    num_left = padded_outside if p.reshards else padded
     at_embeddings = replace(
         at_last_block,
-        unsharded_bytes=num_left * p.stream_bytes + padded_outside * reduction_bytes,
+        unsharded_bytes=num_left * p.stream_bytes + padded_outside * p.reduction_bytes,
         activations_bytes=hidden_bytes,
         logits_bytes=2 * embedding_bytes,
     )
@@ -243,7 +164,7 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
 
 def autocast_copies(p: Portion) -> int:
     """Count bytes of weights that autocast has cast; it keeps each copy until the backward pass has used it."""
-    num_copies = (1 if p.activation_checkpointing else p.model.n_layers) * p.has_autocast
+    num_copies = (1 if p.fsdp.activation_checkpointing else p.model.n_layers) * p.has_autocast
     return p.compute_bytes * share(shapes_of_block(p), 1) * num_copies
 
 
@@ -256,13 +177,13 @@ def count_activations(p: Portion) -> int:
     """
     model, d = p.model, p.model.d_model
     input_bytes = p.num_tokens // p.num_runs * d * p.stream_bytes
-    if p.activation_checkpointing == "selective":
+    if p.fsdp.activation_checkpointing == "selective":
         # Queries, keys and values, attention, and the feed-forward layer's products.
         divided = (2 * d + 2 * p.kv_dim + p.num_up * model.ffn_dim) * p.compute_bytes + model.n_heads * FP32_BYTES
-        kept_per_token = divided // p.tensor_parallel_degree + 2 * d * p.compute_bytes
+        kept_per_token = divided // p.layout.tensor + 2 * d * p.compute_bytes
         blocks_bytes = model.n_layers * (input_bytes + p.num_tokens * kept_per_token)
-    elif p.activation_checkpointing:
-        blocks_bytes = 0 if p.activation_cpu_offload else model.n_layers * input_bytes
+    elif p.fsdp.activation_checkpointing:
+        blocks_bytes = 0 if p.fsdp.activation_cpu_offload else model.n_layers * input_bytes
     else:
         blocks_bytes = model.n_layers * p.num_tokens * count_block_per_token(p)
     # The last norm keeps its input and its output is the loss's.
@@ -276,15 +197,15 @@ def count_attention_bias(p: Portion) -> int:
 
     One bias serves all blocks, unless autocast copies it into the compute precision for each.
     """
-    options, degree = p.model.attn_config, p.context.context_parallel_degree
+    options, degree = p.model.attn_config, p.layout.context
     if not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id):
         return 0
-    num_copies = p.model.n_layers if p.stream_bytes != p.compute_bytes and not p.activation_checkpointing else 0
-    num_heads = p.model.n_heads // p.tensor_parallel_degree if options.alibi else 1
-    num_samples = p.num_tokens * degree // p.seq_len if options.attn_uses_sequence_id else 1
-    scores = p.seq_len * p.seq_len
-    if degree > 1 and p.context.kind == "gather":  # of two pieces, each with all tokens up to its end
-        scores = (p.seq_len // (2 * degree)) ** 2 * (2 * degree + 1)
+    num_copies = p.model.n_layers if p.stream_bytes != p.compute_bytes and not p.fsdp.activation_checkpointing else 0
+    num_heads = p.model.n_heads // p.layout.tensor if options.alibi else 1
+    num_samples = p.num_tokens * degree // p.config.max_seq_len if options.attn_uses_sequence_id else 1
+    scores = p.config.max_seq_len * p.config.max_seq_len
+    if degree > 1 and p.config.context.kind == "gather":  # of two pieces, each with all tokens up to its end
+        scores = (p.config.max_seq_len // (2 * degree)) ** 2 * (2 * degree + 1)
     elif options.alibi:
         num_heads //= degree
     return num_heads * num_samples * scores * (p.stream_bytes + num_copies * p.compute_bytes)
@@ -293,7 +214,7 @@ def count_attention_bias(p: Portion) -> int:
 def count_block_per_token(p: Portion) -> int:
     """Count bytes that a block keeps of a token. Matrices keep their input whole, also if a norm computed a part."""
     model, d = p.model, p.model.d_model
-    options, degree = model.attn_config, p.context.context_parallel_degree
+    options, degree = model.attn_config, p.layout.context
     # A norm in fp32 keeps an fp32 copy of an input that is not.
     is_low = model.norm_type.startswith("low_precision_")
     norm_input = d * (p.stream_bytes if is_low else max(p.stream_bytes, FP32_BYTES))
@@ -304,7 +225,7 @@ def count_block_per_token(p: Portion) -> int:
     norms = 2 * ((norm_input + norm_statistics) // p.num_runs + d * p.compute_bytes)
     numbers = 2 * d + 2 * p.kv_dim
     numbers += d * (degree > 1)  # what attention gives is rearranged before the matrix that follows
-    if p.context.kind == "gather":
+    if p.config.context.kind == "gather":
         # This rank's own keys and values are kept with its queries, if one matrix has made them all.
         numbers += (degree if options.fused_qkv else degree - 1) * 2 * p.kv_dim
     numbers += (d + 2 * p.kv_dim) * (options.clip_qkv is not None)
@@ -314,16 +235,16 @@ def count_block_per_token(p: Portion) -> int:
     # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up).
     feed_forward = 2 * p.num_up * model.ffn_dim * p.compute_bytes
     dropout = 2 * d // p.num_runs if model.resid_pdrop else 0
-    return norms + (attention + feed_forward) // p.tensor_parallel_degree + dropout
+    return norms + (attention + feed_forward) // p.layout.tensor + dropout
 
 
 def count_logits(p: Portion) -> int:
     """Count bytes of one chunk of logits, of what the loss makes of it, and of the embedding's gradient so far."""
-    most = max(128, p.logits_chunk_bytes // (FP32_BYTES * p.num_rows))
+    most = max(128, p.config.loss_chunk_mib * MIB // (FP32_BYTES * p.num_rows))
     chunk_tokens = min(p.num_tokens, math.ceil(p.num_tokens / math.ceil(p.num_tokens / most) / 128) * 128)
     # log_softmax has its input, a copy in fp32 of one that is not, and its output.
     logits_bytes = p.compute_bytes + FP32_BYTES + (FP32_BYTES if p.compute_bytes < FP32_BYTES else 0)
-    if p.tensor_parallel_degree > 1:  # logsumexp has an input in fp32 and as much beside it
+    if p.layout.tensor > 1:  # logsumexp has an input in fp32 and as much beside it
         logits_bytes = 2 * FP32_BYTES
     # The embedding's gradient begins with the first chunk, after its softmax.
     gradient = p.embedding * FP32_BYTES if chunk_tokens < p.num_tokens else 0
@@ -366,9 +287,9 @@ def shapes_of_block(p: Portion) -> Shapes:
     model, d, f = p.model, p.model.d_model, p.model.ffn_dim
     options = model.attn_config
     qkv = [d + 2 * p.kv_dim] if options.fused_qkv else [d, p.kv_dim, p.kv_dim]
-    first = [rows // p.tensor_parallel_degree for rows in (*qkv, *(f,) * p.num_up)]
+    first = [rows // p.layout.tensor for rows in (*qkv, *(f,) * p.num_up)]
     shapes = [(rows, d) for rows in first]
-    shapes += [(d, columns // p.tensor_parallel_degree) for columns in (d, f)]
+    shapes += [(d, columns // p.layout.tensor) for columns in (d, f)]
     if not model.no_bias:
         shapes += [(rows, 1) for rows in (*first, d, d)]
     norms = [(d, model.norm_type)] * 2

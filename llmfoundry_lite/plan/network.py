@@ -14,6 +14,7 @@ from typing import NamedTuple
 from llmfoundry_lite.config.layout import DIMENSIONS, Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
+from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
 
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives reach: nccl-tests measures 360 to 370 of NVLink 4's 450 GB/s."""
@@ -157,19 +158,17 @@ class ParameterExchanges(NamedTuple):
     """All-reduces of each share of the gradient, over copies."""
 
 
-def parameter_exchanges(
-    num_rounds: int, *, reshards: bool, reduces_every_round: bool, reduces_in_fp32: bool
-) -> ParameterExchanges:
+def parameter_exchanges(p: Portion, num_rounds: int) -> ParameterExchanges:
     """Count exchanges. `num_rounds`: microbatches, or 1 in a pipeline, which keeps parameters whole until its end.
 
     A gradient summed in fp32 goes over copies once; PURE's, which would lose digits, each time.
     """
-    reductions = num_rounds if reduces_every_round else 1
+    reductions = num_rounds if p.config.reduces_every_microbatch else 1
     return ParameterExchanges(
         forward_gathers=num_rounds,
-        backward_gathers=num_rounds if reshards else 0,
+        backward_gathers=num_rounds if p.reshards else 0,
         reductions=reductions,
-        copy_reductions=1 if reduces_in_fp32 else reductions,
+        copy_reductions=1 if p.reduction_bytes == FP32_BYTES else reductions,
     )
 
 

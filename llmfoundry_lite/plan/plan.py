@@ -20,9 +20,10 @@ from llmfoundry_lite.hardware import Accelerator, accelerator_named, find_accele
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, Joined, cost_of, join_clusters, save_seconds
 from llmfoundry_lite.plan.network import Node, find_node
+from llmfoundry_lite.plan.portion import FP32_BYTES
 from llmfoundry_lite.plan.schedule import check_schedule
 from llmfoundry_lite.plan.search import Candidate, Rejected, nearest_that_fits, search_layouts
-from llmfoundry_lite.plan.step import FP32_BYTES, Shares, find_shares
+from llmfoundry_lite.plan.step import Shares, find_shares
 
 REPORT_SCHEMA = 1
 """Schema of reports of `bench`, which needs torch."""

@@ -81,7 +81,7 @@ def describe_plans(plans: Sequence[Plan]) -> str:
         rows.append(
             [
                 *(*head, name_layout(c.layout, c.strategy)),
-                *(str(c.work.microbatch_size), CHECKPOINTING[c.work.activation_checkpointing]),
+                *(str(c.microbatch_size), CHECKPOINTING[c.recomputed]),
                 *(f"{c.memory.total_bytes / GIB:.1f}", f"{c.time.tokens_per_second:,.0f}", f"{c.mfu:.1%}"),
                 f"{rate / base.setdefault(name, rate):.1%}",
                 *((three_digits(plan.cost.days), f"{plan.cost.lost_share:.1%}") if plan.cost else ("", "")),
@@ -102,12 +102,12 @@ def three_digits(number: float) -> str:
 def _table(plan: Plan, num_shown: int) -> list[str]:
     rows = ["   stages copies shards context tensor  micro  recomputed    GiB     tokens/s    MFU"]
     for number, c in enumerate(plan.candidates[:num_shown], 1):
-        recomputed = CHECKPOINTING[c.work.activation_checkpointing]
+        recomputed = CHECKPOINTING[c.recomputed]
         layout, rate = c.layout, f"{c.time.tokens_per_second:,.0f}"
         copies = f"{layout.replicate}{'*' if c.strategy == 'ZERO_1' else ''}"
         rows.append(
             f"{number:<3}{layout.pipeline:>6}{copies:>7}{layout.shard:>7}{layout.context:>8}{layout.tensor:>7}"
-            f"{c.work.microbatch_size:>7}  {recomputed:<11}{c.memory.total_bytes / GIB:>6.1f}{rate:>13}{c.mfu:>7.1%}"
+            f"{c.microbatch_size:>7}  {recomputed:<11}{c.memory.total_bytes / GIB:>6.1f}{rate:>13}{c.mfu:>7.1%}"
         )
     more = len(plan.candidates) - num_shown
     if more > 0:

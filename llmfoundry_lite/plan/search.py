@@ -12,7 +12,6 @@ from llmfoundry_lite.checkpoint.intervals import choose_save_interval
 from llmfoundry_lite.config.check import check_together
 from llmfoundry_lite.config.layout import Layout, divisors
 from llmfoundry_lite.config.schema import (
-    NEWTON_SCHULZ_STEPS,
     ContextParallelConfig,
     PipelineConfig,
     TensorParallelConfig,
@@ -26,7 +25,7 @@ from llmfoundry_lite.plan.cost import save_seconds
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.model_memory import MemoryEstimate
 from llmfoundry_lite.plan.network import Node
-from llmfoundry_lite.plan.step import FP32_BYTES, Shares, StepTime, Work, find_shares, step_time
+from llmfoundry_lite.plan.step import Shares, StepTime, find_shares, step_time
 
 CONTEXT_BYTES = 1 * GIB
 """The device's context, libraries and communication buffers, which `plan.memory` leaves out."""
@@ -44,48 +43,60 @@ class Candidate:
     """A layout that fits, with its best microbatch and checkpointing."""
 
     layout: Layout
-    strategy: str
-    """fsdp_config.sharding_strategy"""
-    work: Work
+    config: TrainConfig
+    """The run, divided so."""
     memory: MemoryEstimate
     time: StepTime
     mfu: float
 
-    def overlay(self, config: TrainConfig) -> dict[str, Any]:
+    @property
+    def strategy(self) -> str:
+        return self.config.sharding.sharding_strategy
+
+    @property
+    def microbatch_size(self) -> int:
+        assert isinstance(self.config.device_train_microbatch_size, int)
+        return self.config.device_train_microbatch_size
+
+    @property
+    def recomputed(self) -> bool | str:
+        return self.config.sharding.activation_checkpointing
+
+    def overlay(self, run: TrainConfig) -> dict[str, Any]:
         """Return the keys that make the run compute so, and null for keys of the run that say otherwise."""
-        layout, work = self.layout, self.work
+        layout, config, pipeline = self.layout, self.config, self.config.pipeline
         fsdp: dict[str, Any] = {"sharding_strategy": self.strategy}
         if self.strategy == "HYBRID_SHARD":
             fsdp["data_parallel_shard_degree"] = layout.shard
-        elif config.sharding.data_parallel_shard_degree is not None:
+        elif run.sharding.data_parallel_shard_degree is not None:
             fsdp["data_parallel_shard_degree"] = None
-        fsdp["activation_checkpointing"] = work.activation_checkpointing
+        fsdp["activation_checkpointing"] = self.recomputed
         unset = ("activation_checkpointing_reentrant", "activation_cpu_offload")
-        fsdp |= {key: False for key in unset if getattr(config.sharding, key)}
+        fsdp |= {key: False for key in unset if getattr(run.sharding, key)}
         keys: dict[str, Any] = {
             "overlay": "hardware",
-            "device_train_microbatch_size": work.microbatch_size,
+            "device_train_microbatch_size": self.microbatch_size,
             "fsdp_config": fsdp,
         }
         if layout.tensor > 1:
             keys["tp_config"] = {"tensor_parallel_degree": layout.tensor}
-            if work.sequence_parallel or config.tp_config is not None:
-                keys["tp_config"]["sequence_parallel"] = work.sequence_parallel
-        elif config.tp_config is not None:
+            if config.sequence_parallel or run.tp_config is not None:
+                keys["tp_config"]["sequence_parallel"] = config.sequence_parallel
+        elif run.tp_config is not None:
             keys["tp_config"] = None
         if layout.context > 1:
-            keys["cp_config"] = asdict(work.context)
+            keys["cp_config"] = asdict(config.context)
         if layout.pipeline > 1:
-            blocks = work.pipeline.blocks
+            blocks = pipeline.blocks
             keys["pp_config"] = {
                 "pipeline_parallel_degree": layout.pipeline,
-                "schedule": work.pipeline.schedule,
-                "virtual_stages": work.pipeline.num_runs,
+                "schedule": pipeline.schedule,
+                "virtual_stages": pipeline.num_runs,
                 **({} if blocks is None else {"blocks": list(blocks)}),
             }
             unset = ("num_microbatches", *(["blocks"] if blocks is None else []))
-            keys["pp_config"] |= {key: None for key in unset if getattr(config.pp_config, key, None) is not None}
-        elif config.pipeline.pipeline_parallel_degree > 1:
+            keys["pp_config"] |= {key: None for key in unset if getattr(run.pp_config, key, None) is not None}
+        elif run.pipeline.pipeline_parallel_degree > 1:
             keys["pp_config"] = None
         return keys
 
@@ -273,8 +284,7 @@ class _Trial:
         if not self.sizes:
             return f"{config.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages"
         # Larger microbatches gather less often; in a pipeline, smaller ones fill it sooner.
-        works = [work_of(config, self.strategy, size, False) for size in {self.sizes[0], self.sizes[-1]}]
-        self.least_seconds = min(self._time(work).seconds for work in works)
+        self.least_seconds = min(self._time(False, size).seconds for size in {self.sizes[0], self.sizes[-1]})
         return None
 
     def find_best(self, fastest: float, stall_seconds: float | None) -> Candidate | Rejected:
@@ -289,10 +299,7 @@ class _Trial:
 
         @functools.cache
         def memory(checkpointing: bool | str, size: int) -> MemoryEstimate:
-            fsdp = replace(config.sharding, activation_checkpointing=checkpointing)
-            return estimate_training_memory(
-                replace(config, device_train_microbatch_size=size, fsdp_config=fsdp), layout
-            )
+            return estimate_training_memory(self._sized(checkpointing, size), layout)
 
         @functools.cache
         def num_fitting(checkpointing: bool | str) -> int:
@@ -307,56 +314,33 @@ class _Trial:
             return self.reject(
                 f"needs {needed / GIB:.1f} GiB of {limit / GIB:.1f}, with one sample at a time{again}", needed=needed
             )
-        works = [work_of(config, self.strategy, size, choice) for choice in choices for size in sizes]
+        times = {(choice, size): self._time(choice, size) for choice in choices for size in sizes}
         fitting: list[Candidate] = []
-        for time, work in sorted(((self._time(work), work) for work in works), key=lambda of: of[0].seconds):
+        for (choice, size), time in sorted(times.items(), key=lambda item: item[1].seconds):
             if fitting and time.seconds > (1 + AS_FAST) * fitting[0].time.seconds:
                 break
-            if sizes.index(work.microbatch_size) >= num_fitting(work.activation_checkpointing):
+            if sizes.index(size) >= num_fitting(choice):
                 continue
-            needs = memory(work.activation_checkpointing, work.microbatch_size)
+            needs = memory(choice, size)
             stall = save_seconds(needs) if stall_seconds is None else stall_seconds
             time = replace(time, saves=stall / batches_between_saves(config, time.seconds, stall))
-            mfu = time.mfu(work, self.accelerator, layout.world_size)
-            fitting.append(
-                Candidate(layout=layout, strategy=self.strategy, work=work, memory=needs, time=time, mfu=mfu)
-            )
-        return max(_as_fast_as(fitting), key=lambda c: c.work.microbatch_size)
+            mfu = time.mfu(config, layout, self.accelerator)
+            found = self._sized(choice, size)
+            fitting.append(Candidate(layout=layout, config=found, memory=needs, time=time, mfu=mfu))
+        return max(_as_fast_as(fitting), key=lambda c: c.microbatch_size)
 
-    def _time(self, work: Work) -> StepTime:
-        return step_time(work, self.layout, self.accelerator, self.node, self.shares)
+    def _sized(self, checkpointing: bool | str, size: int) -> TrainConfig:
+        fsdp = replace(self.config.sharding, activation_checkpointing=checkpointing)
+        return replace(self.config, device_train_microbatch_size=size, fsdp_config=fsdp)
+
+    def _time(self, checkpointing: bool | str, size: int) -> StepTime:
+        return step_time(self._sized(checkpointing, size), self.layout, self.accelerator, self.node, self.shares)
 
 
 def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
     """Return those that are as fast as the fastest."""
     least = min(c.time.seconds for c in candidates)
     return [c for c in candidates if c.time.seconds <= (1 + AS_FAST) * least]
-
-
-def work_of(config: TrainConfig, strategy: str, microbatch_size: int, checkpointing: bool | str) -> Work:
-    dtype = config.precision.removeprefix("amp_")
-    is_pure = config.sharding.mixed_precision == "PURE" and dtype in ("bf16", "fp16")
-    is_pipelined = config.pipeline.pipeline_parallel_degree > 1
-    is_muon = config.optimizer.name == "muon"
-    return Work(
-        model=config.model,
-        seq_len=config.max_seq_len,
-        global_batch_size=config.global_train_batch_size,
-        microbatch_size=microbatch_size,
-        dtype=dtype,
-        reduction_bytes=2 if is_pure else FP32_BYTES,
-        activation_checkpointing=checkpointing,
-        reshard_after_forward=strategy in ("FULL_SHARD", "HYBRID_SHARD") and not is_pipelined,
-        reduces_every_microbatch=config.reduces_every_microbatch,
-        is_sharded=strategy not in ("NO_SHARD", "ZERO_1"),
-        shares_optimizer=strategy == "ZERO_1",
-        sequence_parallel=config.sequence_parallel,
-        context=config.context,
-        pipeline=config.pipeline,
-        newton_schulz_steps=(config.optimizer.ns_steps or NEWTON_SCHULZ_STEPS) if is_muon else 0,
-        newton_schulz_dtype=config.optimizer.ns_dtype or "bf16",
-        num_workers=config.train_loader.num_workers,
-    )
 
 
 def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds: float) -> float:

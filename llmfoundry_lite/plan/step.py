@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import ContextParallelConfig, PipelineConfig
+from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import block_and_head, stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import Accelerator
@@ -24,7 +24,6 @@ from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.network import (
     Group,
     Node,
-    ParameterExchanges,
     context_exchanges,
     group_of,
     parameter_exchanges,
@@ -32,9 +31,9 @@ from llmfoundry_lite.plan.network import (
     stage_sends,
     stream_reductions,
 )
+from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
 from llmfoundry_lite.plan.schedule import simulate_bubble
 
-FP32_BYTES = 4
 MEMORY_SHARE = 0.85
 """Share of the memory's bandwidth that kernels reach."""
 STREAM_BYTES = 220
@@ -69,68 +68,6 @@ SHARES: Mapping[str, Shares] = {
 }
 """Beginning of an accelerator's name -> shares; the longest that fits counts."""
 GUESSED = Shares(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Work:
-    """Work of a step, whatever the hardware."""
-
-    model: ModelConfig
-    seq_len: int
-    global_batch_size: int
-    """Samples of a step."""
-    microbatch_size: int
-    """Samples that a data rank computes at once."""
-    dtype: str = "bf16"
-    """Type of matrix products: a column of the accelerators' peaks."""
-    reduction_bytes: int = FP32_BYTES
-    """Bytes of each number while gradients are added up."""
-    activation_checkpointing: bool | str = False
-    reshard_after_forward: bool = True
-    reduces_every_microbatch: bool = True
-    """Gradients are added up over devices after each microbatch, not after the last one."""
-    is_sharded: bool = True
-    """False: data ranks keep whole copies and add up gradients once a step (NO_SHARD)."""
-    shares_optimizer: bool = False
-    """Copies of the model divide the optimizer's step, and gather what it has changed (ZERO_1)."""
-    sequence_parallel: bool = False
-    """The stream between divided layers is divided too."""
-    context: ContextParallelConfig = dataclasses.field(default_factory=ContextParallelConfig)
-    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
-    """Schedule and blocks of stages. The layout says how many stages there are."""
-    newton_schulz_steps: int = 0
-    """Muon's, for each matrix of the blocks; 0: another optimizer."""
-    newton_schulz_dtype: str = "bf16"
-    num_workers: int = 0
-    """Processes that read ahead for each data rank; 0: the rank itself reads between two batches."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a number in matrix products."""
-        return FP32_BYTES if self.dtype in ("fp32", "tf32") else 2
-
-    @property
-    def passes(self) -> int:
-        """Forward passes' worth of matrix products in a step."""
-        return 4 if self.activation_checkpointing is True else 3
-
-    def num_microbatches(self, layout: Layout) -> int:
-        """Count those of one data rank in a step. Raises ConfigError if the batch does not divide."""
-        device_batch_size, rest = divmod(self.global_batch_size, layout.num_data_ranks)
-        if rest or not device_batch_size:
-            raise ConfigError(
-                f"global_train_batch_size: {self.global_batch_size} does not divide over {layout.num_data_ranks} "
-                "data ranks"
-            )
-        return -(-device_batch_size // self.microbatch_size)
-
-    def parameter_exchanges(self, num_rounds: int) -> ParameterExchanges:
-        return parameter_exchanges(
-            num_rounds,
-            reshards=self.reshard_after_forward,
-            reduces_every_round=self.reduces_every_microbatch,
-            reduces_in_fp32=self.reduction_bytes == FP32_BYTES,
-        )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -174,11 +111,12 @@ class StepTime:
         shares = {name: getattr(self, name) / self.seconds for name in names}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
-    def mfu(self, work: Work, accelerator: Accelerator, num_devices: int) -> float:
+    def mfu(self, config: TrainConfig, layout: Layout, accelerator: Accelerator) -> float:
         """Return model FLOP/s over the peak of all devices."""
-        peak = accelerator.peak_flops(work.dtype)
+        peak = accelerator.peak_flops(Portion(config, layout).dtype)
         assert peak is not None
-        return count_flops_per_token(work.model, work.seq_len) * self.tokens_per_second / (peak * num_devices)
+        flops = count_flops_per_token(config.model, config.max_seq_len)
+        return flops * self.tokens_per_second / (peak * layout.world_size)
 
 
 def find_shares(accelerator: Accelerator) -> Shares:
@@ -186,45 +124,55 @@ def find_shares(accelerator: Accelerator) -> Shares:
     return SHARES[max(fitting, key=len)] if fitting else GUESSED
 
 
+def count_microbatches(p: Portion) -> int:
+    """Count those of one data rank in a step. Raises ConfigError if the batch does not divide."""
+    samples = p.config.global_train_batch_size
+    if samples % p.layout.num_data_ranks:
+        raise ConfigError(
+            f"global_train_batch_size: {samples} does not divide over {p.layout.num_data_ranks} data ranks"
+        )
+    return -(-p.device_batch_size // p.microbatch_size)
+
+
 def step_time(
-    work: Work, layout: Layout, accelerator: Accelerator, node: Node, shares: Shares | None = None
+    config: TrainConfig, layout: Layout, accelerator: Accelerator, node: Node, shares: Shares | None = None
 ) -> StepTime:
     """Predict a step. Raises ConfigError for a batch that does not divide and a dtype whose peak is not known."""
+    p = Portion(config, layout)
     shares = shares or find_shares(accelerator)
-    peak = accelerator.peak_flops(work.dtype)
+    peak = accelerator.peak_flops(p.dtype)
     if peak is None:
         known = ", ".join(accelerator.peak_teraflops)
-        raise ConfigError(f"{accelerator.name}: no {work.dtype} peak is published for it (known: {known})")
+        raise ConfigError(f"{accelerator.name}: no {p.dtype} peak is published for it (known: {known})")
     memory_rate = MEMORY_SHARE * accelerator.memory_bandwidth_bytes_per_second
-    num_microbatches = work.num_microbatches(layout)
-    loads = find_loads(work.model, work.pipeline, layout.pipeline)
-    block, head = _compute_seconds(work, layout, shares.products * peak, shares.attention * peak, memory_rate)
+    num_microbatches = count_microbatches(p)
+    loads = find_loads(p.model, config.pipeline, layout.pipeline)
+    block, head = _compute_seconds(p, shares.products * peak, shares.attention * peak, memory_rate)
     per_microbatch = {name: loads.num_blocks * seconds + head[name] * loads.has_head for name, seconds in block.items()}
-    per_microbatch |= _exchange_seconds(work, layout, loads.num_blocks, node)
+    per_microbatch |= _exchange_seconds(p, loads.num_blocks, node)
     seconds = {name: num_microbatches * value for name, value in per_microbatch.items()}
     waiting = 0.0
-    parts, model = layout.of_parameters, work.model
+    parts, model = layout.of_parameters, p.model
     if layout.pipeline > 1:
         waiting = simulate_bubble(
-            *(work.pipeline.schedule, layout.pipeline, num_microbatches, work.pipeline.num_runs),
+            *(config.pipeline.schedule, layout.pipeline, num_microbatches, config.pipeline.num_runs),
             loads=loads.of_runs,
             in_few_rounds=True,
         )
         if model.tie_word_embeddings:  # both ends have them, and pass each other their gradient
-            num_tied = model.vocab_size * model.d_model / layout.tensor / (parts.shard if work.is_sharded else 1)
+            num_tied = model.vocab_size * model.d_model / layout.tensor / (parts.shard if p.is_sharded else 1)
             seconds["pipeline"] += send_seconds(layout, "pipeline", node, num_tied * FP32_BYTES)
     num_block, num_outside = count_block_and_outside(model)
     num_block, num_outside = num_block / layout.tensor, num_outside // layout.tensor
-    share = parts.shard if work.is_sharded else parts.replicate if work.shares_optimizer else 1
+    share = parts.shard if p.is_sharded else parts.replicate if p.shares_optimizer else 1
     optimizer = OPTIMIZER_BYTES * (loads.num_blocks * num_block + num_outside) / share / memory_rate
-    if work.newton_schulz_steps:
-        optimizer += _newton_schulz_seconds(work, layout, loads.num_blocks, accelerator, node, shares)
+    if config.optimizer.name == "muon":
+        optimizer += _newton_schulz_seconds(p, loads.num_blocks, accelerator, node, shares)
     time = StepTime(
         **seconds,
         optimizer=optimizer,
         sharding=_sharding_seconds(
-            work,
-            parts,
+            p,
             node,
             num_blocks=loads.num_blocks,
             num_block=num_block,
@@ -233,35 +181,38 @@ def step_time(
             block_seconds=block["products"] + block["attention"] + block["memory"],
         ),
         bubble=waiting * num_microbatches * sum(per_microbatch.values()),
-        num_tokens=work.global_batch_size * work.seq_len,
+        num_tokens=config.global_train_batch_size * config.max_seq_len,
     )
-    reading = work.global_batch_size * work.seq_len / layout.num_data_ranks / READ_TOKENS_PER_SECOND
-    if work.num_workers:  # they read while the step is computed
-        reading = max(0.0, reading / work.num_workers - time.seconds)
+    reading = time.num_tokens / layout.num_data_ranks / READ_TOKENS_PER_SECOND
+    if num_workers := config.train_loader.num_workers:  # they read while the step is computed
+        reading = max(0.0, reading / num_workers - time.seconds)
     return dataclasses.replace(time, data=reading)
 
 
+def count_passes(p: Portion) -> int:
+    """Count forward passes' worth of matrix products in a step."""
+    return 4 if p.fsdp.activation_checkpointing is True else 3
+
+
 def _compute_seconds(
-    work: Work, layout: Layout, products_rate: float, attention_rate: float, memory_rate: float
+    p: Portion, products_rate: float, attention_rate: float, memory_rate: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Time one microbatch on one device: a block, and the head, in products, attention and memory."""
-    model = work.model
-    num_bytes = work.num_bytes
-    num_tokens = work.microbatch_size * (work.seq_len // layout.context)
+    model, layout, num_tokens, seq_len = p.model, p.layout, p.num_tokens, p.config.max_seq_len
+    is_recomputed, passes = p.fsdp.activation_checkpointing, count_passes(p)
     num_block, _ = count_block_and_outside(model)
     num_logits = num_tokens * model.vocab_size / layout.tensor
     window = model.attn_config.sliding_window_size
-    num_keys = work.seq_len if window < 0 else min(work.seq_len, 2 * (window + 1))
+    num_keys = seq_len if window < 0 else min(seq_len, 2 * (window + 1))
     # A causal kernel computes half of the square; its backward pass has five products, the forward pass two.
     square = 2 * num_tokens * num_keys * model.d_model / layout.tensor
-    stream = STREAM_BYTES * num_bytes / 2 * num_tokens * model.d_model * (work.passes / 3)
+    stream = STREAM_BYTES * p.compute_bytes / 2 * num_tokens * model.d_model * (passes / 3)
     # Tensor parallelism divides the feed-forward layer's half of it. All compute the norms' half, unless the stream is
     # divided too.
-    norms_degree = layout.tensor if work.sequence_parallel else 1
     block = {
-        "products": 2 * num_tokens * num_block / layout.tensor * work.passes / products_rate,
-        "attention": square * (2.5 + (2 if work.activation_checkpointing else 1)) / attention_rate,
-        "memory": stream * (1 / norms_degree + 1 / layout.tensor) / 2 / memory_rate,
+        "products": 2 * num_tokens * num_block / layout.tensor * passes / products_rate,
+        "attention": square * (2.5 + (2 if is_recomputed else 1)) / attention_rate,
+        "memory": stream * (1 / p.num_runs + 1 / layout.tensor) / 2 / memory_rate,
     }
     head = {
         "products": 3 * 2 * num_logits * model.d_model / products_rate,
@@ -271,22 +222,21 @@ def _compute_seconds(
     return block, head
 
 
-def _exchange_seconds(work: Work, layout: Layout, num_blocks: int, node: Node) -> dict[str, float]:
+def _exchange_seconds(p: Portion, num_blocks: int, node: Node) -> dict[str, float]:
     """Time the exchanges of one microbatch that nothing hides."""
-    model, num_bytes = work.model, work.num_bytes
-    num_tokens = work.microbatch_size * (work.seq_len // layout.context)
-    stream_bytes = num_tokens * model.d_model * num_bytes
-    reductions = stream_reductions(num_blocks, work.activation_checkpointing is True, layout.pipeline)
+    layout, config, is_recomputed = p.layout, p.config, p.fsdp.activation_checkpointing
+    stream_bytes = p.num_tokens * p.model.d_model * p.compute_bytes
+    reductions = stream_reductions(num_blocks, is_recomputed is True, layout.pipeline)
     context = group_of(layout, "context", node)
-    num_numbers, num_exchanges = context_exchanges(model, work.context, num_tokens, bool(work.activation_checkpointing))
-    context_bytes = num_numbers * num_bytes / layout.tensor
-    is_gathered = work.context.kind == "gather"
+    num_numbers, num_exchanges = context_exchanges(p.model, config.context, p.num_tokens, bool(is_recomputed))
+    context_bytes = num_numbers * p.compute_bytes / layout.tensor
+    is_gathered = config.context.kind == "gather"
     one_context = context.gather_seconds(context_bytes) if is_gathered else context.exchange_seconds(context_bytes)
-    send = send_seconds(layout, "pipeline", node, stream_bytes / (layout.tensor if work.sequence_parallel else 1))
+    send = send_seconds(layout, "pipeline", node, stream_bytes / p.num_runs)
     return {
         "tensor": reductions * group_of(layout, "tensor", node).reduce_seconds(stream_bytes),
         "context": num_blocks * num_exchanges * one_context,
-        "pipeline": stage_sends(work.pipeline.num_runs) * send if layout.pipeline > 1 else 0.0,
+        "pipeline": stage_sends(config.pipeline.num_runs) * send if layout.pipeline > 1 else 0.0,
     }
 
 
@@ -338,29 +288,26 @@ def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
     return num_steps * (4 * short * short * long + 2 * short**3)
 
 
-def _newton_schulz_seconds(
-    work: Work, layout: Layout, num_blocks: int, accelerator: Accelerator, node: Node, shares: Shares
-) -> float:
+def _newton_schulz_seconds(p: Portion, num_blocks: int, accelerator: Accelerator, node: Node, shares: Shares) -> float:
     """Time Muon's matrices. Ranks with the same blocks take turns: in each round every one owns a whole matrix.
 
     The largest come first. A rank gets the parts of its matrix from the others, and sends back the result.
     """
-    model = work.model
-    d, kv_dim = model.d_model, model.num_kv_heads * model.head_dim
-    num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
-    qkv = [(d, d), (kv_dim, d), (kv_dim, d)]  # a fused parameter stands for three shapes
+    model, options, d = p.model, p.config.optimizer, p.model.d_model
+    dtype, num_steps = options.ns_dtype or "bf16", options.ns_steps or NEWTON_SCHULZ_STEPS
+    qkv = [(d, d), (p.kv_dim, d), (p.kv_dim, d)]  # a fused parameter stands for three shapes
     parameters = [qkv] if model.attn_config.fused_qkv else [[shape] for shape in qkv]
-    parameters += [[(d, d)], *[[(model.ffn_dim, d)]] * num_up, [(d, model.ffn_dim)]]
+    parameters += [[(d, d)], *[[(model.ffn_dim, d)]] * p.num_up, [(d, model.ffn_dim)]]
     parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
-    peak = accelerator.peak_flops(work.newton_schulz_dtype) or accelerator.peak_flops(work.dtype)
+    peak = accelerator.peak_flops(dtype) or accelerator.peak_flops(p.dtype)
     assert peak is not None
-    num_bytes = 2 if work.newton_schulz_dtype == "bf16" else FP32_BYTES
-    num_ranks = layout.world_size // layout.pipeline
+    num_bytes = 2 if dtype == "bf16" else FP32_BYTES
+    num_ranks = p.layout.world_size // p.layout.pipeline
     group = Group(size=num_ranks, in_node=min(num_ranks, node.num_devices), node=node)
     seconds = 0.0
     for first in range(0, num_blocks * len(parameters), num_ranks):
         shapes = parameters[first // num_blocks]
-        flops = sum(newton_schulz_flops(*shape, work.newton_schulz_steps) for shape in shapes)
+        flops = sum(newton_schulz_flops(*shape, num_steps) for shape in shapes)
         exchange = group.exchange_seconds(sum(map(math.prod, shapes)) * num_bytes)
         seconds += flops / (shares.products * peak) + 2 * exchange
     return seconds
@@ -373,8 +320,7 @@ def count_block_and_outside(model: ModelConfig) -> tuple[int, int]:
 
 
 def _sharding_seconds(
-    work: Work,
-    layout: Layout,
+    p: Portion,
     node: Node,
     *,
     num_blocks: int,
@@ -389,25 +335,26 @@ def _sharding_seconds(
     gather, the last reduction, and what is outside of blocks. Copies of the model add up their shares behind the last
     backward pass. `num_rounds`: as in `parameter_exchanges`.
     """
+    layout, passes = p.layout.of_parameters, count_passes(p)
     shard, replicate = group_of(layout, "shard", node), group_of(layout, "replicate", node)
-    forward_seconds, backward_seconds = block_seconds / work.passes, block_seconds * (work.passes - 1) / work.passes
-    times = work.parameter_exchanges(num_rounds)
+    forward_seconds, backward_seconds = block_seconds / passes, block_seconds * (passes - 1) / passes
+    times = parameter_exchanges(p, num_rounds)
     seconds = 0.0
-    if work.is_sharded and shard.size > 1:
-        gather = shard.gather_seconds(num_block * work.num_bytes)
-        reduce = shard.gather_seconds(num_block * work.reduction_bytes)
+    if p.is_sharded and shard.size > 1:
+        gather = shard.gather_seconds(num_block * p.compute_bytes)
+        reduce = shard.gather_seconds(num_block * p.reduction_bytes)
         seconds += times.forward_gathers * (num_blocks * _exposed(gather, forward_seconds) + gather)
         again = gather if times.backward_gathers else 0.0
         seconds += times.reductions * (num_blocks * _exposed(again + reduce, backward_seconds) + reduce)
         seconds += (num_rounds - times.reductions) * num_blocks * _exposed(again, backward_seconds)
-        seconds += times.forward_gathers * shard.gather_seconds(num_outside * work.num_bytes)
-        seconds += times.reductions * shard.gather_seconds(num_outside * work.reduction_bytes)
+        seconds += times.forward_gathers * shard.gather_seconds(num_outside * p.compute_bytes)
+        seconds += times.reductions * shard.gather_seconds(num_outside * p.reduction_bytes)
     if replicate.size > 1:
         # The whole gradient, or this rank's share of it.
-        part = layout.shard if work.is_sharded else 1
-        whole = (num_blocks * num_block + num_outside) / part * work.reduction_bytes
+        part = layout.shard if p.is_sharded else 1
+        whole = (num_blocks * num_block + num_outside) / part * p.reduction_bytes
         seconds += times.copy_reductions * _exposed(replicate.reduce_seconds(whole), num_blocks * backward_seconds)
-        if work.shares_optimizer:
+        if p.shares_optimizer:
             seconds += replicate.gather_seconds((num_blocks * num_block + num_outside) * FP32_BYTES)
     return seconds
 

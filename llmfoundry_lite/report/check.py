@@ -10,7 +10,6 @@ from llmfoundry_lite.config.schema import ContextParallelConfig, PipelineConfig,
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
 from llmfoundry_lite.plan.network import find_node
-from llmfoundry_lite.plan.search import work_of
 from llmfoundry_lite.plan.step import step_time
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.segments import accelerator_of, measure
@@ -59,16 +58,15 @@ def predict(config: TrainConfig, segment: Segment, row: Accelerator, num_devices
     if segment.context is not None:  # "2, heads"
         degree, kind = segment.context.split(", ")
         context = ContextParallelConfig(context_parallel_degree=int(degree), kind=kind)
-    config = replace(config, pp_config=pipeline, cp_config=context)
+    size = segment.device_train_microbatch_size or config.global_train_batch_size // num_devices
+    config = replace(config, pp_config=pipeline, cp_config=context, fsdp_config=fsdp, device_train_microbatch_size=size)
     node = find_node(row.name)
     layout = divide_devices(
         *(fsdp, num_devices, node.num_devices, segment.tensor_parallel_degree or 1),
         pipeline=config.pipeline.pipeline_parallel_degree,
         context=config.context.context_parallel_degree,
     )
-    size = segment.device_train_microbatch_size or config.global_train_batch_size // num_devices
-    work = work_of(config, strategy, size, config.sharding.activation_checkpointing)
-    return step_time(work, layout, row, node).tokens_per_second / num_devices
+    return step_time(config, layout, row, node).tokens_per_second / num_devices
 
 
 def describe_unknown(device: str | None) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 
 from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check_layout import check_batch
-from llmfoundry_lite.config.layout import Coordinates, DataRanks, divide_devices, layout_of
+from llmfoundry_lite.config.layout import Coordinates, DataRanks, Layout, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig
@@ -25,7 +25,6 @@ from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.plan.model_memory import estimate_memory
 from llmfoundry_lite.plan.network import stream_reductions
 from llmfoundry_lite.ranks.exchange import all_gather_json
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
@@ -34,6 +33,7 @@ from llmfoundry_lite.training.optimizers import local
 from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
 from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
+from tests.helpers.plans import estimate_memory
 from tests.helpers.resave import resave_into
 from tests.helpers.runs import losses, run, saves
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -422,7 +422,7 @@ def measure_shares() -> None:
         model = build_divided(degree)
         num_bytes = sum(local(p).numel() * p.element_size() for p in model.parameters())
         estimate = estimate_memory(
-            SMALL, seq_len=32, microbatch_size=1, shard_degree=4 // degree, tensor_parallel_degree=degree
+            SMALL, seq_len=32, microbatch_size=1, layout=Layout(shard=4 // degree, tensor=degree)
         )
         assert num_bytes == estimate.parameters_bytes
     dist.barrier()  # rank 0 has the store by which the others still find each other
@@ -436,7 +436,7 @@ def test_the_estimate_knows_what_each_device_keeps(tmp_path):
 
 def test_layers_divided_take_less_on_each_device():
     whole, half = (
-        estimate_memory(SMALL, seq_len=32, microbatch_size=1, tensor_parallel_degree=degree) for degree in (1, 2)
+        estimate_memory(SMALL, seq_len=32, microbatch_size=1, layout=Layout(tensor=degree)) for degree in (1, 2)
     )
     assert half.parameters_bytes < 0.6 * whole.parameters_bytes
     assert half.activations_bytes < 0.75 * whole.activations_bytes

@@ -12,9 +12,9 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of
-from llmfoundry_lite.plan.network import context_exchanges, stage_sends, stream_reductions
-from llmfoundry_lite.plan.search import work_of
-from llmfoundry_lite.plan.step import count_block_and_outside
+from llmfoundry_lite.plan.network import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
+from llmfoundry_lite.plan.portion import Portion
+from llmfoundry_lite.plan.step import count_block_and_outside, count_microbatches
 from tests.helpers.runs import run
 from tests.helpers.tiny import tiny_config, write_data
 
@@ -73,46 +73,46 @@ def test_ranks_exchange_the_bytes_of_the_formulas(tmp_path, data, name):
 
 
 def expected_of(config: TrainConfig, layout: Layout, place: Coordinates) -> Exchanged:
-    fsdp, model = config.sharding, config.model
-    work = work_of(config, fsdp.sharding_strategy, 1, fsdp.activation_checkpointing)
-    dtype, num_bytes = ("bfloat16", 2) if work.dtype == "bf16" else ("float32", 4)
+    model, p = config.model, Portion(config, layout)
+    assert p.microbatch_size == 1
+    dtype, num_bytes = ("bfloat16", 2) if p.dtype == "bf16" else ("float32", 4)
     stages = stages_of(model, config.pipeline)[place.pipeline]
     num_blocks = sum(len(stage.blocks) for stage in stages)
     num_block, num_outside = (count_parameters_of(model, stages)[key] for key in ("block", "outside"))
-    num_microbatches = work.num_microbatches(layout)
+    num_microbatches = count_microbatches(p)
     found: Exchanged = {}
 
     # The shares of parameters and gradients.
     parts = layout.of_parameters
-    times = work.parameter_exchanges(num_microbatches if layout.pipeline == 1 else 1)
+    times = parameter_exchanges(p, num_microbatches if layout.pipeline == 1 else 1)
     num_parameters = num_blocks * num_block + num_outside
     if layout.tensor > 1:
         assert parts.shard == parts.replicate == 1
-    if work.is_sharded and parts.shard > 1:
+    if p.is_sharded and parts.shard > 1:
         gathered = times.forward_gathers * num_parameters + times.backward_gathers * num_blocks * num_block
         found[GATHER, parts.shard, dtype] = gathered * num_bytes
-        reduced = times.reductions * num_parameters * work.reduction_bytes
-        found[REDUCE, parts.shard, "float32" if work.reduction_bytes == 4 else dtype] = reduced
+        reduced = times.reductions * num_parameters * p.reduction_bytes
+        found[REDUCE, parts.shard, "float32" if p.reduction_bytes == 4 else dtype] = reduced
     if parts.replicate > 1:
-        share = num_parameters // (parts.shard if work.is_sharded else 1)
-        key = (SUM, parts.replicate, "float32" if work.reduction_bytes == 4 else dtype)
-        found[key] = times.copy_reductions * share * work.reduction_bytes
-        if work.shares_optimizer:
+        share = num_parameters // (parts.shard if p.is_sharded else 1)
+        key = (SUM, parts.replicate, "float32" if p.reduction_bytes == 4 else dtype)
+        found[key] = times.copy_reductions * share * p.reduction_bytes
+        if p.shares_optimizer:
             found[GATHER, parts.replicate, "float32"] = num_parameters * 4
 
     # The streams of microbatches.
-    num_tokens = work.seq_len // layout.context
+    num_tokens = config.max_seq_len // layout.context
     stream = num_tokens * model.d_model * num_bytes
     if layout.tensor > 1:
         found |= exchanged_in_layers(config, layout, stages, num_microbatches, stream)
     if layout.context > 1:
-        numbers, count = context_exchanges(model, work.context, num_tokens, False)
+        numbers, count = context_exchanges(model, config.context, num_tokens, False)
         found["all_to_all_single", layout.context, dtype] = num_microbatches * num_blocks * count * numbers * num_bytes
     if layout.pipeline > 1:
         kept = sum(later.index == earlier.index + 1 for earlier, later in itertools.pairwise(stages))
         num_ends = stages[0].is_first + stages[-1].is_last + 2 * kept
-        sent = num_microbatches * stage_sends(work.pipeline.num_runs, num_ends) * stream
-        sent //= layout.tensor if work.sequence_parallel else 1
+        sent = num_microbatches * stage_sends(config.pipeline.num_runs, num_ends) * stream
+        sent //= p.num_runs
         if model.tie_word_embeddings:
             sent += model.vocab_size * model.d_model * 4 // layout.shard
         found |= {(operation, layout.pipeline, dtype): sent for operation in ("send", "recv_")}

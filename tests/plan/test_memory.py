@@ -8,11 +8,13 @@ import torch
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry_lite.config.schema import OptimizerConfig
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.plan.model_memory import MemoryEstimate, Portion, estimate_memory, estimate_moments
+from llmfoundry_lite.plan.model_memory import MemoryEstimate
+from tests.helpers.plans import estimate_memory, moments_of
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
@@ -43,7 +45,7 @@ def test_a_small_case_by_hand():
 def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
     """Without FSDP only the gradient of one matrix stands beside the whole, in the backward pass."""
     model = ModelConfig(d_model=16, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=1, no_bias=True)
-    options = {"seq_len": 4, "microbatch_size": 2, "reduces_every_microbatch": False}
+    options = {"seq_len": 4, "microbatch_size": 2, "reduce_every_microbatch": False}
     alone = estimate_memory(model, precision="fp32", has_fsdp=False, **options)
     assert alone.gradients_bytes == alone.parameters_bytes
     assert alone.unsharded_bytes == 4 * 16 * 64
@@ -56,10 +58,8 @@ def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
 def test_one_device_holds_the_gradient_of_hidden_states_in_the_loss():
     model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=64, no_bias=True)
     later, alone = (
-        estimate_memory(
-            model, seq_len=4, microbatch_size=2, precision="fp32", has_fsdp=False, has_one_microbatch=is_alone
-        )
-        for is_alone in (False, True)
+        estimate_memory(model, seq_len=4, microbatch_size=2, precision="fp32", has_fsdp=False, num_microbatches=number)
+        for number in (2, 1)
     )
     assert later.logits_bytes == 2 * 4 * 8 * 64 + 4 * 8 * 2  # as by hand above
     assert later.gradients_bytes == later.parameters_bytes
@@ -78,7 +78,8 @@ def test_rows_that_devices_do_not_divide_are_gathered_with_their_padding():
     """192 rows on 1,024 devices: one row on each that has any, and 1,024 where they are gathered."""
     narrow = ModelConfig(d_model=192, n_heads=6, n_layers=4, max_seq_len=256, vocab_size=4096, no_bias=True)
     many, few = (
-        estimate_memory(narrow, seq_len=256, microbatch_size=1, precision="fp32", shard_degree=n) for n in (1024, 64)
+        estimate_memory(narrow, seq_len=256, microbatch_size=1, precision="fp32", layout=Layout(shard=n))
+        for n in (1024, 64)
     )
     block = 4 * (3 * 1024 * 192 + 1024 * 768 + 2 * 1024)  # padded: Wqkv, out_proj, up_proj; down_proj; norms
     assert many.unsharded_bytes > 2 * block > few.unsharded_bytes
@@ -110,7 +111,7 @@ def test_published_activation_formula():
 
 RECOMPUTED = {"activation_checkpointing": True, "microbatch_size": 16}
 ALIBI = replace(SEVEN_BILLION, attn_config=AttentionConfig(alibi=True))
-OPTIONS = {"seq_len": 512, "microbatch_size": 4, "shard_degree": 4}
+OPTIONS = {"seq_len": 512, "microbatch_size": 4, "layout": Layout(shard=4)}
 
 
 def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
@@ -122,18 +123,18 @@ def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
     [
         ({"microbatch_size": 2}, {}),
         ({"seq_len": 256}, {}),
-        ({"shard_degree": 8}, {}),
+        ({"layout": Layout(shard=8)}, {}),
         ({"activation_checkpointing": "selective"}, {}),
         ({"activation_checkpointing": True}, {"activation_checkpointing": "selective"}),
-        ({}, {"reduces_every_microbatch": False}),
+        ({}, {"reduce_every_microbatch": False}),
         ({**RECOMPUTED, "activation_cpu_offload": True}, RECOMPUTED),
-        ({}, {"reshard_after_forward": False}),
+        ({}, {"sharding_strategy": "SHARD_GRAD_OP"}),
         ({}, {"precision": "fp32"}),
         ({}, {"precision": "tf32"}),
         ({}, {"mixed_precision": "FULL"}),
         ({"mixed_precision": "PURE"}, {}),
-        ({"num_optimizer_slots": 1}, {}),
-        ({"model": SHALLOW, "logits_chunk_bytes": 1 << 25}, {"model": SHALLOW}),
+        ({"optimizer": OptimizerConfig(name="lion", lr=1e-4)}, {}),
+        ({"model": SHALLOW, "loss_chunk_mib": 32}, {"model": SHALLOW}),
         ({"model": replace(SEVEN_BILLION, n_layers=31)}, {}),
         ({"model": replace(SEVEN_BILLION, vocab_size=32768)}, {}),
         ({}, {"model": replace(SEVEN_BILLION, norm_type="layernorm")}),
@@ -145,7 +146,7 @@ def test_what_should_cost_more_does(less, more):
 
 
 def test_sharding_divides_what_it_shares_and_nothing_else():
-    whole, half = (estimate_memory(SEVEN_BILLION, **{**OPTIONS, "shard_degree": n}) for n in (1, 2))
+    whole, half = (estimate_memory(SEVEN_BILLION, **{**OPTIONS, "layout": Layout(shard=n)}) for n in (1, 2))
     for part in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
         assert getattr(whole, part) == 2 * getattr(half, part)
     for part in ("unsharded_bytes", "activations_bytes", "logits_bytes"):
@@ -205,18 +206,17 @@ def test_activations_are_within_five_percent_of_what_autograd_keeps(config, prec
 
 
 def test_the_estimate_reads_as_one_line():
-    text = str(estimate_memory(SEVEN_BILLION, seq_len=2048, microbatch_size=4, shard_degree=8))
+    text = str(estimate_memory(SEVEN_BILLION, seq_len=2048, microbatch_size=4, layout=Layout(shard=8)))
     assert text.startswith("about ") and " GiB per device: parameters 3.10, " in text and "\n" not in text
     options = {"seq_len": 64, "microbatch_size": 64, "has_fsdp": False}
-    small, alone = (str(estimate_memory(SMALL, has_one_microbatch=one, **options)) for one in (False, True))
+    small, alone = (str(estimate_memory(SMALL, num_microbatches=number, **options)) for number in (2, 1))
     assert " MiB per device: parameters 0.8" in small and ", gradients 0.8" in small
     assert ", gradients none yet, optimizer " in alone, "it holds the most in the loss"
 
 
 def test_a_chunk_of_logits_takes_two_and_a_half_times_its_fp32_logits():
     def in_loss(mib: int) -> int:
-        options = {"seq_len": 2048, "microbatch_size": 8, "logits_chunk_bytes": mib * MIB}
-        return estimate_moments(Portion(model=SEVEN_BILLION, **options))["in_loss"].logits_bytes
+        return moments_of(SEVEN_BILLION, seq_len=2048, microbatch_size=8, loss_chunk_mib=mib)["in_loss"].logits_bytes
 
     assert in_loss(512) - in_loss(256) == pytest.approx(2.5 * 256 * MIB, rel=0.2)
     small, large = (load_train_config(["mpt-1b", f"loss_chunk_mib={mib}"]).config for mib in (256, 1024))

@@ -8,11 +8,12 @@ import pytest
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.schema import OptimizerConfig, PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan.network import Group, Node, find_node
-from llmfoundry_lite.plan.step import StepTime, Work, newton_schulz_flops, step_time
+from llmfoundry_lite.plan.step import StepTime, newton_schulz_flops, step_time
+from tests.helpers.plans import config_of
 
 SIZES = {
     "125m": (768, 12, 12),
@@ -53,16 +54,15 @@ PUBLISHED = [
 
 def predict(device, size, num_devices, microbatch_size, batch_size, recomputed, pure, *_) -> float:
     """Tokens per second of a device."""
-    work = Work(
-        model=model_of(size),
-        seq_len=2048,
-        global_batch_size=batch_size,
-        microbatch_size=microbatch_size,
+    config = config_of(
+        model_of(size),
+        global_train_batch_size=batch_size,
+        device_train_microbatch_size=microbatch_size,
         activation_checkpointing=recomputed,
-        reduction_bytes=2 if pure else 4,
+        mixed_precision="PURE" if pure else "DEFAULT",
         num_workers=8,  # as LLM Foundry's YAMLs have it
     )
-    time = step_time(work, Layout(shard=num_devices, node_size=8), ACCELERATORS[device], find_node(device))
+    time = step_time(config, Layout(shard=num_devices, node_size=8), ACCELERATORS[device], find_node(device))
     return time.tokens_per_second / num_devices
 
 
@@ -93,10 +93,10 @@ def test_strong_scaling_of_mi250s():
     """166 TFLOP/s a card on 4 cards (which the rate is fitted to), 159 on 128: 95.8 %."""
     teraflops = {}
     for cards in (4, 128):
-        work = Work(model=model_of("7b"), seq_len=2048, global_batch_size=1536, microbatch_size=6)
+        config = config_of(model_of("7b"), global_train_batch_size=1536, device_train_microbatch_size=6)
         layout = Layout(shard=2 * cards, node_size=8)
-        time = step_time(work, layout, ACCELERATORS["MI250"], find_node("MI250"))
-        teraflops[cards] = 362 * time.mfu(work, ACCELERATORS["MI250"], 2 * cards)
+        time = step_time(config, layout, ACCELERATORS["MI250"], find_node("MI250"))
+        teraflops[cards] = 362 * time.mfu(config, layout, ACCELERATORS["MI250"])
     assert teraflops[4] == pytest.approx(166, rel=0.02)
     assert teraflops[128] / teraflops[4] == pytest.approx(0.958, abs=0.05)
 
@@ -104,19 +104,18 @@ def test_strong_scaling_of_mi250s():
 def frontier(d_model: int, n_layers: int, tensor: int, stages: int, num_devices: int, batch_size: int = 8000) -> float:
     """TFLOP/s of a device of Frontier's, 8,000 samples a batch, one at a time, every block recomputed."""
     model = ModelConfig(d_model=d_model, n_layers=n_layers, n_heads=d_model // 128, max_seq_len=2048, vocab_size=51200)
-    work = Work(
-        model=model,
-        seq_len=2048,
-        global_batch_size=batch_size,
-        microbatch_size=1,
-        dtype="fp16",
+    config = config_of(
+        model,
+        global_train_batch_size=batch_size,
+        device_train_microbatch_size=1,
+        precision="amp_fp16",
+        sharding_strategy="NO_SHARD",
         activation_checkpointing=True,
-        is_sharded=False,
     )
     copies = num_devices // tensor // stages
     layout = Layout(pipeline=stages, replicate=copies, tensor=tensor, node_size=8)
-    time = step_time(work, layout, ACCELERATORS["MI250X"], find_node("MI250X"))
-    return 191.5 * time.mfu(work, ACCELERATORS["MI250X"], num_devices)
+    time = step_time(config, layout, ACCELERATORS["MI250X"], find_node("MI250X"))
+    return 191.5 * time.mfu(config, layout, ACCELERATORS["MI250X"])
 
 
 def test_frontiers_rates_are_near_and_its_losses_are_not():
@@ -134,13 +133,17 @@ def test_a_trillions_loss_on_3072_devices_is_missed_by_as_much():
     assert 0.8705 < left < 0.97
 
 
+ONE_BILLION = {"model": model_of("1b"), "global_train_batch_size": 512, "device_train_microbatch_size": 2}
+MUON = OptimizerConfig(name="muon", lr=1e-3)
+
+
 def time_of(layout: Layout, **changes) -> StepTime:
-    work = {"model": model_of("1b"), "seq_len": 2048, "global_batch_size": 512, "microbatch_size": 2, **changes}
-    return step_time(Work(**work), layout, ACCELERATORS["A100-80GB"], find_node("A100-80GB"))
+    config = config_of(**ONE_BILLION | changes)
+    return step_time(config, layout, ACCELERATORS["A100-80GB"], find_node("A100-80GB"))
 
 
 def test_what_a_layout_costs_is_told_apart():
-    alone = time_of(Layout(), global_batch_size=64)
+    alone = time_of(Layout(), global_train_batch_size=64)
     assert alone.sharding == alone.tensor == alone.context == alone.pipeline == alone.bubble == 0
     sharded = time_of(Layout(shard=8, node_size=8))
     assert sharded.products * 8 == pytest.approx(alone.products * 8) and sharded.sharding > 0
@@ -160,7 +163,7 @@ def test_blocks_that_are_divided_unevenly_take_longer():
     """By what the stage that has the most of them computes, and the others wait."""
     layout, model = Layout(pipeline=2, replicate=4, node_size=8), dataclasses.replace(model_of("1b"), vocab_size=8)
     even, uneven = (
-        time_of(layout, model=model, pipeline=PipelineConfig(pipeline_parallel_degree=2, blocks=blocks))
+        time_of(layout, model=model, pp_config=PipelineConfig(pipeline_parallel_degree=2, blocks=blocks))
         for blocks in ([12, 12], [8, 16])
     )
     assert uneven.products == pytest.approx(even.products * 16 / 12, rel=1e-3)
@@ -169,16 +172,16 @@ def test_blocks_that_are_divided_unevenly_take_longer():
 
 def test_muon_multiplies_matrices_in_its_step():
     """Five iterations for each of 6 matrices in 24 blocks; of a fused one, of its three parts. Ranks take turns."""
-    adam, muon = time_of(Layout()), time_of(Layout(), newton_schulz_steps=5)
+    adam, muon = time_of(Layout()), time_of(Layout(), optimizer=MUON)
     d = 2048
     flops = 24 * (4 * newton_schulz_flops(d, d, 5) + 2 * newton_schulz_flops(d, 4 * d, 5))
     assert newton_schulz_flops(d, 4 * d, 5) == newton_schulz_flops(4 * d, d, 5) == 5 * 18 * d**3
     assert (muon.optimizer - adam.optimizer) * 0.74 * 312e12 == pytest.approx(flops)
     attention = dataclasses.replace(model_of("1b").attn_config, fused_qkv=True)
-    fused = time_of(Layout(), newton_schulz_steps=5, model=dataclasses.replace(model_of("1b"), attn_config=attention))
+    fused = time_of(Layout(), optimizer=MUON, model=dataclasses.replace(model_of("1b"), attn_config=attention))
     assert fused.optimizer == pytest.approx(muon.optimizer)
     layout = Layout(shard=8, node_size=8)
-    divided = time_of(layout, newton_schulz_steps=5).optimizer - time_of(layout).optimizer
+    divided = time_of(layout, optimizer=MUON).optimizer - time_of(layout).optimizer
     assert divided == pytest.approx((muon.optimizer - adam.optimizer) / 8, rel=0.15)
 
 
@@ -192,8 +195,7 @@ def test_data_are_waited_for_where_nothing_reads_ahead_or_reading_takes_longer_t
     fast = dataclasses.replace(
         ACCELERATORS["A100-80GB"], peak_teraflops={"bf16": 1e6}, memory_bandwidth_bytes_per_second=1e18
     )
-    work = Work(model=model_of("1b"), seq_len=2048, global_batch_size=512, microbatch_size=2, num_workers=2)
-    time = step_time(work, Layout(replicate=1), fast, find_node("A100-80GB"))
+    time = step_time(config_of(**ONE_BILLION, num_workers=2), Layout(replicate=1), fast, find_node("A100-80GB"))
     assert time.data == pytest.approx(512 * 2048 / 7e6 / 2 - (time.seconds - time.data)) and time.data > 0
 
 
@@ -215,9 +217,8 @@ def test_a_ring_is_as_slow_as_its_slowest_link():
 
 
 def test_a_dtype_without_a_published_peak_is_refused():
-    work = Work(model=model_of("1b"), seq_len=2048, global_batch_size=8, microbatch_size=1, dtype="fp8")
-    with pytest.raises(ConfigError, match=r"MI250: no fp8 peak is published for it \(known: fp32, bf16, fp16\)"):
-        step_time(work, Layout(), ACCELERATORS["MI250"], find_node("MI250"))
+    with pytest.raises(ConfigError, match=r"MI250: no tf32 peak is published for it \(known: fp32, bf16, fp16\)"):
+        step_time(config_of(**ONE_BILLION, precision="tf32"), Layout(), ACCELERATORS["MI250"], find_node("MI250"))
 
 
 def test_every_accelerator_has_a_node():
