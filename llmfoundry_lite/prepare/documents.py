@@ -15,16 +15,18 @@ Units of a stream carry their content, because only the reader of the stream can
 import codecs
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.contents import BLOCK_BYTES, OTHER_ENCODING, Bad, read_table, read_text
 from llmfoundry_lite.prepare.request import Request
+
+T = TypeVar("T")
 
 STDLIB_HASH_SEED = 187
 """Chosen by what it holds out on Python 3.11 to 3.13: modules of ordinary code (`argparse`, `pathlib`, `pickle`, …),
@@ -220,6 +222,25 @@ def value_of(row: Mapping[str, Any], key: str) -> Any:
 
 def names_within(name: str, value: Any) -> list[str]:
     return [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) and value else [name]
+
+
+def runs(
+    items: Iterable[T], size_of: Callable[[T], int], target: int, *, most: int | None = None
+) -> Iterator[tuple[list[T], int]]:
+    """Yield consecutive items in runs of at least `target` in size or of `most` items, and the size of each run.
+
+    The last run may be smaller.
+    """
+    run: list[T] = []
+    size = 0
+    for item in items:
+        run.append(item)
+        size += size_of(item)
+        if size >= target or len(run) == most:
+            yield run, size
+            run, size = [], 0
+    if run:
+        yield run, size
 
 
 def split_key(content: bytes, seed: int = 0) -> int:

@@ -22,7 +22,7 @@ import re
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,14 +99,7 @@ def held_out_modules() -> list[Module]:
 
 def in_turn(iterators: Iterable[Iterator[Any]]) -> Iterator[Any]:
     """Yield one item of each, then the next of each, as long as any has more."""
-    waiting = list(iterators)
-    while waiting:
-        for each in list(waiting):
-            item = next(each, None)
-            if item is None:
-                waiting.remove(each)
-            else:
-                yield item
+    return (item for turn in zip_longest(*iterators) for item in turn if item is not None)
 
 
 # Which line comes next

@@ -26,9 +26,11 @@ PARTIAL = ".partial"
 LAYOUT = 3
 """Version of `.partial`: another number is another way to cut units or to keep their tokens. Part of no result."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-GONE = (errno.ENOENT, errno.ESTALE, errno.EIO)
-"""A folder that was removed or unmounted meanwhile, input or output."""
+UNUSABLE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
+    *(errno.ENOENT, errno.ESTALE, errno.EIO),  # removed or unmounted meanwhile
+)
+"""Errors of a folder, input or output, that one sentence names."""
 PUBLISHING = "publishing"
 """A file in `.partial`: what the output folder holds from now on is of this preparation."""
 
@@ -205,6 +207,6 @@ def clear_disk_errors(out: Path) -> Iterator[None]:
                 f"no space left for {out}; nothing there looks finished. Free some space and run the same command "
                 f"again to carry on, or remove {out / PARTIAL}"
             ) from error
-        if error.errno in (*NOT_WRITABLE, *GONE):
+        if error.errno in UNUSABLE:
             raise DataError(f"{error.filename or out} cannot be read or written: {error.strerror}") from error
         raise

@@ -19,7 +19,7 @@ from typing import Any
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import without_magic
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_csv, read_lines, table_parts
-from llmfoundry_lite.prepare.documents import Unit, text_of_row
+from llmfoundry_lite.prepare.documents import Unit, runs, text_of_row
 from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
 from llmfoundry_lite.prepare.request import Request
 
@@ -159,56 +159,36 @@ def whole_units(
     files: Iterable[tuple[Path, int]], target_bytes: int, modules: Mapping[str, str] | None = None
 ) -> Iterator[Unit]:
     """Yield consecutive files in runs of at least `target_bytes`, the last perhaps less."""
-    run: list[str] = []
-    run_bytes = 0
-
-    def unit() -> Unit:
-        named = tuple(modules[name] for name in run) if modules else ()
-        return Unit(kind="whole", names=tuple(run), num_bytes=run_bytes, modules=named)
-
-    for path, size in files:
-        run.append(str(path))
-        run_bytes += size
-        if run_bytes >= target_bytes:
-            yield unit()
-            run, run_bytes = [], 0
-    if run:
-        yield unit()
+    for run, run_bytes in runs(files, lambda file: file[1], target_bytes):
+        names = tuple(str(path) for path, _ in run)
+        named = tuple(modules[name] for name in names) if modules else ()
+        yield Unit(kind="whole", names=names, num_bytes=run_bytes, modules=named)
 
 
 def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit]:
     """Yield runs of row groups or record batches of at least `target_bytes`."""
-    start = end = run_bytes = consumed_bytes = num_rows = 0
-    first = 1
-    for rows, part_bytes in table_parts(path, size_bytes):
-        end, run_bytes, num_rows = end + 1, run_bytes + part_bytes, num_rows + rows
-        if run_bytes >= target_bytes:
-            share = min(run_bytes, size_bytes - consumed_bytes)
-            yield Unit(kind="table", names=(str(path),), start=start, end=end, first=first, num_bytes=share)
-            start, first, run_bytes, consumed_bytes = end, 1 + num_rows, 0, consumed_bytes + share
-    if end > start:
-        share = size_bytes - consumed_bytes
-        yield Unit(kind="table", names=(str(path),), start=start, end=end, first=first, num_bytes=share)
+    start = consumed_bytes = num_rows = 0
+    for run, run_bytes in runs(table_parts(path, size_bytes), lambda part: part[1], target_bytes):
+        left = size_bytes - consumed_bytes
+        share, end = left if run_bytes < target_bytes else min(run_bytes, left), start + len(run)
+        yield Unit(kind="table", names=(str(path),), start=start, end=end, first=1 + num_rows, num_bytes=share)
+        start, consumed_bytes = end, consumed_bytes + share
+        num_rows += sum(rows for rows, _ in run)
 
 
 def stream_units(
     kind: str, name: str, values: Iterable[tuple[Any, int]], target: int, size_bytes: int = 0
 ) -> Iterator[Unit]:
     """Cut a stream of (line or text, bytes read so far) into units of about `target` bytes or characters."""
-    content: list[Any] = []
-    length = read_bytes = consumed_bytes = 0
-    first = 1
-    for value, read_bytes in values:
-        content.append(value)
-        length += 0 if isinstance(value, Bad) else len(value)
-        if length >= target or len(content) >= MOST_ROWS:
-            share = read_bytes - consumed_bytes
-            yield Unit(kind=kind, names=(name,), first=first, content=tuple(content), num_bytes=share)
-            first, consumed_bytes = first + len(content), read_bytes
-            content, length = [], 0
-    if content:
-        share = max(size_bytes, read_bytes) - consumed_bytes
-        yield Unit(kind=kind, names=(name,), first=first, content=tuple(content), num_bytes=share)
+    first, consumed_bytes = 1, 0
+    for run, length in runs(
+        values, lambda value: 0 if isinstance(value[0], Bad) else len(value[0]), target, most=MOST_ROWS
+    ):
+        is_last = length < target and len(run) < MOST_ROWS
+        read_bytes = max(size_bytes, run[-1][1]) if is_last else run[-1][1]
+        content = tuple(value for value, _ in run)
+        yield Unit(kind=kind, names=(name,), first=first, content=content, num_bytes=read_bytes - consumed_bytes)
+        first, consumed_bytes = first + len(run), read_bytes
 
 
 # Data sets of the Hugging Face Hub

@@ -25,12 +25,13 @@ from rich.progress import Progress
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.prepare.documents import SKIP_REASONS, Document, Skipped, Unit, read_documents
+from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents, runs
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal, may_be_used
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
 
 ENCODE_BATCH_BYTES = 512 * 1024
+"""Bounds what encodings take in memory."""
 VERDICT = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 IN_GIGATOKEN = " in gigatoken"
@@ -113,8 +114,7 @@ def make_token_files(source: Source, files: "TokenFiles", num_workers: int, bars
 
     if num_workers == 1:
         with one_thread_per_process():
-            if files.encoder:
-                files.encoder.prove()
+            files.prove()
             for number, unit in missing_units():
                 finished(unit, *files.make(number, unit))
     else:
@@ -171,7 +171,8 @@ def make_in_processes(
 # In a worker
 
 
-_files_of_worker: "TokenFiles | None" = None
+_files_of_worker: "TokenFiles"
+"""Set by `start_worker`, in a worker process alone."""
 
 
 def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
@@ -191,20 +192,12 @@ def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
     _files_of_worker = TokenFiles(request, partial, load_tokenizer(partial / "tokenizer"), is_fast=is_fast)
 
 
-def files_of_worker() -> "TokenFiles":
-    assert _files_of_worker is not None, "the pool runs start_worker first"
-    return _files_of_worker
-
-
 def prove_in_worker() -> tuple[int, int]:
-    encoder = files_of_worker().encoder
-    assert encoder is not None, "asked only where there is one"
-    encoder.prove()
-    return 0, 0
+    return _files_of_worker.prove()
 
 
 def make_in_worker(number: int, unit: Unit) -> tuple[int, int]:
-    return files_of_worker().make(number, unit)
+    return _files_of_worker.make(number, unit)
 
 
 class TokenFiles:
@@ -222,6 +215,12 @@ class TokenFiles:
         """Made by the first task, where an error can be reported."""
         return FastEncoder(self.tokenizer, self.partial / VERDICT) if self.is_fast else None
 
+    def prove(self) -> tuple[int, int]:
+        """Compare the two encoders, if there are two. Returns no documents and no bytes. Raises Unequal."""
+        if self.encoder:
+            self.encoder.prove()
+        return 0, 0
+
     def path(self, number: int) -> Path:
         return self.folder / f"{number:08}.npz"
 
@@ -232,8 +231,11 @@ class TokenFiles:
                 made_of = str(stored["made_of"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return False
-        name = f"{unit.digest()} by {origin_of_tokens(self.tokenizer)}"
+        name = self.origin(unit)
         return made_of == name or (self.is_fast and made_of == name + IN_GIGATOKEN)
+
+    def origin(self, unit: Unit) -> str:
+        return f"{unit.digest()} by {origin_of_tokens(self.tokenizer)}"
 
     def make(self, number: int, unit: Unit) -> tuple[int, int]:
         """Write the token file of one unit. Returns its documents and their bytes."""
@@ -242,7 +244,8 @@ class TokenFiles:
         documents: list[tuple[int, int, int]] = []
         pieces: list[np.ndarray] = []
         end_of_text = np.array([self.tokenizer.eos_token_id], dtype)
-        for batch in batches(read_documents(unit, self.request, skipped)):
+        read = read_documents(unit, self.request, skipped)
+        for batch, _ in runs(read, lambda document: document.num_bytes, ENCODE_BATCH_BYTES):
             if self.encoder:
                 encoded = self.encoder.encode(batch)
             else:
@@ -251,7 +254,6 @@ class TokenFiles:
                 pieces += ids.astype(dtype), end_of_text
                 documents.append((len(ids) + 1, document.num_bytes, document.split_key))
         doc_tokens, doc_bytes, doc_keys = zip(*documents, strict=True) if documents else ((), (), ())
-        origin = f"{unit.digest()} by {origin_of_tokens(self.tokenizer)}{IN_GIGATOKEN if self.is_fast else ''}"
         made = TokenUnit(
             tokens=np.concatenate(pieces) if pieces else np.empty(0, dtype),
             doc_tokens=np.array(doc_tokens, np.int64),
@@ -259,7 +261,7 @@ class TokenFiles:
             doc_keys=np.array(doc_keys, np.uint64),
             skipped=np.array([skipped.counts[reason] for reason in SKIP_REASONS], np.int64),
             named=np.array(skipped.named, str),
-            made_of=np.array(origin),
+            made_of=np.array(self.origin(unit) + IN_GIGATOKEN * self.is_fast),
         )
         content = BytesIO()
         np.savez(content, **{name: getattr(made, name) for name in TokenUnit.__slots__})
@@ -281,20 +283,6 @@ def origin_of_tokens(tokenizer: Tokenizer) -> str:
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """The smallest type that holds every id."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
-
-
-def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Yield documents in runs of about ENCODE_BATCH_BYTES, which bounds what encodings take in memory."""
-    batch: list[Document] = []
-    batch_bytes = 0
-    for document in documents:
-        batch.append(document)
-        batch_bytes += document.num_bytes
-        if batch_bytes >= ENCODE_BATCH_BYTES:
-            yield batch
-            batch, batch_bytes = [], 0
-    if batch:
-        yield batch
 
 
 @contextlib.contextmanager
