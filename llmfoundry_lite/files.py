@@ -1,6 +1,7 @@
 """Files that are either not there or whole. (Checkpoints publish by rules of their own: `checkpoint.commit`.)"""
 
 import errno
+import fcntl
 import glob
 import json
 import os
@@ -95,6 +96,22 @@ def without_magic(name: str) -> Iterator[str]:
             for file in files:
                 (there / file).symlink_to(Path(here, file))
         yield place
+
+
+def lock_folder(folder: Path) -> int:
+    """Open a folder and lock it, where its file system can lock. Raises BlockingIOError if another process holds it.
+
+    The lock ends with the descriptor that is returned, so however this process ends.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:  # no locks there
+        pass
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:

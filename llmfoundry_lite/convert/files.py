@@ -1,7 +1,6 @@
-"""Folders of Hugging Face models: written whole or not at all, read without running anything."""
+"""Writes folders of Hugging Face models whole or not at all, and reads them without running anything."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llmfoundry_lite.errors import ExportError
-from llmfoundry_lite.files import sync, sync_folder
+from llmfoundry_lite.files import lock_folder, sync, sync_folder
 
 T = TypeVar("T")
 
@@ -42,7 +41,11 @@ def published(folder: Path) -> Iterator[Path]:
         with _alone_in(work, folder):
             if not folder.exists() and _find_foreign(replaced) is None:  # killed between the two renames below
                 replaced.rename(folder)
-            _check_replaceable(folder)
+            is_taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+            if is_taken and (foreign := _find_foreign(folder)) is not None:
+                raise ExportError(
+                    f"{folder}: exists and is not an earlier export: {foreign}; give another folder or remove it"
+                )
             for leftover in (draft, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
             draft.mkdir()
@@ -62,34 +65,23 @@ def _alone_in(work: Path, folder: Path) -> Iterator[None]:
     """One export at a time, where the file system can lock. Whatever happens, `folder` stays or is put back."""
     while True:
         work.mkdir(parents=True, exist_ok=True)
-        place = os.open(work, os.O_RDONLY)
         try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = lock_folder(work)
         except BlockingIOError:
-            os.close(place)
             raise ExportError(
                 f"{folder}: another export is writing it; wait for that one, or give another folder"
             ) from None
-        except OSError:  # no locks there
-            pass
         with contextlib.suppress(FileNotFoundError):  # removed by another export that has just ended
-            if os.path.samestat(os.fstat(place), os.stat(work)):
+            if os.path.samestat(os.fstat(lock), os.stat(work)):
                 break
-        os.close(place)
+        os.close(lock)
     try:
         yield
     finally:
         if not folder.exists() and (work / "replaced").exists():
             (work / "replaced").rename(folder)
         shutil.rmtree(work, ignore_errors=True)
-        os.close(place)
-
-
-def _check_replaceable(folder: Path) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if (foreign := _find_foreign(folder)) is not None:
-        raise ExportError(f"{folder}: exists and is not an earlier export: {foreign}; give another folder or remove it")
+        os.close(lock)
 
 
 def _find_foreign(folder: Path) -> str | None:

@@ -62,7 +62,7 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Un
                 ) from None
             # Not torch's unpickler but ours, which imports and calls nothing.
             content = torch.load(
-                file(), map_location="cpu", mmap=is_mapped, weights_only=False, pickle_module=_TENSORS_ONLY
+                file(), map_location="cpu", mmap=is_mapped, weights_only=False, pickle_module=_TensorsOnlyModule
             )
             return Unpickled(content, refused)
     except CheckpointError:
@@ -167,14 +167,14 @@ def _name_of(target: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _load_tensors_only(file: BinaryIO, **options: Any) -> Any:
-    return TensorsOnly(file, **options).load()
+class _TensorsOnlyModule:
+    """TensorsOnly in the shape in which torch.load takes another unpickler."""
 
+    Unpickler = TensorsOnly
 
-_TENSORS_ONLY = types.ModuleType("tensors_only")
-"""In the shape in which torch.load takes another unpickler."""
-_TENSORS_ONLY.Unpickler = TensorsOnly  # type: ignore[attr-defined]
-_TENSORS_ONLY.load = _load_tensors_only  # type: ignore[attr-defined]
+    @staticmethod
+    def load(file: BinaryIO, **options: Any) -> Any:
+        return TensorsOnly(file, **options).load()
 
 
 def _first_byte(path: Path) -> bytes:

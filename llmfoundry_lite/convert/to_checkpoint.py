@@ -69,7 +69,13 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     """
     store = open_empty_store(out)
     weights = read_source(source, trust_pickle, config)
-    notes, about, tokenizer = list(weights.notes), describe(source, weights), weights.tokenizer
+    notes, tokenizer = list(weights.notes), weights.tokenizer
+    where = source if source.startswith(HUB) else str(Path(source).resolve())
+    about = About(  # only what is known: no data, no optimizer, no hardware, batch 0
+        timestamp=Timestamp(batch=0),
+        config={"model": asdict(weights.config)},
+        scalars={"imported_from": {"kind": weights.kind, "source": where}},
+    )
     narrow = sorted({str(t.dtype).removeprefix("torch.") for t in weights.tensors.values() if t.dtype in NARROW})
     if narrow:
         notes.append(f"{' and '.join(narrow)} weights became fp32, which holds each of them exactly")
@@ -243,7 +249,7 @@ def read_tensor(folder: Path, metadata: Metadata, key: str) -> Any:
 def _read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
     place = metadata.storage_data[index]
     name = place.relative_path
-    if place.transform_descriptors if hasattr(place, "transform_descriptors") else None:
+    if getattr(place, "transform_descriptors", None):
         raise CheckpointError(f"{folder}/{name}: compressed by an extension; save it without, or as one file")
     if Path(name).name != name or not (folder / name).is_file():
         raise CheckpointError(f"{folder}/{name}: missing; all files of the checkpoint must be in one folder")
@@ -320,16 +326,6 @@ def _how(name: str, refused: str | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- writing
-
-
-def describe(source: str, weights: Weights) -> About:
-    """Only what is known: no data, no optimizer, no hardware, batch 0."""
-    where = source if source.startswith(HUB) else str(Path(source).resolve())
-    return About(
-        timestamp=Timestamp(batch=0),
-        config={"model": asdict(weights.config)},
-        scalars={"imported_from": {"kind": weights.kind, "source": where}},
-    )
 
 
 def build_model(weights: Weights) -> MPT:

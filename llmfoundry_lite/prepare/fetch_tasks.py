@@ -79,11 +79,16 @@ def _download(name: str, origin: Origin) -> Any:
 
 
 def _arc(row: Row) -> Row:
-    return {
-        "query": f"Question: {row['question']}",
-        "choices": list(row["choices"]["text"]),
-        "gold": list(row["choices"]["label"]).index(row["answerKey"]),
-    }
+    return {"query": f"Question: {row['question']}", **_lettered(row)}
+
+
+def _openbook_qa(row: Row) -> Row:
+    return {"query": row["question_stem"], **_lettered(row)}
+
+
+def _lettered(row: Row) -> Row:
+    choices = row["choices"]
+    return {"choices": list(choices["text"]), "gold": list(choices["label"]).index(row["answerKey"])}
 
 
 def _boolq(row: Row) -> Row:
@@ -156,11 +161,6 @@ def _copa(row: Row) -> Row:
     link = {"cause": "because", "effect": "therefore"}[row["question"]]
     choices = [choice[0].lower() + choice[1:] for choice in (row["choice1"], row["choice2"])]
     return {"query": f"{row['premise'].strip()[:-1]}, {link}", "choices": choices, "gold": int(row["label"])}
-
-
-def _openbook_qa(row: Row) -> Row:
-    gold = list(row["choices"]["label"]).index(row["answerKey"])
-    return {"query": row["question_stem"], "choices": list(row["choices"]["text"]), "gold": gold}
 
 
 ORIGINS = {

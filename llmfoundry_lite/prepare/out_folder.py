@@ -5,7 +5,6 @@ Where `summary.json` is, the rest is whole. Work in progress is in `.partial`.
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.files import sync_folder, write_atomically
+from llmfoundry_lite.files import lock_folder, sync_folder, write_atomically
 from llmfoundry_lite.prepare.listing import num_files, read_object
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
@@ -182,18 +181,14 @@ def only_preparation_in(out: Path) -> Iterator[None]:
         if error.errno in FULL:
             raise
         raise DataError(f"--out {out} is no folder and cannot become one: {error.strerror}; choose another") from error
-    folder = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = lock_folder(out)  # without locks two launches would only waste work: all writes are atomic
     except BlockingIOError as error:
-        os.close(folder)
         raise DataError(f"another preparation is running in {out}; wait for it, or choose another --out") from error
-    except OSError:
-        pass  # a file system without locks; all writes are atomic, two launches would only waste work
     try:
         yield
     finally:
-        os.close(folder)
+        os.close(lock)
 
 
 @contextlib.contextmanager
