@@ -319,21 +319,19 @@ def test_an_end_at_any_late_moment_is_made_good(
     def stop(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
+    rename, write = Path.rename, out_folder.write_atomically
+    place, name, stopping = {
+        "pack": (SplitWriter, "finish", stop),
+        "publish": (prepare_module, "publish", stop),
+        "rename": (Path, "rename", lambda path, to: stop() if to == out / "val" else rename(path, to)),
+        "summary": (
+            out_folder,
+            "write_atomically",
+            lambda path, content: stop() if path.name == "summary.json" else write(path, content),
+        ),
+    }[step]
     with monkeypatch.context() as patch:
-        if step == "pack":
-            patch.setattr(SplitWriter, "finish", stop)
-        elif step == "publish":
-            patch.setattr(prepare_module, "publish", stop)
-        elif step == "rename":
-            rename = Path.rename
-            patch.setattr(Path, "rename", lambda path, to: stop() if to == out / "val" else rename(path, to))
-        else:
-            write = out_folder.write_atomically
-            patch.setattr(
-                out_folder,
-                "write_atomically",
-                lambda path, content: stop() if path.name == "summary.json" else write(path, content),
-            )
+        patch.setattr(place, name, stopping)
         with pytest.raises(KeyboardInterrupt):
             prepare(small, out, num_workers=1)
     assert not (out / "summary.json").exists()
@@ -370,12 +368,6 @@ def test_another_request_is_refused_by_naming_the_difference(small_request: Requ
     assert load_summary(out).splits["train"].documents + load_summary(out).splits["val"].documents == 61
 
 
-def test_unfinished_work_for_another_request_is_refused(small_request: Request, tmp_path: Path) -> None:
-    stop_before_packing(small_request, tmp_path / "out")
-    with pytest.raises(DataError, match=r"unfinished preparation of something else: text_key was 'text' and is 'body'"):
-        prepare(replace(small_request, text_key="body"), tmp_path / "out")
-
-
 def stop_before_packing(wanted: Request, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(prepare_module, "pack", lambda *args: 1 / 0)
@@ -400,10 +392,13 @@ def test_a_torn_request_of_unfinished_work_is_named(small_request: Request, tmp_
     assert prepare(small_request, tmp_path / "out", num_workers=1, overwrite=True)
 
 
-def test_unfinished_work_of_another_release_is_refused(small_request: Request, tmp_path: Path, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(out_folder, "LAYOUT", 1)
-        stop_before_packing(small_request, tmp_path / "out")
+def test_unfinished_work_for_another_request_or_of_another_release_is_refused(
+    small_request: Request, tmp_path: Path, monkeypatch
+) -> None:
+    stop_before_packing(small_request, tmp_path / "out")
+    with pytest.raises(DataError, match=r"unfinished preparation of something else: text_key was 'text' and is 'body'"):
+        prepare(replace(small_request, text_key="body"), tmp_path / "out")
+    monkeypatch.setattr(out_folder, "LAYOUT", 4)
     with pytest.raises(DataError, match=r"it was begun by another release, which keeps unfinished work in another way"):
         prepare(small_request, tmp_path / "out", num_workers=1)
 
@@ -606,11 +601,8 @@ def test_one_validation_sample_is_held_out_if_the_data_allow(
 def test_more_is_held_out_in_the_order_of_the_keys(threshold: int, at_least: int, raised: int) -> None:
     keys = np.array([20, 9, 5, 9, 30, 40], np.uint64)
     assert raise_threshold(np.uint64(threshold), keys, np.full(6, 10), at_least) == raised
-
-
-def test_the_largest_key_is_never_held_out() -> None:
-    keys = np.array([2**64 - 1] * 2, np.uint64)
-    assert raise_threshold(np.uint64(1), keys, np.array([1, 0]), 1) == 1
+    largest = np.array([2**64 - 1] * 2, np.uint64)
+    assert raise_threshold(np.uint64(1), largest, np.array([1, 0]), 1) == 1, "the largest key is never held out"
 
 
 @pytest.mark.parametrize(("keys", "expected"), [((2**62 - 1, 2**62), 2**62), ((2**62, 2**62 + 1), 2**62 + 1)])
@@ -622,11 +614,10 @@ def test_a_document_at_the_threshold_is_for_training(tmp_path, keys, expected) -
 
 
 def test_a_single_document_is_all_for_training(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
-    documents = ["word " * 200]
-    wanted = request(write_jsonl(tmp_path / "in.jsonl", documents), tokenizer_folder)
+    wanted = request(write_jsonl(tmp_path / "in.jsonl", ["word " * 200]), tokenizer_folder)
     summary = prepare(wanted, tmp_path / "out", num_workers=1)
     assert list(summary.splits) == ["train"]
-    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
+    assert_holds(tmp_path / "out" / "train", summary, tokenizer, ["word " * 200])
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
@@ -689,11 +680,7 @@ GOOD_LINE = b'{"text": "good"}\n'
             GOOD_LINE + b'{"text": "half\n',
             r"a.jsonl, line 2 does not parse as JSON \(.*\); .*--on-error skip",
         ),
-        (
-            "a.jsonl",
-            GOOD_LINE * 2 + b'{"text": "\xff"}\n',
-            r"a.jsonl, line 3 is not valid UTF-8 \(byte 10 of the line\)",
-        ),
+        ("a.jsonl", GOOD_LINE + b'{"text": "\xff"}\n', r"a.jsonl, line 2 is not valid UTF-8 \(byte 10 of the line\)"),
         ("a.jsonl", b'\n{"text": "\\ud800"}\n', "a.jsonl, line 2: its text contains half of a surrogate pair"),
         ("a.jsonl", GOOD_LINE + b'"text"\n', "a.jsonl, line 2 holds a JSON str, expected an object"),
         (
@@ -749,15 +736,8 @@ def test_bad_documents_are_counted_by_reason_when_skipped(
     wanted = request(path, tokenizer_folder, on_error="skip", val_fraction=0)
     summary = prepare(wanted, tmp_path / "out", num_workers=1)
     assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
-    assert summary.skipped == {
-        "empty": 1,
-        "invalid_utf8": 1,
-        "invalid_json": 2,
-        "missing_text_key": 1,
-        "not_text": 1,
-        "invalid_csv": 0,
-        "too_large": 0,
-    }
+    counts = {"empty": 1, "invalid_utf8": 1, "invalid_json": 2, "missing_text_key": 1, "not_text": 1}
+    assert summary.skipped == {**counts, "invalid_csv": 0, "too_large": 0}
     assert [sentence.removeprefix(f"{path}, ") for sentence in summary.skipped_examples] == [
         "line 6 does not parse as JSON (Expecting property name enclosed in double quotes, column 1); expected one "
         "object per line",
@@ -853,54 +833,39 @@ def test_the_command_takes_several_sources_and_ends_with_a_table(
     assert "is complete: the same preparation finished there before" in capsys.readouterr().out
 
 
+STDLIB = "python-stdlib --tokenizer train:300 --max-seq-len"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("nowhere.txt --tokenizer train:300 --max-seq-len 8", "nowhere.txt: no such file"),
+        ("--source python-stdlib --tokenizer train:x --max-seq-len 8", "expected train:VOCAB_SIZE, for"),
+        (f"{STDLIB} 0", "--max-seq-len 0: expected a nu"),
         (
-            ["--source", "nowhere.txt", "--tokenizer", "train:300", "--max-seq-len", 8],
-            "error: nowhere.txt: no such file",
+            f"{STDLIB} 100000000000",
+            "--max-seq-len 100000000000: expected a number of tokens, at least 1 and at most 536870399",
         ),
-        (["--source", "python-stdlib", "--tokenizer", "train:x", "--max-seq-len", 8], "expected train:VOCAB_SIZE, for"),
+        (f"{STDLIB} 8 more.txt", "cannot be prepared"),
         (
-            ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 0],
-            "--max-seq-len 0: expected a nu",
+            f"{STDLIB} 8 --compression zstd:23",
+            "--compression zstd:23: expected one of br, br:0 to br:11, bz2, bz2:1 to bz2:9",
         ),
+        (f"{STDLIB} 8 --size-limit 100", "--size-limit 100 bytes: expected at least 4160 (one sample"),
         (
-            ["--source", "python-stdlib", "more.txt", "--tokenizer", "train:300", "--max-seq-len", 8],
-            "cannot be prepared",
+            f"{STDLIB} 8 --encoding klingon",
+            "--encoding klingon: Python knows no text encoding of this name; expected utf-8",
         ),
-        (
-            ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 8, "--compression", "zstd:23"],
-            "error: --compression zstd:23: expected one of br, br:0 to br:11, bz2, bz2:1 to bz2:9, gz, gz:0 to gz:9, s",
-        ),
-        (
-            ["--source", "python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 8, "--size-limit", 100],
-            "error: --size-limit 100 bytes: expected at least 4160 (one sample",
-        ),
-        (
-            ["--tokenizer", "train:300", "--max-seq-len", 8],
-            "error: no source given; expected python-stdlib, hf:NAME, or",
-        ),
-        (
-            ["python-stdlib", "--tokenizer", "train:300", "--max-seq-len", 100_000_000_000],
-            "error: --max-seq-len 100000000000: expected a number of tokens, at least 1 and at most 536870399 (one sam",
-        ),
-        (
-            ["x", "--tokenizer", "train:300", "--max-seq-len", 8, "--encoding", "klingon"],
-            "error: --encoding klingon: Python knows no text encoding of this name; expected utf-8, utf-16, latin-1",
-        ),
-        (["--source", "python-stdlib", "--tokenizer", "train:300"], "error: Missing option '--max-seq-len'"),
-        (["--sauce", "python-stdlib"], "error: No such option: --sauce"),
-        (
-            ["--source", "x", "--tokenizer", "train:300", "--max-seq-len", 8, "--on-error", "panic"],
-            "error: Invalid value",
-        ),
+        (f"{STDLIB} 8 --on-error panic", "Invalid value"),
+        ("--tokenizer train:300 --max-seq-len 8", "no source given; expected python-stdlib, hf:NAME, or"),
+        ("--source python-stdlib --tokenizer train:300", "Missing option '--max-seq-len'"),
+        ("--sauce python-stdlib", "No such option: --sauce"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_cli("--out", tmp_path / "out", *arguments) == 2
+    assert run_cli("--out", tmp_path / "out", *arguments.split()) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and message in printed.err
     assert printed.err.count("\n") == 1 and printed.out == ""
