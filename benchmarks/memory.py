@@ -22,9 +22,10 @@ from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.search import find_sizes
 from llmfoundry_lite.rehearse.device import find_device
 from llmfoundry_lite.rehearse.rehearse import rank_of_fullest
-from llmfoundry_lite.rehearse.search import find_sizes, sized_batch
+from llmfoundry_lite.rehearse.search import sized_batch
 from llmfoundry_lite.rehearse.stage import Stage
 from llmfoundry_lite.report.tables import Table
 

@@ -13,9 +13,8 @@ from llmfoundry_lite.hardware import GIB, accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.network import find_node
-from llmfoundry_lite.plan.search import AS_FAST, search_layouts, usable_bytes
+from llmfoundry_lite.plan.search import AS_FAST, find_sizes, search_layouts, usable_bytes
 from llmfoundry_lite.plan.step import step_time
-from llmfoundry_lite.rehearse.search import find_sizes
 from llmfoundry_lite.rehearse.stage import Stage
 from tests.helpers.launch import ROOT
 

@@ -22,7 +22,7 @@ from llmfoundry_lite.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, Joine
 from llmfoundry_lite.plan.network import Node, find_node
 from llmfoundry_lite.plan.portion import FP32_BYTES
 from llmfoundry_lite.plan.schedule import check_schedule
-from llmfoundry_lite.plan.search import Candidate, Rejected, nearest_that_fits, search_layouts
+from llmfoundry_lite.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
 from llmfoundry_lite.plan.step import Shares, find_shares
 
 REPORT_SCHEMA = 1
@@ -99,7 +99,7 @@ def make_plan(arguments: Sequence[str], hardware: str, num_devices: int, given: 
         return search_layouts(config, count, accelerator, node, shares, pipeline, stall)
 
     candidates, rejected = search(num_devices)
-    num_tokens = num_tokens or count_run_tokens(config)
+    num_tokens = num_tokens or count_tokens(Duration.parse(config.max_duration), config)
     cost = None
     if candidates and num_tokens:
         best = candidates[0]
@@ -180,14 +180,6 @@ def join(first: Plan, second: Plan, link_gigabits: float, steps_between_exchange
         link_bytes_per_second=link_gigabits * 1e9 / 8,
         steps_between_exchanges=steps_between_exchanges,
     )
-
-
-def count_run_tokens(config: TrainConfig) -> float | None:
-    """Count tokens of a whole run; None if its length is in epochs."""
-    span = Duration.parse(config.max_duration)
-    per_batch = config.global_train_batch_size * config.max_seq_len
-    each = {"ba": per_batch, "tok": 1, "sp": config.max_seq_len}
-    return span.value * each[span.unit] if span.unit in each else None
 
 
 def write_overlay(plan: Plan, path: Path) -> None:

@@ -17,7 +17,7 @@ from llmfoundry_lite.config.schema import (
     TensorParallelConfig,
     TrainConfig,
 )
-from llmfoundry_lite.config.spans import SaveInterval
+from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB, Accelerator
@@ -140,7 +140,7 @@ def search_layouts(
     for layout, strategy in layouts_of(num_devices, node.num_devices, stages, parts):
         divided = divide(layout.pipeline, layout.context, layout.tensor, strategy)
         trial = _Trial(divided, layout, strategy, accelerator, node, shares or find_shares(accelerator))
-        reason = trial.find_sizes()
+        reason = trial.prepare()
         if reason is None:
             trials.append(trial)
         else:
@@ -239,6 +239,13 @@ def layouts_of(
                 yield layout, "HYBRID_SHARD" if replicate > 1 else "FULL_SHARD"
 
 
+def find_sizes(config: TrainConfig, device_batch_size: int) -> list[int]:
+    """Return sizes that a device's batch can be cut into, ascending, and that a pipeline's schedule can play."""
+    is_whole = config.pipeline.pipeline_parallel_degree == 1
+    counts = {size: device_batch_size // size for size in divisors(device_batch_size)}
+    return [size for size, count in counts.items() if is_whole or takes_microbatches(config.pipeline, count)]
+
+
 def usable_bytes(accelerator: Accelerator) -> int:
     return accelerator.free_bytes - CONTEXT_BYTES
 
@@ -267,7 +274,7 @@ class _Trial:
         assert isinstance(self.divided, TrainConfig)
         return self.divided
 
-    def find_sizes(self) -> str | None:
+    def prepare(self) -> str | None:
         """Fill `sizes` and `least_seconds`; return a reason if there are none."""
         if isinstance(self.divided, str):
             return self.divided
@@ -276,11 +283,7 @@ class _Trial:
         device_batch_size, rest = divmod(samples, layout.num_data_ranks)
         if rest:
             return f"{samples} samples do not divide over {layout.num_data_ranks} data ranks"
-        self.sizes = [
-            size
-            for size in divisors(device_batch_size)
-            if layout.pipeline == 1 or takes_microbatches(config.pipeline, device_batch_size // size)
-        ]
+        self.sizes = find_sizes(config, device_batch_size)
         if not self.sizes:
             return f"{config.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages"
         # Larger microbatches gather less often; in a pipeline, smaller ones fill it sooner.
@@ -348,7 +351,13 @@ def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds
     interval = SaveInterval.parse(config.save_interval)
     if interval.span is None:
         return (interval.seconds or choose_save_interval(save_seconds)) / step_seconds
-    samples = config.global_train_batch_size
-    per_batch = {"ba": 1, "sp": samples, "tok": samples * config.max_seq_len}
-    unit = interval.span.unit
-    return max(1.0, interval.span.value / per_batch[unit]) if unit in per_batch else math.inf
+    num_tokens = count_tokens(interval.span, config)
+    per_batch = config.global_train_batch_size * config.max_seq_len
+    return math.inf if num_tokens is None else max(1.0, num_tokens / per_batch)
+
+
+def count_tokens(span: Duration, config: TrainConfig) -> float | None:
+    """Count tokens that are trained in a span; None for epochs, whose length the data say."""
+    per_sample = config.max_seq_len
+    each = {"ba": config.global_train_batch_size * per_sample, "tok": 1, "sp": per_sample}
+    return span.value * each[span.unit] if span.unit in each else None

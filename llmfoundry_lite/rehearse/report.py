@@ -7,7 +7,7 @@ from typing import Any
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, describe_stages, stages_of
-from llmfoundry_lite.hardware import FREE_SHARE, GIB, Accelerator, in_bytes
+from llmfoundry_lite.hardware import FREE_SHARE, GIB, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.model_memory import MemoryEstimate
@@ -25,12 +25,20 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
     config = dataclasses.replace(job.config, device_train_microbatch_size=found["microbatch_size"])
     layout = layout_of(config, job.num_devices, job.per_node)
     num_samples = config.global_train_batch_size // layout.num_data_ranks
-    estimate = estimate_rank(config, layout, rank, device)
+    place = layout.coordinates(rank).pipeline
+    stages, stage_lines = stages_of(config.model, config.pipeline)[place], []
+    if layout.pipeline == 1:
+        estimate = estimate_training_memory(config, layout, device)
+    else:
+        estimate = estimate_stages(config, layout, device)[place][1]
+        stage_lines = [
+            f"stage          {place + 1} of {layout.pipeline}, {config.pipeline.schedule}: {describe_stages(stages)}"
+        ]
     expected_bytes, allocated_bytes = estimate.total_bytes, found["allocated_bytes"]
     lines = [
         f"rehearsed      {config.run_name} on {job.num_devices} x {device.name}, {job.per_node} in a node, "
         f"as rank {rank}, in {outcome.seconds:.0f} s",
-        *describe_stage(config, layout, rank),
+        *stage_lines,
         f"batch          {num_samples} samples on this rank, {found['microbatch_size']} at a time",
         f"memory         allocated {allocated_bytes / GIB:.2f}, reserved {found['reserved_bytes'] / GIB:.2f}, "
         f"of {device.free_bytes / GIB:.2f} GiB ({FREE_SHARE:.0%} of what is sold)",
@@ -40,7 +48,7 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
     ]
     lines += describe_peak(found["at_peak_bytes"], estimate, is_stage=layout.pipeline > 1)
     lines += [f"               held by {place}: {in_bytes(size)}" for place, size in found["largest_bytes"].items()]
-    formula = count_rank_flops(config, layout, rank) * num_samples * config.max_seq_len
+    formula = count_rank_flops(config, layout, stages) * num_samples * config.max_seq_len
     total_flops = sum(found["flops"].values())
     lines.append(
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
@@ -70,27 +78,8 @@ def describe_peak(at_peak_bytes: dict[str, int], estimate: MemoryEstimate, *, is
     return [" " * 15 + line for line in lines]
 
 
-def stages_of_rank(config: TrainConfig, layout: Layout, rank: int) -> list[Stage]:
-    return stages_of(config.model, config.pipeline)[layout.coordinates(rank).pipeline]
-
-
-def describe_stage(config: TrainConfig, layout: Layout, rank: int) -> list[str]:
-    """Describe what a pipeline's rank holds."""
-    if layout.pipeline == 1:
-        return []
-    place = f"{layout.coordinates(rank).pipeline + 1} of {layout.pipeline}, {config.pipeline.schedule}"
-    return [f"stage          {place}: {describe_stages(stages_of_rank(config, layout, rank))}"]
-
-
-def estimate_rank(config: TrainConfig, layout: Layout, rank: int, device: Accelerator) -> MemoryEstimate:
-    if layout.pipeline == 1:
-        return estimate_training_memory(config, layout, device)
-    return estimate_stages(config, layout, device)[layout.coordinates(rank).pipeline][1]
-
-
-def count_rank_flops(config: TrainConfig, layout: Layout, rank: int) -> float:
-    """Count model FLOPs of one token on this rank, which computes its stages' share of the layers."""
-    stages = stages_of_rank(config, layout, rank)
+def count_rank_flops(config: TrainConfig, layout: Layout, stages: list[Stage]) -> float:
+    """Count model FLOPs of one token on a rank, which computes its stages' share of the layers."""
     part = dataclasses.replace(
         config.model,
         n_layers=sum(len(stage.blocks) for stage in stages),

@@ -4,12 +4,12 @@ import dataclasses
 import sys
 from collections.abc import Callable
 
-from llmfoundry_lite.config.layout import divisors, layout_of
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.plan.search import find_sizes
 from llmfoundry_lite.rehearse.stage import Job, Outcome, Stage
 
 UNREHEARSED_BYTES = 2 * GIB
@@ -85,14 +85,6 @@ def bisect(sizes: list[int], first: int, attempt: Callable[[int], bool | None]) 
         index = (low + 1 if fits else high - 1) if is_near else (low + high) // 2
         is_near = False
     return sizes[low] if low >= 0 else 0
-
-
-def find_sizes(config: TrainConfig, device_batch_size: int) -> list[int]:
-    """Return sizes that a device's batch can be cut into, ascending, and that a pipeline's schedule can play."""
-    sizes = divisors(device_batch_size)
-    if config.pipeline.pipeline_parallel_degree == 1:
-        return sizes
-    return [size for size in sizes if takes_microbatches(config.pipeline, device_batch_size // size)]
 
 
 def sized_batch(config: TrainConfig, size: int, device_batch_size: int, num_ranks: int) -> list[str]:

@@ -55,10 +55,14 @@ def report(
     """
     by_device = parse_prices(prices)
     runs = [read_run(where) for where in places]
-    folder = out or folder_of(runs[0])
+    folder = out or runs[0].folder.path_here
+    if folder is None:
+        raise ConfigError(f"{runs[0].where} is not on this disk; say with --out DIR where the report goes")
     answer = ("report.md", f"loss.{form}", f"report.{form}", f"relay.{form}", "report.csv")
     check_replaceable(folder / "report.json", [folder / name for name in answer])
-    names = distinct_names(runs)
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [run.where for run in runs]
     facts: dict[str, Any] = {
         "runs": [describe(run, name, by_device) for run, name in zip(runs, names, strict=True)],
         "comparisons": [],
@@ -115,18 +119,6 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
         for run, name in zip(runs, names, strict=True):
             for (_, record), launch in zip(read_lines(run.log.lines), run.log.launch.tolist(), strict=True):
                 writer.writerow({**record, "run": name, "launch": launch})
-
-
-def folder_of(run: Run) -> Path:
-    if run.folder.path_here is None:
-        raise ConfigError(f"{run.where} is not on this disk; say with --out DIR where the report goes")
-    return run.folder.path_here
-
-
-def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return run names, or places if two runs have one name."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [run.where for run in runs]
 
 
 # ------------------------------------------------------------------------------------------------ several runs

@@ -8,6 +8,7 @@ A hundred thousand batches are thinned before they are drawn: of each stretch it
 Batches are placed by `Axis`: tokens or FLOPs may stand along it as well.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +117,8 @@ def plot_run(
 ) -> None:
     """Plot loss, with validation and baselines, above throughput. `reach` is that of `smooth`; 0 draws no mean."""
     axis = curve.axis
-    figure, (*strip, loss, speed) = _batch_panels((0.32,) if spans else (), (3, 1))
+    num_strips = 1 if spans else 0
+    figure, (*strip, loss, speed) = stack((*[0.32] * num_strips, 3, 1), (8, 6 + 0.4 * num_strips), sharex=True)
     for i, (batches, losses) in enumerate(curve.dead):
         label = "dead branches" if len(curve.dead) > 1 else "dead branch"
         axis.draw(loss, batches, losses, color=REFERENCE, linewidth=0.9, label="" if i else label)
@@ -161,7 +163,8 @@ def plot_comparison(
     `spans`, if any are known, are those of each curve. Differences of exactly zero have no place on the scale; the
     legend says how many there are. `reach` is that of `smooth`; 0 draws no means.
     """
-    figure, (*strip, loss, gap) = _batch_panels((0.2,) * len(curves) if any(spans) else (), (2.6, 1.4))
+    num_strips = len(curves) if any(spans) else 0
+    figure, (*strip, loss, gap) = stack((*[0.2] * num_strips, 2.6, 1.4), (8, 6 + 0.4 * num_strips), sharex=True)
     for i, curve in enumerate(curves):
         look = {"color": color(i), "linestyle": "-" if i == 0 else "--"}
         width = 2.2 if i == 0 else 1.3
@@ -212,11 +215,6 @@ def plot_relay(path: Path, legs: Sequence[Mapping[str, Any]], *, title: str) -> 
     rows.spines[["top", "right"]].set_visible(False)
     progress.set_title(title, fontsize=11)
     write(figure, path)
-
-
-def _batch_panels(strips: Sequence[float], heights: Sequence[float]) -> tuple[Any, Any]:
-    """Return panels over one axis of batches, below strips of hardware."""
-    return stack((*strips, *heights), (8, 6 + 0.4 * len(strips)), sharex=True)
 
 
 def _mark_last_validation(axes: Any, curve: Curve, color: str, marker: str = "o") -> None:
@@ -342,13 +340,10 @@ def thin(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> tuple[N
     """
     if len(values) <= max_points:
         return batches, values
-    edges = np.linspace(0, len(values), max_points // 2 + 1).astype(int)[:-1]
-    stretch = np.repeat(np.arange(len(edges)), np.diff(np.append(edges, len(values))))
-    kept = set()
-    for fill, order in ((np.inf, 1), (-np.inf, -1)):
-        ranked = np.lexsort((order * np.where(np.isnan(values), fill, values), stretch))
-        kept.update(ranked[edges].tolist())
-    chosen = np.array(sorted(kept))
+    edges = np.linspace(0, len(values), max_points // 2 + 1).astype(int).tolist()
+    low, high = (np.where(np.isnan(values), fill, values) for fill in (np.inf, -np.inf))
+    stretches = [slice(*ends) for ends in itertools.pairwise(edges)]
+    chosen = np.unique([at.start + f(of[at]) for at in stretches for f, of in ((np.argmin, low), (np.argmax, high))])
     return batches[chosen], values[chosen]
 
 

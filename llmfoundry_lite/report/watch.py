@@ -133,14 +133,14 @@ def watch(
 def _print_lines(run: Watched, console: Console, pause: Callable[[float], None]) -> dict[str, Any]:
     """Print a line whenever the run has moved on, for files and pipes."""
     shown = None
-    while not run.has_ended:
+    while True:
         if run.last and run.last["batch"] != shown:
             shown = run.last["batch"]
             console.print(Text(printable(line_of(run))))
+        if run.has_ended:
+            break
         pause(PIPE_SECONDS)
         run.look()
-    if run.last and run.last["batch"] != shown:
-        console.print(Text(printable(line_of(run))))
     console.print(Text(printable(ending_of(run))))
     return run.status
 
