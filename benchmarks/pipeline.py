@@ -27,7 +27,7 @@ from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.parallel.pipeline import SCHEDULES, TAKES_ONE_STAGE
-from llmfoundry_lite.plan.schedule import WITH_FORMULA, bubble, simulate_bubble
+from llmfoundry_lite.plan.schedule import simulate_bubble
 from llmfoundry_lite.report.tables import Table
 
 matplotlib.use("Agg")
@@ -40,6 +40,7 @@ NOTES = (
     "formula and played: `plan/schedule.py`, without time for messages",
     "zbv has no formula",
 )
+WITH_FORMULA = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 NUM_PASSES = 3
 """Parts of a microbatch: forward, inputs' gradient, weights' gradient."""
 
@@ -95,6 +96,12 @@ def run(
         write_report(out, "pipeline", "What stages wait", command, report, table, notes, figure, asked=asked)
         plot(report, out / "pipeline.png")
     return report
+
+
+def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
+    """Return time that a device waits over time that it computes, by the formulas of `plan/schedule.py`."""
+    share = (num_stages - 1) / num_microbatches
+    return share / {"interleaved": virtual_stages, "zero_bubble": 3}.get(schedule, 1)
 
 
 def is_alike(pipeline: PipelineConfig, count: int) -> bool:

@@ -16,6 +16,14 @@ from llmfoundry_lite.plan.network import ACROSS_LATENCY_SECONDS, LINK_SHARE
 RING_PATH_BYTES_PER_SECOND = 9.6e9
 """From one device's memory to an adapter and into the next node's device, over PCIe 4.0 behind a processor. Implied by
 the best published rate of a ring there, 4.8 GB/s, of which every byte passes twice."""
+# Fire-Flyer 2's node.
+MEMORY_BYTES_PER_SECOND = 16 * 25.6e9
+"""Two sockets with eight channels of DDR4-3200 each."""
+PORT_BYTES_PER_SECOND = 32e9
+"""PCIe 4.0 x16."""
+DEVICES_PER_PORT = 2
+"""Devices that share a PCIe port of the processor, at worst."""
+ADAPTER_BYTES_PER_SECOND = 25e9
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -69,26 +77,13 @@ def one_for_each_device(num_nodes: int, num_storage: int, per_node: int = 8, rad
     return fat_tree("one tree, an adapter for each device", num_nodes * per_node + num_storage, radix)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Host:
-    """Bandwidths of an all-reduce through a node's processors. By default Fire-Flyer 2's node: two sockets with eight
-    channels of DDR4-3200 each, eight devices on PCIe 4.0 x16, one adapter of 200 Gbit/s."""
-
-    num_devices: int = 8
-    memory_bytes_per_second: float = 16 * 25.6e9
-    pcie_bytes_per_second: float = 32e9
-    devices_per_port: int = 2
-    """Devices that share a PCIe port of the processor, at worst."""
-    adapter_bytes_per_second: float = 25e9
-
-
 def ring_rate(num_devices: int, num_bytes: float) -> float:
     """Return bytes of the message per second, of a ring through all devices: 2 (n - 1) steps, each with its latency."""
     seconds = 2 * (num_devices - 1) / num_devices * num_bytes / RING_PATH_BYTES_PER_SECOND
     return num_bytes / (seconds + 2 * (num_devices - 1) * ACROSS_LATENCY_SECONDS)
 
 
-def staged_limits(host: Host) -> dict[str, float]:
+def staged_limits(num_devices: int) -> dict[str, float]:
     """Return what bounds an all-reduce staged through processors: name -> bytes of the message per second.
 
     Devices copy to the host, where processors add; nodes add along a double binary tree; devices copy back. For each
@@ -96,11 +91,11 @@ def staged_limits(host: Host) -> dict[str, float]:
     one sum is written; and of the tree each node receives one byte up (write, two reads, a write), sends one (read),
     receives one down (write) and passes it on (read).
     """
-    operations = 2 * host.num_devices + 1 + 7 + 2
+    operations = 2 * num_devices + 1 + 7 + 2
     return {
-        "memory": LINK_SHARE * host.memory_bytes_per_second / operations,
-        "pcie": LINK_SHARE * host.pcie_bytes_per_second / host.devices_per_port,
-        "adapter": LINK_SHARE * host.adapter_bytes_per_second / 2,
+        "memory": LINK_SHARE * MEMORY_BYTES_PER_SECOND / operations,
+        "pcie": LINK_SHARE * PORT_BYTES_PER_SECOND / DEVICES_PER_PORT,
+        "adapter": LINK_SHARE * ADAPTER_BYTES_PER_SECOND / 2,
     }
 
 
@@ -131,7 +126,7 @@ def describe(
         lines.append(f"  {fabric.name}: {', '.join(parts)}")
     lines.append(f"  the first has {small.num_switches / large.num_switches:.1%} of the second's switches")
     num_devices = num_nodes * per_node
-    limits = staged_limits(Host(num_devices=per_node))
+    limits = staged_limits(per_node)
     least = min(limits, key=limits.__getitem__)
     lines += [
         f"all-reduce of {message_bytes / MIB:.0f} MiB over {num_devices:,} devices on PCIe, at most",

@@ -1,4 +1,4 @@
-"""Pipeline schedules: the time that stages wait, by formula and by playing the schedule. No torch.
+"""Pipeline schedules: the time that stages wait, by playing the schedule. No torch.
 
 p stages on p devices, m microbatches, v runs of blocks on each device. GPipe (Huang et al. 2019) and 1F1B (Narayanan et
 al. 2019) wait (p - 1) / m of the time they compute; interleaving divides that by v (Narayanan et al. 2021, section
@@ -14,22 +14,7 @@ from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
 
-WITH_FORMULA = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-SCHEDULES = (*WITH_FORMULA, "zbv")
-
-
-def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
-    """Return time that a device waits over time that it computes, by formula."""
-    check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
-    assert schedule in WITH_FORMULA
-    share = (num_stages - 1) / num_microbatches
-    if schedule == "interleaved":
-        if num_microbatches % num_stages:
-            raise ConfigError(
-                f"schedule interleaved: {num_microbatches} microbatches are no multiple of {num_stages} stages"
-            )
-        return share / virtual_stages
-    return share / 3 if schedule == "zero_bubble" else share
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 
 
 def simulate_bubble(
@@ -41,7 +26,7 @@ def simulate_bubble(
     *,
     in_few_rounds: bool = False,
 ) -> float:
-    """Return the same by playing the schedule event by event, without time for sending.
+    """Return the time that a device waits over the time that it computes, without time for sending.
 
     `loads`: time of each run of blocks, through the model, as a multiple of one unit. The result is for the device that
     computes the longest. `in_few_rounds`: only the first microbatches are played. Once all devices are busy, each

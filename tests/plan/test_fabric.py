@@ -5,14 +5,7 @@ import pytest
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
-from llmfoundry_lite.plan.fabric import (
-    Host,
-    fat_tree,
-    one_for_each_device,
-    ring_rate,
-    staged_limits,
-    zoned,
-)
+from llmfoundry_lite.plan.fabric import fat_tree, one_for_each_device, ring_rate, staged_limits, zoned
 
 
 def test_two_zones_have_122_switches():
@@ -42,7 +35,7 @@ def test_a_ring_reaches_what_was_published():
 
 def test_staging_is_bound_by_at_most_a_quarter_more_than_was_reached():
     """6.3 to 8.1 GB/s were reached. The bound is 10: software and the tree's latency take the rest."""
-    limits = staged_limits(Host())
+    limits = staged_limits(8)
     assert min(limits, key=limits.__getitem__) == "adapter"
     assert 8.1e9 <= min(limits.values()) <= 1.25 * 8.1e9
     assert min(limits.values()) > 1.3 * ring_rate(16, 186 * MIB)
