@@ -166,7 +166,7 @@ def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | No
 
 
 def retry_on_damage(look: Callable[[bool], T]) -> T:
-    """Call `look(False)`, and `look(True)` after damage: a bad transfer or a stale cache is none."""
+    """Call `look(False)`, and past the cache, `look(True)`, after damage: it may be a bad transfer or a stale cache."""
     try:
         return look(False)
     except DamagedCheckpointError:

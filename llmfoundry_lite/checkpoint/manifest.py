@@ -193,7 +193,7 @@ class Manifest:
     """The resolved configuration."""
     segments: tuple[Segment, ...] = ()
     scalars: dict[str, Any] = field(default_factory=dict)
-    """State that is neither array nor optimizer: scheduler, data, loss scaler, callbacks."""
+    """Run state without arrays and optimizer: clocks, place in the data, loss scaler, seed, callbacks."""
     optimizer: dict[str, Any] | None = None
     """The optimizer's class, parameter groups by parameter name, and the slots that are single numbers."""
     aliases: dict[str, str] = field(default_factory=dict)

@@ -76,10 +76,9 @@ def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) 
 
 
 def describe(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> dict[str, Any]:
-    """Return, as JSON, what the layout of these tensors follows from; without a DTensor a tensor is replicated.
+    """Return dtypes, shapes, meshes and placements as JSON; a tensor that is no DTensor is replicated.
 
-    Of a matrix that ranks have divided by heads, it also says in which order they have its rows; the layout is that of
-    the rows' own order.
+    For a matrix divided by heads, the ranks' row order as well; the layout is that of the parameter's own order.
     """
     meshes: dict[int, int] = {}
     described: list[Any] = []

@@ -138,8 +138,10 @@ def _load_together(
 
 
 def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
-    """Return this rank's error as rank 0 sees it. Rank 0 looks itself at a file that another rank alone cannot read:
-    then either the checkpoint is at fault, or that rank's node, which is named."""
+    """Return this rank's error; on a sound rank 0, its verdict on files that others could not read.
+
+    Rank 0 looks itself at such a file: either the checkpoint is at fault, or that rank's node, which is named.
+    """
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.max_of([int(is_unsound)])):
         return error

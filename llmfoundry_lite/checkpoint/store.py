@@ -130,8 +130,8 @@ class CheckpointStore:
 
     A writer looks for a higher lease before it commits. Between that look and the commit a stalled writer may still be
     overtaken, and neither a rename nor a put can be fenced. So readers order saves by (lease epoch, batch), and a
-    checkpoint never replaces one of a higher epoch: a zombie's save counts as the newest only until the new writer has
-    committed its first. A run that was restarted from an older save goes its own way likewise. No clock is consulted.
+    checkpoint never replaces one of a higher epoch: a late save
+    from a launch believed dead ranks below its successor's first save. No clock is consulted.
     """
 
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
@@ -324,7 +324,9 @@ class CheckpointStore:
         verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
         dry_run: bool = False,
     ) -> list[str]:
-        """Remove old checkpoints, and nothing that dead writers left (see `acquire`); return their names.
+        """Remove old checkpoints, unfinished removals and unused parts of the log; return the checkpoints' names.
+
+        Drafts of dead writers wait for `acquire`.
 
         Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, those that can't
         be listed (for a person to look at), and, if none of the newest passes `verify`, the newest that does.

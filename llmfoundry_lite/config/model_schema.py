@@ -147,7 +147,7 @@ class ModelConfig:
     n_heads: int = setting(16, POSITIVE)
     n_layers: int = setting(24, POSITIVE)
     expansion_ratio: int | float = setting(4, POSITIVE)
-    """Width of the feed-forward layer over d_model; ffn_config.ffn_hidden_size goes before it."""
+    """Width of the feed-forward layer over d_model; ffn_config.ffn_hidden_size takes precedence."""
     max_seq_len: int = setting(2048, POSITIVE)
     """Tokens."""
     vocab_size: int = setting(50368, POSITIVE)

@@ -393,7 +393,7 @@ class TrainConfig:
     load_path: str | None = setting(
         None, not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"), change="freely"
     )
-    """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds goes before it."""
+    """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds takes precedence."""
     load_weights_only: bool = setting(False, change="freely")
     """Take the weights from load_path and begin at batch 1."""
     load_ignore_keys: list[str] = setting(list, change="freely")
@@ -403,7 +403,7 @@ class TrainConfig:
     stop_after: str | int | None = span(None, change="freely")
     """End this launch (not the run) after this span, saved."""
     max_wall_time: str | int | float | None = setting(None, parse_seconds, hardware=True)
-    """Leave, saved, with exit code 75 when this launch is so old: 3h55m, 90s, 1d, 3:55:00, or seconds."""
+    """Save and exit with code 75 after this much time: 3h55m, 90s, 1d, 3:55:00, or seconds."""
     preemption_grace_seconds: float = setting(20.0, POSITIVE, hardware=True)
     """From SIGTERM, SIGUSR1, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
     retry_for: str | int | float = setting("30m", parse_seconds, hardware=True)

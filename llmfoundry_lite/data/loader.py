@@ -83,7 +83,7 @@ def collate(rows_t: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def batch_digest(tokens_bt: Tensor) -> int:
-    """Hash a batch: two are equal if and only if they hold the same rows, in any order (padding rows count 0).
+    """Hash a batch: digests are equal for equal rows in any order, and others by chance alone. Padding rows count 0.
 
     The sum, modulo 2**64, of each row's xxh3_64 over its little-endian int64 bytes. The digest of the global batch is
     the sum of those of all ranks, modulo 2**64 again, which int64 tensors compute by wrapping around.

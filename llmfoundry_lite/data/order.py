@@ -107,7 +107,7 @@ class SampleOrder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that are equal if and only if the order is. Checkpoints store it to recognise their data."""
+        """16 hex digits of shards and settings: equal ones mean the same order. Checkpoints store it."""
         digest = hashlib.blake2b(digest_size=8)
         for sizes in self.shard_sizes_per_stream:
             digest.update(np.array([len(sizes)], "<i8").tobytes())

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 
 class RowReader:
-    """Decodes rows of one length. Raises DataError for one that is too short, or whose tokens cannot be."""
+    """Decoder of rows of one length. Raises DataError for one that is too short or has impossible ids."""
 
     def __init__(self, max_seq_len: int, vocab_size: int | None, tokenizer: Tokenizer | None, token_type: str) -> None:
         self.max_seq_len = max_seq_len

@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 """(task, items done, items)"""
 
 
-# 12 parameters: three things that are joined, and the settings of a suite, all but three of them optional.
+# 12 parameters: what is joined, and the settings of a suite, each with a default.
 def evaluate(
     model: Scorable,
     tokenizer: Tokenizer,
@@ -55,7 +55,7 @@ def evaluate(
     """
     longest = min(max_seq_len or model.max_seq_len, model.max_seq_len)
     prepared: list[Prepared] = []
-    with user_errors_on_all_ranks():  # of a file that one machine alone lacks, the others hear now
+    with user_errors_on_all_ranks():  # a file missing on one machine is an error on all ranks
         for config in tasks:
             prepared += _prepare_task(config, tokenizer, longest, tokenization, limit)
         for task in prepared:

@@ -28,7 +28,7 @@ BATCHES_BETWEEN_MOVES = 10
 STALL_SLACK_SECONDS = 1.0
 """Between two silences there is a new epoch, whose beats come a little later."""
 MOST_SILENCES = 2
-"""Time in which a batch may fail without an island lost; then the smallest has to go."""
+"""Times `silence_seconds` that a batch may keep failing with no island lost; then the smallest is evicted."""
 SECONDS_TO_BE_WHOLE = 30.0
 """Ranks of an island say hello together: one that is later is frozen."""
 MOST_TRIED = 10

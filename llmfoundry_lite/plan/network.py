@@ -14,6 +14,7 @@ from typing import NamedTuple
 from llmfoundry_lite.config.layout import DIMENSIONS, Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
 
 LINK_SHARE = 0.8
@@ -77,8 +78,11 @@ _SAME_NODE = {
 
 
 def find_node(accelerator_name: str) -> Node:
-    """Return the node that this accelerator usually comes in."""
-    return NODES[_SAME_NODE.get(accelerator_name, accelerator_name)]
+    """Return the node that this accelerator usually comes in. Raises ConfigError for one without."""
+    name = _SAME_NODE.get(accelerator_name, accelerator_name)
+    if name not in NODES:
+        raise ConfigError(f"{accelerator_name} has no node in llmfoundry_lite/plan/network.py; add its links there")
+    return NODES[name]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -115,9 +115,9 @@ def raising_on_all_ranks() -> Iterator[None]:
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Return on all ranks if none has an error; otherwise raise on all of them what the first had.
+    """Return on all ranks if none has an error; otherwise raise on all of them.
 
-    Errors that are not a user's are raised as they are where they happened.
+    A rank raises its own error, unless that is a CheckpointError. All others raise the first rank's.
     """
     if not any(max_of([0 if error is None else 1])):
         return

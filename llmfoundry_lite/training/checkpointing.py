@@ -1,9 +1,9 @@
 """A run and its checkpoints: Composer's events <-> checkpoint package. Restores once, saves when it is time.
 
-Everything that can be refused is refused in `find_start`, before the model is built and before the lease is taken,
-which would stop a launch that still runs. State is restored at AFTER_LOAD (the model is sharded by then, seeds and data
-are not yet touched) and saved at BATCH_CHECKPOINT, after the batch's evaluation. `save_policy` says when, `run_state`
-what besides tensors.
+`find_start` refuses what the manifest shows, before the model is built. Tensors and the place in the data are checked
+after the lease is taken, which ends another live launch. State is restored at AFTER_LOAD, when the model is sharded and
+seeds and data are not yet touched. It is saved at BATCH_CHECKPOINT, after the batch's evaluation. `save_policy` says
+when, `run_state` what besides tensors.
 """
 
 import itertools

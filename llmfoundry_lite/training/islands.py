@@ -244,7 +244,7 @@ class Islands(Partners):
         return {"islands": {name: dict(one) for name, one in self.trained.items()}}
 
     def may_save(self) -> bool:
-        """A rank that has lost the others leaves at the next batch; they may carry on without this island."""
+        """Return whether this island saves and no successor holds the lease."""
         return self.saves_here and not (broadcast_json(self.member.lost is not None) and self._is_followed())
 
     def _is_followed(self) -> bool:
@@ -350,7 +350,7 @@ class Islands(Partners):
         return True
 
     def _commit(self, verdict: Message) -> None:
-        """Tell the others of this rank what all islands have found of the batch."""
+        """Hand what all islands have found to this rank's GradientStep and Agreement."""
         here = self.agreement.current
         self.num_drifts += len(verdict["drifted"])
         self.guard.agreed = Measured(verdict["norm"], verdict["loss"], verdict["bad"])

@@ -52,7 +52,7 @@ class Partners:
         """Note that the batch is computed from here on."""
 
     def settle(self, state: State, loss: torch.Tensor) -> bool:
-        """Make the gradient that of the whole batch. False: it is gone, and the batch has other rows from now on."""
+        """Sum the gradient over launches. Return False if that failed: the batch is computed again, with other rows."""
         return True
 
     def metrics(self) -> dict[str, float]:

@@ -224,10 +224,10 @@ class GradientStep:
         self.num_microbatches_left = num_microbatches
 
     def before_forward(self) -> None:
-        """Keep gradients on their device until the batch's last microbatch; FSDP2 would sum them after each.
+        """Keep gradients on their device until the batch's last microbatch; FSDP2 would reduce them after each.
 
-        Where each microbatch's are shared out among the shards, the sum over replicas still waits for the last. Not
-        in 16 bits: FSDP2 would add the microbatches up in them.
+        With `reduces_every_microbatch` they are reduce-scattered after each, and all-reduced over replicas after the
+        last. In 16 bits both happen each time: FSDP2 would add microbatches in 16 bits.
         """
         self.num_microbatches_left -= 1
         if isinstance(self.model.model, FSDPModule):
@@ -295,8 +295,7 @@ def measure(
     num_stages: int = 1,
     shared: Sequence[torch.nn.Parameter] = (),
 ) -> Measured:
-    """Measure the batch in the only collective that it has beside FSDP's, and the only time the host waits for the
-    device.
+    """All-reduce norm, loss and bad losses of the batch: the one time that the host waits for the device.
 
     Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Microbatches are those of
     all ranks; ranks that divide layers among them each count the one they have in common. Of `num_stages` pipelined

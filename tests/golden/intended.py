@@ -4,6 +4,7 @@ INTENDED: dict[str, str] = {
     "commands/help/bench*": "proofs and races beside peers moved to `python -m benchmarks`",
     "commands/help/top": "bench measures this machine alone",
     "commands/doctor/checks": "gone: three checks of the clock, and leftovers in /dev/shm, which the next run removes",
+    "errors/command/plan-hardware": "a new device also needs its node in plan/network.py",
     "errors/command/eval-type": "a task's key is named by its place, icl_tasks[0], as other keys of a task are",
     "errors/file/overlay-trains": "the keys of an overlay are listed in the order of the schema, where each now stands",
     "eval/compare": "the heading [interval] is no longer taken for a style and lost",
