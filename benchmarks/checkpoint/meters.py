@@ -34,7 +34,7 @@ def timed(work: Callable[[], Any], needs_bytes: int) -> float:
 
 
 def slowest(seconds: float) -> float:
-    return exchange.max_of([int(seconds * 1e6)])[0] / 1e6
+    return exchange.all_reduce_max([int(seconds * 1e6)])[0] / 1e6
 
 
 def warm_up(num_bytes: int) -> None:
@@ -112,7 +112,7 @@ def drop_from_cache(folder: Path) -> float:
         if path.is_file() and path.stat().st_size:
             resident = resident_pages(path)
             kept, pages = kept + sum(resident), pages + len(resident)
-    return exchange.max_of([kept * 1_000_000 // max(pages, 1)])[0] / 1e6
+    return exchange.all_reduce_max([kept * 1_000_000 // max(pages, 1)])[0] / 1e6
 
 
 def resident_pages(path: Path) -> bytes:

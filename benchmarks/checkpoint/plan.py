@@ -31,7 +31,7 @@ from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tel
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import boxes_in, describe, make_plan
-from llmfoundry_lite.checkpoint.restore import find_parts, hold_together, read_tensors
+from llmfoundry_lite.checkpoint.restore import find_parts, gather_held_keys, read_tensors
 from llmfoundry_lite.checkpoint.save import REPORT, About, Saver, file_name, open_saver
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_pieces, open_shard, write_shard
 from llmfoundry_lite.checkpoint.state import read_state
@@ -142,7 +142,7 @@ def measure_plan(figures: dict[str, float], model: Any, optimizer: Any, num_rank
     found = read_state(model, optimizer)
 
     def plan() -> dict[str, float]:
-        tables = exchange.gather_distinct(describe(found.tensors, found.row_orders))
+        tables = exchange.all_gather_distinct(describe(found.tensors, found.row_orders))
         make_plan([(table, list(range(num_ranks))) for table, _ in tables], 0, num_ranks)
         return {}
 
@@ -174,7 +174,7 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
             else:
                 for rank in range(1, num_ranks):
                     os.link(folder / "ba1" / file_name(rank), draft.path_here / file_name(rank))
-            with mock.patch.object(exchange, "gather_bytes", lambda raw, group=None: [raw, *first]):
+            with mock.patch.object(exchange, "all_gather_bytes", lambda raw, group=None: [raw, *first]):
                 started = time.thread_time()
                 saver.poll()
                 spent += time.thread_time() - started
@@ -236,7 +236,7 @@ def measure_resume(figures: dict[str, float], model: Any, optimizer: Any, folder
                 for part in parts:
                     shard.find(part.cell.key(part.name), manifest.tensors[part.name].dtype, part.cell.shape)
         with _no_others():
-            hold_together(model, optimizer)
+            gather_held_keys(model, optimizer)
         return {"decode": decoded - started, "files": len(by_file)}
 
     seconds, megabytes, found = _in_child(prepare)
@@ -327,8 +327,8 @@ def _timed(work: Callable[[], Any]) -> float:
 def _no_others() -> Iterator[None]:
     """Collectives give this rank back what it said: the fake group's leave their results as they were."""
     with (
-        mock.patch.object(exchange, "gather_bytes", lambda raw, group=None: [raw]),
-        mock.patch.object(exchange, "max_of", lambda values, group=None: [int(value) for value in values]),
+        mock.patch.object(exchange, "all_gather_bytes", lambda raw, group=None: [raw]),
+        mock.patch.object(exchange, "all_reduce_max", lambda values, group=None: [int(value) for value in values]),
     ):
         yield
 

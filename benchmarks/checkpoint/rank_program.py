@@ -156,7 +156,7 @@ def measure_save(start: Start, folder: Path, batch: int, memory: Memory) -> dict
     return {
         "stall_seconds": slowest(stall),
         "durable_seconds": slowest(durable),
-        "extra_bytes": exchange.max_of([memory.extra_bytes])[0],
+        "extra_bytes": exchange.all_reduce_max([memory.extra_bytes])[0],
     }
 
 

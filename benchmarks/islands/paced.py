@@ -15,11 +15,11 @@ SECONDS = 0.1
 def main(arguments: Sequence[str]) -> None:
     from llmfoundry_lite.training.islands import Islands
 
-    settle: Any = Islands.settle
+    exchange: Any = Islands.exchange_gradient
 
-    def settle_later(*given: Any) -> Any:
+    def exchange_later(*given: Any) -> Any:
         time.sleep(SECONDS)
-        return settle(*given)
+        return exchange(*given)
 
-    Islands.settle = settle_later  # type: ignore[method-assign]
+    Islands.exchange_gradient = exchange_later  # type: ignore[method-assign]
     importlib.import_module("llmfoundry_lite.train").main(arguments)  # as a launcher finds it

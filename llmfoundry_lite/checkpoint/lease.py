@@ -44,7 +44,7 @@ class Leases:
         This alone makes the folder: one that is not there later has vanished.
         """
         holder = self.holder()
-        if holder is not None and not steal_from_live_writer and is_running_elsewhere(holder.owner):
+        if holder is not None and not steal_from_live_writer and is_other_live_process(holder.owner):
             raise CheckpointError(
                 f"{self.url}: process {holder.owner.get('pid')} on this machine is saving here; stop it, or "
                 "give this run another save_folder"
@@ -111,7 +111,7 @@ class Leases:
         return {}
 
 
-def is_running_elsewhere(owner: dict[str, Any]) -> bool:
+def is_other_live_process(owner: dict[str, Any]) -> bool:
     """Return whether a lease's owner is another process that certainly runs: on this very boot of this machine."""
     pid, namespace = owner.get("pid"), owner.get("namespace", pid_namespace())
     if type(pid) is not int or pid == os.getpid() or owner.get("boot") is None:

@@ -65,7 +65,7 @@ def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) 
     grid."""
     with exchange.raising_on_all_ranks():
         table = describe(tensors, row_orders)
-    tables = exchange.gather_distinct(table)
+    tables = exchange.all_gather_distinct(table)
     with exchange.raising_on_all_ranks():
         check_parts(tensors)
         plan = make_plan(tables, *exchange.rank_and_size())

@@ -119,11 +119,11 @@ def _load_together(
 ) -> Manifest:
     """`checkpoint` is given on rank 0; the others work from the manifest that rank 0 has read."""
     url = exchange.broadcast_json(checkpoint.where if checkpoint else None)
-    raw = exchange.tell_bytes(checkpoint.raw if checkpoint else b"")
+    raw = exchange.broadcast_bytes(checkpoint.raw if checkpoint else b"")
     with exchange.raising_on_all_ranks():  # one node may lack a package
         checkpoint = checkpoint or Checkpoint(url, open_folder(url), decode(raw, url))
     assert checkpoint is not None
-    held = hold_together(model, optimizer)
+    held = gather_held_keys(model, optimizer)
     targets, staging, error = None, {}, None
     try:
         check(checkpoint.manifest)
@@ -143,7 +143,7 @@ def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
     Rank 0 looks itself at such a file: either the checkpoint is at fault, or that rank's node, which is named.
     """
     is_unsound = isinstance(error, UnsoundCheckpointError)
-    if not any(exchange.max_of([int(is_unsound)])):
+    if not any(exchange.all_reduce_max([int(is_unsound)])):
         return error
     report = None
     if isinstance(error, UnsoundCheckpointError):
@@ -199,7 +199,7 @@ class Held(NamedTuple):
     """The names of the parameters in each group of the optimizer."""
 
 
-def hold_together(model: nn.Module, optimizer: Optimizer | None) -> Held:
+def gather_held_keys(model: nn.Module, optimizer: Optimizer | None) -> Held:
     """Raises CheckpointError on all ranks when an optimizer is not of its model."""
     with exchange.raising_on_all_ranks():
         groups = []
@@ -207,7 +207,7 @@ def hold_together(model: nn.Module, optimizer: Optimizer | None) -> Held:
             names = state.parameter_names(model, optimizer)
             groups = [sorted({names[id(p)] for p in group["params"]}) for group in optimizer.param_groups]
         mine = [sorted(state.model_tensors(model)[0]), groups]
-    held = [value for value, _ in exchange.gather_distinct(mine)]
+    held = [value for value, _ in exchange.all_gather_distinct(mine)]
     groups = [set().union(*(names[i] for _, names in held)) for i in range(len(held[0][1]))]
     return Held(set().union(*(keys for keys, _ in held)), groups)
 
@@ -251,9 +251,9 @@ def find_targets(
     if manifest.optimizer is None:
         raise CheckpointError(f"{where}: holds no optimizer state; load_weights_only: true starts a new optimizer")
     state.check_optimizer(optimizer, held.groups, manifest.optimizer, where)
-    anew = state.without_slots(manifest, ignore)
-    slots, parameters = state.optimizer_targets(model, optimizer, manifest, anew)
-    numbers = {name: kept for name, kept in manifest.optimizer["state"].items() if name not in anew}
+    without_state = state.without_slots(manifest, ignore)
+    slots, parameters = state.optimizer_targets(model, optimizer, manifest, without_state)
+    numbers = {name: kept for name, kept in manifest.optimizer["state"].items() if name not in without_state}
     tensors |= slots
     orders = state.row_orders(model, tensors)
     return Targets(tensors, orders, optimizer, parameters, manifest.optimizer | {"state": numbers})

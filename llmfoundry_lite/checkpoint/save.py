@@ -157,7 +157,7 @@ class Saver:
             assert self.lease is not None, "rank 0 saves under a lease"
             lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
         signature = [(name, t.dtype, t.shape, getattr(t, "placements", None)) for name, t in found.tensors.items()]
-        if exchange.max_of([signature != self._signature])[0]:
+        if exchange.all_reduce_max([signature != self._signature])[0]:
             self._make_plan(found.tensors, found.row_orders)
             self._signature = signature
         epoch, save_id = exchange.broadcast_json(lease_and_id)
@@ -184,7 +184,7 @@ class Saver:
         if flight is None:
             return None
         if all_written is None:
-            all_written = not exchange.max_of([int(self.is_writing)])[0]
+            all_written = not exchange.all_reduce_max([int(self.is_writing)])[0]
         if not all_written:
             return None
         try:
@@ -275,7 +275,7 @@ class Saver:
         assert self._plan is not None
         record, numbers = flight.task.result()
         mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers)
-        reports = [REPORT.unpack(raw) for raw in exchange.gather_bytes(mine)]
+        reports = [REPORT.unpack(raw) for raw in exchange.all_gather_bytes(mine)]
         for rank, table in enumerate(self._plan.table_of_rank):
             if reports[rank][3] != reports[first := self._plan.first_ranks[table]][3]:
                 raise CheckpointError(

@@ -83,7 +83,7 @@ def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
     return found
 
 
-def in_row_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
+def to_parameter_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
     """Reorder a whole tensor whose rows come in the ranks' order."""
     result, at = torch.empty_like(tensor), 0
     for first, count in runs:
@@ -92,8 +92,8 @@ def in_row_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
     return result
 
 
-def in_order_of_ranks(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Undo `in_row_order`."""
+def to_rank_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Undo `to_parameter_order`."""
     return torch.cat([tensor[first : first + count] for first, count in runs])
 
 

@@ -82,7 +82,7 @@ class Paired:
         """The difference that so many items find with 80 % power at `confidence`."""
         return (statistics.z_of(1 - self.confidence) + statistics.Z_POWER) * self.error or None
 
-    def settle(self, p_corrected: float, level: float) -> None:
+    def decide(self, p_corrected: float, level: float) -> None:
         """Take the interval at its level, now that it is known how many tests there are."""
         self.p_corrected, self.confidence, self.is_detected = p_corrected, 1 - level, self.p < level
         if (found := self.interval(level)) is not None:
@@ -174,7 +174,7 @@ def compare(
     ):
         corrected, levels = statistics.holm([paired.p for paired in family], SIGNIFICANT)
         for paired, *found in zip(family, corrected, levels, strict=True):
-            paired.settle(*found)
+            paired.decide(*found)
     return pairs
 
 

@@ -14,7 +14,7 @@ from llmfoundry_lite.evaluation.scoring import Scorable
 from llmfoundry_lite.evaluation.tasks import Prepared, clean
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.ranks.exchange import all_gather_json, max_of, raise_on_all_ranks
+from llmfoundry_lite.ranks.exchange import all_gather_json, all_reduce_max, raise_on_all_ranks
 
 INCOMPLETE = "\ufffd"
 """A decoder's stand-in for a character whose bytes have not all arrived."""
@@ -54,7 +54,7 @@ def write(model: Scorable, tokenizer: Tokenizer, context: Sequence[int], config:
     written: list[int] = []
     answer: str | None = None
     for _ in range(config.max_new_tokens):
-        is_open, has_failed = max_of([answer is None, tokens is None])
+        is_open, has_failed = all_reduce_max([answer is None, tokens is None])
         if has_failed or not is_open:
             break
         assert tokens is not None

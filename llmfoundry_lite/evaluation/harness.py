@@ -14,7 +14,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.against import Against, ask_until_decided
 from llmfoundry_lite.evaluation.generation import answer_all, is_right
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.records import Record, hash_of, scored_item, summarise, written_item
+from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
 from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, prepare, prepare_text, read_rows
@@ -145,7 +145,7 @@ class Asker:
         if task.kind in GENERATION:
             texts = answer_all(self.model, self.tokenizer, task, self.share, on_progress)
             return [
-                written_item(task, item, text, is_right=is_right(task.config, text, item.answers))
+                generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
                 for item, text in zip(task.items, texts, strict=True)
             ]
         # As in training and eval/loss; prompts are one document, whatever tokens they have.

@@ -108,7 +108,7 @@ def scored_item(task: Prepared, item: Item, scores: "Sequence[Score]") -> Record
     return record
 
 
-def written_item(task: Prepared, item: Item, text: str, *, is_right: bool) -> Record:
+def generated_item(task: Prepared, item: Item, text: str, *, is_right: bool) -> Record:
     """Build the record of an item whose answer the model wrote."""
     record: Record = {"task": task.name, "index": item.index, "text": text, "answers": list(item.answers)}
     return {**record, "num_trimmed": item.requests[0].num_trimmed, **_groups(item), "acc": int(is_right)}

@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     """A model's answer on the wanted tokens."""
 
     log_probability_n: torch.Tensor  # fp32, nats
-    is_likeliest_n: torch.Tensor  # bool
+    is_argmax_n: torch.Tensor  # bool
 
 
 class Scorable(Protocol):

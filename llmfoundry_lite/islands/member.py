@@ -71,7 +71,7 @@ class View(NamedTuple):
         return {"kind": "view", **self._asdict(), "lanes": lanes}
 
 
-def found_coordinator(address: tuple[str, int], num_islands: int, output: Path) -> None:
+def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, output: Path) -> None:
     """Start a coordinator there, unless one answers. It outlives this launch, and ends when nobody is left.
 
     Raises ConfigError.

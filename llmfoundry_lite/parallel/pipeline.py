@@ -22,7 +22,7 @@ from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
 from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.precision import Precision
-from llmfoundry_lite.ranks.exchange import broadcast_json, tell_bytes
+from llmfoundry_lite.ranks.exchange import broadcast_bytes, broadcast_json
 
 Loss = Callable[..., Tensor]
 """(hidden_btd, unembedding_vd, labels_bt, [weights_bt=]) -> the sum of the loss."""
@@ -195,7 +195,7 @@ class Pipeline(nn.Module):
         described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors], isinstance(result, tuple)
         described, is_tuple = broadcast_json(described, self.group, source=self.rank_of_last)
         raw = b"".join(t.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
-        raw = tell_bytes(raw, self.group, source=self.rank_of_last)
+        raw = broadcast_bytes(raw, self.group, source=self.rank_of_last)
         if self.has_last:
             return result
         tensors, begin = [], 0

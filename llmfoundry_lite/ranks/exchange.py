@@ -35,11 +35,11 @@ def rank_and_size(group: Group = None) -> tuple[int, int]:
 def all_gather_json(value: Any, group: Group = None) -> list[Any]:
     """Return what each rank passed, in order of rank; two collectives."""
     raw = write_json(value)
-    longest = max_of([len(raw)], group)[0]
-    return [json.loads(part) for part in gather_bytes(raw.ljust(longest), group)]
+    longest = all_reduce_max([len(raw)], group)[0]
+    return [json.loads(part) for part in all_gather_bytes(raw.ljust(longest), group)]
 
 
-def gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
+def all_gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
     """Return what each rank passed, in order of rank; one collective. All must pass equally many bytes."""
     _, world_size = rank_and_size(group)
     if world_size == 1:
@@ -51,12 +51,12 @@ def gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
     return [everything[i : i + len(raw)] for i in range(0, len(everything), len(raw))]
 
 
-def gather_distinct(value: Any) -> list[tuple[Any, list[int]]]:
+def all_gather_distinct(value: Any) -> list[tuple[Any, list[int]]]:
     """Return the different values that ranks passed, each with its ranks, in order of the first.
 
     Ranks compare digests, and one rank broadcasts each value: cheap when most have the same.
     """
-    digests = gather_bytes(xxhash.xxh3_128_digest(write_json(value)))
+    digests = all_gather_bytes(xxhash.xxh3_128_digest(write_json(value)))
     holders: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(digests):
         holders.setdefault(digest, []).append(rank)
@@ -68,10 +68,10 @@ def gather_distinct(value: Any) -> list[tuple[Any, list[int]]]:
 def broadcast_json(value: Any, group: Group = None, *, source: int = 0) -> Any:
     """Return on every rank what rank `source` passed."""
     rank, _ = rank_and_size(group)
-    return json.loads(tell_bytes(write_json(value) if rank == source else b"", group, source=source))
+    return json.loads(broadcast_bytes(write_json(value) if rank == source else b"", group, source=source))
 
 
-def tell_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
+def broadcast_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
     rank, world_size = rank_and_size(group)
     if world_size == 1:
         return raw
@@ -84,7 +84,7 @@ def tell_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
     return raw if rank == source else bytes(content.cpu().numpy())
 
 
-def max_of(values: list[int], group: Group = None) -> list[int]:
+def all_reduce_max(values: list[int], group: Group = None) -> list[int]:
     """Return each value's maximum over the ranks."""
     return _reduce(values, dist.ReduceOp.MAX, group)
 
@@ -119,7 +119,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
 
     A rank raises its own error, unless that is a CheckpointError. All others raise the first rank's.
     """
-    if not any(max_of([0 if error is None else 1])):
+    if not any(all_reduce_max([0 if error is None else 1])):
         return
     may_pass = isinstance(error, UserError) and error.is_transient
     reports = all_gather_json([type(error).__name__, str(error), may_pass] if error is not None else None)

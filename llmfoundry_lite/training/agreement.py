@@ -84,7 +84,7 @@ class Agreement(Callback):
         reason = self.preemption.look()
         self._batches = self.changed(state) or self._batches
         counted = NOTHING if state.timestamp >= state.max_duration else self._read_ahead()
-        self.preemption.settle(self._agree(counted, reason, self.ranks.is_first and self.wants_save(state)))
+        self.preemption.set_agreed(self._agree(counted, reason, self.ranks.is_first and self.wants_save(state)))
 
     def _read_ahead(self) -> Upcoming:
         """Read this rank's share of the next batch, and count it."""

@@ -195,7 +195,7 @@ class Checkpointing(Callback):
     # ----------------------------------------------------------------------------------------------------- save
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._settle(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
+        self._advance_save(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
         decision = self.policy.decide(state)
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:
@@ -248,18 +248,18 @@ class Checkpointing(Callback):
     def _save(self, state: State, logger: Logger) -> None:
         if not self.partners.may_save():
             return
-        if not self.saver.has_lease and self._settle(
+        if not self.saver.has_lease and self._advance_save(
             partial(self.saver.take_lease, steal_from_live_writer=True), logger
         ):
             return
         save = partial(self.saver.save, self.model.model, state.optimizers[0], self._about(state))
-        if self._settle(save, logger) is not None:  # the one before failed, and this one has not begun
+        if self._advance_save(save, logger) is not None:  # the one before failed, and this one has not begun
             save()
         self.last_saved_batch = int(state.timestamp.batch)
         if self.policy.timer is not None:
             self.policy.timer.note_begun()
 
-    def _settle(self, step: Callable[[], Saved | None], logger: Logger) -> UserError | None:
+    def _advance_save(self, step: Callable[[], Saved | None], logger: Logger) -> UserError | None:
         """Take a step of a save. A fault that may pass is told and returned: the run goes on, and saves later. Every
         rank must come here together."""
         try:
@@ -277,7 +277,7 @@ class Checkpointing(Callback):
         """Wait until the save in flight is published. It is the last one: after a fault that may pass, save again."""
         began = time.monotonic()
         for attempt in itertools.count():
-            error = self._settle(self.saver.wait, logger)
+            error = self._advance_save(self.saver.wait, logger)
             if error is None:
                 return
             left = began + parse_seconds(self.config.retry_for) - time.monotonic()
@@ -391,7 +391,7 @@ def find_start(config: TrainConfig) -> Start:
     error, found = None, Start()
     if dist.get_rank() == 0:
         try:
-            found = look(config, fingerprints)
+            found = choose_start(config, fingerprints)
         except CheckpointError as caught:
             error = caught
     raise_on_all_ranks(error)
@@ -418,8 +418,8 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
         )
 
 
-def look(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
-    """Raises CheckpointError."""
+def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
+    """Choose the checkpoint that a launch begins from. Raises CheckpointError."""
     store = CheckpointStore(config.checkpoint_folder)
     candidates = store.candidates()
     if candidates:

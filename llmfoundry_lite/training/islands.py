@@ -39,11 +39,11 @@ from llmfoundry_lite.islands.exchange import (
     share_out,
     sum_weighted,
 )
-from llmfoundry_lite.islands.member import Lost, Member, View, found_coordinator
+from llmfoundry_lite.islands.member import Lost, Member, View, start_coordinator_if_absent
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
-from llmfoundry_lite.ranks.exchange import all_reduce_sum, broadcast_json, max_of, raise_on_all_ranks
+from llmfoundry_lite.ranks.exchange import all_reduce_max, all_reduce_sum, broadcast_json, raise_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.optimizers import clear_gradients, local
@@ -94,7 +94,7 @@ class Islands(Partners):
         coordinator = parse_address(self.config.coordinator, "islands.coordinator")
         try:
             if self.config.begin_with is not None and self.rank == 0:
-                found_coordinator(coordinator, self.config.begin_with, self.run_folder / "coordinator.txt")
+                start_coordinator_if_absent(coordinator, self.config.begin_with, self.run_folder / "coordinator.txt")
         except ConfigError as caught:
             error = caught
         raise_on_all_ranks(error)
@@ -123,7 +123,7 @@ class Islands(Partners):
         """Say what this rank has, and wait for the first view; take over the state of a run that is under way."""
         state: State = trainer.state
         self.checkpointing: Checkpointing = checkpointing
-        self.agreement, self.guard = checkpointing.agreement, trainer.gradient_step  # type: ignore[attr-defined]
+        self.agreement, self.gradient_step = checkpointing.agreement, trainer.gradient_step  # type: ignore[attr-defined]
         self.save_before_leaving = lambda reason: self._save_before_leaving(reason, state, trainer.logger)
         self.member.on_evicted = lambda reason: on_evicted("preempted", reason)
         dataset: Any = state.train_dataloader.dataset  # type: ignore[union-attr]
@@ -153,7 +153,7 @@ class Islands(Partners):
         if self.rank == 0:
             print("islands: waiting until as many are here as the run begins with, or its next batch ends", flush=True)
         preemption = self.agreement.preemption
-        while not max_of([int(self.member.wait(LOOK_SECONDS))])[0]:
+        while not all_reduce_max([int(self.member.wait(LOOK_SECONDS))])[0]:
             if asked_by := preemption.agree_on_reason():  # answered at once: there is nothing to save
                 why = preemption.because(asked_by)
                 raise Preempted(f"{why} while waiting for other islands; run the same command again", orderly=True)
@@ -312,7 +312,7 @@ class Islands(Partners):
         """Start the clock. An evaluation or a save before the batch says nothing of this island's pace."""
         self.began_at = _now()
 
-    def settle(self, state: State, loss: torch.Tensor) -> bool:
+    def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
         """Exchange the gradient of this island's rows, and hear the verdict. `loss` is a data rank's, as for `measure`.
 
         True: the gradient is the whole batch's, and the guard and the agreement know what all have found of it. False:
@@ -353,7 +353,7 @@ class Islands(Partners):
         """Hand what all islands have found to this rank's GradientStep and Agreement."""
         here = self.agreement.current
         self.num_drifts += len(verdict["drifted"])
-        self.guard.agreed = Measured(verdict["norm"], verdict["loss"], verdict["bad"])
+        self.gradient_step.agreed = Measured(verdict["norm"], verdict["loss"], verdict["bad"])
         for name, rows in verdict["rows"].items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.tokens_elsewhere += verdict["tokens"] - here.num_tokens
@@ -385,7 +385,7 @@ class Islands(Partners):
         if len(self.view.members) > 1:
             self._add_up(inside, swapped, weight)
             complete(gradients, parts, self.pieces, self.boxes)
-        norm, mean, num_bad = measure(list(self.parameters.values()), loss, self.guard.bad_losses)
+        norm, mean, num_bad = measure(list(self.parameters.values()), loss, self.gradient_step.bad_losses)
         return {"ok": True, "leaving": bool(leaves), "norm": norm, "loss": mean, "bad": num_bad}
 
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:

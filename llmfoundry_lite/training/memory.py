@@ -26,7 +26,7 @@ from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.plan.memory import advise_less_memory, estimate_training_memory, slots_of
-from llmfoundry_lite.ranks.exchange import max_of
+from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.memory import return_freed_memory
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
@@ -106,11 +106,11 @@ class Search:
         while size < sizes[-1]:
             larger = [following for following in sizes if following > size]
             following = max((one for one in larger if one <= 2 * size), default=larger[0])
-            if max_of([self.expect(following) > limit])[0]:
+            if all_reduce_max([self.expect(following) > limit])[0]:
                 break
             size = following
             self.peaks[size] = self.measure(size)
-        most = -max_of([-next((size for size in reversed(sizes) if self.expect(size) <= limit), 0)])[0]
+        most = -all_reduce_max([-next((size for size in reversed(sizes) if self.expect(size) <= limit), 0)])[0]
         clear_gradients(self.optimizer)
         if most < 1:
             self.had = int(self.had * MARGIN)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
-from llmfoundry_lite.checkpoint.state import in_order_of_ranks, in_row_order
+from llmfoundry_lite.checkpoint.state import to_parameter_order, to_rank_order
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
@@ -121,10 +121,10 @@ class Muon(Optimizer):
 
         def orthogonalise(index: int, whole: torch.Tensor) -> torch.Tensor:
             _, heights, row_order = self.matrices[index]
-            parts = (whole if row_order is None else in_row_order(whole, row_order)).split(heights)
+            parts = (whole if row_order is None else to_parameter_order(whole, row_order)).split(heights)
             scaled = [newton_schulz(p, options["ns_steps"]) * scale_of(p, options["adjust_lr_fn"]) for p in parts]
             result = torch.cat(scaled) if len(scaled) > 1 else scaled[0]
-            return result if row_order is None else in_order_of_ranks(result, row_order)
+            return result if row_order is None else to_rank_order(result, row_order)
 
         for index, update in self._owners.apply(direction, orthogonalise):
             weight = local(self.matrices[index].parameter)

@@ -51,7 +51,7 @@ class Partners:
     def begin_batch(self) -> None:
         """Note that the batch is computed from here on."""
 
-    def settle(self, state: State, loss: torch.Tensor) -> bool:
+    def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
         """Sum the gradient over launches. Return False if that failed: the batch is computed again, with other rows."""
         return True
 

@@ -32,7 +32,7 @@ from llmfoundry_lite.ranks.ending import (
     is_second_press,
     leaving_because,
 )
-from llmfoundry_lite.ranks.exchange import max_of
+from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 
 REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP", "SIGINT")
@@ -87,7 +87,7 @@ class Preemption:
 
     def agree_on_reason(self) -> str:
         """Return the reason to leave that any rank knows of, or "". Every rank must call this at the same places."""
-        return self.settle(max_of([self.look()])[0])
+        return self.set_agreed(all_reduce_max([self.look()])[0])
 
     def look(self) -> int:
         """Return what this rank knows of, at the end of a batch or of a part of an evaluation."""
@@ -98,7 +98,7 @@ class Preemption:
         self._look_for_file()
         return self.reason
 
-    def settle(self, reason: int) -> str:
+    def set_agreed(self, reason: int) -> str:
         """Take over the reason that all ranks have agreed on."""
         self.agreed = reason
         if self.agreed and not self.reason:

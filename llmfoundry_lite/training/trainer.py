@@ -89,7 +89,7 @@ class GroupedTrainer(Trainer):
         """
         state = self.state
         loss_sum = self._compute_gradient()
-        while not self.partners.settle(state, loss_sum):
+        while not self.partners.exchange_gradient(state, loss_sum):
             self.agreement.begin_epoch(self.partners.batches(state))
             state.batch = self.agreement.take()
             loss_sum = self._compute_gradient()

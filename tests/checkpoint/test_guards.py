@@ -135,7 +135,7 @@ def test_a_zombie_process_is_not_alive():
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
     ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     try:
-        assert not leases.is_running_elsewhere(describe_this_process() | {"pid": child.pid, "started": ticks})
+        assert not leases.is_other_live_process(describe_this_process() | {"pid": child.pid, "started": ticks})
     finally:
         child.wait()
 

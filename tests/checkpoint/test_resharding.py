@@ -25,7 +25,7 @@ from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_parts, d
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
-from llmfoundry_lite.checkpoint.state import DTYPES, in_row_order, local_part
+from llmfoundry_lite.checkpoint.state import DTYPES, local_part, to_parameter_order
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.config.layout import divide_stack
@@ -235,7 +235,7 @@ def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(sha
     sizes, world_size = (16, 8, 8), shard * tensor
     runs, whole = divide_stack(sizes, tensor), torch.arange(32)[:, None].expand(32, 3)
     in_order = torch.cat([whole[first : first + count] for first, count in runs])
-    assert torch.equal(in_row_order(in_order, runs), whole)
+    assert torch.equal(to_parameter_order(in_order, runs), whole)
     cells = set()
     for rank in range(world_size):
         with rank_of(rank, world_size):

@@ -151,15 +151,15 @@ def test_of_many_that_claim_the_lease_at_once_each_gets_a_number_of_its_own(tmp_
 def test_a_reused_process_id_is_not_the_writer():
     mine = describe_this_process()
     owner = mine | {"pid": os.getppid(), "started": mine["started"] + 1}
-    assert not leases.is_running_elsewhere(owner)
+    assert not leases.is_other_live_process(owner)
 
 
 @pytest.mark.fault
 def test_a_process_of_another_container_of_this_machine_is_not_certainly_the_writer():
     """Each counts its processes anew."""
     parent = describe_this_process() | {"pid": os.getppid(), "started": start_ticks(os.getppid())}
-    assert leases.is_running_elsewhere(parent)
-    assert not leases.is_running_elsewhere(parent | {"namespace": "pid:[1]"})
+    assert leases.is_other_live_process(parent)
+    assert not leases.is_other_live_process(parent | {"namespace": "pid:[1]"})
 
 
 def test_leases_of_many_launches_do_not_pile_up(url):

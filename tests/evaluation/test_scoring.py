@@ -281,7 +281,7 @@ def test_the_vocabulary_is_read_in_parts_without_a_trace(monkeypatch):
     found = score_hidden(hidden, unembedding, wanted)
     expected = logits.log_softmax(-1)[wanted.which_n, wanted.expected_n]
     assert found.log_probability_n.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-    assert found.is_likeliest_n[:40].all() and found.is_likeliest_n.sum() < 45
+    assert found.is_argmax_n[:40].all() and found.is_argmax_n.sum() < 45
 
 
 def test_what_a_model_in_bf16_writes_is_what_scoring_calls_the_likeliest():

@@ -33,10 +33,10 @@ ZERO = {"fsdp_config": {"sharding_strategy": "ZERO_1"}}
 NAMES = ("adamw", "lion")
 
 
-def steps_on_ranks(gather_bytes: int) -> None:
+def steps_on_ranks(all_gather_bytes: int) -> None:
     """Two steps with every optimizer, the state shared out and not, from the same gradients."""
     dist.init_process_group("gloo")
-    zero.GATHER_BYTES = gather_bytes
+    zero.GATHER_BYTES = all_gather_bytes
     told: dict[str, Any] = {}
     for name in NAMES:
         options = OptimizerConfig(name=name, lr=0.1, weight_decay=0.1)

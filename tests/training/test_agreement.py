@@ -24,7 +24,7 @@ class Preempted:
     def look(self):
         return self.reason
 
-    def settle(self, reason):
+    def set_agreed(self, reason):
         self.agreed = reason
 
 

@@ -47,7 +47,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     device_behind_the_host[0] = time.monotonic() + SECONDS / 2  # the batch before
     islands.begin_batch()
     device_behind_the_host[0] = time.monotonic() + SECONDS
-    assert not islands.settle(state, torch.zeros(()))
+    assert not islands.exchange_gradient(state, torch.zeros(()))
     assert SECONDS / 2 < said[0]["seconds"] < 50 * SECONDS
     assert said[0]["seconds"] >= 0.99 * SECONDS
     assert said[0]["weight"] == 18, "tokens with a loss, not rows"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.checkpoint.planning import box_of
-from llmfoundry_lite.checkpoint.state import in_order_of_ranks, in_row_order, row_orders
+from llmfoundry_lite.checkpoint.state import row_orders, to_parameter_order, to_rank_order
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -140,11 +140,11 @@ def updates_on_ranks() -> None:
         for step in range(2):
             for seed, (n, parameter) in enumerate(named.items()):
                 gradient = random_like(parameter, 100 * step + seed)
-                gradient = in_order_of_ranks(gradient, orders[n]) if n in orders else gradient
+                gradient = to_rank_order(gradient, orders[n]) if n in orders else gradient
                 parameter.grad = _like(gradient, parameter)
             optimizer.step()
         weights = {n: _whole(p.detach()) for n, p in named.items()}
-        weights |= {n: in_row_order(weights[n], runs) for n, runs in orders.items()}
+        weights |= {n: to_parameter_order(weights[n], runs) for n, runs in orders.items()}
         if mesh is None:
             single = weights
         else:

@@ -259,7 +259,7 @@ def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came
     for name in ("SIGINT", "SIGTERM", "SIGINT"):
         preemption._request(REASONS.index(name))
     assert said == ["SIGTERM", "SIGINT"]
-    assert preemption.settle(preemption.reason) == "SIGINT"
+    assert preemption.set_agreed(preemption.reason) == "SIGINT"
     assert preemption.because("SIGTERM") == "interrupted by Ctrl-C", "the ranks had agreed before it was heard"
     assert preemption.leave_by == leave_by, "asked for once more is no reason to take longer"
 
@@ -269,7 +269,7 @@ def test_a_stop_file_that_cannot_be_removed_is_no_failure(tmp_path, capsys):
     preemption = Preemption(tmp_path, 30.0, None, print, print)
     preemption._is_main = True
     (tmp_path / "STOP").mkdir()
-    preemption.settle(REASONS.index("the file STOP"))
+    preemption.set_agreed(REASONS.index("the file STOP"))
     preemption.consume_stop_file()
     assert "STOP cannot be removed: Is a directory" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ from llmfoundry_lite.checkpoint.manifest import Manifest, Timestamp
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.training.checkpointing import Start, check_fit, look
+from llmfoundry_lite.training.checkpointing import Start, check_fit, choose_start
 from tests.helpers.tiny import tiny_config, write_config
 
 
@@ -26,7 +26,7 @@ def write_log(folder: Path, *records):
 
 def refusal(folder, **changes):
     with pytest.raises(CheckpointError) as caught:
-        look(config_of(folder, **changes), {})
+        choose_start(config_of(folder, **changes), {})
     return str(caught.value).replace(str(folder) + "/", "")
 
 
@@ -36,7 +36,7 @@ def test_a_run_with_a_log_and_no_checkpoint_is_not_started_over_silently(tmp_pat
         "run/metrics.jsonl has batches of this run up to 2, and run/checkpoints holds no checkpoint to carry on from; "
         "to start over, choose another run_name or remove run"
     )
-    start = look(config_of(tmp_path, autoresume=True), {})
+    start = choose_start(config_of(tmp_path, autoresume=True), {})
     assert start.url is None
     assert start.note.endswith("has batches of this run up to 2, none of them saved yet: they are trained again")
 
@@ -54,7 +54,7 @@ def test_a_run_whose_checkpoints_have_gone_is_never_started_over(tmp_path, autor
 
 def test_a_log_of_no_batch_is_no_hindrance(tmp_path):
     write_log(tmp_path, {"batch": 0, "eval/loss": 4.0})
-    assert look(config_of(tmp_path), {}) == Start()
+    assert choose_start(config_of(tmp_path), {}) == Start()
 
 
 @pytest.mark.parametrize("is_said", [False, True])

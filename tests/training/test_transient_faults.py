@@ -62,7 +62,7 @@ class Run:
 
 def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(monkeypatch):
     run = Run(monkeypatch, not_written())
-    error = run.parts._settle(run.parts.saver.wait, None)
+    error = run.parts._advance_save(run.parts.saver.wait, None)
     assert error is not None and run.parts.last_saved_batch == run.parts.published_batch == 2
     text = "warning: run/ba4: not written: No space left on device; ba2 stands, and the next save tries again"
     assert run.said == [text]
@@ -71,7 +71,7 @@ def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(mon
 def test_a_save_that_meets_another_error_ends_the_run(monkeypatch):
     run = Run(monkeypatch, not_written(PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(CheckpointError, match="not written"):
-        run.parts._settle(run.parts.saver.wait, None)
+        run.parts._advance_save(run.parts.saver.wait, None)
 
 
 def test_the_last_save_is_made_again_until_it_is_published(monkeypatch):
