@@ -379,7 +379,7 @@ def decode(raw: bytes, where: str) -> Manifest:
     plain["config"] = translate_recorded(plain["config"], is_imported="imported_from" in plain["scalars"])
     manifest = Manifest(
         **plain,
-        timestamp=_decode_record(Timestamp, item.get("timestamp")),
+        timestamp=_decode_timestamp(item.get("timestamp")),
         segments=tuple(decode_segment(segment) for segment in item.get("segments").items()),
         tensors=tensors,
         files=files,
@@ -420,6 +420,11 @@ def _decode_record(kind: Any, item: Item) -> Any:
     return kind(**item.fields(kind), extra=item.besides(*_names(kind)))
 
 
+def _decode_timestamp(item: Item) -> Timestamp:
+    names = _names(Timestamp)
+    return Timestamp(**item.fields(Timestamp, names), extra=item.besides(*names))
+
+
 def _decode_files(item: Item) -> tuple[FileRecord, ...]:
     """Read a list in which each file has its hashes."""
     return tuple(
@@ -454,12 +459,29 @@ def _decode_format_2(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
         number = tensor.get("layout").integer()
         tensor.expect(number < len(layouts), f"one of the {len(layouts)} layouts")
         extra = tensor.besides("dtype", "shape", "layout")
-        shape = tensor.get("shape").integers()
-        tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, layouts[number], extra)
+        shape, layout = tensor.get("shape").integers(), layouts[number]
+        grid = layout if isinstance(layout, Grid) else _grid_of(layout, shape, tensor.where)
+        tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, grid, extra)
     return files, listed.besides("algorithm", "block_bytes", "digests", *FILE_COLUMNS), tensors
 
 
-def _decode_layout(item: Item) -> Grid:
+def _grid_of(cells: Sequence[Slice], shape: tuple[int, ...], where: str) -> Grid:
+    grid = grid_of(cells, shape)
+    if isinstance(grid, str):
+        raise DamagedCheckpointError(f"{where}: {grid}")
+    return grid
+
+
+def _decode_cell(item: Item) -> Slice:
+    item.expect(isinstance(item.value, list) and len(item.value) == 3, "[file, offset, shape]")
+    file, offset, shape = item.items()
+    return Slice(file.integer(), offset.integers(), shape.integers())
+
+
+def _decode_layout(item: Item) -> Grid | list[Slice]:
+    """Read a grid, or cells that are listed, which the format allows and no release of ours writes."""
+    if "boxes" in item.object():
+        return [_decode_cell(cell) for cell in item.get("boxes").items()]
     chunks = [c.integers() if isinstance(c.value, list) else c.integer() for c in item.get("chunks").items()]
     strides = None
     if "strides" in item.object():
@@ -480,10 +502,8 @@ def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
             file, _, _, offset, shape = part.items()
             cells.append(Slice(file.integer(), offset.integers(), shape.integers()))
         shape, extra = tensor.get("shape").integers(), tensor.besides("dtype", "shape", "slices")
-        layout = grid_of(cells, shape)
-        if isinstance(layout, str):
-            raise DamagedCheckpointError(f"{tensor.where}: {layout}")
-        tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, layout, extra)
+        grid = _grid_of(cells, shape, tensor.where)
+        tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, grid, extra)
     return _decode_files(item.get("files")), {}, tensors
 
 
