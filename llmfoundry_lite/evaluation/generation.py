@@ -43,7 +43,8 @@ def answer_all(
         if start + rank < num_items:
             found.append((number, text))
         on_progress(task.name, min(start + world_size, num_items), num_items)
-    return [text for _, text in sorted({(n, t) for part in all_gather_json(found) for n, t in part})]
+    answers = {number: text for part in all_gather_json(found) for number, text in part}  # some ranks share a part
+    return [answers[number] for number in sorted(answers)]
 
 
 def write(model: Scorable, tokenizer: Tokenizer, context: Sequence[int], config: TaskConfig) -> str | None:

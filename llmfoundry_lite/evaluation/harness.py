@@ -176,4 +176,5 @@ class Asker:
             else None
         )
         shares = all_gather_json([[number, *value] for number, value in found.items()])
-        return [Score(*value) for _, *value in sorted(one for share in shares for one in share)]
+        by_number = {number: Score(*value) for share in shares for number, *value in share}  # some ranks share a part
+        return [by_number[number] for number in sorted(by_number)]
