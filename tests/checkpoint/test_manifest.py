@@ -208,7 +208,7 @@ def test_a_missing_item_is_named(name):
 def test_cells_that_format_2_lists_are_read_as_a_grid():
     listed = [[0, [0, 0], [2, 3]], [1, [2, 0], [2, 3]]]
     found = decode(unchecked(**layout(boxes=listed)), "m").tensors["model/embed"]
-    assert [[cell.file, [*cell.offset], [*cell.shape]] for cell in found.slices()] == listed
+    assert [[cell.file, [*cell.offset], [*cell.shape]] for cell in found.slices] == listed
     with pytest.raises(DamagedCheckpointError, match="a slice is missing"):
         decode(unchecked(**layout(boxes=listed[:1])), "m")
 
