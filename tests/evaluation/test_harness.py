@@ -744,6 +744,15 @@ def test_three_scores_by_hand():
     assert record["acc_per_token_stderr"] == pytest.approx(0.5) and record["chance"] == pytest.approx(1 / 3)
 
 
+def test_ranks_that_compute_as_one_count_each_answer_once(monkeypatch):
+    """Stages of a pipeline and groups of tensor parallelism find the same answers on each of their ranks."""
+    rows = [{"query": query, "choices": ["a", "b c"], "gold": 0} for query in "qr"]
+    alone = ask_by_hand("multiple_choice", rows, [-1.0, -2.0, -4.0, -3.0])
+    monkeypatch.setattr(harness, "all_gather_json", lambda value: [value, value])
+    record, items = ask_by_hand("multiple_choice", rows, [-1.0, -2.0, -4.0, -3.0])
+    assert items == alone[1] and record | {"seconds": 0} == alone[0] | {"seconds": 0}
+
+
 def test_language_modelling_by_hand():
     """Right is what is the likeliest token by token; perplexity is of a whole answer, as in lm-evaluation-harness."""
     rows = [{"context": "a", "continuation": "b c"}, {"context": "a", "continuation": "d"}]
