@@ -42,6 +42,7 @@ def bench_mfu(
     run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or (), out)
 
 
+# A parameter for each option: typer makes the command from them.
 @bench.command("scaling")
 def bench_scaling(
     context: typer.Context,

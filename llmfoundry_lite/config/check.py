@@ -12,7 +12,13 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, source_of
 from llmfoundry_lite.config.layout import divisors
-from llmfoundry_lite.config.model_schema import FLEX_HEAD_DIM, LLAMA3_KEYS, AttentionConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.config.model_schema import (
+    LLAMA3_KEYS,
+    MIN_FLEX_HEAD_DIM,
+    AttentionConfig,
+    ModelConfig,
+    RopeScaling,
+)
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError, either
@@ -25,7 +31,7 @@ COMPOSERS_SCHEDULES = ("constant_with_warmup", "cosine_with_warmup", "linear_dec
 TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast")
 """LLM Foundry's options that are checked, or that change no token id."""
 
-LONGEST_GRACE_SECONDS = 25
+MAX_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
 
@@ -104,9 +110,9 @@ def _check_attention(model: ModelConfig, attention: AttentionConfig) -> None:
         raise ConfigError(f"{block}.qk_gn: both qk_ln and qk_gn given; use one of them")
     if attention.attn_impl in ("blocked", "flex") and attention.attn_pdrop:
         raise ConfigError(f"{block}.attn_impl: {attention.attn_impl} has no attn_pdrop; use sdpa, or attn_pdrop: 0")
-    if attention.attn_impl == "flex" and model.head_dim < FLEX_HEAD_DIM:
+    if attention.attn_impl == "flex" and model.head_dim < MIN_FLEX_HEAD_DIM:
         raise ConfigError(
-            f"{block}.attn_impl: flex needs heads of {FLEX_HEAD_DIM} dimensions or more, and d_model / n_heads is "
+            f"{block}.attn_impl: flex needs heads of {MIN_FLEX_HEAD_DIM} dimensions or more, and d_model / n_heads is "
             f"{model.head_dim}; use auto or sdpa"
         )
 
@@ -369,9 +375,9 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
                 " has no effect: documents see each other without model.attn_config.attn_uses_sequence_id: true",
             )
     grace = config.preemption_grace_seconds
-    if grace > LONGEST_GRACE_SECONDS and not under_srun:
+    if grace > MAX_GRACE_SECONDS and not under_srun:
         yield (
             "preemption_grace_seconds",
-            f": {grace:g} is for srun alone; `composer` and `torchrun` kill after 30 s ({LONGEST_GRACE_SECONDS} or "
+            f": {grace:g} is for srun alone; `composer` and `torchrun` kill after 30 s ({MAX_GRACE_SECONDS} or "
             "less leaves them time)",
         )

@@ -5,8 +5,8 @@ from typing import Any
 
 from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, PROBABILITY, is_number, must_be, setting
 
-FLEX_HEAD_DIM = 16
-"""The least dimensions of a head in FlexAttention's kernels (Triton's smallest product)."""
+MIN_FLEX_HEAD_DIM = 16
+"""Dimensions of a head that FlexAttention's kernels need (Triton's smallest product)."""
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm"
 

@@ -21,8 +21,8 @@ from llmfoundry_lite.config.fields import (
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
 
-LARGEST_REPLICATED = 1.5e9
-"""Parameters up to which every device has the whole model by default: with gradients and AdamW 24 GB in fp32."""
+MAX_REPLICATED_PARAMETERS = 1.5e9
+"""Larger models are sharded by default. With gradients and AdamW so many parameters take 24 GB in fp32."""
 
 NEWTON_SCHULZ_STEPS = 5
 """Default of muon's ns_steps."""
@@ -283,7 +283,7 @@ class IslandsConfig:
 DEFAULT_EVAL_TOKENS = 8192
 """Tokens of a device in one forward pass of an evaluation, which keeps no activations."""
 
-LARGEST_SEED = 2**32 - 2**16
+MAX_SEED = 2**32 - 2**16
 
 
 def _check_eval_interval(value: str | int) -> None:
@@ -318,7 +318,7 @@ class TrainConfig:
     seed: int = setting(
         17,
         NON_NEGATIVE,
-        must_be(f"at most {LARGEST_SEED}: a rank adds its number, within 32 bits", lambda value: value <= LARGEST_SEED),
+        must_be(f"at most {MAX_SEED}: a rank adds its number, within 32 bits", lambda value: value <= MAX_SEED),
         change="never",
     )
     precision: str = setting(
@@ -428,7 +428,7 @@ class TrainConfig:
 
     @property
     def sharding(self) -> FSDPConfig:
-        is_small = self.model.num_matrix_parameters <= LARGEST_REPLICATED
+        is_small = self.model.num_matrix_parameters <= MAX_REPLICATED_PARAMETERS
         return self.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD" if is_small else "FULL_SHARD")
 
     @property
@@ -452,7 +452,7 @@ class TrainConfig:
         if self.pipeline.pipeline_parallel_degree > 1:
             return False  # a stage sums its gradients over devices when the schedule is done
         wish = self.sharding.reduce_every_microbatch
-        return self.model.num_matrix_parameters > LARGEST_REPLICATED if wish is None else wish
+        return self.model.num_matrix_parameters > MAX_REPLICATED_PARAMETERS if wish is None else wish
 
     def first_microbatch_size(self, device_batch_size: int) -> int:
         """Return the samples of a launch's first microbatch: auto measures from 1 on."""

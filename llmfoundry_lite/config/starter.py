@@ -11,7 +11,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
-MOST_EPOCHS = 4
+MAX_EPOCHS = 4
 """Muennighoff et al. 2023, "Scaling Data-Constrained Language Models": about so many are nearly as good as new."""
 TEMPLATE = Path(__file__).with_name("starter.template")
 EVAL_LOADER = """\
@@ -63,13 +63,13 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[
     parameters = vocab_size * model["d_model"] + 12 * model["n_layers"] * model["d_model"] ** 2
     epoch = samples // batch_size
     for_parameters = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
-    wanted = min(for_parameters, MOST_EPOCHS * epoch)
+    wanted = min(for_parameters, MAX_EPOCHS * epoch)
     note = (
         f"{wanted / epoch:,.1f} epochs of {epoch:,} batches: {wanted * batch_size * length / parameters:,.1f} tokens "
         f"for each of about {parameters / 1e6:,.0f} M parameters"
     )
     if wanted < for_parameters:
-        note += f" ({TOKENS_PER_PARAMETER} would be best; text read more than {MOST_EPOCHS} times teaches little)"
+        note += f" ({TOKENS_PER_PARAMETER} would be best; text read more than {MAX_EPOCHS} times teaches little)"
     interval = max(1, wanted // 20)
     has_val = summary["splits"].get("val", {}).get("samples", 0) > 0
     text = TEMPLATE.read_text().format(

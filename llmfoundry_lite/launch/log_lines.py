@@ -12,7 +12,7 @@ from llmfoundry_lite.config.spans import Duration
 
 Record = dict[str, Any]
 
-LARGEST = 2**128
+MAX_NUMBER = 2**128
 """Above the range of fp32."""
 
 
@@ -32,7 +32,7 @@ def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record
 
 def number_of(value: Any) -> float | None:
     """Return a number that fp32 holds, else None: sums and figures of a log stay finite."""
-    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
+    return float(value) if isinstance(value, int | float) and abs(value) < MAX_NUMBER else None
 
 
 def validation_losses(record: Record) -> dict[str, Any]:

@@ -46,8 +46,8 @@ from llmfoundry_lite.launch.status import STATUS, is_sound, read_status
 
 T = TypeVar("T")
 LOCK, FOLDER = "relay.lock", "relay"
-LONGEST_REST_SECONDS = 3600.0
-LONGEST_PAUSE_SECONDS = 300.0
+MAX_REST_SECONDS = 3600.0
+MAX_PAUSE_SECONDS = 300.0
 """Between looks at a folder that cannot be read or written now."""
 LOOK_SECONDS = 1.0
 """Between looks at what outlives its launcher."""
@@ -161,7 +161,7 @@ class Runner:
                 raise GivenUp(f"{text}; given up after {self.relay.retry_for} (retry_for); start the relay again")
             say(f"{text}; looking again in {pause:g} s")
             self.ending.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def run(self) -> int:
         leg = self._leg_under_way()
@@ -408,7 +408,7 @@ def rest_of(relay: Relay, place: str, legs: list[Leg]) -> float:
     if not here or not here[-1].is_early:
         return 0.0
     num_in_vain = next((i for i, leg in enumerate(reversed(here)) if not leg.is_in_vain), len(here))
-    return min(parse_seconds(relay.rest) * 2 ** max(0, num_in_vain - 1), LONGEST_REST_SECONDS)
+    return min(parse_seconds(relay.rest) * 2 ** max(0, num_in_vain - 1), MAX_REST_SECONDS)
 
 
 def how_it_ended(

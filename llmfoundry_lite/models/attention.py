@@ -23,7 +23,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from llmfoundry_lite.config.model_schema import FLEX_HEAD_DIM, AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import MIN_FLEX_HEAD_DIM, AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.blocked_attention import blocked_attention
 
@@ -74,8 +74,8 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
         return "flash", "flash-attn is installed and in it a bias costs no memory"
     if options.attn_pdrop:
         return "sdpa", f"{reason}flex has no dropout"
-    if model.head_dim < FLEX_HEAD_DIM:
-        return "sdpa", f"{reason}flex has no kernel for heads of fewer than {FLEX_HEAD_DIM} dimensions"
+    if model.head_dim < MIN_FLEX_HEAD_DIM:
+        return "sdpa", f"{reason}flex has no kernel for heads of fewer than {MIN_FLEX_HEAD_DIM} dimensions"
     return "flex", f"{reason}a bias or a mask costs no memory in it"
 
 

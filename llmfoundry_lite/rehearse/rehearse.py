@@ -14,8 +14,8 @@ from llmfoundry_lite.rehearse.report import describe
 from llmfoundry_lite.rehearse.search import search
 from llmfoundry_lite.rehearse.stage import Job, Stage
 
-FARTHEST = 64
-"""Nodes, or devices of one node, more or fewer, among which a count that fits is looked for."""
+MAX_COUNTS_APART = 64
+"""A count that fits is looked for among so many nodes (or devices of one node) more, and as many fewer."""
 
 
 def rehearse(
@@ -87,8 +87,8 @@ def check_count(config: TrainConfig, num_devices: int, per_node: int) -> None:
         return
     step = per_node if num_devices > per_node else 1
     start = num_devices // step * step
-    below = range(start, 0, -step)[: FARTHEST + 1]
-    above = range(start + step, start + FARTHEST * step, step)
+    below = range(start, 0, -step)[: MAX_COUNTS_APART + 1]
+    above = range(start + step, start + MAX_COUNTS_APART * step, step)
     nearest = [
         next((n for n in counts if find_refusal(config, n, per_node) is None), None) for counts in (below, above)
     ]
