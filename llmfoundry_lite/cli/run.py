@@ -96,7 +96,7 @@ def generate(
     import torch
 
     from llmfoundry_lite.devices import device_type
-    from llmfoundry_lite.evaluation.generation import model_of, write_text
+    from llmfoundry_lite.evaluation.generation import generate_text, model_of
     from llmfoundry_lite.evaluation.models import load_subject
 
     device = torch.device(device_type())
@@ -108,7 +108,7 @@ def generate(
     def answer(text: str) -> None:
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         print(text, end="", flush=True)
-        for piece in write_text(model, subject.tokenizer, text, num_tokens, device=device, **sampling):
+        for piece in generate_text(model, subject.tokenizer, text, num_tokens, device=device, **sampling):
             print(piece, end="", flush=True)
         print(flush=True)
 

@@ -1,4 +1,4 @@
-"""Text that models write: answers to a task's items, and samples after a prompt."""
+"""Text generation: greedy answers to a task's items, and samples after a prompt."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ INCOMPLETE = "\ufffd"
 """A decoder's stand-in for a character whose bytes have not all arrived."""
 
 
-def answer_all(
+def generate_answers(
     model: Scorable,
     tokenizer: Tokenizer,
     task: Prepared,
@@ -33,7 +33,7 @@ def answer_all(
     found: list[tuple[int, str]] = []
     for start in range(0, num_items, world_size):
         number = min(start + rank, num_items - 1)  # a rank without one repeats the last, for sharded models
-        text = write(model, tokenizer, task.items[number].requests[0].context, task.config)
+        text = generate_answer(model, tokenizer, task.items[number].requests[0].context, task.config)
         raise_on_all_ranks(
             DataError(f"{task.name}: the model gives NaN or infinity in its answer to item {number}; nothing is kept")
             if text is None
@@ -47,11 +47,11 @@ def answer_all(
     return [answers[number] for number in sorted(answers)]
 
 
-def write(model: Scorable, tokenizer: Tokenizer, context: Sequence[int], config: TaskConfig) -> str | None:
+def generate_answer(model: Scorable, tokenizer: Tokenizer, context: Sequence[int], config: TaskConfig) -> str | None:
     """Return the likeliest continuation, to the end of text, a stopping text or `max_new_tokens`; None where the model
     gives no numbers. Ranks go on until all are done or one has failed: those of a sharded model compute together."""
     assert config.max_new_tokens is not None, "tasks.prepare fills it in"
-    tokens: Iterator[int] | None = model.write(context, config.max_new_tokens)
+    tokens: Iterator[int] | None = model.generate(context, config.max_new_tokens)
     written: list[int] = []
     answer: str | None = None
     for _ in range(config.max_new_tokens):
@@ -96,7 +96,7 @@ def model_of(subject: Subject) -> MPT:
     return subject.model.model
 
 
-def write_text(
+def generate_text(
     model: MPT,
     tokenizer: Tokenizer,
     prompt: str,

@@ -12,7 +12,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.against import Against, ask_until_decided
-from llmfoundry_lite.evaluation.generation import answer_all, is_right
+from llmfoundry_lite.evaluation.generation import generate_answers, is_right
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
@@ -143,7 +143,7 @@ class Asker:
         """Return a record for each item."""
         on_progress = on_progress or self.on_progress
         if task.kind in GENERATION:
-            texts = answer_all(self.model, self.tokenizer, task, self.share, on_progress)
+            texts = generate_answers(self.model, self.tokenizer, task, self.share, on_progress)
             return [
                 generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
                 for item, text in zip(task.items, texts, strict=True)

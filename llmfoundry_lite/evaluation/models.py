@@ -300,11 +300,11 @@ class TreeModel:
         return self.model(
             inputs.tokens_bt,
             positions_bt=inputs.positions_bt,
-            may_see_bts=inputs.may_see_bts,
+            attention_mask_bts=inputs.attention_mask_bts,
             head=partial(score_hidden, wanted=wanted),
         )
 
-    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+    def generate(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
         return generate(self.model, torch.tensor(context, device=self.device), num_tokens, temperature=0)
 
 
@@ -438,7 +438,7 @@ class PlainModel:
         return (logits_cv if self.keeps_columns else logits_cv[columns_c]).float()
 
     @torch.no_grad()
-    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+    def generate(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
         tokens_1t, past = torch.tensor([context], device=self.device), None
         for _ in range(num_tokens):
             with for_any_width():

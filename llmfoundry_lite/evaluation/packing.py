@@ -60,7 +60,7 @@ class Row:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def may_see(self, length: int, separator: Separator | None = None) -> np.ndarray:
+    def attention_mask(self, length: int, separator: Separator | None = None) -> np.ndarray:
         """Return bool [length, length]. Beyond the row's end a token sees itself, or softmax would divide by 0. With a
         separator, a token sees its own document only."""
         sight = np.eye(length, dtype=bool)

@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
 
     tokens_bt: torch.Tensor
     positions_bt: torch.Tensor | None
-    may_see_bts: torch.Tensor | None
+    attention_mask_bts: torch.Tensor | None
 
 
 class Wanted(NamedTuple):
@@ -57,7 +57,7 @@ class Scorable(Protocol):
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores: ...
 
-    def write(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+    def generate(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
         """Yield the likeliest token each time."""
         ...
 
@@ -93,10 +93,10 @@ def score(
 def score_batch(model: Scorable, batch: Batch, separator: Separator | None = None) -> dict[int, Score]:
     width = batch.width
     tokens_bt = np.array([row.tokens + [0] * (width - len(row)) for row in batch.rows], np.int64)
-    positions_bt = may_see_bts = None
+    positions_bt = attention_mask_bts = None
     if not all(row.is_plain(separator) for row in batch.rows):
         positions_bt = np.array([row.positions + [0] * (width - len(row)) for row in batch.rows], np.int64)
-        may_see_bts = np.stack([row.may_see(width, separator) for row in batch.rows])
+        attention_mask_bts = np.stack([row.attention_mask(width, separator) for row in batch.rows])
     targets = [((i, column), *rest) for i, row in enumerate(batch.rows) for column, *rest in row.targets]
     positions, expected, numbers = zip(*targets, strict=True)
     index = {position: u for u, position in enumerate(dict.fromkeys(positions))}
@@ -106,7 +106,7 @@ def score_batch(model: Scorable, batch: Batch, separator: Separator | None = Non
     def on_device(array: Any) -> Any:
         return None if array is None else torch.as_tensor(array).to(model.device)
 
-    inputs = Inputs(*map(on_device, (tokens_bt, positions_bt, may_see_bts)))
+    inputs = Inputs(*map(on_device, (tokens_bt, positions_bt, attention_mask_bts)))
     with for_any_width():
         scores = model.score(inputs, Wanted(*map(on_device, (rows, columns, which, expected))))
     sums: dict[int, float] = dict.fromkeys(batch.numbers, 0.0)

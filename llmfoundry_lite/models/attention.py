@@ -1,8 +1,8 @@
-"""Attention over heads: which keys each query sees, at what bias, and five implementations of the same mathematics.
+"""Multi-head attention: masks, biases, rotary positions, and five implementations of the same mathematics.
 
 `reference` is the definition in fp32. `sdpa` is PyTorch's scaled_dot_product_attention, `flex` its FlexAttention
-(ALiBi, windows and documents without a bias of t*s numbers). `blocked` computes products over blocks of queries, and
-`flash` is the flash-attn package. `Mask` is built once per forward pass; each block calls its `attend`.
+(ALiBi, windows and documents without a bias of t*s numbers). `blocked` multiplies matrices block by block of queries,
+and `flash` is the flash-attn package. `Mask` is built once per forward pass; each block calls its `attend`.
 
 Legend: b batch, t position of a query, s position of a key, h heads, g heads of keys and values, k head dimension.
 """
@@ -44,8 +44,8 @@ FLASH_HEAD_DIM = 256
 def choose_implementation(model: ModelConfig, device_type: str, precision: torch.dtype) -> tuple[str, str]:
     """Return (implementation, reason) for training on that device: the one `attn_impl` names, or the fastest for auto.
 
-    `precision` is that of matrix products. LLM Foundry's files name `flash` throughout: without flash-attn it means
-    auto. Raises ConfigError for what this device cannot do; `config.check` refuses what no device can.
+    `precision` is that of matrix products. LLM Foundry's files name `flash` throughout, so that without flash-attn it
+    means auto. Raises ConfigError for what this device cannot do; `config.check` refuses what no device can.
     """
     options, wish = model.attn_config, model.attn_config.attn_impl
     in_half = precision in (torch.bfloat16, torch.float16)
@@ -79,7 +79,7 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
     return "flex", f"{reason}a bias or a mask costs no memory in it"
 
 
-# --------------------------------------------------------------------------------------------------- who sees whom
+# --------------------------------------------------------------------------------------------------- masks and biases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +91,15 @@ class Mask:
 
     implementation: str
     bias_bhts: Tensor | None = None
-    """reference, sdpa, blocked: added to scores, -inf where nothing is seen; b and h may be 1. None: plain causal."""
+    """reference, sdpa, blocked: added to scores, -inf where masked; b and h may be 1. None: plain causal."""
     has_more_keys: bool = False
-    """sdpa on a GPU: the queries are the last of the keys and see those before them, without a bias."""
+    """sdpa on a GPU: the queries stand at the last keys' positions; causal, without a bias."""
     block_mask: BlockMask | None = None
     """flex: the blocks of scores that are computed."""
     slopes_h: Tensor | None = None
     """flex, flash: slopes of ALiBi."""
     window: int = -1
-    """blocked, flash: number of keys before its own that a query sees; -1 for all."""
+    """blocked, flash: keys before its own that a query attends to; -1 for all."""
     query_documents: "DocumentBounds | None" = None
     """flash: where the documents of the queries begin."""
     key_documents: "DocumentBounds | None" = None
@@ -124,29 +124,29 @@ def build_mask(
     slopes_h: Tensor | None,
     positions_bt: Tensor,
     num_keys: int,
-    may_see_bts: Tensor | None = None,
+    attention_mask_bts: Tensor | None = None,
     documents_bs: Tensor | None = None,
 ) -> Mask:
     """Build the mask of one forward pass.
 
-    Keys stand at positions 0 to `num_keys`, queries at the last of them: `positions_bt`, where b may be 1.
-    `may_see_bts` (bool) replaces that for rows that are not plain text: as many queries as keys, at the same positions,
-    computed through a bias whatever the implementation. `documents_bs` numbers the document of each key; tokens of
-    different documents do not see each other.
+    Keys stand at positions 0 to `num_keys`, queries at the last of them: `positions_bt`, where b may be 1. Attention is
+    causal, or where `attention_mask_bts` (bool) is true: for rows that are not plain text, with as many queries as keys
+    at the same positions. It becomes a bias in every implementation. `documents_bs` numbers the document of each key;
+    tokens do not attend to other documents.
     """
     num_queries, window = positions_bt.size(1), options.sliding_window_size
-    if may_see_bts is not None or (implementation == "blocked" and num_queries != num_keys):
+    if attention_mask_bts is not None or (implementation == "blocked" and num_queries != num_keys):
         implementation = "reference" if implementation == "reference" else "sdpa"
     if implementation in ("reference", "sdpa", "blocked"):
-        is_plain = slopes_h is None and window < 0 and may_see_bts is None and documents_bs is None
+        is_plain = slopes_h is None and window < 0 and attention_mask_bts is None and documents_bs is None
         if is_plain and num_queries == num_keys:
             return Mask(implementation=implementation)
         if is_plain and implementation == "sdpa" and positions_bt.is_cuda:
             return Mask(implementation=implementation, has_more_keys=True)
-        bias_bhts = _bias(slopes_h, window, positions_bt, num_keys, may_see_bts, documents_bs)
+        bias_bhts = _bias(slopes_h, window, positions_bt, num_keys, attention_mask_bts, documents_bs)
         return Mask(implementation=implementation, bias_bhts=bias_bhts, window=window)
     if implementation == "flex":
-        _expect_shapes()
+        _raise_recompile_limit()
         if documents_bs is None:
             block_mask = _block_mask(window, num_keys - num_queries, num_queries, num_keys, positions_bt.device)
         else:
@@ -161,31 +161,31 @@ def _bias(
     window: int,
     positions_bt: Tensor,
     num_keys: int,
-    may_see_bts: Tensor | None,
+    attention_mask_bts: Tensor | None,
     documents_bs: Tensor | None,
 ) -> Tensor:
-    """Numbers that are added to scores, [b, h, t, s], where b and h may be 1; -inf where nothing is seen."""
-    device, key_positions_bs = positions_bt.device, positions_bt
-    if may_see_bts is None:
+    """Compute what is added to scores, [b, h, t, s], where b and h may be 1; -inf where masked."""
+    device, mask_bts, key_positions_bs = positions_bt.device, attention_mask_bts, positions_bt
+    if mask_bts is None:
         key_positions_bs = torch.arange(num_keys, device=device)[None]
-        may_see_bts = key_positions_bs[:, None, :] <= positions_bt[:, :, None]
+        mask_bts = key_positions_bs[:, None, :] <= positions_bt[:, :, None]
     distance_bts = positions_bt[:, :, None] - key_positions_bs[:, None, :]
     if window >= 0:
-        may_see_bts = may_see_bts & (distance_bts <= window)
+        mask_bts = mask_bts & (distance_bts <= window)
     if documents_bs is not None:
-        may_see_bts = may_see_bts & (documents_bs[:, -positions_bt.size(1) :, None] == documents_bs[:, None, :])
+        mask_bts = mask_bts & (documents_bs[:, -positions_bt.size(1) :, None] == documents_bs[:, None, :])
     # Four dimensions, because with three torch falls back to keeping all scores.
     slopes = torch.zeros((), device=device) if slopes_h is None else slopes_h[:, None, None]
-    return (-slopes * distance_bts[:, None]).masked_fill(~may_see_bts[:, None], float("-inf"))
+    return (-slopes * distance_bts[:, None]).masked_fill(~mask_bts[:, None], float("-inf"))
 
 
 def for_any_width() -> AbstractContextManager[Any]:
-    """Leave out cuDNN's attention, which plans anew for each width of rows: for evaluations."""
+    """Exclude cuDNN's attention, which plans anew for each row length: for evaluation and decoding."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def document_numbers(tokens_bt: Tensor, separator: int, *, begins: bool = False) -> Tensor:
-    """Number the documents of each row, [b, t]; the separator is the last token of one, or with `begins` its first."""
+    """Number the documents of each row, [b, t]; the separator ends a document, or with `begins` begins it."""
     is_separator_bt = (tokens_bt == separator).long()
     numbers_bt = is_separator_bt.cumsum(dim=1)
     return numbers_bt if begins else numbers_bt - is_separator_bt
@@ -226,8 +226,10 @@ def _sdpa(q_bthk, k_bsgk, v_bsgk, mask: Mask, scale, dropout_p) -> Tensor:
 
 @torch.compiler.allow_in_graph  # the compiler cannot ask which kernels there are, but compiles what runs
 def _sdpa_of_last_queries(q_bhtk, k_bgsk, v_bgsk, scale, dropout_p) -> Tensor:
-    """Call the kernels that have a causal mask aligned to the lower right corner, which scaled_dot_product_attention
-    does not offer. torch.nn.attention.bias.CausalBias does, but its objects survive no dispatch mode."""
+    """Call kernels with a causal mask aligned to the lower right corner, which scaled_dot_product_attention lacks.
+
+    torch.nn.attention.bias.CausalBias has it, but its objects survive no dispatch mode.
+    """
     num_queries, num_keys, repeats = q_bhtk.size(2), k_bgsk.size(2), q_bhtk.size(1) // k_bgsk.size(1)
     if q_bhtk.size(-1) % 8 == 0 and can_use_flash_attention(
         SDPAParams(q_bhtk, k_bgsk, v_bgsk, None, dropout_p, False, repeats > 1)
@@ -293,8 +295,8 @@ def _flash(q_bthk, k_bsgk, v_bsgk, mask: Mask, scale, dropout_p) -> Tensor:
         *(x.flatten(0, 1) for x in (q_bthk, k_bsgk, v_bsgk)),
         cu_seqlens_q=mask.query_documents.starts_n,
         cu_seqlens_k=mask.key_documents.starts_n,
-        max_seqlen_q=mask.query_documents.longest,
-        max_seqlen_k=mask.key_documents.longest,
+        max_seqlen_q=mask.query_documents.max_length,
+        max_seqlen_k=mask.key_documents.max_length,
         **options,
     )
     return out_nhk.view_as(q_bthk)
@@ -305,11 +307,10 @@ IMPLEMENTATIONS = {"reference": _reference, "sdpa": _sdpa, "blocked": _blocked, 
 
 @functools.cache
 def _compiled_visibly(function: Callable) -> Callable:
-    """Compile a function to one operation, which selective checkpointing can keep. Older releases of torch cannot, and
-    compute it again.
+    """Compile a function to one operation, which selective checkpointing can keep; older releases of torch recompute.
 
     Past its limit of recompilations torch would silently run it eagerly, with all scores in memory: `fullgraph` makes
-    that an error, and `_expect_shapes` raises the limit.
+    that an error, and `_raise_recompile_limit` raises the limit.
     """
     option = "wrap_inductor_compiled_regions"
     options: Any = {option: True} if hasattr(inductor_config, option) else None
@@ -317,17 +318,17 @@ def _compiled_visibly(function: Callable) -> Callable:
 
 
 @functools.cache
-def _expect_shapes() -> None:
+def _raise_recompile_limit() -> None:
     """Raise torch's limit of recompilations beyond the shapes of a run with evaluations and decoding.
 
-    Called apart from FlexAttention: a compiled block traces that, and would be compiled again for each limit.
+    Not called within `_flex`: a compiled block traces that, and would be compiled again for each limit.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FLEX_SHAPES)
 
 
 @functools.lru_cache(maxsize=16)
 def _block_mask(window: int, offset: int, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    """Blocks of a causal mask, perhaps within a window. They are the same for every batch, so cached."""
+    """Build the blocks of a causal mask, perhaps with a window. They are the same for every batch, so cached."""
 
     def sees(b, h, t, s):
         distance = t + offset - s
@@ -361,14 +362,16 @@ def _document_block_mask(documents_bs: Tensor, window: int, num_queries: int) ->
 
 
 def _ends_of_blocks(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first and the last position in each block; the last block may be short."""
+    """Return the first and the last position in each block; the last block may be short."""
     first = torch.arange(0, length, FLEX_BLOCK, device=device)
     return first, (first + FLEX_BLOCK - 1).clamp(max=length - 1)
 
 
 def _blocks_seen(window: int, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Whether any query of a block sees any key of another, and whether all see all: [1, t, s] each. A short block
-    never counts as all."""
+    """Return whether any query of a block attends to any key of another, and whether all do to all: [1, t, s] each.
+
+    A short block never counts as all.
+    """
     (q_first_t, q_last_t), (k_first_s, k_last_s) = (_ends_of_blocks(n, device) for n in (num_queries, num_keys))
     offset = num_keys - num_queries
     nearest_ts = q_first_t[:, None] + offset - k_last_s
@@ -381,7 +384,7 @@ def _blocks_seen(window: int, num_queries: int, num_keys: int, device: torch.dev
 
 
 def _from_blocks(some_bts: Tensor, all_bts: Tensor, sees: Callable, num_queries: int, num_keys: int) -> BlockMask:
-    """Make a mask of blocks that are computed: those in `all` whole, others by asking `sees` for each score."""
+    """Build a mask of the blocks that are computed: those in `all` whole, others by `sees` of each score."""
     counts_and_indices = []
     for blocks_bts in (some_bts & ~all_bts, all_bts):
         ordered_bts = blocks_bts[:, None].int()
@@ -402,12 +405,14 @@ class DocumentBounds:
 
     starts_n: Tensor
     """int32: where each begins, and where the last one ends."""
-    longest: int
+    max_length: int
 
 
 def _document_bounds(documents_bs: Tensor, num_queries: int) -> tuple[DocumentBounds, DocumentBounds]:
-    """Bounds among the last `num_queries` tokens of each row, and among all tokens. A document may end before the
-    queries begin: then it has none."""
+    """Return bounds among the last `num_queries` tokens of each row, and among all tokens.
+
+    A document may end before the queries begin: then it has none.
+    """
     is_first_bs = torch.ones_like(documents_bs, dtype=torch.bool)
     is_first_bs[:, 1:] = documents_bs[:, 1:] != documents_bs[:, :-1]
     is_query_bs = torch.arange(documents_bs.size(1), device=documents_bs.device) >= documents_bs.size(1) - num_queries
@@ -424,7 +429,7 @@ def _document_bounds(documents_bs: Tensor, num_queries: int) -> tuple[DocumentBo
 
 
 def alibi_slopes(num_heads: int, bias_max: int = 8) -> list[float]:
-    """One slope per head (Press et al. 2022, "Train Short, Test Long", with MPT's order of heads).
+    """Return one slope per head (Press et al. 2022, "Train Short, Test Long", with MPT's order of heads).
 
     For a number of heads that is not a power of two, take the slopes of the next power: every second one first, then
     the others.

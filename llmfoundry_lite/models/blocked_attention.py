@@ -21,10 +21,10 @@ BLOCK = 256
 def blocked_attention(
     q_bthk: Tensor, k_bsgk: Tensor, v_bsgk: Tensor, bias_bhts: Tensor | None, scale: float, window: int
 ) -> Tensor:
-    """softmax(q k^T * scale + bias) v, [b, t, h, k], in the dtype of the inputs.
+    """Compute softmax(q k^T * scale + bias) v, [b, t, h, k], in the dtype of the inputs.
 
-    `bias_bhts` (b and h may be 1) has -inf where nothing is seen; without it each query sees all keys up to its own. No
-    query sees further back than `window` keys; below 0 there is no limit.
+    `bias_bhts` (b and h may be 1) has -inf where masked; without it attention is causal. No query attends further back
+    than `window` keys; below 0 there is no limit.
     """
     out_bthk = torch.empty_like(q_bthk, memory_format=torch.contiguous_format)
     later_ts = _later(q_bthk)
@@ -80,7 +80,7 @@ def _shared(x_hsk: Tensor, num_shared: int) -> Tensor:
 
 
 def _blocks(num_tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Yield queries, and the keys that any of them may see."""
+    """Yield blocks of queries, and the keys that any of them attends to."""
     for start in range(0, num_tokens, BLOCK):
         end = min(start + BLOCK, num_tokens)
         yield slice(start, end), slice(max(0, start - window) if window >= 0 else 0, end)
@@ -94,7 +94,7 @@ def _bias(bias_bhts: Tensor | None, later_ts: Tensor, b: int, queries: slice, ke
 
 
 def _later(q_bthk: Tensor) -> Tensor:
-    """-inf above the diagonal that ends in the lower right corner, from which a block of any size is cut."""
+    """Build -inf above the diagonal that ends in the lower right corner, from which a block of any size is cut."""
     num_tokens = q_bthk.size(1)
     later_ts = torch.full((BLOCK, num_tokens), -math.inf, dtype=q_bthk.dtype, device=q_bthk.device)
     return later_ts.triu_(num_tokens - BLOCK + 1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 STEPS = 1 << 16
-"""Resolution of a probability: 16 bits for each number of a mask."""
+"""Steps of a probability: each number of a mask has 16 bits."""
 
 
 def row_keys(tokens_bt: Tensor, seed: int) -> Tensor:
@@ -30,7 +30,7 @@ def place_keys(keys_b: Tensor, positions_bt: Tensor) -> Tensor:
 
 
 def drop_keys_of_site(keys_bt: Tensor, site: int) -> Tensor:
-    """Keys for one of the places in the model where numbers are dropped."""
+    """Derive the keys of one of the places in the model that drop: [b, t], int32."""
     return _mix(keys_bt + (site * 0x1E35A7BD) % (1 << 31))
 
 
@@ -38,13 +38,13 @@ def drop(x_btd: Tensor, p: float, training: bool, keys_bt: Tensor | None) -> Ten
     """Zero a share `p` of the numbers and scale the others, while training. Without keys, torch's generator chooses."""
     if keys_bt is None or not (training and p):
         return F.dropout(x_btd, p, training)
-    most = min(round(p * STEPS), STEPS - 1)
+    num_dropped = min(round(p * STEPS), STEPS - 1)  # of STEPS
     num_channels = x_btd.size(-1)
     channels_c = _mix(torch.arange((num_channels + 1) // 2, dtype=torch.int32, device=x_btd.device))
     bits_btc = _mix(keys_bt[..., None] ^ channels_c)
     # Two numbers of 16 bits each, from -32768 and from 0.
-    keep_btd = torch.cat([(bits_btc >> 16) >= most - STEPS // 2, (bits_btc & 0xFFFF) >= most], dim=-1)
-    return torch.where(keep_btd[..., :num_channels], x_btd * (STEPS / (STEPS - most)), 0.0)
+    keep_btd = torch.cat([(bits_btc >> 16) >= num_dropped - STEPS // 2, (bits_btc & 0xFFFF) >= num_dropped], dim=-1)
+    return torch.where(keep_btd[..., :num_channels], x_btd * (STEPS / (STEPS - num_dropped)), 0.0)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Numbers of parameters and of floating-point operations of an MPT, without torch."""
+"""Counts of parameters and floating-point operations of an MPT, without torch."""
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 

@@ -1,4 +1,4 @@
-"""Decoding: extend a prompt token by token, computing each token once."""
+"""Decoding with a key-value cache: sampling by temperature, top-k and top-p."""
 
 from collections.abc import Iterator
 
@@ -25,8 +25,8 @@ def generate(
     """Yield `num_tokens` tokens that follow the prompt (int64 [t], at least one), each as soon as it is chosen.
 
     Temperature 0 takes the likeliest token; `top_k` samples among the k likeliest, `top_p` among the fewest whose
-    probabilities add up to p (Holtzman et al. 2020). Beyond the model's length the window slides, and all of its tokens
-    are computed again at their new positions. Logits are fp32 in every precision. Raises NonFiniteError.
+    probabilities add up to p (Holtzman et al. 2020). Beyond the model's context length the window slides, and all of
+    its tokens are computed again at their new positions. Logits are fp32 in every precision. Raises NonFiniteError.
     """
     generator = torch.Generator().manual_seed(seed)
     length = model.config.max_seq_len
@@ -50,7 +50,7 @@ def _last_logits(hidden_btd: Tensor, unembedding_vd: Tensor) -> Tensor:
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise NonFiniteError for NaN, inf, or nothing but -inf, which stands for a token that cannot be."""
+    """Raise NonFiniteError for NaN or inf. A logit of -inf is a token that cannot be: not all may be that."""
     if not logits.max().isfinite():
         raise NonFiniteError("the model's logits are NaN or infinite; no next token can be chosen")
 

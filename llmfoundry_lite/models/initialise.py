@@ -40,7 +40,7 @@ def initialise_weights(model: MPT, seed: int) -> None:
 
 
 def draw_range(draw: Draw, seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Draw numbers `start` to `stop` of the endless sequence of (seed, name)."""
+    """Draw numbers `start` to `stop` of the unbounded sequence of (seed, name)."""
     first = start // BLOCK
     blocks = [_draw_block(draw, seed, name, index) for index in range(first, -(-stop // BLOCK))]
     return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
@@ -68,7 +68,7 @@ def _fill(parameter: Tensor, draw: Draw, seed: int, name: str, row_order: Runs |
 
 
 def _own_box(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Size here and offset in the whole, along each dimension."""
+    """Return this rank's size and offset along each dimension."""
     if not isinstance(parameter, DTensor):
         return parameter.shape, [0] * parameter.ndim
     return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -46,7 +46,7 @@ class MPT(nn.Module):
         self.logit_scale = 1.0 / math.sqrt(config.d_model) if isinstance(scale, str) else scale
 
     def forward(self, tokens_bt: Tensor, *, head: Head | None = None, **options: Any) -> Any:
-        """tokens_bt int64 -> logits [b, t, v], or the result of `head` for hidden states and output embedding.
+        """Compute logits [b, t, v] of tokens_bt (int64), or what `head` makes of hidden states and output embedding.
 
         Other options are those of `Transformer`. A stage returns hidden_btd; the next one takes that instead of tokens.
         The head runs inside the forward pass, because only there a sharded embedding is whole.
@@ -83,19 +83,19 @@ class Transformer(nn.Module):
         self,
         tokens_bt: Tensor,
         positions_bt: Tensor | None = None,
-        may_see_bts: Tensor | None = None,
+        attention_mask_bts: Tensor | None = None,
         documents_bt: Tensor | None = None,
         cache: "KeyValueCache | None" = None,
         build_mask: Callable[..., Mask] = build_mask,
         drop_keys_b: Tensor | None = None,
     ) -> Tensor:
-        """tokens_bt int64, or hidden_btd of the stage before -> hidden_btd.
+        """Compute hidden_btd of tokens_bt (int64), or of the hidden_btd of the stage before.
 
-        Rows that are not plain text, such as several continuations of one context, give their tokens' positions and,
-        for each token, the others that it sees (bool). `documents_bt` numbers documents that do not see each other.
-        With a cache, the tokens follow those it holds, and join them. Where the tokens are a part of their rows,
-        `build_mask` knows the others (`parallel/context.py`), and documents are those of whole rows. In training,
-        `drop_keys_b` seed what each row drops (`models/dropout.py`); without them torch's generator does.
+        Rows that are not plain text, such as several continuations of one context, give their tokens' positions and an
+        attention mask (bool). `documents_bt` numbers documents, which do not attend to each other. With a cache, the
+        tokens follow those it holds, and join them. Where the tokens are a part of their rows, `build_mask` knows the
+        others (`parallel/context.py`), and documents are those of whole rows. In training, `drop_keys_b` seed what each
+        row drops (`models/dropout.py`); without them torch's generator does.
         """
         config, num_past = self.config, 0 if cache is None else cache.length
         num_keys = num_past + (tokens_bt if positions_bt is None else positions_bt).size(1)
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
             self.slopes_on(x_btd.device),
             positions_bt,
             num_keys,
-            may_see_bts,
+            attention_mask_bts,
             documents_bt,
         ).to(x_btd.dtype)
         rotation = None
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
         return x_bt
 
     def slopes_on(self, device: torch.device) -> Tensor | None:
-        """ALiBi's slopes, copied once, because a copy waits for the device. A buffer would be saved and moved."""
+        """Return ALiBi's slopes, copied once: a copy waits for the device, and a buffer would be saved and moved."""
         if self.slopes is None:
             return None
         if self._slopes_h is None or self._slopes_h.device != device:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
-"""Size of fp32 logits that are computed at a time: on a CPU, as much as its cache holds."""
+"""Size of the fp32 logits that are computed at a time: on a CPU, what its cache holds."""
 
-SMALLEST = 1 << 22
+MIN_MULTIPLICATIONS = 1 << 22
 """Multiplications of a product below which calling oneDNN costs more than it gains."""
 
 
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor:
-    """x [..., i] -> x weight^T + bias [..., o], by the faster library."""
+    """Compute x weight^T + bias, [..., o], by the faster library; x is [..., i]."""
     if not _gains(x, weight_oi):
         return F.linear(x, weight_oi, bias_o)
     y = product(x.flatten(0, -2), weight_oi).unflatten(0, x.shape[:-1])
@@ -35,12 +35,12 @@ def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor
 
 
 def multiply(a_ni: Tensor, b_oi: Tensor) -> Tensor:
-    """a b^T by the faster library."""
+    """Compute a b^T by the faster library, [n, o]."""
     return product(a_ni, b_oi) if _gains(a_ni, b_oi) else a_ni @ b_oi.T
 
 
 def logits(hidden_btd: Tensor, unembedding_vd: Tensor) -> Tensor:
-    """hidden_btd -> logits [b, t, v], gathered where ranks have divided the vocabulary."""
+    """Compute logits, [b, t, v], gathered where ranks have divided the vocabulary."""
     if not isinstance(unembedding_vd, DTensor):
         return linear(hidden_btd, unembedding_vd)
     part = linear(hidden_btd, unembedding_vd.to_local())
@@ -52,8 +52,10 @@ def logits(hidden_btd: Tensor, unembedding_vd: Tensor) -> Tensor:
 
 
 def logits_in_parts(hidden_nd: Tensor, unembedding_vd: Tensor) -> Iterator[Tensor]:
-    """Yield fp32 logits of fp32 hidden states, [n, w], for a part w of the vocabulary v at a time. Ranks that have
-    divided the vocabulary all compute the same."""
+    """Yield fp32 logits of fp32 hidden states, [n, w], for a part w of the vocabulary v at a time.
+
+    Ranks that have divided the vocabulary all compute the same.
+    """
     if isinstance(unembedding_vd, DTensor):
         unembedding_vd = unembedding_vd.full_tensor()
     room_bytes = CPU_LOGITS_BYTES if hidden_nd.device.type == "cpu" else LOGITS_BYTES
@@ -65,7 +67,7 @@ def _gains(x: Tensor, weight_oi: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype == weight_oi.dtype == torch.float32
-        and x.numel() * weight_oi.size(0) >= SMALLEST
+        and x.numel() * weight_oi.size(0) >= MIN_MULTIPLICATIONS
         and not torch.is_autocast_enabled("cpu")
         and not isinstance(weight_oi, DTensor)
         and MKL_IS_SLOW
@@ -90,7 +92,7 @@ MKL_IS_SLOW = _mkl_is_slow()
 
 @torch.library.custom_op("llmfoundry_lite::product", mutates_args=())
 def product(a_ni: Tensor, b_oi: Tensor) -> Tensor:
-    """a b^T in fp32 by oneDNN, [n, o]."""
+    """Compute a b^T in fp32 by oneDNN, [n, o]."""
     return torch.ops.mkldnn._linear_pointwise(a_ni, dense(b_oi), None, "none", [], "")
 
 

@@ -62,7 +62,7 @@ class Context:
         slopes_h: Tensor | None,
         positions_1t: Tensor,
         num_tokens: int,
-        may_see_bts: None = None,
+        attention_mask_bts: None = None,
         documents_bs: Tensor | None = None,
     ) -> Mask:
         """Build the mask of this rank's part of plain rows. `documents_bs` are those of whole rows."""

@@ -285,7 +285,7 @@ def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: 
 
     import torch
 
-    from llmfoundry_lite.evaluation.generation import model_of, write_text
+    from llmfoundry_lite.evaluation.generation import generate_text, model_of
     from llmfoundry_lite.evaluation.models import load_subject
 
     subject = load_subject(str(folder), device=torch.device("cpu"))
@@ -293,7 +293,7 @@ def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: 
     return [
         {
             "prompt": prompt,
-            "text": prompt + "".join(write_text(model, subject.tokenizer, prompt, num_tokens, **sampling)),
+            "text": prompt + "".join(generate_text(model, subject.tokenizer, prompt, num_tokens, **sampling)),
             **sampling,
         }
         for prompt in prompts

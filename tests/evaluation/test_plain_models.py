@@ -57,7 +57,7 @@ def test_a_model_writes_what_it_finds_likeliest_whatever_it_keeps_between_tokens
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=97, **UNUSUAL[kind]))
     plain, tokens = PlainModel(model.eval(), torch.device("cpu")), [3, 5, 7, 11, 13]
-    written = list(plain.write(tokens, 8))
+    written = list(plain.generate(tokens, 8))
     for token in written:
         assert token == plain.logits(torch.tensor(tokens), torch.tensor([len(tokens) - 1]))[0].argmax()
         tokens.append(token)
@@ -68,7 +68,7 @@ def test_a_model_writes_without_cudnns_attention():
     is_asked: list[bool] = []
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", vocab_size=97, **UNUSUAL["gpt_neox"]))
     model.register_forward_pre_hook(lambda *_: is_asked.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    assert list(PlainModel(model.eval(), torch.device("cpu")).write([3, 5], 2))
+    assert list(PlainModel(model.eval(), torch.device("cpu")).generate([3, 5], 2))
     assert is_asked == [False, False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -138,8 +138,8 @@ def test_a_model_that_sees_later_tokens_is_refused(folder):
     assert isinstance(model, PlainModel) and model.max_seq_len == 32  # two of its 34 positions are of padding
 
 
-def plain_model(may_see, max_seq_len: int) -> PlainModel:
-    """A token's logits are the mean of what it may see: `may_see(t, s)`."""
+def plain_model(attention_mask, max_seq_len: int) -> PlainModel:
+    """A token's logits are the mean of what it may see: `attention_mask(t, s)`."""
 
     class Mean(torch.nn.Module):
         config = GPTNeoXConfig(vocab_size=50, max_position_embeddings=max_seq_len)
@@ -150,7 +150,7 @@ def plain_model(may_see, max_seq_len: int) -> PlainModel:
 
         def forward(self, input_ids):
             t = torch.arange(input_ids.size(1))
-            sight_ts = torch.as_tensor(may_see(t[:, None], t[None])).float()
+            sight_ts = torch.as_tensor(attention_mask(t[:, None], t[None])).float()
             return SimpleNamespace(logits=sight_ts / sight_ts.sum(dim=1, keepdim=True) @ self.embedding(input_ids))
 
     torch.manual_seed(0)
@@ -167,9 +167,9 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize("may_see", AHEAD.values(), ids=AHEAD)
-def test_looking_ahead_is_found_wherever_it_begins(may_see):
-    assert _sees_ahead(plain_model(may_see, 2048))
+@pytest.mark.parametrize("attention_mask", AHEAD.values(), ids=AHEAD)
+def test_looking_ahead_is_found_wherever_it_begins(attention_mask):
+    assert _sees_ahead(plain_model(attention_mask, 2048))
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 2, 3, 40, 5000])

@@ -199,7 +199,7 @@ def test_a_token_sees_what_came_before_it_and_no_sibling():
     row.add(request([1, 2], [5, 6]), 1)
     assert row.tokens == [1, 2, 3, 5]
     assert row.positions == [0, 1, 2, 2]
-    assert row.may_see(5).astype(int).tolist() == [
+    assert row.attention_mask(5).astype(int).tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -233,13 +233,13 @@ def test_log_probabilities_of_a_bf16_model_come_from_fp32_logits():
     assert sum(a != b for a, b in zip(values, as_bf16, strict=True)) > 0.9 * len(values)
 
 
-def test_what_is_written_is_the_likeliest_token_each_time():
+def test_each_generated_token_is_the_likeliest():
     model = build()
-    written = list(model.write([3, 1, 4], 9))
+    written = list(model.generate([3, 1, 4], 9))
     for i, token in enumerate(written):
         assert token == int(model.model(torch.tensor([[3, 1, 4, *written[:i]]]))[0, -1].argmax())
     with torch.autocast("cpu", torch.bfloat16):  # as in a run whose residual stream is fp32
-        assert len(list(model.write([3, 1, 4], 9))) == 9
+        assert len(list(model.generate([3, 1, 4], 9))) == 9
 
 
 def test_attention_of_rows_of_many_widths_leaves_cudnn_alone(monkeypatch):
@@ -255,7 +255,7 @@ def test_attention_of_rows_of_many_widths_leaves_cudnn_alone(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     model = build()
     all_scores(model, questions(3))
-    for _ in model.write([3, 1, 4], 2):
+    for _ in model.generate([3, 1, 4], 2):
         assert torch.backends.cuda.cudnn_sdp_enabled(), "between two tokens others may compute"
     assert is_asked and not any(is_asked)
 
@@ -284,10 +284,10 @@ def test_the_vocabulary_is_read_in_parts_without_a_trace(monkeypatch):
     assert found.is_argmax_n[:40].all() and found.is_argmax_n.sum() < 45
 
 
-def test_what_a_model_in_bf16_writes_is_what_scoring_calls_the_likeliest():
+def test_a_token_generated_in_bf16_is_what_scoring_calls_the_likeliest():
     """Logits rounded to bf16 would tie, and the first of equals would be written."""
     mpt = normal_model(ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=4096))
     model = TreeModel(mpt.to(torch.bfloat16), torch.device("cpu"))
     contexts = [tuple((7 * i + 31 * j) % 4096 for j in range(5)) for i in range(150)]
-    requests = [Request(context, tuple(model.write(context, 1)), 0, 0) for context in contexts]
+    requests = [Request(context, tuple(model.generate(context, 1)), 0, 0) for context in contexts]
     assert all(next(iter(score(model, [[request]], 64)))[0].is_greedy for request in requests)

@@ -14,7 +14,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.generation import is_right, write
+from llmfoundry_lite.evaluation.generation import generate_answer, is_right
 from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, prepare_text, read_rows
 from tests.helpers.pieces import Pieces
 
@@ -449,14 +449,14 @@ class Scripted:
     def score(self, inputs, wanted):
         raise AssertionError("nothing to score here")
 
-    def write(self, context, num_tokens):
+    def generate(self, context, num_tokens):
         return iter(self.tokens)
 
 
 def written(text, num_tokens=20, **settings):
     tokenizer = Pieces()
     config = task("generation_task_with_answers", max_new_tokens=num_tokens, **settings)
-    return write(Scripted(tokenizer, text), tokenizer, tokenizer.encode("a b c d"), config)
+    return generate_answer(Scripted(tokenizer, text), tokenizer, tokenizer.encode("a b c d"), config)
 
 
 def test_an_answer_ends_with_the_text_a_stop_or_its_length():

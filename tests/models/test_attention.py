@@ -112,7 +112,7 @@ def test_flex_never_falls_back_to_all_scores(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options))
     with torch._dynamo.config.patch(recompile_limit=8):
         attention._compiled_visibly.__wrapped__(None)
-        attention._expect_shapes.cache_clear()
+        attention._raise_recompile_limit.cache_clear()
         build_mask(AttentionConfig(), "flex", None, torch.arange(8)[None], 8)
         assert asked[0]["fullgraph"] and torch._dynamo.config.recompile_limit >= 32
 
@@ -163,9 +163,9 @@ def test_two_continuations_in_one_row_are_as_two_rows(alibi):
         torch.nn.init.normal_(parameter, std=0.3)
     together = torch.tensor([[3, 4, 5, 6, 7]])
     positions = torch.tensor([[0, 1, 2, 3, 2]])
-    may_see = torch.ones(1, 5, 5, dtype=torch.bool).tril()
-    may_see[0, 4, 2:4] = False
-    logits = model(together, positions_bt=positions, may_see_bts=may_see)[0]
+    attention_mask = torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    attention_mask[0, 4, 2:4] = False
+    logits = model(together, positions_bt=positions, attention_mask_bts=attention_mask)[0]
     torch.testing.assert_close(logits[:4], model(torch.tensor([[3, 4, 5, 6]]))[0])
     torch.testing.assert_close(logits[[0, 1, 4]], model(torch.tensor([[3, 4, 7]]))[0])
 

@@ -19,7 +19,7 @@ SMALL = ModelConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=32, vocab_siz
 @pytest.fixture
 def by_onednn(monkeypatch):
     monkeypatch.setattr(products, "MKL_IS_SLOW", True)
-    monkeypatch.setattr(products, "SMALLEST", 0)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 0)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 64), (1, 1, 64), (2, 130, 64)], ids=str)
@@ -70,7 +70,7 @@ def test_other_types_and_devices_and_autocast_are_left_alone(by_onednn, monkeypa
     assert products.linear(x.to("meta"), weight.to("meta")).shape == (4, 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert products.linear(x, weight).dtype == torch.bfloat16
-    monkeypatch.setattr(products, "SMALLEST", 4 * 8 * 16 + 1)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 4 * 8 * 16 + 1)
     assert products.linear(x, weight).shape == (4, 16)
 
 
