@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.meters import slowest
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
 
@@ -71,7 +71,7 @@ class Turns:
     ) -> None:
         self.state = (model, optimizer)
         self.train = partial(train_batch, model, optimizer, shape)
-        self.saver = open_saver(store, after_publish=partial(keep_one, store))
+        self.saver = Saver(store, after_publish=partial(keep_one, store))
         self.batch = 0
         train_batch(model, optimizer, Shape(MICROBATCH, shape.num_tokens))
         self.save_alone()

@@ -32,7 +32,7 @@ from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import boxes_in, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import find_parts, gather_held_keys, read_tensors
-from llmfoundry_lite.checkpoint.save import REPORT, About, Saver, file_name, open_saver
+from llmfoundry_lite.checkpoint.save import REPORT, About, Saver, file_name
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_pieces, open_shard, write_shard
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -160,7 +160,7 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
     on_main_thread = []
     first: list[bytes] = []
     with _no_others():
-        saver = open_saver(store)
+        saver = Saver(store)
         for batch in range(1, NUM_SAVES + 1):
             started = time.thread_time()
             saver.save(model, optimizer, About(timestamp=Timestamp(batch=batch), run_name="bench"))

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.devices import device_type
 
@@ -22,7 +22,7 @@ Start = Callable[[Path, int], Finish]
 
 
 def our_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Start:
-    saver = open_saver(CheckpointStore(folder))
+    saver = Saver(CheckpointStore(folder))
 
     def start(folder: Path, batch: int) -> Finish:
         saver.save(model, optimizer, About(timestamp=Timestamp(batch=batch)))

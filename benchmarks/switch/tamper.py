@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from llmfoundry_lite.checkpoint import state
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.state import Tensors
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
 
 Url = str | os.PathLike[str]
 
@@ -64,7 +64,7 @@ def republish(checkpoint: Url, folder: Url, change: Change) -> str:
     # Elsewhere first: this process holds the lease of the folder that it publishes in.
     Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as there:
-        saver = open_saver(CheckpointStore(there), parent_save_id=manifest.save_id)
+        saver = Saver(CheckpointStore(there), parent_save_id=manifest.save_id)
         saver.save(model, optimizer, about)
         saved = saver.wait()
         assert saved is not None

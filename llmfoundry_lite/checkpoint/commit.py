@@ -39,7 +39,7 @@ class Checkpoint:
     """The manifest's bytes."""
 
     @property
-    def where(self) -> str:
+    def url(self) -> str:
         return self.folder.url
 
 

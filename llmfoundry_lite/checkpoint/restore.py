@@ -118,7 +118,7 @@ def _load_together(
     check: Check,
 ) -> Manifest:
     """`checkpoint` is given on rank 0; the others work from the manifest that rank 0 has read."""
-    url = exchange.broadcast_json(checkpoint.where if checkpoint else None)
+    url = exchange.broadcast_json(checkpoint.url if checkpoint else None)
     raw = exchange.broadcast_bytes(checkpoint.raw if checkpoint else b"")
     with exchange.raising_on_all_ranks():  # one node may lack a package
         checkpoint = checkpoint or Checkpoint(url, open_folder(url), decode(raw, url))
@@ -222,7 +222,7 @@ def find_targets(
     ignore: Sequence[str],
 ) -> Targets:
     """Match keys, shapes and dtypes of both sides. Raises CheckpointError naming those that differ."""
-    manifest, where = checkpoint.manifest, checkpoint.where
+    manifest, where = checkpoint.manifest, checkpoint.url
     everything = state.model_tensors(model)[0]
     for pattern in ignore:
         if not any(is_ignored(key, [pattern]) for key in (*held.keys, *manifest.tensors)):

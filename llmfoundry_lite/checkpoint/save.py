@@ -83,15 +83,6 @@ class Flight:
     num_bytes: int = 0
 
 
-def open_saver(store: CheckpointStore, *, takes_lease: bool = True, **options: Any) -> "Saver":
-    """Take the run's lease on rank 0, unless `Saver.take_lease` will be called. Raises CheckpointError on all ranks if
-    it cannot be had. `options` are those of `Saver`."""
-    saver = Saver(store, **options)
-    if takes_lease:
-        saver.take_lease()
-    return saver
-
-
 class Saver:
     """One rank's part in saving. At most one save is in flight; host buffers are allocated once and reused.
 
@@ -99,24 +90,25 @@ class Saver:
         saver.poll()                             at each later batch: `Saved` when it has just been published
         saver.wait()                             the same, but waits
 
-    `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
-    flight until it returns, and what it raises ends the run.
+    With `takes_lease` rank 0 takes the run's lease at once, else when `take_lease` is called. `after_publish` is
+    called on rank 0 in the background, such as to remove old checkpoints; the save counts as in flight until it
+    returns, and what it raises ends the run. Raises CheckpointError on all ranks if the lease cannot be had.
     """
 
     def __init__(
         self,
         store: CheckpointStore,
-        lease: Lease | None = None,
         *,
+        takes_lease: bool = True,
         parent_save_id: str | None = None,
         after_publish: Callable[[Lease], None] = lambda lease: None,
     ):
         self.store = store
         self.after_publish = after_publish
-        self.lease = lease
+        self.lease: Lease | None = None
         """None on all ranks but 0."""
-        self.has_lease = lease is not None
-        """Rank 0 has."""
+        self.has_lease = False
+        """Whether rank 0 has one; the same on all ranks."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[FileRecord, ...] = ()
         """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
@@ -130,6 +122,8 @@ class Saver:
         self._content = torch.empty(0, dtype=torch.uint8)
         """The memory of `_staged`: what the file has after its header."""
         self._flight: Flight | None = None
+        if takes_lease:
+            self.take_lease()
 
     @property
     def is_saving(self) -> bool:

@@ -18,7 +18,7 @@ def check_present(checkpoint: Checkpoint) -> None:
         raise unreadable(checkpoint.folder.parent(), checkpoint.name, error) from error
     if absent is not None:
         name, size = absent
-        where = f"{checkpoint.where}/{name}"
+        where = f"{checkpoint.url}/{name}"
         if size is None:
             raise IncompleteCheckpointError(f"{where}: missing", name)
         raise DamagedCheckpointError(f"{where}: has {size:,} bytes, expected {expected[name]:,}", name)

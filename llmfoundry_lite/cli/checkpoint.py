@@ -15,6 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from llmfoundry_lite.checkpoint.folders import open_folder
+from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints, read_tokenizer
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
     Checkpoint,
@@ -23,7 +24,6 @@ from llmfoundry_lite.checkpoint.store import (
     kind_of,
     open_checkpoint,
 )
-from llmfoundry_lite.checkpoint.where import check_outside_checkpoints, folder_of_checkpoints, read_tokenizer
 from llmfoundry_lite.errors import CheckpointError, printable
 
 checkpoint = typer.Typer(
@@ -122,7 +122,7 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if isinstance(origin, dict):
         lines = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | lines
         del lines["position"]
-    say(found.where)
+    say(found.url)
     print_lines(lines)
     if manifest.segments:
         say()
@@ -159,7 +159,7 @@ def verify(where: Where) -> None:
         found = newest.open()
     verify_visibly(found)
     manifest = found.manifest
-    say(f"{found.where}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
+    say(f"{found.url}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
 
 
 @checkpoint.command("diff")
@@ -167,10 +167,10 @@ def diff_checkpoints(a: Where, b: Where) -> None:
     """Each tensor's largest difference, and numbers that differ."""
     first, second = find(a), find(b)
 
-    from llmfoundry_lite.checkpoint.whole import diff, diff_scalars
+    from llmfoundry_lite.checkpoint.full_tensors import diff, diff_scalars
 
     rows, num_tensors = [], 0
-    for name, note, num_different, absolute, relative in diff(first.where, second.where):
+    for name, note, num_different, absolute, relative in diff(first.url, second.url):
         num_tensors += 1
         if note.startswith("dtype"):
             rows.append((f"{name} ({note})", f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
@@ -179,8 +179,8 @@ def diff_checkpoints(a: Where, b: Where) -> None:
         elif num_different:
             rows.append((name, f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
     scalars = [(path, str(x), str(y)) for path, x, y in diff_scalars(first.manifest, second.manifest)]
-    say(f"a  {first.where}")
-    say(f"b  {second.where}")
+    say(f"a  {first.url}")
+    say(f"b  {second.url}")
     if rows:
         print_columns(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
     if scalars:
@@ -205,17 +205,17 @@ def export(
     check_outside_checkpoints(out)
     config = found.manifest.config
     if not isinstance(config, dict) or "model" not in config:
-        raise CheckpointError(f"{found.where}: does not say what model it is; `consolidate` writes its bare weights")
+        raise CheckpointError(f"{found.url}: does not say what model it is; `consolidate` writes its bare weights")
 
-    from llmfoundry_lite.checkpoint.whole import load_full_tensors
+    from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
     from llmfoundry_lite.config.build import build_block
     from llmfoundry_lite.config.model_schema import ModelConfig
     from llmfoundry_lite.convert.huggingface import export_model
 
     with tokenizer_of(found, tokenizer) as folder:
         model = build_block(ModelConfig, config["model"], "model")
-        export_model(load_full_tensors(found.where), model, out, dtype=dtype, tokenizer_folder=folder)
-    say(f"exported {found.where} to {out}" + ("" if folder else ", without a tokenizer"))
+        export_model(load_full_tensors(found.url), model, out, dtype=dtype, tokenizer_folder=folder)
+    say(f"exported {found.url} to {out}" + ("" if folder else ", without a tokenizer"))
 
 
 @contextlib.contextmanager
@@ -229,7 +229,7 @@ def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
     if wish != "none":
         copy = {} if wish else read_tokenizer(found, FILES)
         trained_with = found.manifest.fingerprints.get("tokenizer")
-        tokenizer = find_tokenizer(name, trained_with, copy, found.where, is_asked_for=wish is not None)
+        tokenizer = find_tokenizer(name, trained_with, copy, found.url, is_asked_for=wish is not None)
     if tokenizer is None or Path(tokenizer.name).is_dir():
         yield Path(tokenizer.name) if tokenizer else None
         return
@@ -263,14 +263,14 @@ def import_weights(
     tokenizer = "none"
     if manifest.fingerprints:
         tokenizer = f"{manifest.config['tokenizer']['name']} ({manifest.fingerprints['tokenizer']})"
-    say(f"imported {source} as {imported.checkpoint.where}")
+    say(f"imported {source} as {imported.checkpoint.url}")
     print_lines(
         {
             "from": imported.kind,
             "weights": f"{imported.num_parameters:,} parameters, fp32, {megabytes(manifest.num_bytes)}",
             "tokenizer": tokenizer,
             "not carried": "optimizer state, position in the data",
-            "train from it": f"load_path={imported.checkpoint.where} load_weights_only=true",
+            "train from it": f"load_path={imported.checkpoint.url} load_weights_only=true",
         }
     )
     for note in imported.notes:
@@ -286,10 +286,10 @@ def consolidate_checkpoint(
     """Write all shards as one safetensors file."""
     found = find(where)
 
-    from llmfoundry_lite.checkpoint.whole import consolidate
+    from llmfoundry_lite.checkpoint.full_tensors import consolidate
 
     with status(f"writing {out}"):
-        path = consolidate(found.where, out, everything=everything)
+        path = consolidate(found.url, out, everything=everything)
     say(f"wrote {path}")
 
 

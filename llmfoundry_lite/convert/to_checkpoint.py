@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
 from llmfoundry_lite.checkpoint.folders import Folder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
-from llmfoundry_lite.checkpoint.save import About, open_saver
+from llmfoundry_lite.checkpoint.paths import TOKENIZER, check_outside_checkpoints
+from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
-from llmfoundry_lite.checkpoint.where import TOKENIZER, check_outside_checkpoints
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import TOKENIZER_FILES, fit_weights, from_hugging_face, import_model
@@ -80,7 +80,7 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     if narrow:
         notes.append(f"{' and '.join(narrow)} weights became fp32, which holds each of them exactly")
     model = build_model(weights)
-    saver = open_saver(store)
+    saver = Saver(store)
     if tokenizer:
         about, note = keep_tokenizer(tokenizer, store.root, about)
         notes += [note] if note else []

@@ -22,6 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from llmfoundry_lite.checkpoint import restore
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from llmfoundry_lite.checkpoint.paths import read_tokenizer
 from llmfoundry_lite.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
@@ -31,8 +33,6 @@ from llmfoundry_lite.checkpoint.store import (
     refuse_newer,
 )
 from llmfoundry_lite.checkpoint.verify import check_structure
-from llmfoundry_lite.checkpoint.where import read_tokenizer
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import check_no_adapter, read_dtypes
@@ -151,7 +151,7 @@ def find_subject(
     manifest = checkpoint.manifest
     config = build_block(ModelConfig, manifest.config["model"], "model")
     return Subject(
-        source=checkpoint.where,
+        source=checkpoint.url,
         save_id=manifest.save_id,
         num_tokens_trained=manifest.timestamp.token or None,
         load=lambda: _load_checkpoint(checkpoint, config, at),
@@ -176,9 +176,9 @@ def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -
 def _load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, at: Placement) -> "TreeModel":
     model = _build_empty(config, at)
     if at.shard is None:
-        _fill(model, load_full_tensors(checkpoint.where), at)
+        _fill(model, load_full_tensors(checkpoint.url), at)
     else:
-        restore.load(checkpoint.where, model, cast=True)  # each rank reads its part alone
+        restore.load(checkpoint.url, model, cast=True)  # each rank reads its part alone
     return TreeModel(model, at.device, separator=separator_of(checkpoint.manifest.config))
 
 

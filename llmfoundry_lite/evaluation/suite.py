@@ -224,7 +224,7 @@ def expand_models(config: EvalConfig) -> dict[str, str]:
         if not found:
             raise DataError(f"models: {where} holds no checkpoint to be seen{''.join(f'; {note}' for note in notes)}")
         tell([f"models.{name}: {note}" for note in notes])
-        models |= {f"{name}-{checkpoint.name}": checkpoint.where for checkpoint in found}
+        models |= {f"{name}-{checkpoint.name}": checkpoint.url for checkpoint in found}
     return models
 
 

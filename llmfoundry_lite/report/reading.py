@@ -140,7 +140,7 @@ def read_run(where: str) -> Run:
         )
     name = str((config or {}).get("run_name") or folder.url.rstrip("/").rsplit("/", 1)[-1])
     segments = newest.manifest.segments if newest is not None else ()
-    segments_from = newest.where if newest is not None else None
+    segments_from = newest.url if newest is not None else None
     return Run(where, folder, name, log, config, segments, segments_from, launches, notes)
 
 

@@ -20,8 +20,9 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints, put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
-from llmfoundry_lite.checkpoint.save import About, Saved, Saver, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saved, Saver
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
     Checkpoint,
@@ -32,7 +33,6 @@ from llmfoundry_lite.checkpoint.store import (
     refuse_newer,
 )
 from llmfoundry_lite.checkpoint.verify import check_present
-from llmfoundry_lite.checkpoint.where import check_not_from_elsewhere, folder_of_checkpoints, put_tokenizer
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes, refuse_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_seconds
@@ -102,7 +102,7 @@ class Checkpointing(Callback):
     # -------------------------------------------------------------------------------------------------- restore
 
     def after_load(self, state: State, logger: Logger) -> None:
-        self.saver: Saver = open_saver(
+        self.saver = Saver(
             self.store, after_publish=self._after_publish, takes_lease=self.partners.takes_lease_at_start
         )
         self.agreement.is_writing = lambda: self.saver.is_writing
@@ -470,7 +470,7 @@ def _check_log(config: TrainConfig, checkpoints: str) -> str:
 def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, str]) -> tuple[str, bool]:
     """Return the url of one checkpoint or of a folder of them, and whether it is one."""
     try:
-        check_not_from_elsewhere(where)
+        check_not_foreign(where)
         is_one = is_checkpoint(where)
         url = where if is_one else folder_of_checkpoints(where)
         newest = open_checkpoint(url) if is_one else newest_of(CheckpointStore(url).candidates())

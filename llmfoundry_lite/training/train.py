@@ -11,7 +11,7 @@ import torch.distributed as dist
 from composer import Trainer
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration, parse_seconds

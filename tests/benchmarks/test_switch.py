@@ -8,9 +8,9 @@ import pytest
 from benchmarks.switch import switch, tamper
 from benchmarks.switch.band import Series, judge, leave_one_out, measure_band, measure_deviation
 from benchmarks.switch.legs import INSTRUCTION_SETS, Cluster, Leg, Workshop, probe
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.errors import UserError
 from tests.helpers.launch import train
 from tests.helpers.resave import assert_same_state

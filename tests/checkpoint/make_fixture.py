@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp
-from llmfoundry_lite.checkpoint.save import About, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.shards import hash_pieces
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from tests.checkpoint.ranks import build, step, whole_state
@@ -41,7 +41,7 @@ def save(rank: int, num_ranks: int, folder: str, rendezvous: str) -> None:
     model, optimizer = build("plain" if num_ranks == 1 else "FULL_SHARD")
     for i in range(3):
         step(model, optimizer, i)
-    saver = open_saver(CheckpointStore(folder), parent_save_id="e1-ba2-000000000000")
+    saver = Saver(CheckpointStore(folder), parent_save_id="e1-ba2-000000000000")
     saver.save(model, optimizer, replace(ABOUT, log=lambda: LOG))
     saver.wait()
     digests = digests_of(whole_state(model, optimizer))

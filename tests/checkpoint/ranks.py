@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.restore import load
-from llmfoundry_lite.checkpoint.save import About, Saver, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.training.optimizers import Lion
@@ -117,7 +117,7 @@ def train_and_save(folder: str, sharding: str, optimizer_name: str = "adamw", nu
     model, optimizer = build(sharding, optimizer_name)
     for i in range(num_steps):
         step(model, optimizer, i)
-    saver = open_saver(CheckpointStore(folder))
+    saver = Saver(CheckpointStore(folder))
     save_now(saver, model, optimizer, num_steps)
     write_state(model, optimizer, Path(folder) / "saved.safetensors")
     losses = [step(model, optimizer, 100 + i) for i in range(2)]
@@ -129,7 +129,7 @@ def save_at_odd_moments(folder: str, sharding: str) -> None:
     """Before any step; after a forward pass without gradients; with gradients at hand."""
     start()
     model, optimizer = build(sharding)
-    saver = open_saver(CheckpointStore(folder))
+    saver = Saver(CheckpointStore(folder))
     for batch, prepare in enumerate((lambda: None, lambda: evaluate(model), lambda: gradients(model))):
         prepare()
         saver.save(model, optimizer, about(batch))
@@ -203,7 +203,7 @@ def save_and_load_stages(folder: str) -> None:
     start()
     model, optimizer = build_stages([dist.get_rank()])
     before = whole_state(model, optimizer)
-    save_now(open_saver(CheckpointStore(folder)), model, optimizer, 1)
+    save_now(Saver(CheckpointStore(folder)), model, optimizer, 1)
     other, other_optimizer = build_stages([dist.get_rank()], seed=1)
     load(f"{folder}/ba1", other, other_optimizer)
     after = whole_state(other, other_optimizer)

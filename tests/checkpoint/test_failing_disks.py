@@ -10,7 +10,7 @@ import torch
 
 from llmfoundry_lite.checkpoint import local_folder
 from llmfoundry_lite.checkpoint.restore import load
-from llmfoundry_lite.checkpoint.save import open_saver
+from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
@@ -40,7 +40,7 @@ def save_while_it_fails(folder, patch):
     """A save, one that must fail, and one after the disk has been mended. Returns what was said."""
     model, optimizer = build("plain")
     step(model, optimizer, 0)
-    saver = open_saver(CheckpointStore(folder))
+    saver = Saver(CheckpointStore(folder))
     save_now(saver, model, optimizer, 1)
     first = whole_state(model, optimizer)
     step(model, optimizer, 1)
@@ -92,7 +92,7 @@ def test_a_full_disk_that_is_cleared(tmp_path):
     with mounted(tmp_path / "disk", "256k") as disk:
         model, optimizer = build("plain")
         step(model, optimizer, 0)
-        saver = open_saver(CheckpointStore(disk.path))
+        saver = Saver(CheckpointStore(disk.path))
         save_now(saver, model, optimizer, 1)
         ballast, free = disk.path / "ballast", os.statvfs(disk.path)
         ballast.write_bytes(bytes(free.f_bavail * free.f_bsize))
@@ -108,7 +108,7 @@ def test_a_full_disk_that_is_cleared(tmp_path):
 def test_a_disk_that_fills_up_while_a_hint_is_written_has_published(tmp_path, monkeypatch):
     model, optimizer = build("plain")
     store = CheckpointStore(tmp_path)
-    saver = open_saver(store)
+    saver = Saver(store)
     put = local_folder.LocalFolder.put
 
     def full(self, name, data, **options):
@@ -126,14 +126,14 @@ def test_a_disk_that_may_only_be_read(tmp_path):
     model, optimizer = build("plain")
     step(model, optimizer, 0)
     with mounted(tmp_path / "disk") as disk:
-        saver = open_saver(CheckpointStore(disk.path))
+        saver = Saver(CheckpointStore(disk.path))
         save_now(saver, model, optimizer, 1)
         disk.make_read_only()
         saver.save(model, optimizer, about(2))
         with pytest.raises(CheckpointError, match=r"ba2-[0-9a-f]+: not written: Read-only file system"):
             saver.wait()
         with pytest.raises(CheckpointError, match="no lease can be taken: Read-only file system"):
-            open_saver(CheckpointStore(disk.path))
+            Saver(CheckpointStore(disk.path))
         other, other_optimizer = build("plain", seed=5)
         load(disk.path / "ba1", other, other_optimizer)
         found, expected = whole_state(other, other_optimizer), whole_state(model, optimizer)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from llmfoundry_lite.checkpoint import folders, local_folder, restore
 from llmfoundry_lite.checkpoint.restore import load, load_newest
-from llmfoundry_lite.checkpoint.save import Saver, open_saver
+from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.state import local_part, read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -50,7 +50,7 @@ def faults(folder):
     with torch.no_grad():
         model(torch.zeros(1, 3, dtype=torch.int64))  # evaluation leaves the root's parameters whole
     store = CheckpointStore(folder)
-    saver = open_saver(store)
+    saver = Saver(store)
     for batch in (1, 2):
         save_now(saver, model, opt, batch)
     at_two = whole_state(model, opt)
@@ -159,7 +159,7 @@ def views(folder):
     rank, host = dist.get_rank(), socket.gethostname()
     model, opt = build("FULL_SHARD")
     store = CheckpointStore(folder)
-    saver = open_saver(store)
+    saver = Saver(store)
     for batch in (1, 2):
         step(model, opt, batch)
         save_now(saver, model, opt, batch)
@@ -220,7 +220,8 @@ def views(folder):
         hide(folder)
     words = raised_by(CheckpointError, lambda: restored_with(None, None) if rank == 0 else hidden_load(store))
     assert re.match(f"rank 1 on host {host}: {file}: missing{sound}", words)
-    saver = Saver(store, saver.lease)  # whose thread begins now: an older one still sees the disk
+    lease, saver = saver.lease, Saver(store, takes_lease=False)  # an older thread still sees the disk
+    saver.lease = lease
     words = raised_by(CheckpointError, lambda: save_now(saver, model, opt, 3))
     assert f"host {host} does not find this launch's lease" in words and "not shared by all nodes" in words
     assert rank == 1 or listing(folder) == before
@@ -257,7 +258,7 @@ def train_until_killed(folder, phase, victim):
             os.kill(os.getpid(), signal.SIGKILL)
 
     store = CheckpointStore(folder, on_phase=kill)
-    saver = open_saver(store)
+    saver = Saver(store)
     restored = load_newest(store, model, opt, lease=saver.lease)
     first = restored.manifest.timestamp.batch if restored.manifest else 0
     for batch in range(first + 1, first + 4):

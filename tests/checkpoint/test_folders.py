@@ -18,7 +18,7 @@ from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.remote_folder import part_bytes
 from llmfoundry_lite.checkpoint.restore import load
-from llmfoundry_lite.checkpoint.save import About, aligned_memory, as_bytes, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saver, aligned_memory, as_bytes
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -47,7 +47,7 @@ def test_a_save_goes_past_the_page_cache_but_for_its_two_ends(tmp_path, monkeypa
 
     monkeypatch.setattr(local_folder, "WRITE", write)
     model = torch.nn.Linear(1000, 1200)
-    saver = open_saver(CheckpointStore(tmp_path / "run"))
+    saver = Saver(CheckpointStore(tmp_path / "run"))
     saver.save(model, None, About(timestamp=Timestamp(batch=1)))
     saver.wait()
     assert ways == {0: False, 1: True, 2: True, 3: True, 4: False}
@@ -104,8 +104,8 @@ def test_an_url_stays_what_was_given_all_the_way_down(monkeypatch: pytest.Monkey
     url = f"server://host/{uuid.uuid4().hex}"
     store = CheckpointStore(url + "/")
     saved = save(store, store.acquire(), 1)
-    assert saved.where == f"{url}/ba1"
-    verify_checkpoint(CheckpointStore(saved.where.rsplit("/", 1)[0]).candidates()[0].checkpoint)  # type: ignore[arg-type]
+    assert saved.url == f"{url}/ba1"
+    verify_checkpoint(CheckpointStore(saved.url.rsplit("/", 1)[0]).candidates()[0].checkpoint)  # type: ignore[arg-type]
 
 
 @pytest.mark.fault

@@ -7,7 +7,7 @@ import torch
 
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.restore import load_newest
-from llmfoundry_lite.checkpoint.save import open_saver
+from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.ranks import about
@@ -21,7 +21,7 @@ def lines(count):
 class Run:
     def __init__(self, folder):
         self.store = CheckpointStore(folder)
-        self.saver = open_saver(self.store)
+        self.saver = Saver(self.store)
         self.model = torch.nn.Linear(2, 2)
 
     def save(self, batch, log=None):

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, VERSION, Manifest, decode, encode
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.errors import CheckpointError, NewerFormatError
 from tests.checkpoint.make_fixture import ABOUT, LOG, digests_of
 from tests.checkpoint.ranks import build, whole_state

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llmfoundry_lite.checkpoint import save as saving
+from llmfoundry_lite.checkpoint.full_tensors import compare, consolidate, diff, diff_scalars, load_full_tensors
 from llmfoundry_lite.checkpoint.restore import load, load_newest
-from llmfoundry_lite.checkpoint.save import open_saver
+from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.checkpoint.whole import compare, consolidate, diff, diff_scalars, load_full_tensors
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from llmfoundry_lite.training.optimizers import Lion
 from tests.checkpoint.mounts import mounted
@@ -32,7 +32,7 @@ def train(num_steps=2, optimizer="adamw", seed=0):
 
 
 def save(folder, model, optimizer, batch=2):
-    save_now(open_saver(CheckpointStore(folder)), model, optimizer, batch)
+    save_now(Saver(CheckpointStore(folder)), model, optimizer, batch)
     return f"{folder}/ba{batch}"
 
 
@@ -78,7 +78,7 @@ def test_groups_and_hyperparameters_come_back_but_not_how_a_step_is_computed(tmp
 
 def test_a_save_is_of_its_moment_though_training_goes_on(tmp_path):
     model, opt = train()
-    saver = open_saver(CheckpointStore(tmp_path))
+    saver = Saver(CheckpointStore(tmp_path))
     expected = whole_state(model, opt)
     saver.save(model, opt, about(2))
     for i in range(3):
@@ -91,7 +91,7 @@ def test_a_save_is_of_its_moment_though_training_goes_on(tmp_path):
 
 def test_numbers_are_of_their_moment_though_their_owner_goes_on(tmp_path):
     model, opt = train()
-    saver = open_saver(CheckpointStore(tmp_path))
+    saver = Saver(CheckpointStore(tmp_path))
     seen = {"batches": [1, 2]}
     saver.save(model, opt, about(2, callbacks=seen))
     seen["batches"].append(3)
@@ -107,7 +107,7 @@ def test_waiting_for_the_save_before_counts_as_stall(tmp_path, monkeypatch):
         clock[0] += 100.0 * (phase == "before manifest")
 
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    saver = open_saver(CheckpointStore(tmp_path, on_phase=on_phase))
+    saver = Saver(CheckpointStore(tmp_path, on_phase=on_phase))
     saver.save(model, opt, about(2))  # whose manifest is written when somebody asks for it
     saver.save(model, opt, about(3))
     saved = saver.wait()
@@ -116,7 +116,7 @@ def test_waiting_for_the_save_before_counts_as_stall(tmp_path, monkeypatch):
 
 def test_saves_in_a_row_use_one_buffer_and_know_their_parents(tmp_path):
     model, opt = train()
-    saver = open_saver(CheckpointStore(tmp_path), parent_save_id="e0-ba0-abc")
+    saver = Saver(CheckpointStore(tmp_path), parent_save_id="e0-ba0-abc")
     save_now(saver, model, opt, 2)
     address = saver._content.data_ptr()
     saver.save(model, opt, about(3))
@@ -247,7 +247,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path):
 def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_path):
     model, opt = train()
     store = CheckpointStore(tmp_path)
-    saver = open_saver(store)
+    saver = Saver(store)
     for batch in (2, 3, 4):
         save_now(saver, model, opt, batch)
     shard = tmp_path / "ba4" / "shard-00000.safetensors"
@@ -283,7 +283,7 @@ def test_a_poisoned_state_is_never_published(tmp_path, value, where):
     url = save(tmp_path, model, opt)
     target = model.gain.data if where == "model" else opt.state[model.gain]["exp_avg"]
     target[1] = value
-    saver = open_saver(CheckpointStore(tmp_path))
+    saver = Saver(CheckpointStore(tmp_path))
     saver.save(model, opt, about(3))
     with pytest.raises(CheckpointError, match=r"not saved: non-finite values in (model/gain|optim/gain/exp_avg)"):
         saver.wait()
@@ -296,7 +296,7 @@ def test_a_poisoned_state_is_never_published(tmp_path, value, where):
 @pytest.mark.fault
 def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
     model, opt = train()
-    saver = open_saver(CheckpointStore(tmp_path))
+    saver = Saver(CheckpointStore(tmp_path))
 
     def broken(*args, **kwargs):
         raise KeyError("oops")
@@ -332,7 +332,7 @@ def test_a_pickle_in_the_folder_is_never_opened(tmp_path, monkeypatch):
     load(url, model, opt)
     load_full_tensors(url)
     verify_checkpoint(open_checkpoint(url))
-    save_now(open_saver(CheckpointStore(tmp_path)), model, opt, 3)
+    save_now(Saver(CheckpointStore(tmp_path)), model, opt, 3)
     assert not Path("exploded").exists()
 
 

@@ -12,7 +12,7 @@ from fsspec.asyn import sync_wrapper
 from llmfoundry_lite.checkpoint import commit, folders, remote_folder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.restore import load, load_newest
-from llmfoundry_lite.checkpoint.save import open_saver
+from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
@@ -56,7 +56,7 @@ def connect(server, monkeypatch):
 def test_a_run_saves_prunes_and_restores_on_s3(connect):
     url = connect()
     store = CheckpointStore(url)
-    saver = open_saver(store)
+    saver = Saver(store)
     model, opt = build("plain")
     for batch in (1, 2, 3):
         step(model, opt, batch)
@@ -236,7 +236,7 @@ def test_large_shards_go_in_parts_and_those_grow_with_the_shard(connect, monkeyp
     monkeypatch.setattr(remote_folder, "MAX_PARTS", max_parts)
     url = connect()
     model = torch.nn.Linear(2048, 2048)
-    save_now(open_saver(CheckpointStore(url)), model, None, 1)
+    save_now(Saver(CheckpointStore(url)), model, None, 1)
     checkpoint = open_checkpoint(f"{url}/ba1")
     verify_checkpoint(checkpoint)
     name = checkpoint.manifest.files[0].name
@@ -299,7 +299,7 @@ def proxy(connect, server, monkeypatch):
 def test_a_server_that_refuses_a_save_for_a_while_costs_that_save(proxy, code, method):
     """Shard and manifest, or what is asked before they are put."""
     model, opt = build("plain")
-    saver = open_saver(CheckpointStore(proxy.url))
+    saver = Saver(CheckpointStore(proxy.url))
     save_now(saver, model, opt, 1)
     first = whole_state(model, opt)
     step(model, opt, 1)
@@ -352,7 +352,7 @@ def test_credentials_that_have_expired_are_read_again(proxy, tmp_path, monkeypat
 
     give("first")
     model, opt = build("plain")
-    saver = open_saver(CheckpointStore(proxy.url))
+    saver = Saver(CheckpointStore(proxy.url))
     save_now(saver, model, opt, 1)
     refuse("first"), give("second")
     assert names(saver.store) == ["ba1"]

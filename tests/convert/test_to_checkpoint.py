@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 import llmfoundry_lite
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -140,7 +140,7 @@ def test_a_pytorch_bin_is_read_only_when_trusted(tmp_path):
     assert refusal(tmp_path / "hf", tmp_path / "out").endswith("if you trust where it comes from, add --trust-pickle")
     imported = import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"), trust_pickle=True)
     assert imported.notes == ["pytorch_model.bin was read by torch's weights-only reader"]
-    weights = load_full_tensors(imported.checkpoint.where)
+    weights = load_full_tensors(imported.checkpoint.url)
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_composers_trainer_becomes_a_portable_one(saves, tmp_pat
     config = build_block(ModelConfig, checkpoint.manifest.config["model"], "model")
     assert (config.d_model, config.n_layers, config.attn_config.alibi, config.no_bias) == (48, 2, True, True)
     expected = load_file(saves / "expected" / "model.safetensors")
-    weights = load_full_tensors(checkpoint.where)
+    weights = load_full_tensors(checkpoint.url)
     assert weights.keys() == expected.keys() == MPT(config).state_dict().keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert "tokenizer" in checkpoint.manifest.fingerprints
@@ -306,7 +306,7 @@ def test_a_sharded_checkpoint_is_put_together_and_a_lost_shard_named(saves, tmp_
     assert ".metadata: a pickle" in refusal(source, tmp_path / "out")
     imported = import_checkpoint(str(source), str(tmp_path / "out"), trust_pickle=True)
     expected = torch.load(saves / "sharded" / "full.pt", weights_only=True)
-    weights = load_full_tensors(imported.checkpoint.where)
+    weights = load_full_tensors(imported.checkpoint.url)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     one_file = import_checkpoint(str(saves / "composer/ep0-ba2-rank0.pt"), str(tmp_path / "mono"), trust_pickle=True)

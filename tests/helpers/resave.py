@@ -5,10 +5,10 @@ from pathlib import Path
 
 from composer.core import Callback
 
+from llmfoundry_lite.checkpoint.full_tensors import diff, diff_scalars, open_checkpoint
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.checkpoint.whole import diff, diff_scalars, open_checkpoint
 
 
 class Resave(Callback):
@@ -18,7 +18,7 @@ class Resave(Callback):
         self.folder = folder
 
     def fit_start(self, state, logger):
-        saver = open_saver(CheckpointStore(self.folder))
+        saver = Saver(CheckpointStore(self.folder))
         about = About(timestamp=Timestamp(batch=int(state.timestamp.batch)))
         saver.save(state.model.model, state.optimizers[0], about)
         saver.wait()

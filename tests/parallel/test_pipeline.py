@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
+from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.checkpoint.state import join_optimizers
-from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config

@@ -14,7 +14,7 @@ from composer.core import Callback
 from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate
 
-from llmfoundry_lite.checkpoint.whole import diff, open_checkpoint
+from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.layout import Coordinates, DataRanks, Layout, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config

@@ -4,10 +4,10 @@ import pytest
 import torch
 from composer.core import Callback
 
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, open_saver
+from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from tests.helpers.runs import attempt, losses, metrics, run, saved_names, saves, status
 from tests.helpers.tiny import tiny_config, values, write_data
@@ -162,7 +162,7 @@ def test_weights_may_come_in_another_dtype_and_in_part_if_that_is_said(tmp_path,
     weights = {name: w.bfloat16() for name, w in load_full_tensors(saves(tmp_path, "base") / "ba20").items()}
     bias = next(name for name in weights if name.endswith("bias"))
     del weights[bias]
-    saver = open_saver(CheckpointStore(tmp_path / "halves"))
+    saver = Saver(CheckpointStore(tmp_path / "halves"))
     saver.save(Weights(weights), None, About(timestamp=Timestamp(batch=1)))
     saver.wait()
     config |= {"load_path": str(tmp_path / "halves/ba1"), "load_weights_only": True, "max_duration": "1ba"}

@@ -17,9 +17,9 @@ import pytest
 from composer.core import Callback
 
 from benchmarks.switch.band import Series, judge, measure_band, measure_deviation
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.checkpoint.whole import load_full_tensors
 from llmfoundry_lite.data.shared_memory import find_stale_shared_memory
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config

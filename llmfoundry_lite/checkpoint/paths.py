@@ -1,4 +1,4 @@
-"""Meaning of a path or URL given by a user: one checkpoint, a folder of them, or a run directory. No torch."""
+"""Paths and URLs that users give: a checkpoint, a folder of them, a run directory, a tokenizer beside them. No torch."""
 
 import contextlib
 import os
@@ -18,15 +18,15 @@ TOKENIZER = "tokenizer"
 MAX_TOKENIZER_BYTES = 1 << 28
 
 
-def folder_of_checkpoints(where: str) -> str:
-    """A run directory keeps its checkpoints inside; any other place is the folder itself."""
-    path = open_folder(where).path_here
-    return str(path / INSIDE_A_RUN) if path is not None and (path / INSIDE_A_RUN).is_dir() else where
+def folder_of_checkpoints(url: str) -> str:
+    """Return the folder of checkpoints inside a run directory; any other `url` as it is."""
+    path = open_folder(url).path_here
+    return str(path / INSIDE_A_RUN) if path is not None and (path / INSIDE_A_RUN).is_dir() else url
 
 
 def check_outside_checkpoints(target: Path) -> None:
-    """Raises CheckpointError if `target`, about to be written, lies in a checkpoint or in what a run keeps for its own,
-    or has the name of a checkpoint in a folder of them: a relay and a launch take it for one. ConfigError for a URL."""
+    """Raise CheckpointError if `target`, about to be written, lies in a checkpoint or in a run's hidden folders, or has
+    the name of a checkpoint in a folder of them: a relay or a launch would take it for one. ConfigError for a URL."""
     check_is_path(target)
     target = target.absolute()
     for path in {target, target.resolve()}:
@@ -52,28 +52,28 @@ def _is_checkpoint(folder: Path) -> bool:
     return False
 
 
-def check_not_from_elsewhere(where: str) -> None:
-    """Raises CheckpointError for weights that others have written: a pickle, a Hugging Face folder."""
-    path = open_folder(where).path_here
+def check_not_foreign(url: str) -> None:
+    """Raise CheckpointError for weights in another format: a pickle, a Hugging Face folder."""
+    path = open_folder(url).path_here
     advice = "then load_path=OUT load_weights_only=true begins a run with its weights"
     if path is not None and path.is_file():
         raise CheckpointError(
-            f"{where}: a file, and a checkpoint is a folder; `llmfoundry-lite checkpoint import {where} OUT` makes one "
+            f"{url}: a file, and a checkpoint is a folder; `llmfoundry-lite checkpoint import {url} OUT` makes one "
             f"of a checkpoint of Composer or LLM Foundry (a pickle: add --trust-pickle), {advice}"
         )
     signs = {".metadata": ("Composer's", " --trust-pickle"), "config.json": ("a Hugging Face folder", "")}
     for sign, (kind, option) in signs.items():
         if path is not None and (path / sign).is_file():
             raise CheckpointError(
-                f"{where}: {kind}, not a portable checkpoint; `llmfoundry-lite checkpoint import {where} OUT{option}` "
+                f"{url}: {kind}, not a portable checkpoint; `llmfoundry-lite checkpoint import {url} OUT{option}` "
                 f"makes one, {advice}"
             )
 
 
-def put_tokenizer(where: str, files: dict[str, bytes], *, last: str) -> None:
-    """Write beside the checkpoints of `where`, unless a tokenizer is there. `last` is the file without which the others
-    are nothing. Raises OSError."""
-    folder = open_folder(where).child(TOKENIZER)
+def put_tokenizer(url: str, files: dict[str, bytes], *, last: str) -> None:
+    """Write a tokenizer's files beside the checkpoints in `url`, unless one is there. `last` is the file whose presence
+    says that all are there. Raises OSError."""
+    folder = open_folder(url).child(TOKENIZER)
     if last in folder.names():
         return
     folder.make()
@@ -82,7 +82,7 @@ def put_tokenizer(where: str, files: dict[str, bytes], *, last: str) -> None:
 
 
 def read_tokenizer(checkpoint: Checkpoint, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return the tokenizer's files beside a checkpoint; nothing if there are none to be read."""
+    """Return the tokenizer's files beside a checkpoint; {} if they cannot be read."""
     folder = checkpoint.folder.parent().child(TOKENIZER)
     try:
         here = folder.names()

@@ -1,4 +1,4 @@
-"""Whole tensors out of a checkpoint, in one process and without a process group: to export, compare, consolidate."""
+"""Full tensors of a checkpoint, read by one process without a process group: to export, compare or consolidate."""
 
 import contextlib
 import json
@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
 from llmfoundry_lite.checkpoint.restore import read_tensors
 from llmfoundry_lite.checkpoint.shards import Entry, build_header, file_order
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors
 from llmfoundry_lite.checkpoint.store import Checkpoint, open_checkpoint
-from llmfoundry_lite.checkpoint.where import check_outside_checkpoints
 from llmfoundry_lite.errors import CheckpointError
 
 Url = str | os.PathLike[str]
@@ -40,14 +40,14 @@ def load_full_tensors(url: Url, *, prefix: str = "model/") -> Tensors:
     """Return all tensors under `prefix`, which is taken off their names, on the CPU; tied ones under each of their
     names. Raises CheckpointError."""
     checkpoint = open_checkpoint(url)
-    tensors = read_whole(checkpoint, [name for name in checkpoint.manifest.tensors if name.startswith(prefix)])
+    tensors = read_full(checkpoint, [name for name in checkpoint.manifest.tensors if name.startswith(prefix)])
     for alias, name in checkpoint.manifest.aliases.items():
         if name in tensors:
             tensors[alias] = tensors[name]
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def read_whole(checkpoint: Checkpoint, names: list[str]) -> Tensors:
+def read_full(checkpoint: Checkpoint, names: list[str]) -> Tensors:
     records = {name: checkpoint.manifest.tensors[name] for name in names}
     like = {name: torch.empty(r.shape, dtype=DTYPES[r.dtype], device="meta") for name, r in records.items()}
     return read_tensors(checkpoint, like)
@@ -64,10 +64,11 @@ def diff(a: Url, b: Url) -> Iterator[Difference]:
             yield Difference(name, f"shape {list(here.shape)} and {list(there.shape)}")
         else:
             note = "" if here.dtype == there.dtype else f"dtype {here.dtype} and {there.dtype}"
-            yield compare(name, note, read_whole(first, [name])[name], read_whole(second, [name])[name])
+            yield compare(name, note, read_full(first, [name])[name], read_full(second, [name])[name])
 
 
 def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Difference:
+    """Return the largest differences of two tensors of one shape; `note` is passed on."""
     if a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
         return Difference(name, note)
     exactly = (a == b) if a.dtype == b.dtype else True  # two large whole numbers may be one as doubles
@@ -89,10 +90,11 @@ def diff_scalars(a: Manifest, b: Manifest) -> list[tuple[str, object, object]]:
 
 
 def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
-    """One safetensors file: the weights under their plain names, or with `everything` all tensors as named here.
+    """Write one safetensors file: weights under their names in the model, or with `everything` all tensors under
+    their names in the checkpoint. Return its path.
 
-    An earlier one is replaced when the new one is complete. Raises CheckpointError, also for any other file at
-    `target`, and for a target in a checkpoint.
+    An earlier consolidation is replaced when the new one is complete. Raises CheckpointError for any other file at
+    `target`, for a target in a checkpoint, and when the disk fails.
     """
     checkpoint, path = open_checkpoint(url), Path(target)
     check_outside_checkpoints(path)
@@ -115,7 +117,7 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
             file.write(header)
             for entry in entries:
                 if math.prod(entry.shape):
-                    tensor = read_whole(checkpoint, [names[entry.key]])[names[entry.key]]
+                    tensor = read_full(checkpoint, [names[entry.key]])[names[entry.key]]
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
