@@ -61,4 +61,5 @@ def _describe(stream: dict[str, Any], note: dict[str, Any]) -> str:
 
 
 def one_line(error: BaseException) -> str:
+    """Return the message of an error without line ends, or its type where it has none."""
     return " ".join(str(error).split()) or type(error).__name__

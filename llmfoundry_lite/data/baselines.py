@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from streaming.base.compression import decompress
 from streaming.base.format import FileInfo
 
-from llmfoundry_lite.data.rows import MOST_TOKENS, TOKEN_TYPES, check_whole_numbers
+from llmfoundry_lite.data.rows import MAX_VOCAB_SIZE, TOKEN_TYPES, check_whole_numbers
 from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.data.streams import INDEX, find_damage
 
@@ -22,10 +22,10 @@ class Baselines(NamedTuple):
 
 
 def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) -> Baselines:
-    """Fit on the training tokens, score the validation tokens that a language model is scored on.
+    """Fit both models on the training tokens, and score them on the validation tokens.
 
-    Both models are smoothed by adding one: p(b | a) = (count(a b) + 1) / (count(a) + V). Scored, as a model's loss
-    is, on every token of a sample but the first. Samples are [n, t] in memory: for small data sets.
+    Both are smoothed by adding one: p(b | a) = (count(a b) + 1) / (count(a) + V). As in a model's loss, the first
+    token of each sample is not scored. All samples [n, t] are in memory at once: for small data sets.
     """
     train_nt, eval_nt = read_tokens(train_folder, vocab_size), read_tokens(eval_folder, vocab_size)
     counts_v = np.bincount(train_nt.ravel(), minlength=vocab_size)
@@ -39,10 +39,10 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
     return Baselines(unigram=float(unigram_v[eval_nt[:, 1:]].mean()), bigram=float(bigram.mean()))
 
 
-def read_tokens(folder: Path, vocab_size: int = MOST_TOKENS) -> NDArray[np.int64]:
-    """All samples of a local MDS folder, [n, t], compressed or not, each shard checked against the index.
+def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.int64]:
+    """Read all samples of a local MDS folder, compressed or not: [n, t]. Checks each shard against the index.
 
-    Rows of bytes are of the widest type that makes all of them tokens of the vocabulary. Raises OSError, KeyError or
+    Bytes are read as the widest type that makes all of them tokens of the vocabulary. Raises OSError, KeyError or
     ValueError if the folder holds no whole token shards.
     """
     table = ShardTable(*read_indexes([folder / INDEX], [None], allow_unhashed_shards=True))
@@ -72,7 +72,7 @@ def _check(path: Path, info: FileInfo) -> None:
 
 
 def _are_tokens(raw: list[bytes], dtype: str, vocab_size: int) -> bool:
-    """Whether all rows may be tokens of this type. Wider ones, read as narrow ones, are half zeros."""
+    """Return whether all rows may be tokens of this type. Wide tokens that are read as narrow ones are half zeros."""
     size = np.dtype(dtype).itemsize
     if any(len(row) % size for row in raw) or (dtype == "uint8" and vocab_size > 256):
         return False
@@ -85,7 +85,7 @@ def _row(tokens: Any, dtype: str) -> NDArray[np.int64]:
     row = np.frombuffer(tokens, dtype) if isinstance(tokens, bytes) else tokens
     check_whole_numbers(row)
     found = row.astype(np.int64)
-    if outside := next((int(end) for end in (found.min(), found.max()) if not 0 <= end < MOST_TOKENS), None):
+    if outside := next((int(end) for end in (found.min(), found.max()) if not 0 <= end < MAX_VOCAB_SIZE), None):
         raise ValueError(f"{outside} is no token")
     return found
 

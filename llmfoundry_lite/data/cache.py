@@ -1,7 +1,7 @@
-"""The shards that a node holds: brought when they are needed, checked once, and kept within `cache_limit`.
+"""The cache of shards on a node: downloads them when needed, verifies each once, and evicts beyond `cache_limit`.
 
 The processes of a node share four columns of the table: `state`; `has_come`, whether a shard came from the remote in
-this launch; `verified`, the state of its file when it was found to be whole, or 0; `read_at`, when it was last read.
+this launch; `verified`, the state of its file when it was found whole, or 0; `read_at`, when it was last read.
 """
 
 import fcntl
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 ABSENT, COMING, HERE = range(3)
 TICK_SECONDS = 0.01
-MOST_TRIES = 8
-"""Times that a shard is brought for one read, where others remove it at once."""
+MAX_TRIES = 8
+"""Downloads of a shard for one read, where other processes remove it at once."""
 
 
 class ShardCache:
-    """Reads samples of shards, and brings the shards first.
+    """Reader of samples, which brings their shards first.
 
-    Every process that needs a shard meets a failure itself, so none waits for ever.
+    A process that waits for another's download tries itself when that one fails, so none waits for ever.
     """
 
     def __init__(self, folders: Sequence[ShardFolder], path: Path, facts: dict[str, Any], cache_limit: int | None):
@@ -66,13 +66,13 @@ class ShardCache:
             )
 
     def is_ready(self, shard: int) -> bool:
-        """Whether `read` most likely finds the shard here and whole. It is soon read, so no other takes its place."""
+        """Return whether `read` most likely finds the shard here and whole. Marks it as read, so that it is kept."""
         self._read_at[shard] = time_ns()
         return bool(self._verified[shard]) and self._state[shard] == HERE
 
     def read(self, shard: int, sample: int) -> dict[str, Any]:
-        """Columns of a sample. Raises DataError."""
-        for _ in range(MOST_TRIES):
+        """Return the columns of a sample. Raises DataError."""
+        for _ in range(MAX_TRIES):
             self.bring(shard)
             try:
                 return self._reader(shard)[sample]
@@ -85,8 +85,8 @@ class ShardCache:
         raise self._never_stays(shard)
 
     def bring(self, shard: int) -> None:
-        """Return when the file of a shard is here and whole. Raises DataError."""
-        for _ in range(MOST_TRIES):
+        """Wait until the file of a shard is here and whole; download it if need be. Raises DataError."""
+        for _ in range(MAX_TRIES):
             self._read_at[shard] = time_ns()
             if self._state[shard] == HERE and self._is_whole(shard):
                 return
@@ -106,7 +106,7 @@ class ShardCache:
         return DataError(f"{self.path(shard)} is removed as often as it is brought; give each run a `local` of its own")
 
     def _is_whole(self, shard: int) -> bool:
-        """Whether the file is here; raises DataError unless it is what the index says, after bringing it again.
+        """Return whether the file is here. A damaged one is downloaded again, once; then raises DataError.
 
         A file is hashed once on each node, and again if it is replaced.
         """
@@ -130,7 +130,7 @@ class ShardCache:
         return True
 
     def _find_damage(self, shard: int) -> str:
-        """Describe how the file differs from the index; empty if it does not. No hash protects the index itself."""
+        """Describe how the file differs from the index, also in its number of samples; empty if it does not."""
         path, reader = self.path(shard), self._reader(shard)
         if damage := find_damage(path, reader.raw_data):
             return damage
@@ -178,7 +178,7 @@ class ShardCache:
 
     @cached_property
     def _sizes(self) -> NDArray[np.int64]:
-        """Bytes of `cache_limit` that each shard takes [num_shards]: none where no remote has it too."""
+        """Bytes of each shard that count for `cache_limit` [num_shards]: 0 for shards without a remote."""
         sizes = []
         for i, folder in enumerate(self.folders):
             rows = self.table.of_stream(i)
@@ -208,6 +208,6 @@ class ShardCache:
 
 
 def _state_of(path: str) -> int:
-    """Number the state of a file: another after it was replaced or written to, never 0. Raises FileNotFoundError."""
+    """Hash inode, size and time of modification of a file to a number above 0. Raises FileNotFoundError."""
     status = os.stat(path)
     return hash((status.st_ino, status.st_size, status.st_mtime_ns)) % 2**64 | 1

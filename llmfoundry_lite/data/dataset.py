@@ -25,7 +25,7 @@ from llmfoundry_lite.data.agreement import check_alike, failing_together, one_li
 from llmfoundry_lite.data.cache import ShardCache
 from llmfoundry_lite.data.order import (
     DEFAULT_WINDOW_SAMPLES,
-    MOST_UNITS,
+    MAX_UNITS,
     NO_SAMPLE,
     ORDER_VERSION,
     EpochOrder,
@@ -163,10 +163,10 @@ class TextDataset(IterableDataset):
                 f"an epoch of {order.num_samples} samples is smaller than one global batch of {order.num_lanes}; "
                 "use a smaller batch, more data, or streams that repeat"
             )
-        if order.most_units > MOST_UNITS:
+        if order.max_units > MAX_UNITS:
             raise DataError(
                 f"an epoch of {order.num_samples} samples reads {len(self.cache.table)} shards so often that "
-                f"{order.most_units} pieces would have to be shuffled, at most {MOST_UNITS} can be; use a smaller "
+                f"{order.max_units} pieces would have to be shuffled, at most {MAX_UNITS} can be; use a smaller "
                 "epoch_size or repeat, and more epochs"
             )
         order.shard_begins.setflags(write=False)  # computed before workers are forked, who share it
@@ -218,15 +218,14 @@ class TextDataset(IterableDataset):
             ],
         }
 
-    # Where we are -----------------------------------------------------------------------------------------------------
+    # State and epochs -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Rows that this rank yields in an epoch, so that `len(loader)` is the number of global batches."""
+        """Return the rows that this rank yields in an epoch, so that `len(loader)` is the number of global batches."""
         return self.order.num_batches * self.device_batch_size
 
     def state_dict(self, num_samples: int, from_beginning: bool = True) -> dict[str, Any]:
-        """The place in the data, as Composer asks for it: `num_samples` of the epoch are done, over all ranks that read
-        different ones."""
+        """Return the place in the data, in the form that Composer asks for: `num_samples` are done over all parts."""
         assert from_beginning
         return {
             "epoch": self._epoch,
@@ -240,7 +239,7 @@ class TextDataset(IterableDataset):
         }
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Begin the next epoch at the place that `state_dict` described, on whatever world that was."""
+        """Begin the next epoch at the place that a `state_dict` of any number of ranks describes. Raises DataError."""
         missing = [key for key in ("epoch", "sample_in_epoch", "seed", "global_batch_size", "order") if key not in obj]
         if missing:
             raise DataError(
@@ -277,7 +276,7 @@ class TextDataset(IterableDataset):
         self._next = (obj["epoch"], obj["sample_in_epoch"])
 
     def _check_content(self, state: dict[str, Any]) -> None:
-        """Refuse other data than the checkpoint was trained with. (Its first releases kept only sizes of shards.)"""
+        """Raise DataError unless a checkpoint was trained with this data. (First releases kept only shard sizes.)"""
         here = self.cache.table.contents
         there = state.get("content", here)
         if there == here:
@@ -304,9 +303,9 @@ class TextDataset(IterableDataset):
         self._epoch, self._next = epoch, (epoch, sample_in_epoch)
 
     def begin_epoch(self, *, forks_workers: bool) -> None:
-        """Say where the iteration that follows begins. Workers that are forked next share the epoch's order.
+        """Fix where the next iteration begins. With `forks_workers`, lay out the epoch first, which the workers share.
 
-        What reading the indexes took goes back to the system before they are forked.
+        Memory that reading the indexes took is returned to the system before the fork.
         """
         self._begin[:] = torch.tensor(self._next)
         self._epoch = self._next[0]
@@ -324,7 +323,7 @@ class TextDataset(IterableDataset):
     # Reading ----------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tensor]:
-        """This worker's rows, batch after batch; padding rows fill up the last batch of an epoch that has them."""
+        """Yield this worker's rows, batch after batch. Padding rows fill up the last batch where it is kept."""
         return self._rows(*self._begin.tolist())  # the place is read now, not with the first row
 
     def _rows(self, epoch: int, sample_in_epoch: int) -> Iterator[Tensor]:
@@ -349,7 +348,7 @@ class TextDataset(IterableDataset):
             yield torch.full((self.max_seq_len,), PAD_TOKEN)
 
     def _sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
-        """This worker's sample ids for the rest of the epoch, worked out piece by piece."""
+        """Yield this worker's sample ids for the rest of the epoch, computed piece by piece."""
         worker = get_worker_info()
         lanes, steps = share_of_worker(
             self.order,
@@ -360,7 +359,7 @@ class TextDataset(IterableDataset):
             first_batch=sample_in_epoch // self.global_batch_size,
         )
         lanes = self._lanes or lanes
-        # One shuffled block is the least that can be worked out, unless that is very little or very much.
+        # One shuffled block is the least that can be computed, unless that is very little or very much.
         steps_per_block = self.order.block_samples // steps.step
         steps_per_piece = min(max(steps_per_block, (1 << 14) // len(lanes), 1), -(-(1 << 20) // len(lanes)))
         epoch_order = self._lay_out(epoch)
@@ -368,7 +367,7 @@ class TextDataset(IterableDataset):
             yield from epoch_order.sample_ids(lanes, steps[first : first + steps_per_piece]).ravel().tolist()
 
     def _read_ahead(self, ids: Iterator[int]) -> Iterator[tuple[int, int]]:
-        """Shard and place in it of each sample, while the shards of the next `predownload` samples are brought."""
+        """Yield shard and place in it of each sample, while threads bring the shards of the next `predownload`."""
         begins = self.order.shard_begins
         pool = ThreadPoolExecutor(NUM_FETCHING_THREADS)
         ahead: deque[tuple[int, int, Future[None] | None]] = deque()

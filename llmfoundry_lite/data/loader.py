@@ -66,7 +66,7 @@ def build_text_loader(
         dataset,
         batch_size=dataset.device_batch_size,
         collate_fn=collate,
-        worker_init_fn=_stay_with_the_rank,
+        worker_init_fn=_prepare_worker,
         num_workers=num_workers,
         pin_memory=pin_memory,
         # torch refuses these without workers, but a YAML may turn workers off with one override.
@@ -78,12 +78,12 @@ def build_text_loader(
 
 
 def collate(rows_t: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Rows [t] -> {"input_ids": [b, t]}."""
+    """Stack rows [t] into {"input_ids": [b, t]}."""
     return {"input_ids": torch.stack(list(rows_t))}
 
 
 def batch_digest(tokens_bt: Tensor) -> int:
-    """Hash a batch: digests are equal for equal rows in any order, and others by chance alone. Padding rows count 0.
+    """Hash a batch, whatever the order of its rows. Padding rows count 0.
 
     The sum, modulo 2**64, of each row's xxh3_64 over its little-endian int64 bytes. The digest of the global batch is
     the sum of those of all ranks, modulo 2**64 again, which int64 tensors compute by wrapping around.
@@ -93,21 +93,23 @@ def batch_digest(tokens_bt: Tensor) -> int:
 
 
 def format_digest(digest: int) -> str:
-    """16 hex digits; a digest that went through a signed int64 is understood too."""
+    """Format a digest as 16 hex digits, also one that went through a signed int64."""
     return f"{digest % 2**64:016x}"
 
 
 def _end_workers(loader: "weakref.ref[TextLoader]") -> None:
-    """End the workers when the rank exits in the middle of an epoch, or keeps them: multiprocessing would send each the
-    one SIGTERM that it ignores, and wait for it for ever."""
+    """End the workers when the rank exits in the middle of an epoch, or has persistent ones.
+
+    multiprocessing would send each the one SIGTERM that it ignores, and wait for ever.
+    """
     reading = getattr(loader(), "_reading", None)
     iterator = reading() if reading is not None else None
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
 
 
-def _stay_with_the_rank(worker: int) -> None:
-    """Serve the rank until it has saved, and end soon after it was killed."""
+def _prepare_worker(worker: int) -> None:
+    """Keep this worker alive until its rank has saved, and end it soon after the rank was killed."""
     # The garbage collector writes to every object that it looks at, and so would copy all that the rank has imported,
     # 100 MB, from the pages that rank and workers share.
     gc.freeze()

@@ -38,7 +38,7 @@ DEFAULT_WINDOW_SAMPLES = 4_000_000
 ORDER_VERSION = 1
 """Version of the algorithm, kept in every checkpoint. A change of any epoch's order is a new version."""
 
-MOST_UNITS = 1 << 24
+MAX_UNITS = 1 << 24
 """Limit of units in an epoch. Each takes about 70 bytes while they are laid out, and 13 in every worker."""
 
 NO_SAMPLE = -1
@@ -83,7 +83,7 @@ class SampleOrder:
         return int(sum(self.choose_per_stream))
 
     @property
-    def most_units(self) -> int:
+    def max_units(self) -> int:
         """Upper limit of the units in an epoch: shards, each as often as it is read."""
         return sum(
             len(sizes) * -(-choose // max(int(np.sum(sizes)), 1))
@@ -94,11 +94,6 @@ class SampleOrder:
     def num_batches(self) -> int:
         """Global batches in an epoch."""
         return self.num_samples // self.num_lanes if self.drop_last else -(-self.num_samples // self.num_lanes)
-
-    @property
-    def dropped_samples(self) -> int:
-        """Samples of an epoch that no batch holds."""
-        return self.num_samples % self.num_lanes if self.drop_last else 0
 
     @property
     def block_samples(self) -> int:
@@ -151,7 +146,7 @@ class EpochOrder:
         self._unit_is_partial = unit_sizes < order.shard_sizes[unit_shards]
 
     def sample_ids(self, lanes: range, steps: range) -> Int64Array:
-        """Sample ids of some lanes at some steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.
+        """Return the sample ids of lanes at steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.
 
         Computes only these (in shuffled order: the blocks that `steps` touches), in pieces of bounded size. `steps`
         must ascend and stay below `num_batches`.
@@ -174,7 +169,7 @@ class EpochOrder:
         return ids_sl
 
     def _shuffled_ids(self, lanes: range, steps: range) -> Int64Array:
-        """[len(steps), len(lanes)], by shuffling every block that the steps touch (k blocks, b samples in each)."""
+        """Shuffle every block that the steps touch (k blocks, b samples in each). Returns [len(steps), len(lanes)]."""
         order, block_samples = self.order, self.order.block_samples
         blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)
 
@@ -198,7 +193,7 @@ class EpochOrder:
         return ids_lkb[:, steps_s // block_samples - blocks_k[0], steps_s % block_samples].T
 
     def _ids_at(self, positions: Int64Array) -> Int64Array:
-        """Sample ids at positions in the sequence of units; same shape as `positions`."""
+        """Return sample ids at positions in the sequence of units; same shape as `positions`."""
         units = np.searchsorted(self._unit_bounds, positions, side="right") - 1
         within_unit = positions - self._unit_bounds[units]
         is_partial = self._unit_is_partial[units]
@@ -210,7 +205,7 @@ class EpochOrder:
         return self.order.shard_begins[self._unit_shards[units]] + within_unit
 
     def _picks(self, unit: int) -> Int64Array:
-        """The samples of its shard that a partial unit takes, in file order."""
+        """Return the samples of its shard that a partial unit takes, in file order."""
         shard = int(self._unit_shards[unit])
         num_picks = self._unit_bounds[unit + 1] - self._unit_bounds[unit]
         permutation = _permutations(_random_bits(*self._key, _PICKS, shard, np.arange(self.order.shard_sizes[shard])))
@@ -220,7 +215,7 @@ class EpochOrder:
 def share_of_worker(
     order: SampleOrder, *, rank: int, world_size: int, worker: int = 0, num_workers: int = 1, first_batch: int = 0
 ) -> tuple[range, range]:
-    """The lanes of a rank and the steps of one of its DataLoader workers, from global batch `first_batch` on.
+    """Return the lanes of a rank and the steps of one of its DataLoader workers, from global batch `first_batch` on.
 
     torch's DataLoader takes batches from its workers in turn, beginning with worker 0; hence the stride.
     """
@@ -231,7 +226,7 @@ def share_of_worker(
 
 
 def _lane_bounds(order: SampleOrder, lanes_l: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Begin and end of lanes in the ring. Their lengths differ by one sample at most."""
+    """Return begin and end of lanes in the ring. Their lengths differ by one sample at most."""
     begins_l, ends_l = (
         _floor_share(places_l, order.num_samples, order.num_lanes) for places_l in (lanes_l, lanes_l + 1)
     )
@@ -239,7 +234,7 @@ def _lane_bounds(order: SampleOrder, lanes_l: Int64Array) -> tuple[Int64Array, I
 
 
 def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
-    """Shard and number of samples of every unit, in file order."""
+    """Return shard and number of samples of every unit, in file order."""
     unit_shards, unit_sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     num_shards_before = 0
     for stream, (sizes, choose) in enumerate(zip(order.shard_sizes_per_stream, order.choose_per_stream, strict=True)):
@@ -260,7 +255,7 @@ def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array
 
 
 def _floor_share(parts: Int64Array, count: int, whole: int, shift: int = 0) -> Int64Array:
-    """floor((parts * count + shift) / whole), exact where the product does not fit into 64 bits.
+    """Return floor((parts * count + shift) / whole), exact where the product does not fit into 64 bits.
 
     For 0 <= parts <= whole, 0 <= shift < whole < 2**61: long division, with as many bits of `count` at a time as fit.
     """
@@ -274,7 +269,7 @@ def _floor_share(parts: Int64Array, count: int, whole: int, shift: int = 0) -> I
 
 
 def _cut_at_multiples(steps: range, size: int) -> list[slice]:
-    """Slices of `steps` whose values lie between successive multiples of `size`."""
+    """Return slices of `steps` whose values lie between successive multiples of `size`."""
     if not steps:
         return []
     bounds = range(steps[0] // size * size, steps[-1] + size + 1, size)
@@ -283,7 +278,7 @@ def _cut_at_multiples(steps: range, size: int) -> list[slice]:
 
 
 def _permutations(bits: Uint64Array) -> Int64Array:
-    """A permutation of the last axis for each row of random bits.
+    """Return a permutation of the last axis for each row of random bits.
 
     Sorts keys that carry their own index in the low bits: all keys differ, so any sorting algorithm gives the same
     answer, and sorting values is several times as fast as `argsort`.
@@ -295,7 +290,7 @@ def _permutations(bits: Uint64Array) -> Int64Array:
 
 
 def _random_bits(*key: ArrayLike) -> Uint64Array:
-    """64 random bits for each key; array parts of a key broadcast against each other.
+    """Return 64 random bits for each key; array parts of a key broadcast against each other.
 
     Every part selects an output of the SplitMix64 stream that the parts before it seed.
     """

@@ -10,7 +10,7 @@ from llmfoundry_lite.errors import DataError
 TOKEN_TYPES = ("int64", "int32", "uint16", "uint8")
 """Types of tokens in rows of bytes, the widest first."""
 
-MOST_TOKENS = 1 << 24
+MAX_VOCAB_SIZE = 1 << 24
 """Limit of token ids where the vocabulary is not known."""
 
 PAD_TOKEN = -100
@@ -34,7 +34,7 @@ class RowReader:
         """The type of a column `tokens` of plain bytes."""
 
     def read(self, sample: dict[str, Any]) -> NDArray[np.int64]:
-        """The token ids of a sample [t]; `PAD_TOKEN` behind a text that is too short."""
+        """Return the token ids of a sample [t]; `PAD_TOKEN` behind a text that is too short."""
         if "tokens" not in sample:
             assert self.tokenizer is not None
             tokens = np.asarray(self.tokenizer.encode(sample["text"])[: self.max_seq_len], np.int64)
@@ -55,9 +55,8 @@ class RowReader:
         return tokens
 
     def _numbers_of(self, raw: bytes) -> NDArray[np.integer]:
-        """Read bytes as `token_dtype`. Bytes carry no type: a row that is plainly of another one is refused, with its
-        name."""
-        dtype, vocab_size = self.token_dtype, self.vocab_size or MOST_TOKENS
+        """Read bytes as `token_dtype`. Bytes carry no type: DataError names the right one where a row shows it."""
+        dtype, vocab_size = self.token_dtype, self.vocab_size or MAX_VOCAB_SIZE
         if len(raw) % dtype.itemsize:
             found, tokens = f"{len(raw)} bytes of tokens are not whole {dtype} numbers", None
         else:
@@ -99,8 +98,7 @@ def check_whole_numbers(tokens: Any) -> None:
 
 
 def _could_be(raw: bytes, name: str, vocab_size: int, least: int) -> bool:
-    """Whether a row's bytes may be `least` or more numbers of this type: of the vocabulary, and not mostly the zeros of
-    padding."""
+    """Return whether a row's bytes may be `least` or more token ids of this type, and not mostly zeros of padding."""
     if len(raw) % np.dtype(name).itemsize:
         return False
     tokens = np.frombuffer(raw, name)

@@ -88,7 +88,7 @@ class ShardTable:
 def read_indexes(
     indexes: Sequence[Path], hash_names: Sequence[str | None], *, allow_unhashed_shards: bool = False
 ) -> tuple[NDArray[Any], dict[str, Any]]:
-    """Read the index of each stream: the rows of a `ShardTable`, and its facts. Raises DataError.
+    """Read the index of each stream. Returns the rows of a `ShardTable`, and its facts. Raises DataError.
 
     `hash_names` are the algorithms asked for. None takes the fastest that all shards of an index have, else the fastest
     of each shard. A shard without a hash beside others with one is refused unless `allow_unhashed_shards`.
@@ -171,7 +171,7 @@ class _Index:
         return [hash_name or (common or others)[0] if others else "" for others in names]
 
     def columns(self, hash_names: Sequence[str], first_kind: int) -> dict[str, NDArray[Any]]:
-        """Columns of the table. Kinds count from `first_kind`."""
+        """Return the columns of the table. Kinds count from `first_kind`."""
         places = [
             kind["hashes"].index(name) if name else None for kind, name in zip(self.kinds, hash_names, strict=True)
         ]
@@ -207,7 +207,7 @@ class _Index:
         return f"{label or 'sizes'}:{digest.hexdigest()}"
 
     def _read_object(self, record: dict[str, Any]) -> Any:
-        """Make a `_Record` of an object that describes a shard. Its parts, and the whole index, stay as they are."""
+        """Turn an object that describes a shard into a `_Record`. Leaves its parts and the whole index as they are."""
         if "raw_data" not in record:
             return record
         raw, zipped = record["raw_data"], record["zip_data"] or NO_FILE

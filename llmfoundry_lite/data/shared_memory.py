@@ -45,36 +45,33 @@ class Registration:
         """Path of the node's table of shards. It is removed as soon as all ranks have opened the table."""
         return self.path.with_suffix(".npy")
 
-    def remove_at_exit(self) -> None:
-        """Remove the files when this object or this process ends, but never from a forked worker."""
-        weakref.finalize(self, _remove_files, self.path, os.getpid())
-
     def release(self) -> None:
-        """Let go of the folders, though an error may keep this object alive."""
+        """Remove the files and the lock now, although an error may keep this object alive."""
         _remove_files(self.path, os.getpid())
         self._file.close()
 
 
 def register_folders(folders: Sequence[str], launch_id: str) -> Registration:
-    """Announce the folders that a data set reads."""
+    """Announce the folders that a data set reads, until this process ends or releases them."""
     path = shared_memory_folder() / f"{PREFIX}{secrets.token_hex(8)}.json"
     note = {"launch": launch_id, "pid": os.getpid(), "folders": list(map(os.path.realpath, folders))}
     hidden = path.with_suffix(".new")  # nobody looks for this name before it is locked
     hidden.write_text(json.dumps(note))
     registration = Registration(hidden)
     registration.path = hidden.rename(path)
-    registration.remove_at_exit()
+    weakref.finalize(registration, _remove_files, path, os.getpid())  # at the latest when this process ends
     return registration
 
 
 def _remove_files(path: Path, pid: int) -> None:
+    """Remove the files of a registration, but never from a forked worker."""
     if os.getpid() == pid:
         path.unlink(missing_ok=True)
         path.with_suffix(".npy").unlink(missing_ok=True)
 
 
 def find_stale_shared_memory() -> list[Path]:
-    """Find files of data sets that no living process reads; without those that this user may not open."""
+    """Find files of data sets that no living process reads, except those that this user may not open."""
     stale = []
     for path in shared_memory_folder().glob(f"{PREFIX}*.json"):
         with contextlib.suppress(OSError), open(path) as file:
@@ -84,7 +81,7 @@ def find_stale_shared_memory() -> list[Path]:
 
 
 def clean_stale_shared_memory() -> list[str]:
-    """Remove what dead runs of this user left, and return the names."""
+    """Remove the files that dead runs of this user left, and return their names."""
     removed = []
     for path in find_stale_shared_memory():
         with contextlib.suppress(FileNotFoundError):  # somebody else's clean-up was faster
@@ -111,7 +108,7 @@ def one_start_at_a_time(timeout_seconds: float = 30) -> Iterator[None]:
 
 
 def wait_for_folders(folders: Sequence[str], launch_id: str = "", timeout_seconds: float = 45) -> None:
-    """Return when no other run reads one of the folders. Raises DataError if one goes on.
+    """Wait until no other run reads one of the folders. Raises DataError after the timeout.
 
     Two runs must not download into one folder: each would evict and overwrite what the other reads. Nodes of one launch
     may: they bring the same data. The workers of a killed run end within seconds, and `composer` and `torchrun` leave
@@ -136,7 +133,7 @@ def wait_for_folders(folders: Sequence[str], launch_id: str = "", timeout_second
 
 
 def _find_user(folders: Sequence[str], launch_id: str) -> tuple[str, int] | None:
-    """One of the folders that another launch reads, and the process that registered it."""
+    """Find one of the folders that another launch reads, and the process that registered it."""
     if not folders:
         return None
     stale = find_stale_shared_memory()
@@ -153,7 +150,7 @@ def _find_user(folders: Sequence[str], launch_id: str) -> tuple[str, int] | None
 
 
 def are_one_place(one: str, other: str) -> bool:
-    """Whether two paths lead to the same folder, by links, slashes or mounts of any kind."""
+    """Return whether two paths lead to the same folder, by links, slashes or mounts of any kind."""
     if os.path.realpath(one) == os.path.realpath(other):
         return True
     with contextlib.suppress(OSError):

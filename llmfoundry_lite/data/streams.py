@@ -42,7 +42,7 @@ class ShardFolder:
     """Folder of a stream, and the remote that its files come from. Files appear whole, at once: nodes may share it."""
 
     def __init__(self, name: str, stream: Stream) -> None:
-        """`name` is the user's; empty for the only stream."""
+        """Take the folder of a stream. `name` is the user's; empty for the only stream."""
         self.name = name
         self.stream = stream
         self.remote = stream.remote
@@ -54,7 +54,7 @@ class ShardFolder:
         return "delete it, and it is downloaded again" if self.remote else "prepare the data again"
 
     def fetch_index(self) -> Path:
-        """Path of `index.json`, which with a remote is the remote's, bit for bit. Raises DataError."""
+        """Return the path of `index.json`, downloaded if there is a remote. Raises DataError if another one is here."""
         path = Path(self.path, INDEX)
         if not self.remote:
             return path
@@ -176,7 +176,7 @@ class ShardFolder:
 
 
 def build_folders(config: TextDatasetConfig) -> list[ShardFolder]:
-    """The folders of a data set's streams, or its one folder. Raises DataError."""
+    """Build the folders of a data set's streams, or its one folder. Raises DataError."""
     if bool(config.streams) == bool(config.local or config.remote):
         raise DataError(
             "a data set is either `streams` or one folder (`local`, and `remote` if it is to be downloaded); "
@@ -194,7 +194,7 @@ def build_folders(config: TextDatasetConfig) -> list[ShardFolder]:
 
 
 def _build_stream(config: TextDatasetConfig, described: StreamConfig, where: str) -> Stream:
-    """mosaicml-streaming's object for a stream, with the data set's defaults. Raises DataError."""
+    """Build mosaicml-streaming's object for a stream, with the data set's defaults. Raises DataError."""
     if not described.local:
         raise DataError(
             f"{where}`local` is not set; name the folder that {described.remote or 'the data'} is to be kept in"
@@ -218,7 +218,7 @@ def _build_stream(config: TextDatasetConfig, described: StreamConfig, where: str
 
 
 def _path_of(remote: str) -> str | None:
-    """The path of a remote that is a folder of this machine; None for other transports."""
+    """Return the path of a remote that is a folder of this machine; None for other transports."""
     path = remote.removeprefix("file://")
     return None if "://" in path or path.startswith("dbfs:") else path
 
@@ -254,7 +254,7 @@ def find_damage(path: str, info: FileInfo) -> str:
 
 
 def part_name(name: str) -> str:
-    """Make a name that no download has had: the transport takes a file that it finds for a finished download."""
+    """Make a new name for a download: the transport takes a file that is there for a finished download."""
     return f"{name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}{PART}"
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids: load a tokenizer, train one, name it by what it does.
+"""Tokenizers: loading, training, encoding, and a fingerprint of what they do.
 
 Everything goes through the `tokenizers` library and `tokenizer.json`. Importing `transformers` takes seconds; it
 is imported only for a tokenizer that has no `tokenizer.json` yet.
@@ -22,7 +22,7 @@ from llmfoundry_lite.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 """The one special token of a tokenizer trained here. It is also GPT-2's, whose own files do not name it."""
 
-SMALLEST_VOCAB_SIZE = 257
+MIN_VOCAB_SIZE = 257
 """256 byte values and the end of text: below this, byte-level BPE cannot spell every document."""
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -72,10 +72,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
     The same documents give the same fingerprint, whatever the number of threads. `vocab_size` counts every id; the
     result has fewer when the documents run out of pairs to merge. Raises DataError for a vocabulary below 257.
     """
-    if vocab_size < SMALLEST_VOCAB_SIZE:
+    if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
             f"train:{vocab_size} is too small a vocabulary: 256 byte values and {END_OF_TEXT} need at least "
-            f"train:{SMALLEST_VOCAB_SIZE}"
+            f"train:{MIN_VOCAB_SIZE}"
         )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -118,7 +118,7 @@ def find_tokenizer(
 
 
 def is_local_or_cached(name: str | Path) -> bool:
-    """Whether `load_tokenizer(name)` would succeed without the network. Never touches the network itself."""
+    """Return whether `load_tokenizer(name)` would succeed without the network. Never touches the network itself."""
     if Path(name).is_dir():
         return (Path(name) / TOKENIZER_FILE).is_file()
     if looks_like_a_path(str(name)):
@@ -149,26 +149,26 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
+        """Return token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts; the same ids as `encode`, without the cost of tracking character offsets."""
+        """Return token ids of several texts; the same as `encode`, without the cost of tracking character offsets."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of several texts as uint32 arrays; the same ids as `encode`, as fast as this tokenizer allows."""
+        """Return token ids of several texts as uint32 arrays, as fast as this tokenizer allows."""
         if self.word_cache is not None:
             return [self.word_cache.encode(text) for text in texts]
         return [np.array(ids, np.uint32) for ids in self.encode_batch(texts)]
 
     @cached_property
     def word_cache(self) -> WordCache | None:
-        """Remembers words, for the kind of tokenizer that allows it; grows with use."""
+        """Cache of words, for the kind of tokenizer that allows it; grows with use."""
         return build_word_cache(self.backend)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
     @property
@@ -209,7 +209,7 @@ class Tokenizer:
             (Path(folder) / name).write_bytes(content)
 
     def files(self) -> dict[str, bytes]:
-        """Name and content of those three files."""
+        """Return name and content of those three files."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.config | {"eos_token": self.eos_token}
         texts = {TOKENIZER_FILE: self.backend.to_str(pretty=True)}
@@ -221,7 +221,7 @@ class Tokenizer:
 def build_tokenizer(
     name: str, backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, Any]
 ) -> Tokenizer:
-    """Put a loaded backend and its configuration files together."""
+    """Build a Tokenizer from a loaded backend and its configuration files. Raises DataError."""
     # A file may carry the padding and truncation of its last user; neither may touch our documents.
     backend.no_padding()
     backend.no_truncation()
@@ -260,7 +260,7 @@ def build_tokenizer(
 
 
 def check_has_vocabulary(folder: Path) -> None:
-    """Refuse a folder without one: for its `config.json` alone, `transformers` 5 makes up an empty tokenizer."""
+    """Raise DataError for a folder without one: for `config.json` alone, `transformers` 5 makes an empty tokenizer."""
     if any(path.is_file() for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
         return
     raise DataError(
@@ -270,7 +270,7 @@ def check_has_vocabulary(folder: Path) -> None:
 
 
 def download_from_hub(name: str) -> dict[str, Path]:
-    """Paths of the tokenizer's files, cached or fetched. Files that the repository lacks are left out."""
+    """Return the paths of the tokenizer's files, cached or downloaded. Files that the repository lacks are left out."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -299,7 +299,7 @@ def download_from_hub(name: str) -> dict[str, Path]:
 
 
 def cached_files(name: str) -> dict[str, Path | bool | None]:
-    """Path of each file in the Hub's cache; False if it is known not to exist, None if nothing is known."""
+    """Return the path of each file in the Hub's cache; False if it is known not to exist, None if nothing is known."""
     import huggingface_hub
 
     found: dict[str, Path | bool | None] = {}
@@ -332,12 +332,12 @@ def convert_with_transformers(name: str) -> Tokenizer:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether a name can only be meant as a local folder; Hub names are `name` or `owner/name`."""
+    """Return whether a name can only be a local folder's; Hub names are `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def token_text(value: Any) -> str | None:
-    """Text of a token in a configuration file: a string, or an object with `content`."""
+    """Return the text of a token in a configuration file: a string, or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

@@ -42,9 +42,9 @@ FIND_WORDS = re.compile(
 ).findall
 CERTAIN_BOUNDARY = re.compile(rf"[{LETTERS}{DIGITS}{OTHERS}][{SPACES}]")
 
-LARGEST_CACHE = 2**18
+MAX_CACHED_WORDS = 2**18
 """Words remembered per process, about 50 MB. The first stay, which are the frequent ones."""
-LONGEST_CACHED = 32
+MAX_WORD_CHARACTERS = 32
 """Characters. Longer words hardly come back."""
 SLICE_CHARACTERS = 1_000_000
 """Longer documents are split at a certain boundary first, to bound memory."""
@@ -58,14 +58,14 @@ class WordCache(dict[str, bytes]):
         self.backend = backend
 
     def encode(self, text: str) -> np.ndarray:
-        """The token ids of a text, uint32."""
+        """Return the token ids of a text, uint32."""
         ids_of = self.__getitem__
         joined = b"".join(b"".join(map(ids_of, FIND_WORDS(part))) for part in slices(text))
         return np.frombuffer(joined, np.uint32)
 
     def __missing__(self, word: str) -> bytes:
         ids = np.array(self.backend.encode(word, add_special_tokens=False).ids, np.uint32).tobytes()
-        if len(word) <= LONGEST_CACHED and len(self) < LARGEST_CACHE:
+        if len(word) <= MAX_WORD_CHARACTERS and len(self) < MAX_CACHED_WORDS:
             self[word] = ids
         return ids
 

@@ -1,6 +1,6 @@
 """The content of one input file: its text, its lines, the rows of a CSV file or of a table.
 
-A small file may decompress to any size. So no document of a compressed file may exceed LARGEST_DOCUMENT_BYTES.
+A small file may decompress to any size. So no document of a compressed file may exceed MAX_DOCUMENT_BYTES.
 """
 
 import csv
@@ -20,7 +20,7 @@ from llmfoundry_lite.errors import DataError
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 BLOCK_BYTES = 1024 * 1024
-LARGEST_DOCUMENT_BYTES = 256 * 1024 * 1024
+MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 """Bytes of one document in a compressed file: 60 KB of .zst can hold gigabytes of the same letter."""
 OTHER_ENCODING = "; --encoding names another encoding"
 
@@ -36,7 +36,7 @@ class Bad(NamedTuple):
 
 TOO_LARGE = Bad(
     "too_large",
-    f" decompresses to more than {LARGEST_DOCUMENT_BYTES // 2**20} MiB, the most that one document of a compressed "
+    f" decompresses to more than {MAX_DOCUMENT_BYTES // 2**20} MiB, the most that one document of a compressed "
     "file may have (decompress the file if that is meant)",
 )
 
@@ -81,8 +81,8 @@ def read_text(path: Path, encoding: str | None) -> str | Bad:
     """Read a whole file as text, less its byte order mark."""
     with open_content(path) as (file, _):
         is_compressed = path.suffix in COMPRESSED_SUFFIXES
-        content = file.read(LARGEST_DOCUMENT_BYTES + 1 if is_compressed else -1)
-    if is_compressed and len(content) > LARGEST_DOCUMENT_BYTES:
+        content = file.read(MAX_DOCUMENT_BYTES + 1 if is_compressed else -1)
+    if is_compressed and len(content) > MAX_DOCUMENT_BYTES:
         return TOO_LARGE
     try:
         return content.decode(encoding or "utf-8").removeprefix("\ufeff")
@@ -99,12 +99,12 @@ def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | Bad, 
     """
     with open_content(path) as (file, position), named_encoding(path, encoding):
         text = io.TextIOWrapper(file, encoding, "surrogateescape", newline="\n") if encoding else None
-        limit = LARGEST_DOCUMENT_BYTES
+        limit = MAX_DOCUMENT_BYTES
         while line := text.readline(limit).encode("utf-8", "surrogatepass") if text else file.readline(limit):
             is_whole = line.endswith(b"\n") or len(line) < limit
-            if limit == LARGEST_DOCUMENT_BYTES:  # or this is the rest of a line that is too large
+            if limit == MAX_DOCUMENT_BYTES:  # or this is the rest of a line that is too large
                 yield line if is_whole else TOO_LARGE, position()
-            limit = LARGEST_DOCUMENT_BYTES if is_whole else BLOCK_BYTES
+            limit = MAX_DOCUMENT_BYTES if is_whole else BLOCK_BYTES
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterato
 
     Raises DataError where the rows cannot be told apart, or if two columns have a name that is `wanted`.
     """
-    csv.field_size_limit(LARGEST_DOCUMENT_BYTES)
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)
     with open_content(path) as (file, position), named_encoding(path, encoding):
         text = io.TextIOWrapper(file, encoding or "utf-8", "surrogateescape", newline="")
         rows = csv.reader(csv_lines(path, text), delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",", strict=True)
@@ -144,9 +144,9 @@ def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterato
 
 
 def csv_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: text.readline(LARGEST_DOCUMENT_BYTES), ""), start=1):
-        if len(line) == LARGEST_DOCUMENT_BYTES:
-            raise DataError(f"{path}, line {number} is longer than {LARGEST_DOCUMENT_BYTES // 2**20} MiB")
+    for number, line in enumerate(iter(lambda: text.readline(MAX_DOCUMENT_BYTES), ""), start=1):
+        if len(line) == MAX_DOCUMENT_BYTES:
+            raise DataError(f"{path}, line {number} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB")
         yield line.removeprefix("\ufeff") if number == 1 else line
 
 

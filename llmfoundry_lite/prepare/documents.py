@@ -37,7 +37,7 @@ SKIP_REASONS: tuple[str, ...] = (
 )
 """Reasons to leave a document out. `empty` is always left out; the others only with `--on-error skip`."""
 
-NAMED_PER_UNIT = 10
+MAX_NAMED_PER_UNIT = 10
 """Documents left out in one unit that are named; the others are only counted."""
 
 FIELD_SEPARATOR = "\n\n"
@@ -99,7 +99,7 @@ class Skipped:
     counts: Counter[str] = field(default_factory=Counter)
     """Numbers by SKIP_REASONS."""
     named: list[str] = field(default_factory=list)
-    """A sentence for each of the first NAMED_PER_UNIT, those that are merely empty aside."""
+    """A sentence for each of the first MAX_NAMED_PER_UNIT, those that are merely empty aside."""
 
 
 def read_documents(unit: Unit, request: Request, skipped: Skipped) -> Iterator[Document]:
@@ -125,7 +125,7 @@ def read_documents(unit: Unit, request: Request, skipped: Skipped) -> Iterator[D
             sentence = f"{unit.place(index)}{value.sentence}"
             if request.on_error == "stop":
                 raise DataError(f"{sentence}; repair it, or leave such documents out with --on-error skip")
-            if len(skipped.named) < NAMED_PER_UNIT:
+            if len(skipped.named) < MAX_NAMED_PER_UNIT:
                 skipped.named.append(sentence)
 
 

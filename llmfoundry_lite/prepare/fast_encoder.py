@@ -28,7 +28,7 @@ FIRST_CHECKED = 50
 """Documents that every process encodes by both libraries before it trusts the fast one."""
 CHECKED_ONE_IN = 1000
 """Afterwards: documents whose split key this divides."""
-LONGEST_CHECKED = 1024 * 1024
+MAX_CHECKED_CHARACTERS = 1024 * 1024
 """Characters of a document. The rest is not checked: `tokenizers` takes 170 bytes of memory for each."""
 RECYCLE_BYTES = 64 * 1024 * 1024
 """Its cache of words grows for as long as it lives, by up to 4 bytes a byte of text: begin anew after so much text."""
@@ -88,7 +88,7 @@ class FastEncoder:
         ids = self.ids_of(document.text)
         if self.num_checked < FIRST_CHECKED or document.split_key % CHECKED_ONE_IN == 0:
             self.num_checked += 1
-            beginning = document.text[:LONGEST_CHECKED]
+            beginning = document.text[:MAX_CHECKED_CHARACTERS]
             checked = ids if beginning == document.text else self.ids_of(beginning)
             self.check(beginning, checked, f"the document that begins with {document.text[:60]!r}")
         return ids

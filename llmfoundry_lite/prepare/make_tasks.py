@@ -35,8 +35,8 @@ from llmfoundry_lite.prepare.sources import PYTHON_STDLIB, open_standard_library
 NUM_QUESTIONS = 400
 """Questions of each task: a standard error of 2.5 points or less."""
 NUM_CHOICES = 4
-TEXT_BYTES = 120_000
-PIECE_CHARACTERS = 4_000
+MAX_TEXT_BYTES = 120_000
+MAX_PIECE_CHARACTERS = 4_000
 
 CONTEXT_LINES = 12
 CONTEXT_CHARACTERS = (160, 480)
@@ -206,8 +206,8 @@ def names_in_code(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def pieces_of_text(modules: Iterable[Module]) -> Iterator[Row]:
-    """Yield the beginnings of modules, then what follows, until there are TEXT_BYTES; cut at line ends."""
-    left = TEXT_BYTES
+    """Yield the beginnings of modules, then what follows, until there are MAX_TEXT_BYTES; cut at line ends."""
+    left = MAX_TEXT_BYTES
     for piece in in_turn(pieces(module.text) for module in modules):
         left -= len(piece.encode())
         if left < 0:
@@ -218,7 +218,7 @@ def pieces_of_text(modules: Iterable[Module]) -> Iterator[Row]:
 def pieces(text: str) -> Iterator[str]:
     piece = ""
     for line in text.splitlines(keepends=True):
-        if piece and len(piece) + len(line) > PIECE_CHARACTERS:
+        if piece and len(piece) + len(line) > MAX_PIECE_CHARACTERS:
             yield piece
             piece = ""
         piece += line

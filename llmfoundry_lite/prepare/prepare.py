@@ -45,7 +45,7 @@ from llmfoundry_lite.prepare.out_folder import (
 from llmfoundry_lite.prepare.request import TRAIN_PREFIX, Request
 from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
 from llmfoundry_lite.prepare.sources import Source, open_source
-from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SHOWN, Summary, TokenizerSummary
+from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
 from llmfoundry_lite.prepare.token_files import origin_of_tokens, token_dtype, tokenize
 
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
@@ -115,10 +115,10 @@ def prepare(
 
 
 def tell_repeated(names: Sequence[str], notify: Callable[[str], None]) -> None:
-    for sentence in names[:SHOWN]:
+    for sentence in names[:MAX_SHOWN]:
         notify(f"{sentence}, so it is read once")
-    if len(names) > SHOWN:
-        notify(f"{len(names) - SHOWN:,} more names of what is read already")
+    if len(names) > MAX_SHOWN:
+        notify(f"{len(names) - MAX_SHOWN:,} more names of what is read already")
 
 
 def provide_tokenizer(

@@ -12,7 +12,7 @@ SHARD_LIMIT_BYTES = 2**32
 """The most that MDS can address."""
 SHARD_HEAD_BYTES = 4096
 """More than an MDS shard has before its samples."""
-LARGEST_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // 8
+MAX_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +45,10 @@ class Request:
     def __post_init__(self) -> None:
         if not self.text_keys or not all(self.text_keys):
             raise DataError("--text-key is empty; expected the name of a field or column")
-        if not 1 <= self.max_seq_len <= LARGEST_SEQ_LEN:
+        if not 1 <= self.max_seq_len <= MAX_SEQ_LEN:
             raise DataError(
                 f"--max-seq-len {self.max_seq_len}: expected a number of tokens, at least 1 and at most "
-                f"{LARGEST_SEQ_LEN} (one sample has to fit in a shard of less than 4 GiB)"
+                f"{MAX_SEQ_LEN} (one sample has to fit in a shard of less than 4 GiB)"
             )
         if self.on_error not in ("stop", "skip"):
             raise DataError(f"--on-error {self.on_error}: expected stop or skip")

@@ -24,7 +24,7 @@ from llmfoundry_lite.prepare.token_files import load_unit
 SHARD_HASH = "xxh3_64"
 """Hash of every shard, kept in its index.json: readers find damage by it."""
 
-MOST_NAMED = 20
+MAX_NAMED = 20
 """Documents left out that the summary names."""
 
 
@@ -45,7 +45,7 @@ def pack(
         for path in paths:
             unit = load_unit(path)
             skipped += unit.skipped
-            named += unit.named.tolist()[: MOST_NAMED - len(named)]
+            named += unit.named.tolist()[: MAX_NAMED - len(named)]
             held_out = unit.doc_keys < threshold
             for split, chosen in (("train", ~held_out), ("val", held_out)):
                 if chosen.any():

@@ -27,11 +27,11 @@ PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
 
 # Unit sizes depend on the input alone, never on the number of workers, so that every run makes the same units.
-SMALLEST_UNIT_BYTES = 256 * 1024
-LARGEST_UNIT_BYTES = 8 * 1024 * 1024
-UNITS_AIMED_FOR = 64
-STREAM_UNIT_CHARACTERS = LARGEST_UNIT_BYTES // 4
-MOST_ROWS = 65536
+MIN_UNIT_BYTES = 256 * 1024
+MAX_UNIT_BYTES = 8 * 1024 * 1024
+TARGET_UNITS = 64
+STREAM_UNIT_CHARACTERS = MAX_UNIT_BYTES // 4
+MAX_ROWS_PER_UNIT = 65536
 
 STDLIB_VAL_FRACTION = 0.05
 DEFAULT_VAL_FRACTION = 0.005
@@ -130,7 +130,7 @@ def is_library_source(path: Path) -> bool:
 
 def unit_bytes(total_bytes: int) -> int:
     """How large units should be: small inputs still make enough to share out, large ones not too many files."""
-    return min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, total_bytes // UNITS_AIMED_FOR))
+    return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, total_bytes // TARGET_UNITS))
 
 
 def file_units(listing: Listing, request: Request) -> Iterator[Unit]:
@@ -182,9 +182,9 @@ def stream_units(
     """Cut a stream of (line or text, bytes read so far) into units of about `target` bytes or characters."""
     first, consumed_bytes = 1, 0
     for run, length in runs(
-        values, lambda value: 0 if isinstance(value[0], Bad) else len(value[0]), target, most=MOST_ROWS
+        values, lambda value: 0 if isinstance(value[0], Bad) else len(value[0]), target, most=MAX_ROWS_PER_UNIT
     ):
-        is_last = length < target and len(run) < MOST_ROWS
+        is_last = length < target and len(run) < MAX_ROWS_PER_UNIT
         read_bytes = max(size_bytes, run[-1][1]) if is_last else run[-1][1]
         content = tuple(value for value, _ in run)
         yield Unit(kind=kind, names=(name,), first=first, content=content, num_bytes=read_bytes - consumed_bytes)

@@ -13,7 +13,7 @@ from llmfoundry_lite.report.tables import Table
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 SUMMARY_FILE = "summary.json"
-SHOWN = 5
+MAX_SHOWN = 5
 """Things left out that the table at the end names."""
 
 
@@ -129,5 +129,5 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
 
 def some_of(sentences: tuple[str, ...], count: int) -> list[str]:
     """Indented lines for the first of them, and how many of `count` there are besides."""
-    shown = [f"  {printable(sentence)}" for sentence in sentences[:SHOWN]]
+    shown = [f"  {printable(sentence)}" for sentence in sentences[:MAX_SHOWN]]
     return shown + ([f"  and {count - len(shown):,} more"] if count > len(shown) else [])

@@ -209,11 +209,11 @@ def test_every_character_the_word_cache_splits_has_the_class_the_library_gives_i
 
 
 def test_the_word_cache_stays_within_its_bounds(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wordcache, "LARGEST_CACHE", 50)
+    monkeypatch.setattr(wordcache, "MAX_CACHED_WORDS", 50)
     cache = wordcache.WordCache(tokenizer.backend)
     texts = [*make_documents(30), "x" * 1000]
     assert [cache.encode(text).tolist() for text in texts] == tokenizer.encode_batch(texts)
-    assert len(cache) == 50 and max(map(len, cache)) <= wordcache.LONGEST_CACHED
+    assert len(cache) == 50 and max(map(len, cache)) <= wordcache.MAX_WORD_CHARACTERS
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def lying(tmp_path: Path, monkeypatch):
     monkeypatch.syspath_prepend(library)
     monkeypatch.setenv("PYTHONPATH", str(library), prepend=os.pathsep)
     monkeypatch.setattr(fast_encoder, "WORTH_PROVING_BYTES", 0)
-    monkeypatch.setattr("llmfoundry_lite.prepare.sources.SMALLEST_UNIT_BYTES", 4000)
+    monkeypatch.setattr("llmfoundry_lite.prepare.sources.MIN_UNIT_BYTES", 4000)
     yield lambda wrong: monkeypatch.setenv("LIE_ABOUT", wrong)
     for name in [name for name in sys.modules if name.partition(".")[0] == "gigatoken"]:
         del sys.modules[name]
@@ -197,7 +197,7 @@ def test_an_encoder_that_fails_its_proof_is_done_without(tmp_path, tokenizer_fol
 def test_the_end_of_the_longest_documents_alone_goes_unchecked(
     tokenizer: Tokenizer, tmp_path: Path, lying, monkeypatch
 ) -> None:
-    monkeypatch.setattr(fast_encoder, "LONGEST_CHECKED", 1000)
+    monkeypatch.setattr(fast_encoder, "MAX_CHECKED_CHARACTERS", 1000)
     monkeypatch.setattr(fast_encoder, "FIRST_CHECKED", 0)
     lying("wrong")
     encoder = FastEncoder(tokenizer, tmp_path / VERDICT)

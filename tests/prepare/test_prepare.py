@@ -89,7 +89,7 @@ def test_folders_globs_and_several_paths_keep_their_order(
 def test_documents_go_to_the_splits_by_their_text_and_none_is_lost(
     tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 2000)
+    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 2000)
     documents = make_documents(300) + make_documents(20)  # some of them twice
     source = write_jsonl(tmp_path / "in.jsonl", documents)
     summary = prepare(request(source, tokenizer_folder, val_fraction=0.2), tmp_path / "out", num_workers=1)
@@ -378,7 +378,7 @@ def test_unfinished_work_in_units_of_another_size_loses_nothing(small_request: R
     prepare(small_request, tmp_path / "expected", num_workers=1)
     for unit_bytes in (4000, 2500, 8000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sources, "SMALLEST_UNIT_BYTES", unit_bytes)
+            patch.setattr(sources, "MIN_UNIT_BYTES", unit_bytes)
             stop_before_packing(small_request, tmp_path / "out")
     prepare(small_request, tmp_path / "out", num_workers=1)
     assert_same_result(tmp_path / "out", tmp_path / "expected")
@@ -407,7 +407,7 @@ def test_unfinished_work_for_another_request_or_of_another_release_is_refused(
 def test_a_damaged_token_file_is_made_again(
     damage: str, small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 2000)
+    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 2000)
     prepare(small_request, tmp_path / "expected", num_workers=1)
     stop_before_packing(small_request, tmp_path / "out")
     first, second = sorted((tmp_path / "out" / ".partial" / "units").iterdir())[:2]
@@ -457,7 +457,7 @@ def test_a_mistake_in_the_first_piece_does_not_spoil_the_folder(
 def test_on_error_skip_carries_on_where_stop_stopped(
     small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 2000)
+    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 2000)
     with (tmp_path / "in.jsonl").open("a") as file:
         file.write("{\n")
     with pytest.raises(DataError, match="--on-error skip"):
@@ -658,7 +658,7 @@ def test_what_becomes_validation_to_make_up_a_sample_was_not_trained_on_either(
 
 
 def test_a_large_source_is_sampled_evenly(small_request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 1000)
+    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 1000)
     monkeypatch.setattr(prepare_module, "TOKENIZER_SAMPLE_BYTES", 4000)
     wanted = replace(small_request, val_fraction=0.0)
     seen = prepare_module.sample_for_training(sources.open_source(wanted), wanted)

@@ -175,7 +175,7 @@ def test_csv_whose_rows_cannot_be_told_apart_is_refused(content: bytes, message:
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-be", "cp1252", "utf-8-sig"])
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "jsonl.gz"])
 def test_text_in_other_encodings_arrives_as_utf8(encoding: str, suffix: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 40)
+    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 40)
     monkeypatch.setattr(contents, "BLOCK_BYTES", 7)
     documents = ["première", "deuxième ü", "Ä"] * 5
     text = {
@@ -249,7 +249,7 @@ def test_no_space_to_decompress_a_table_is_said(tmp_path: Path, monkeypatch) -> 
 
 
 def test_a_saved_data_set_is_read_in_its_order(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_UNIT_BYTES", 4000)
+    monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 4000)
     documents = make_documents(3000, words=3)
     saved = datasets.Dataset.from_dict({"text": documents, "n": range(3000)})
     saved.save_to_disk(tmp_path / "one", num_shards=2)
