@@ -1,6 +1,6 @@
-"""Context parallelism: the tokens of each sample, divided among the ranks of a group.
+"""Context parallelism: each sample's tokens are divided among the ranks of a group.
 
-Only attention needs the other ranks' tokens. Positions, labels and documents are computed on whole rows.
+Only attention needs other ranks' tokens. Positions, labels and documents are computed on whole rows.
 
 Legend: b batch, t this rank's tokens, s all tokens, h heads, g heads of keys and values, k head dimension, n ranks.
 """
@@ -19,7 +19,7 @@ from llmfoundry_lite.config.schema import ContextParallelConfig
 from llmfoundry_lite.models.attention import Mask, build_mask
 from llmfoundry_lite.parallel.mesh import build_context_group
 
-# torch 2.13 gave it another name and warns of the first.
+# torch 2.13 renamed it and warns when the old name is used.
 _all_gather: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 
 
@@ -31,7 +31,7 @@ def build_context(config: ContextParallelConfig, layout: Layout, device_type: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The ranks that divide each sample, seen from one of them."""
+    """The ranks that divide each sample, and this rank's place among them."""
 
     config: ContextParallelConfig
     group: dist.ProcessGroup
@@ -46,12 +46,12 @@ class Context:
         return self.config.pieces_of(self.rank)
 
     def part(self, x_bs: Tensor) -> Tensor:
-        """Take this rank's tokens of whole rows, [b, t]."""
+        """Return this rank's tokens of whole rows: [b, t]."""
         pieces = x_bs.chunk(self.config.num_pieces, dim=1)
         return torch.cat([pieces[number] for number in self.pieces], dim=1)
 
     def options(self, num_tokens: int, device: torch.device) -> dict[str, Any]:
-        """Options of the model's forward pass for this rank's part of rows of `num_tokens` tokens."""
+        """Return options of the model's forward pass for this rank's part of rows of `num_tokens` tokens."""
         positions_1s = torch.arange(num_tokens, device=device)[None]
         return {"positions_bt": self.part(positions_1s), "build_mask": self.build_mask}
 
@@ -65,7 +65,7 @@ class Context:
         attention_mask_bts: None = None,
         documents_bs: Tensor | None = None,
     ) -> Mask:
-        """Build the mask of this rank's part of plain rows. `documents_bs` are those of whole rows."""
+        """Build the attention mask of this rank's tokens. `documents_bs` has the documents of whole rows."""
         if self.config.kind == "heads":
             num_keys = num_tokens * self.size
             slopes_h = None if slopes_h is None else slopes_h.chunk(self.size)[self.rank]
@@ -74,7 +74,7 @@ class Context:
             return HeadsMask(context=self, **{field.name: getattr(mask, field.name) for field in fields(mask)})
         pieces = {}
         for number, piece_1t in zip(self.pieces, positions_1t.chunk(2, dim=1), strict=True):
-            num_keys = (number + 1) * piece_1t.size(1)  # up to the last that a query of the piece sees
+            num_keys = (number + 1) * piece_1t.size(1)  # the piece's last query sees no later key
             documents = None if documents_bs is None else documents_bs[:, :num_keys]
             pieces[num_keys] = build_mask(options, implementation, slopes_h, piece_1t, num_keys, None, documents)
         return GatheredMask(context=self, implementation=implementation, pieces=pieces)
@@ -85,7 +85,7 @@ class HeadsMask(Mask):
     """The mask of whole rows for this rank's heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
     Before attention, ranks exchange some tokens of all heads for all tokens of some heads; afterwards they exchange
-    back. The attention is that of a model with fewer heads, so every implementation works.
+    back. Attention in between is that of a model with fewer heads, so every implementation works.
     """
 
     context: Context
@@ -94,7 +94,7 @@ class HeadsMask(Mask):
         self, q_bthk: Tensor, k_btgk: Tensor, v_btgk: Tensor, scale: float | None = None, dropout_p: float = 0.0
     ) -> Tensor:
         size, group = self.context.size, self.context.group
-        # One exchange for all three: of each tensor, the heads that go to one rank stand side by side.
+        # One all-to-all for all three tensors: the heads that go to one rank lie side by side.
         parts = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_bthk, k_btgk, v_btgk)]
         numbers_of_heads = [x_nbtHk.size(3) for x_nbtHk in parts]
         qkv_nbtHk = functional.all_to_all_single_autograd(torch.cat(parts, dim=3), None, None, group)

@@ -1,6 +1,6 @@
-"""Build a parallel model: FSDP2 and compilation, around the other techniques of this room.
+"""Build a parallel model: FSDP2 and compilation, on top of this folder's other kinds of parallelism.
 
-Composer gets a model that is already parallel and is told fp32: the policy here does all casting, on CPUs too, where
+Composer gets a model that is already parallel, and fp32 as its precision: FSDP2's policy casts, also on CPUs, where
 Composer refuses bf16.
 """
 
@@ -41,7 +41,7 @@ def build_parallel_model(
     *,
     sequence_parallel: bool = False,
 ) -> MPT:
-    """Build an initialised, sharded MPT on this rank's device. No rank ever holds more than its share.
+    """Build an initialised, sharded MPT on this rank's device. No rank ever holds more than its shards.
 
     Raises ConfigError for a compiler that torch does not know.
     """
@@ -63,16 +63,20 @@ def build_pipeline(
     sequence_parallel: bool,
     **options: Any,
 ) -> Pipeline:
-    """Build this rank's stages of a pipeline. The last one computes `loss`. `options` as of `build_parallel_model`."""
+    """Build this rank's stages of a pipeline; the last stage computes `loss`. `options`: see `materialise`.
+
+    Raises ConfigError for a compiler that torch does not know.
+    """
     check_compiler(options["compile_config"])
     models = []
     for stage in stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]:
         with torch.device("meta"):
             model = StageModel(config, attn_impl, stage, loss, precision, context)
-        options |= {"precision": precision, "mesh": mesh, "sequence_parallel": sequence_parallel}
-        models.append(materialise(model, **options))
-    runs = mesh["tensor"].size() if sequence_parallel else 1
-    return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), runs)
+        models.append(
+            materialise(model, precision=precision, mesh=mesh, sequence_parallel=sequence_parallel, **options)
+        )
+    degree = mesh["tensor"].size() if sequence_parallel else 1
+    return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), degree)
 
 
 def check_compiler(compile_config: dict[str, Any] | None) -> None:
@@ -92,7 +96,7 @@ def materialise(
     compile_config: dict[str, Any] | None,
     sequence_parallel: bool = False,
 ) -> Model:
-    """Shard a model on the meta device, put this rank's share on its device, and initialise it."""
+    """Shard a model that is on the meta device, allocate this rank's shards, and initialise them."""
     shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel)
     on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
@@ -109,7 +113,8 @@ def shard_model(
     compile_config: dict[str, Any] | None = None,
     sequence_parallel: bool = False,
 ) -> None:
-    """Divide, checkpoint, compile and shard each block, then the rest (embeddings and last norm), in place."""
+    """Divide each block among the tensor group, checkpoint its activations, compile it and shard it; then shard the
+    embeddings and the last norm. In place."""
     data_mesh = within_stage(mesh)
     if data_mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer:
         prepare_for_one_device(model, fsdp, precision)
@@ -123,9 +128,9 @@ def shard_model(
     shard = partial(
         fully_shard, mp_policy=policy, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
     )
-    # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer. So do pipelines:
-    # their parameters stay whole from the first backward pass on, and schedules that compute weights' gradients apart
-    # need whole parameters in autograd's graph.
+    # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer. Pipelines do the
+    # same: their parameters stay whole from the first backward pass on, and zero-bubble schedules, which compute the
+    # gradients of weights apart, need whole parameters in autograd's graph.
     reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and "pipeline" not in names_of(mesh)
     # torch 2.13 cannot compile the recomputation of a whole divided layer, but can recompute a compiled one.
     compiles_first = is_divided and fsdp.activation_checkpointing is True
@@ -139,17 +144,17 @@ def shard_model(
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=data_mesh, reshard_after_forward=False)
     if data_mesh.size() > 1:
-        # FSDP2 gathers a block's parameters when the block begins. So that the gather overlaps with computation, each
-        # block asks for its successor's too. Backward passes do that by themselves.
+        # FSDP2 gathers a block's parameters when the block begins. Each block also prefetches its successor's, so that
+        # the gather overlaps with computation. Backward passes prefetch by default.
         for module, following in itertools.pairwise(cast(list[FSDPModule], [model, *model.transformer.blocks])):
             module.set_modules_to_forward_prefetch([following])
 
 
 def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -> None:
-    """Do the same without FSDP, which would copy everything twice for a single device.
+    """Cast parameters and checkpoint activations without FSDP, which would copy everything twice for one device.
 
-    Each block casts its parameters when it runs, and autograd casts their gradients back. A compiled block stays with
-    FSDP: replacing its parameters cannot be compiled.
+    Each block casts its parameters in its forward pass, and autograd casts their gradients back. Compiled blocks need
+    FSDP: torch cannot compile the replacement of parameters.
     """
     inside = {module for block in model.transformer.blocks for module in block.modules()}
     outside = [module for module in model.modules() if module not in inside]
@@ -163,7 +168,7 @@ def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -
 
 
 def _compute_in(dtype: torch.dtype, module: nn.Module, owners: Iterable[nn.Module]) -> None:
-    """Replace `module.forward` by one that sees the parameters of `owners` as copies in another dtype."""
+    """Replace `module.forward` with one that sees the parameters of `owners` cast to `dtype`."""
     forward = module.forward
     places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if p is not None]
 

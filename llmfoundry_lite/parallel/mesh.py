@@ -1,4 +1,4 @@
-"""Device meshes and groups of ranks of a layout."""
+"""Device meshes and process groups of a layout."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from llmfoundry_lite.config.layout import Layout
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """Make the mesh: the dimension `shard`, and `pipeline`, `replicate` and `tensor` where the layout has them.
 
-    To FSDP, ranks of a context group, which have other tokens, are the same as ranks that have other samples.
+    FSDP treats the ranks of a context group like ranks that have different samples.
     """
     degrees = layout.of_parameters.degrees._asdict()
     sizes = {name: size for name, size in degrees.items() if name == "shard" or size > 1}
@@ -31,7 +31,7 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def within_stage(mesh: DeviceMesh, *, without: tuple[str, ...] = ()) -> DeviceMesh:
-    """The part of the mesh whose ranks have the same blocks, without some of its dimensions."""
+    """Return the mesh of the ranks that have the same blocks as this one, less the dimensions `without`."""
     names = tuple(name for name in names_of(mesh) if name not in ("pipeline", *without))
     return mesh if names == names_of(mesh) else mesh[names]
 
@@ -45,7 +45,7 @@ def build_stage_group(layout: Layout, device_type: str) -> dist.ProcessGroup | N
 
 
 def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Make a mesh whose groups have the timeout of the world's (`dist_timeout`), not torch's default."""
+    """Make a mesh whose groups have the world group's timeout (`dist_timeout`), not torch's default."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     options = getattr(_backend(dist.distributed_c10d._get_default_group(), device_type), "options", None)
     if options is not None:

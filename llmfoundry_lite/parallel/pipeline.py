@@ -1,6 +1,6 @@
 """Pipeline parallelism: a rank's stages of the model, and the schedules that pass microbatches through them.
 
-`config/stages.py` says which blocks a stage has. The schedules are torch's (torch.distributed.pipelining).
+`config/stages.py` assigns blocks to stages. The schedules are torch's (torch.distributed.pipelining).
 """
 
 import logging
@@ -36,12 +36,12 @@ SCHEDULES: dict[str, Any] = {
 }
 TAKES_ONE_STAGE = ("gpipe", "1f1b")
 
-# When a pass fails, torch would print the whole schedule on every rank, a line for each step.
+# When a pass fails, torch would print the whole schedule on every rank, one line a step.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 class StageModel(MPT):
-    """One stage of the model. With labels, the last one returns the sum of the loss."""
+    """One stage of the model. Given labels, the last stage returns the sum of the loss."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class StageModel(MPT):
     def forward(  # type: ignore[override]
         self, inputs: Tensor, *, labels_bt: Tensor | None = None, weights_bt: Tensor | None = None, **options: Any
     ) -> Any:
-        """`inputs` are tokens_bt or, in later stages, hidden_btd; with labels, this rank's part of the rows."""
+        """Run the stage. `inputs`: tokens_bt, or hidden_btd in later stages. Labels are of this rank's tokens."""
         if labels_bt is not None:
             sum_loss = self.sum_loss if weights_bt is None else partial(self.sum_loss, weights_bt=weights_bt)
             options["head"] = lambda hidden_btd, unembedding_vd: sum_loss(hidden_btd, unembedding_vd, labels_bt)
@@ -82,11 +82,11 @@ class Pipeline(nn.Module):
         pipeline: PipelineConfig,
         precision: Precision,
         group: dist.ProcessGroup,
-        num_runs: int = 1,
+        sequence_parallel_degree: int = 1,
     ):
-        """`num_runs` is the number of parts into which sequence parallelism divides each sequence."""
+        """`sequence_parallel_degree`: ranks among which sequence parallelism divides each sequence."""
         super().__init__()
-        self.num_runs = num_runs
+        self.sequence_parallel_degree = sequence_parallel_degree
         self.stages = nn.ModuleList(stages)
         self.config = stages[0].config
         self.pipeline = pipeline
@@ -97,14 +97,14 @@ class Pipeline(nn.Module):
         self.rank_of_last = 0 if pipeline.schedule == "zbv" else self.num_ranks - 1
         self._schedules: dict[tuple[int, int, int], Any] = {}
         self._sent: list[tuple[Any, Tensor]] = []
-        # NCCL makes a group's communicator in its first call and waits for all ranks. Without this call it would be a
-        # batch of sends, which in some schedules only two ranks make (the embeddings that the ends share).
+        # NCCL creates a group's communicator in the group's first call, which every rank must make. Otherwise that call
+        # would be a batch of sends, which in some schedules only two ranks make (for tied embeddings).
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
-        """Name modules as in the whole model: `transformer.blocks.7`, in whichever stage it is."""
+        """Name modules as in the whole model: `transformer.blocks.7`, whichever stage has it."""
         yield prefix, self
         memo = set() if memo is None else memo
         for stage in self.stages:
@@ -116,17 +116,17 @@ class Pipeline(nn.Module):
 
     @property
     def shared_parameters(self) -> list[nn.Parameter]:
-        """This rank's parameters that another stage has as well: tied embeddings."""
+        """This rank's parameters that another stage also has: tied embeddings."""
         if not self.config.tie_word_embeddings:
             return []
         ends = [stage for stage in self._stages() if stage.stage.is_first or stage.stage.is_last]
         return [cast(nn.Parameter, stage.transformer.wte.weight) for stage in ends]
 
     def train_on(self, tokens_bt: Tensor, labels_bt: Tensor, weights_m: Tensor, **options: Tensor | None) -> Tensor:
-        """Add up the gradient of the m microbatches' losses, each times its weight.
+        """Add up the gradient of m microbatches' losses, each times its weight.
 
-        Return their weighted losses: [m] where the last stage is, [0] elsewhere. The samples must divide into m
-        microbatches, and so must `options`, which stages get: documents_bt, weights_bt, drop_keys_b.
+        `options` go to every stage: documents_bt, weights_bt, drop_keys_b. The number of samples must be a multiple of
+        m. Returns the weighted losses: [m] on the rank of the last stage, [0] elsewhere.
         """
         num_microbatches = len(weights_m)
         schedule = self._schedule(num_microbatches, len(tokens_bt) // num_microbatches, tokens_bt.size(1))
@@ -143,7 +143,7 @@ class Pipeline(nn.Module):
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            raise error.__cause__ from None  # torch's own text lists the stage's arguments instead
+            raise error.__cause__ from None  # torch's own text only lists the stage's arguments
         self._add_shared_gradients()
         return torch.stack([loss.detach() for loss in losses]) if losses else weights_m.new_empty(0)
 
@@ -155,7 +155,7 @@ class Pipeline(nn.Module):
     def run_forward(
         self, tokens_bt: Tensor, *, cache: KeyValueCache | None = None, head: Head | None = None, **options: Any
     ) -> Any:
-        """Return the result of the head where the last stage is; None elsewhere, without waiting."""
+        """Return the result of the head on the rank of the last stage; None on other ranks, which do not wait."""
         result, x = None, tokens_bt
         num_past = 0 if cache is None else cache.length
         for model in self._stages():
@@ -165,7 +165,7 @@ class Pipeline(nn.Module):
                 x = torch.empty(shape, dtype=self.hidden_dtype, device=tokens_bt.device)
                 dist.recv(x, dist.get_global_rank(self.group, self._rank_of(stage.index - 1)), self.group)
             if cache is not None:
-                cache.length = num_past  # each stage moves it on
+                cache.length = num_past  # each stage of this rank advances it
             x = model(x, cache=cache, head=head, **options)
             if stage.is_last:
                 result = x
@@ -177,13 +177,13 @@ class Pipeline(nn.Module):
         return cast(list[StageModel], list(self.stages))
 
     def _rank_of(self, index: int) -> int:
-        """The rank in the group that has this stage."""
+        """Return the rank in the group that has this stage."""
         if self.pipeline.schedule == "zbv":
             return min(index, 2 * self.num_ranks - 1 - index)
         return index % self.num_ranks
 
     def _send(self, x: Tensor, to_rank: int) -> None:
-        """Send without waiting for the receiver, only for the send before."""
+        """Send without waiting for the receiver. Waits for the previous send."""
         for work, _ in self._sent:
             work.wait()
         x = x.contiguous()
@@ -207,7 +207,7 @@ class Pipeline(nn.Module):
         return tuple(tensors) if is_tuple else tensors[0]
 
     def _schedule(self, num_microbatches: int, num_samples: int, seq_len: int) -> Any:
-        """torch's schedule for microbatches of this shape. Only the latest is kept, for its buffers."""
+        """Return torch's schedule for microbatches of this shape. Only the latest is kept: its buffers are large."""
         key = (num_microbatches, num_samples, seq_len)
         if key not in self._schedules:
             self._schedules.clear()
@@ -222,13 +222,13 @@ class Pipeline(nn.Module):
         return self._schedules[key]
 
     def _torch_stage(self, model: StageModel, num_samples: int, seq_len: int) -> PipelineStage:
-        """Make torch's stage with its shapes: torch would find them by a forward and a backward pass."""
+        """Make torch's stage, given its shapes: torch would infer them by a forward and a backward pass."""
         stage, shape = model.stage, (num_samples, seq_len)
 
         def like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
-        hidden = like((num_samples, seq_len // self.num_runs, self.config.d_model), self.hidden_dtype)
+        hidden = like((num_samples, seq_len // self.sequence_parallel_degree, self.config.d_model), self.hidden_dtype)
         return PipelineStage(
             model,
             stage.index,

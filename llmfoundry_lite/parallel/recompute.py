@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute blocks in the backward pass, whole or all but matrix products."""
+"""Activation checkpointing: recompute blocks in the backward pass, either whole or all but matrix products."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +12,7 @@ from llmfoundry_lite.config.schema import FSDPConfig
 
 
 def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
-    """Recompute the block in backward. Replacing `forward` rather than wrapping keeps parameter names as they are."""
+    """Recompute the block in backward. Replacing `forward` keeps parameter names; wrapping the module would not."""
     forward = block.forward
     options: dict[str, Any] = {"use_reentrant": fsdp.activation_checkpointing_reentrant}
     if fsdp.activation_checkpointing == "selective":
@@ -28,7 +28,7 @@ def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
 
 
 def _save_on_host() -> Any:
-    """Save in pinned memory where there is an accelerator: it copies pageable memory slowly and synchronously."""
+    """Save activations in host memory, pinned if there is an accelerator: pageable memory is copied synchronously."""
     return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 

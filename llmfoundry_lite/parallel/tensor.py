@@ -1,7 +1,7 @@
 """Tensor parallelism: each layer's heads and feed-forward width, and the vocabulary, divided among neighbouring ranks.
 
 Parameters are DTensors, so that FSDP and checkpoints know their places; computation uses local tensors. Between layers,
-ranks have the same residual stream or, with sequence parallelism, each its run of every sequence.
+ranks have the same residual stream or, with sequence parallelism, each a slice of every sequence.
 
 Legend: b batch, t time, d model width, v vocabulary.
 """
@@ -65,7 +65,7 @@ def divide_layers(model: MPT, tensor_mesh: DeviceMesh, sequence_parallel: bool =
 
 
 class TensorGroup:
-    """The ranks that divide layers. The residual stream enters divided layers and leaves them here."""
+    """The ranks that divide layers, and the collectives with which the residual stream enters and leaves a layer."""
 
     def __init__(self, mesh: DeviceMesh, sequence_parallel: bool):
         self.mesh = mesh
@@ -73,15 +73,15 @@ class TensorGroup:
         self.name = mesh.get_group().group_name
         self.sequence_parallel = sequence_parallel
         self.divides_stream = False
-        """Whether the current forward pass divides sequences."""
+        """The current forward pass divides sequences."""
 
     @property
-    def of_shared(self) -> Placement | None:
-        """Placement of gradients of parameters that all ranks have."""
+    def shared_gradient(self) -> Placement | None:
+        """Placement of the gradients of parameters that all ranks have whole; None: the same as the parameters'."""
         return Partial() if self.sequence_parallel else None
 
     def divide(self, module: nn.Module, weight: Placement, bias: Placement | None = None) -> None:
-        """Make DTensors of a module's parameters."""
+        """Replace a module's weight and bias with DTensors of these placements."""
         for name, placement in (("weight", weight), ("bias", bias)):
             parameter = getattr(module, name, None)
             if parameter is not None:
@@ -90,17 +90,17 @@ class TensorGroup:
                 setattr(module, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
     def enter(self, x_btd: Tensor) -> Tensor:
-        """Pass the input to a divided matrix. The gradients of all ranks are summed on the way back."""
+        """Make the input of a divided matrix whole on every rank. Backward sums its gradient over ranks."""
         function = _Gather if self.divides_stream else _SumGradient
         return cast(Tensor, function.apply(x_btd, self.name, self.degree))
 
     def leave(self, x_btd: Tensor) -> Tensor:
-        """Sum the ranks' parts of an output; of a divided stream, keep this rank's run."""
+        """Sum an output over ranks. Of a divided stream, return this rank's slice."""
         function = _Scatter if self.divides_stream else _Sum
         return cast(Tensor, function.apply(x_btd, self.name, self.degree))
 
-    def run_of(self, x_bt: Tensor) -> Tensor:
-        """Take this rank's run of each sequence."""
+    def slice_of(self, x_bt: Tensor) -> Tensor:
+        """Return this rank's slice of each sequence; the whole sequence while the stream is not divided."""
         return x_bt.chunk(self.degree, dim=1)[self.rank] if self.divides_stream else x_bt
 
 
@@ -109,15 +109,15 @@ def _divide_stream(transformer: Any, group: TensorGroup) -> None:
     forward, embed = transformer.forward, transformer.embed
 
     def divided(inputs: Tensor, positions_bt: Tensor | None = None, **options: Any) -> Tensor:
-        """`inputs` are tokens_bt, or in a later stage this rank's run of hidden_btd."""
+        """`inputs` are tokens_bt, or in a later stage this rank's slice of hidden_btd."""
         group.divides_stream = torch.is_grad_enabled()
         if group.divides_stream and positions_bt is None and not transformer.stage.is_first:
             positions_bt = torch.arange(inputs.size(1) * group.degree, device=inputs.device)[None]
         return forward(inputs, positions_bt, **options)
 
     transformer.forward = divided
-    transformer.stream_part = group.run_of
-    transformer.embed = lambda tokens_bt, positions_bt: embed(tokens_bt, group.run_of(positions_bt))
+    transformer.stream_part = group.slice_of
+    transformer.embed = lambda tokens_bt, positions_bt: embed(tokens_bt, group.slice_of(positions_bt))
     if hasattr(transformer, "wpe"):
         positions = transformer.wpe
         group.divide(positions, Replicate())
@@ -125,8 +125,8 @@ def _divide_stream(transformer: Any, group: TensorGroup) -> None:
 
 
 def _divide_attention(attention: Any, group: TensorGroup) -> None:
-    """Divide heads. A rank's share of a fused q, k and v matrix is the rows of its heads of each. `row_order` tells
-    initialisation and checkpoints."""
+    """Divide heads. Of a fused matrix a rank has the q, k and v rows of its heads; `row_order` tells initialisation
+    and checkpoints which these are."""
     if hasattr(attention, "Wqkv"):
         num_rows, kv_dim = attention.Wqkv.out_features, attention.kv_dim
         attention.Wqkv.row_order = divide_stack([num_rows - 2 * kv_dim, kv_dim, kv_dim], group.degree)
@@ -155,7 +155,7 @@ def _enter_first(layer: Any, group: TensorGroup) -> None:
 
 
 def _divide_columns(layer: Any, group: TensorGroup) -> None:
-    """Divide the outputs. (Columns are Megatron's word: those of the transposed weight.)"""
+    """Divide the outputs: in Megatron's words the columns, those of the transposed weight."""
     group.divide(layer, Shard(0), Shard(0))
     layer.forward = lambda x: linear(x, _local(layer.weight), _local(layer.bias))
 
@@ -166,27 +166,27 @@ def _divide_rows(layer: Any, group: TensorGroup) -> None:
 
     def forward(x: Tensor) -> Tensor:
         y_btd = group.leave(linear(x, _local(layer.weight)))
-        return y_btd if layer.bias is None else y_btd + _local(layer.bias, group.of_shared)
+        return y_btd if layer.bias is None else y_btd + _local(layer.bias, group.shared_gradient)
 
     layer.forward = forward
 
 
 def _share_norm(norm: Norm, group: TensorGroup) -> None:
-    """Sum the gradient of a norm over ranks, because each sees other inputs."""
+    """Make the gradient of a norm a partial sum, because each rank has other tokens."""
     group.divide(norm, Replicate(), Replicate())
     module: Any = norm
     module.forward = lambda x: norm.normalise(x, _local(norm.weight, Partial()), _local(norm.bias, Partial()))
 
 
 def _local(parameter: Any, gradient: Placement | None = None) -> Any:
-    """Take this rank's part. `gradient` is the placement of its gradient, if it differs from the parameter's."""
+    """Return this rank's part. `gradient`: placement of its gradient, if it differs from the parameter's."""
     if parameter is None:
         return None
     return parameter.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def _look_up(embedding: nn.Embedding, group: TensorGroup, tokens_bt: Tensor) -> Tensor:
-    """Look up this rank's rows, zeros for others', and sum over ranks."""
+    """Look up this rank's rows, zeros for those of other ranks, and sum over ranks."""
     rows_vd, start = divided_rows(embedding.weight)
     places_bt = tokens_bt - start
     is_here_bt = (places_bt >= 0) & (places_bt < rows_vd.size(0))
@@ -195,7 +195,7 @@ def _look_up(embedding: nn.Embedding, group: TensorGroup, tokens_bt: Tensor) -> 
 
 
 def divided_rows(weight_vd: Any) -> tuple[Tensor, int]:
-    """This rank's rows of a matrix that a tensor group has divided, and the number of the first."""
+    """Return this rank's rows of a matrix that a tensor group divides, and the index of the first."""
     _, offset = compute_local_shape_and_global_offset(weight_vd.shape, weight_vd.device_mesh, weight_vd.placements)
     return weight_vd.to_local(), offset[0]
 
@@ -205,7 +205,7 @@ exchange = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, group: str, degree: int) -> Tensor:
-    """Gather a tensor from the `degree` ranks of a group: [rank, ...]."""
+    """Gather a tensor from the `degree` ranks of a group. Returns [degree, ...]."""
     gathered = exchange.all_gather_into_tensor(x.contiguous(), degree, group)
     return exchange.wait_tensor(gathered).view(degree, *x.shape)
 
@@ -218,22 +218,22 @@ def _all_reduce(x: Tensor, group: str, degree: int) -> Tensor:
     return exchange.wait_tensor(exchange.all_reduce(x.contiguous(), "sum", group))
 
 
-def _join(x_btd: Tensor, group: str, degree: int) -> Tensor:
-    """Gather the ranks' runs of each sequence, in order."""
+def _gather_slices(x_btd: Tensor, group: str, degree: int) -> Tensor:
+    """Gather the ranks' slices of each sequence, in order."""
     return all_gather(x_btd, group, degree).transpose(0, 1).flatten(1, 2)
 
 
-def _sum_runs(x_btd: Tensor, group: str, degree: int) -> Tensor:
-    """Reduce-scatter: this rank's run of each sequence, summed over ranks."""
-    runs = x_btd.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    return exchange.wait_tensor(exchange.reduce_scatter_tensor(runs, "sum", degree, group))
+def _reduce_scatter_slices(x_btd: Tensor, group: str, degree: int) -> Tensor:
+    """Return this rank's slice of each sequence, summed over ranks (reduce-scatter)."""
+    slices = x_btd.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return exchange.wait_tensor(exchange.reduce_scatter_tensor(slices, "sum", degree, group))
 
 
 Operation = Callable[[Tensor, str, int], Tensor]
 
 
 def _mirrored(there: Operation, back: Operation) -> type[torch.autograd.Function]:
-    """Make a function that applies one operation forward and another to the gradient."""
+    """Make an autograd function that applies one operation forward and another to the gradient."""
 
     class Exchanged(torch.autograd.Function):
         @staticmethod
@@ -249,11 +249,12 @@ def _mirrored(there: Operation, back: Operation) -> type[torch.autograd.Function
 
 
 _Sum, _SumGradient = _mirrored(_all_reduce, _keep), _mirrored(_keep, _all_reduce)
-_Gather, _Scatter = _mirrored(_join, _sum_runs), _mirrored(_sum_runs, _join)
+_Gather = _mirrored(_gather_slices, _reduce_scatter_slices)
+_Scatter = _mirrored(_reduce_scatter_slices, _gather_slices)
 
 
 def _drop_apart(attention: nn.Module, tensor_rank: int) -> None:
-    """Seed dropout of attention by rank: ranks have other heads. Elsewhere a tensor group drops the same."""
+    """Seed the dropout of attention by rank, because ranks have different heads. All other dropout is the same."""
     forward = attention.forward
 
     def seeded(*args: Any) -> Any:

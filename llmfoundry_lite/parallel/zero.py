@@ -1,8 +1,8 @@
-"""ZeRO-1: every rank has the whole model and gradient, and the optimizer state of some rows of each parameter.
+"""ZeRO-1: every replica has all parameters and gradients, and the optimizer state of some rows of each parameter.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. The optimizer
-updates this rank's rows, which share the parameters' memory; ranks then gather each other's rows. Any optimizer that
-takes DTensors works. A checkpoint sees a sharded state under the parameters' names.
+updates this rank's rows, which are views of the parameters; replicas then gather each other's rows. Any optimizer that
+takes DTensors works. Checkpoints see a sharded state under the parameters' names.
 """
 
 import math
@@ -22,7 +22,7 @@ GATHER_BYTES = 1 << 27
 
 
 def rows_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Take the rows of each parameter that this rank updates, cut as torch.chunk does.
+    """Return the rows of each parameter that this rank updates, divided as torch.chunk does.
 
     A parameter without replicas, as on one device, is returned unchanged.
     """
@@ -61,7 +61,7 @@ def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _cut(tensor: Tensor) -> Tensor:
-    """View this rank's rows."""
+    """Return a view of this rank's rows."""
     tensor = cast(DTensor, tensor)
     mesh = tensor.device_mesh
     assert mesh.mesh_dim_names is not None
@@ -69,7 +69,7 @@ def _cut(tensor: Tensor) -> Tensor:
     local = tensor.to_local()
     chunk = math.ceil(local.size(0) / mesh.size(dim))
     begin = min(mesh.get_local_rank(dim) * chunk, local.size(0))
-    # Replicas divide the rows that other dimensions of the mesh have left.
+    # Replicas divide the rows that are left after other dimensions of the mesh have divided them.
     placed: list[Any] = list(tensor.placements)
     cuts = [mesh.size(i) for i, kind in enumerate(placed) if not kind.is_replicate() and kind.dim == 0]
     placements = list(tensor.placements)
@@ -80,7 +80,7 @@ def _cut(tensor: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[DTensor]]:
-    """Join parameters of one mesh, dtype and device, up to GATHER_BYTES. A larger parameter is a bucket of its own."""
+    """Join successive parameters of one mesh, dtype and device, up to GATHER_BYTES. A larger parameter is alone."""
     bucket: list[DTensor] = []
     for parameter in cast(Sequence[DTensor], parameters):
         together = [*bucket, parameter]
@@ -99,7 +99,7 @@ def _kind(parameter: DTensor) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def _gather(parameters: Sequence[DTensor]) -> None:
-    """Gather each replica's rows on all replicas in one collective. Those of the last replicas are padded."""
+    """Gather all replicas' rows on every replica, in one collective. The last replicas' rows are padded."""
     mesh = parameters[0].device_mesh
     assert mesh.mesh_dim_names is not None
     dim = mesh.mesh_dim_names.index(REPLICATE)

@@ -199,10 +199,10 @@ def replace_numbers() -> None:
     """Replace numbers that the host reads: nothing is computed. Each read is still made."""
     from llmfoundry_lite.training import builders, trainer
     from llmfoundry_lite.training.agreement import Agreement
-    from llmfoundry_lite.training.trainer import GroupedTrainer
+    from llmfoundry_lite.training.trainer import ParallelTrainer
 
     real_measure, real_count = trainer.measure, builders.DataSpec.get_num_tokens_in_batch
-    real_load, real_iterate = builders.load_tokenizer, GroupedTrainer._iter_dataloader
+    real_load, real_iterate = builders.load_tokenizer, ParallelTrainer._iter_dataloader
     real_agree = Agreement._agree
 
     def measure(*args: Any) -> tuple[float, float, int]:
@@ -229,7 +229,7 @@ def replace_numbers() -> None:
         num_batches = self.state.dataloader_len
         return itertools.islice(real_iterate(self, trainer_mode), None if num_batches is None else int(num_batches))
 
-    replace(GroupedTrainer, _iter_dataloader=iterate)
+    replace(ParallelTrainer, _iter_dataloader=iterate)
     replace(Agreement, _agree=agree)
     replace(builders, load_tokenizer=load_tokenizer)
     replace(trainer, measure=measure)

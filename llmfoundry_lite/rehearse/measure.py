@@ -27,7 +27,7 @@ from llmfoundry_lite import models
 from llmfoundry_lite.parallel.fsdp import _compute_in
 from llmfoundry_lite.training.loss import _ChunkedCrossEntropy, cross_entropy_sum, next_token_labels, row_weights
 from llmfoundry_lite.training.monitor import Callback, Logger, State
-from llmfoundry_lite.training.trainer import GradientStep, GroupedTrainer
+from llmfoundry_lite.training.trainer import GradientStep, ParallelTrainer
 
 HISTORY_ENTRIES = 20_000_000
 NUM_LARGEST = 5
@@ -175,7 +175,7 @@ def functions(*objects: Any) -> Code:
 LOSS_CODE = functions(_ChunkedCrossEntropy, cross_entropy_sum, next_token_labels, row_weights)
 FSDP_CODE = packages(_fully_shard)
 CODE_OF_CATEGORIES = {
-    "rest": functions(GroupedTrainer._train_microbatches),  # the optimizer calls it
+    "rest": functions(ParallelTrainer._train_microbatches),  # the optimizer calls it
     "optimizer": packages(torch.optim),
     "parameters": functions(torch.nn.Module.to_empty),
     "unsharded": functions(_compute_in),

@@ -45,7 +45,7 @@ from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.schedule import LearningRate, is_evaluation_due
-from llmfoundry_lite.training.trainer import GradientStep, GroupedTrainer, LossScaler
+from llmfoundry_lite.training.trainer import GradientStep, LossScaler, ParallelTrainer
 
 
 def build_trainer(
@@ -78,7 +78,7 @@ def build_trainer(
     if config.icl_tasks and config.eval_interval != 0:
         callbacks.append(build_in_context(config, ranks, model, is_due, checkpointing))
     callbacks.append(checkpointing)
-    trainer = GroupedTrainer(
+    trainer = ParallelTrainer(
         ranks=ranks,
         agreement=agreement,
         gradient_step=gradient_step,
@@ -121,7 +121,7 @@ def build_callbacks(
     callbacks: list[Callback] = [LearningRate(config.scheduler, max_duration), monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
         place = layout.coordinates(this_rank().rank)
-        callbacks.append(DropoutSeed(config.seed, model, ranks, place, has_runs=config.sequence_parallel))
+        callbacks.append(DropoutSeed(config.seed, model, ranks, place, sequence_parallel=config.sequence_parallel))
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     if config.callbacks.profiler is not None:

@@ -34,14 +34,15 @@ class DropoutSeed(Callback):
     model: LanguageModel
     ranks: DataRanks
     place: Coordinates
-    has_runs: bool
-    """Ranks of a tensor group have other tokens (sequence parallelism)."""
+    sequence_parallel: bool
+    """The ranks of a tensor group have different tokens."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
         batch = f"{self.seed}/{int(state.timestamp.batch)}"
         self.model.drop_seed = _number_of(batch) % (1 << 31)
         place = self.place
-        parts = {"": place.pipeline, "context ": place.context, "run ": place.tensor if self.has_runs else 0}
+        tensor = place.tensor if self.sequence_parallel else 0
+        parts = {"": place.pipeline, "context ": place.context, "run ": tensor}  # the names are part of the seed
         part = "".join(f"/{name}{index}" for name, index in parts.items() if index)
         torch.manual_seed(_number_of(f"{batch}/{self.ranks.rank}{part}"))
 

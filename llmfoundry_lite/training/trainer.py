@@ -1,8 +1,7 @@
-"""Composer's Trainer with a batch of our own, in which the host asks the device once and the other ranks once.
+"""Composer's Trainer, with a training step that waits for the device once and for the other ranks once.
 
-Composer's loop, events and evaluation stand. Its batch asks the device for a number, or all ranks, a dozen times and
-twice more in each microbatch; each time the host waits until the device has nothing left to do. Here the device is
-asked in `measure`, and the other ranks in `Agreement`, between two batches.
+The loop, the events and evaluation are Composer's. Composer's own step synchronises host and device, or all ranks, a
+dozen times, and twice more in each microbatch. This one does so in `measure` and, between two batches, in `Agreement`.
 """
 
 import datetime
@@ -36,15 +35,15 @@ LOSS = "loss/train/total"
 # The model is parallel already; without FSDP inside, as in a pipeline, Composer would wrap it in DDP.
 composer_trainer.prepare_ddp_module = lambda model, find_unused_parameters: model
 
-# Composer's Trainer asks for the processor's name, on every rank and for nobody, and py-cpuinfo starts processes and
-# times the processor to tell: more than a second of every launch.
+# Composer's Trainer asks for the processor's name on every rank and does not use it. py-cpuinfo starts processes and
+# times the processor to find it: more than a second of every launch.
 collect_env.get_cpu_model = devices.device_name
 
 
-class GroupedTrainer(Trainer):
-    """Counts each sample and token once, although with tensor and pipeline parallelism several ranks have them.
+class ParallelTrainer(Trainer):
+    """Composer's Trainer for parallel models. It counts each sample once, even if several ranks compute parts of it.
 
-    Losses and gradients are means over ranks, of which each group has equally many.
+    Losses and gradients are means over ranks. Each sample is on equally many ranks, so these are means over samples.
     """
 
     def __init__(
@@ -82,10 +81,10 @@ class GroupedTrainer(Trainer):
             self.agreement.end_epoch()
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
-        """Train on `state.batch`. The gradient is that of the mean over the global batch's tokens, or samples, however
-        ranks, microbatches and pipeline stages divide them.
+        """Train on `state.batch`. The loss is the mean over the global batch's tokens or samples, however ranks,
+        microbatches and pipeline stages divide them.
 
-        Returns None to Composer's loop, which would sum losses over ranks; `GradientStep.finish` has done that.
+        Returns None, so that Composer's loop does not sum the loss over ranks: `GradientStep.finish` has.
         """
         state = self.state
         loss_sum = self._compute_gradient()
@@ -102,9 +101,9 @@ class GroupedTrainer(Trainer):
         self.first_train_batch_complete = True
 
     def _compute_gradient(self) -> torch.Tensor:
-        """Add up the gradient of this rank's rows, one microbatch after the other, or all at once through a pipeline.
+        """Add up the gradient of this rank's rows, microbatch by microbatch or in one pass through a pipeline.
 
-        Returns their weighted loss.
+        Returns this rank's share of the global batch's loss, times the number of data ranks: a scalar.
         """
         state, spec, run_event = self.state, self._train_data_spec, self.engine.run_event
         model = self._original_model
@@ -145,7 +144,7 @@ class GroupedTrainer(Trainer):
         return loss_sum
 
     def _count(self, microbatch: Any) -> int:
-        """Count what the loss is a mean of: tokens that have one, or samples."""
+        """Count the tokens that have a loss, or the samples, whichever the loss is a mean of."""
         assert self._train_data_spec is not None
         if self.accumulate_train_batch_on_tokens:
             return int(self._train_data_spec.get_num_tokens_in_batch(microbatch, token_type="loss_generating"))
@@ -154,8 +153,8 @@ class GroupedTrainer(Trainer):
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
     ) -> tuple[int, int, datetime.timedelta]:
-        """Return the whole batch's samples and tokens, which ranks have agreed on before it. Each rank keeps its own
-        clock; rank 0's is recorded and saved."""
+        """Return the global batch's samples and tokens, agreed on before the batch, and this rank's time. Rank 0's
+        time is recorded and saved."""
         return self.agreement.current.num_filled, self.agreement.current.num_tokens, batch_time
 
 
@@ -163,10 +162,10 @@ class GroupedTrainer(Trainer):
 
 
 class Measured(NamedTuple):
-    """A batch's numbers, the same on every rank."""
+    """Norm and loss of a global batch, the same on every rank."""
 
     norm: float
-    """L2, of the whole gradient."""
+    """L2 norm of the whole gradient, before clipping."""
     loss: float
     """Mean of the data ranks' losses."""
     num_bad_losses: int
@@ -175,10 +174,10 @@ class Measured(NamedTuple):
 
 @dataclass
 class LossScaler:
-    """Dynamic loss scaling for fp16: halve on overflow, double after a long run of sound batches.
+    """Dynamic loss scaling for fp16: halves on overflow, doubles after 2,000 finite batches in a row.
 
-    Starting value, factors and interval are those of torch's GradScaler, whose state lives on the device and only
-    there. This state is two numbers, the same on all ranks.
+    Starting value, factors and interval are those of torch's GradScaler, which keeps its state on the device. This
+    state is two numbers on the host, the same on all ranks.
     """
 
     scale: float = 2.0**16
@@ -186,7 +185,7 @@ class LossScaler:
     growth_interval = 2000
 
     def update(self, finite: bool) -> bool:
-        """Adapt to one batch. Returns whether the batch overflowed and a lower scale may cure it."""
+        """Adapt to one batch. Returns True if its gradient is not finite and a lower scale may cure that."""
         if not finite:
             curable = self.scale > 1.0
             self.scale, self.num_sound_batches = max(self.scale / 2, 1.0), 0
@@ -205,8 +204,11 @@ class LossScaler:
 
 @dataclass(kw_only=True)
 class GradientStep:
-    """Says when gradients are summed over devices, and guards every optimizer step: a batch that any rank finds
-    non-finite is skipped, or ends the run, on all ranks. The trainer calls the methods in their order."""
+    """Everything between the backward pass and the optimizer: when gradients are summed over devices, unscaling,
+    clipping, and the guard. A batch that is not finite on any rank is skipped, or ends the run, on all ranks.
+
+    The trainer calls the methods in their order.
+    """
 
     model: LanguageModel
     clipping: GradientClippingConfig | None = None
@@ -216,7 +218,7 @@ class GradientStep:
     reduces_every_microbatch: bool = True
     num_skipped_batches: int = 0
     agreed: Measured | None = None
-    """Numbers of the batch in hand from `partners`, once its gradient is that of all of them."""
+    """Measured by `partners` over all launches; None: `finish` measures."""
 
     def begin(self, num_microbatches: int, device: torch.device) -> None:
         self.bad_losses = torch.zeros((), device=device)
@@ -226,8 +228,8 @@ class GradientStep:
     def before_forward(self) -> None:
         """Keep gradients on their device until the batch's last microbatch; FSDP2 would reduce them after each.
 
-        With `reduces_every_microbatch` they are reduce-scattered after each, and all-reduced over replicas after the
-        last. In 16 bits both happen each time: FSDP2 would add microbatches in 16 bits.
+        With `reduces_every_microbatch`, gradients are reduce-scattered after each, and all-reduced over replicas after
+        the last. Reduction in 16 bits does both each time, or FSDP2 would add up microbatches in 16 bits.
         """
         self.num_microbatches_left -= 1
         if isinstance(self.model.model, FSDPModule):
@@ -239,25 +241,24 @@ class GradientStep:
         self.bad_losses += (~torch.isfinite(loss.detach())).float()
 
     def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
-        """Make the gradient ready for the optimizer, or drop it. Returns the global batch's loss.
+        """Unscale and clip the gradient, or drop it if it is not finite. Returns the global batch's loss.
 
-        `loss`: this rank's. `digest`: of the batch, for messages. Raises NonFiniteError.
+        `loss` is this rank's; messages name the batch's `digest`. Raises NonFiniteError.
         """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         gradients = [local(p.grad) for p in parameters]
         if self.scaler:
             torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
-        found = self.agreed or measure(
+        norm, mean_loss, num_bad_losses = self.agreed or measure(
             parameters, loss, self.bad_losses, self.model.num_stages, self.model.shared_parameters
         )
-        norm, mean_loss, num_bad_losses = found
         metrics = {LOSS: mean_loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
         finite = math.isfinite(norm) and num_bad_losses == 0
         if finite and self.clipping is not None:
             clip(gradients, norm, self.clipping)
         if self.scaler:
             metrics["loss_scale"] = self.scaler.scale
-        # Only the gradient is scaled: a loss that is not finite is no overflow, and a lower scale does not cure it.
+        # Only the gradient is scaled: a lower scale does not cure a loss that is not finite.
         overflowed = self.scaler is not None and num_bad_losses == 0 and self.scaler.update(finite)
         if not finite:
             clear_gradients(state.optimizers[0])  # without gradients the optimizer's step does nothing
@@ -297,9 +298,8 @@ def measure(
 ) -> Measured:
     """All-reduce norm, loss and bad losses of the batch: the one time that the host waits for the device.
 
-    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Microbatches are those of
-    all ranks; ranks that divide layers among them each count the one they have in common. Of `num_stages` pipelined
-    stages one has the losses, and two have the `shared` parameters.
+    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Of `num_stages` pipeline
+    stages one has the losses, and two have the `shared` parameters. The ranks of a tensor group each count a bad loss.
     """
     total = torch.zeros((), device=bad_losses.device)
     stage_size = dist.get_world_size() // num_stages
@@ -316,7 +316,8 @@ def measure(
 def _by_replicas(
     parameters: list[torch.nn.Parameter], stage_size: int, shared: set[int]
 ) -> dict[int, list[torch.Tensor]]:
-    """Group gradients by the number of ranks that hold the same shard; a stage's ranks have or share each parameter."""
+    """Group gradients by the number of ranks that hold the same shard. Each parameter is on all ranks of a stage,
+    replicated or sharded."""
     groups: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         replicas = stage_size * (2 if id(parameter) in shared else 1)
@@ -331,7 +332,7 @@ def _by_replicas(
 
 
 def clip(gradients: list[torch.Tensor], norm: float, clipping: GradientClippingConfig) -> None:
-    """Scale the whole gradient down to the threshold (by norm), or clamp each of its numbers (by value)."""
+    """Scale the whole gradient down to the threshold (by norm), or clamp each element (by value)."""
     threshold = clipping.clipping_threshold
     if clipping.clipping_type == "value":
         torch._foreach_clamp_min_(gradients, -threshold)

@@ -290,13 +290,15 @@ def test_a_group_drops_the_same_of_the_stream_as_one_device_does(tmp_path, data)
     assert losses(tmp_path, "compiled") == pytest.approx(losses(tmp_path, "first"), abs=0.2)
 
 
-@pytest.mark.parametrize(("has_runs", "num_drawn"), [(False, 4), (True, 8)], ids=["whole stream", "divided stream"])
-def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else(has_runs, num_drawn):
+@pytest.mark.parametrize(
+    ("sequence_parallel", "num_drawn"), [(False, 4), (True, 8)], ids=["whole stream", "divided stream"]
+)
+def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else(sequence_parallel, num_drawn):
     state = SimpleNamespace(timestamp=SimpleNamespace(batch=3))
     ranks, drawn = DataRanks(rank=0, size=1, speaks=True), set()
     for pipeline, context, tensor in itertools.product(range(2), repeat=3):
         place = Coordinates(pipeline=pipeline, replicate=0, shard=0, context=context, tensor=tensor)
-        DropoutSeed(17, SimpleNamespace(), ranks, place, has_runs=has_runs).batch_start(state, None)  # type: ignore[arg-type]
+        DropoutSeed(17, SimpleNamespace(), ranks, place, sequence_parallel=sequence_parallel).batch_start(state, None)  # type: ignore[arg-type]
         drawn.add(int(torch.randint(1 << 48, ())))
     assert len(drawn) == num_drawn
 

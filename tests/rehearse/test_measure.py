@@ -8,7 +8,7 @@ import torch
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.rehearse.measure import categorise, replay
 from llmfoundry_lite.training import loss
-from llmfoundry_lite.training.trainer import GradientStep, GroupedTrainer, measure
+from llmfoundry_lite.training.trainer import GradientStep, ParallelTrainer, measure
 
 
 def frames(*functions):
@@ -55,7 +55,7 @@ def test_the_innermost_frame_with_a_category_decides():
     step = GradientStep.finish
     assert categorise(frames(measure, step, torch.optim.AdamW.step)) == "gradients"
     assert categorise(frames(MPT.forward, loss._ChunkedCrossEntropy.backward)) == "logits"
-    assert categorise(frames(GroupedTrainer._train_microbatches, torch.optim.AdamW.step)) == "rest"
+    assert categorise(frames(ParallelTrainer._train_microbatches, torch.optim.AdamW.step)) == "rest"
 
 
 def test_a_history_without_activations_is_an_error():

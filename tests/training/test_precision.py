@@ -21,7 +21,7 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.monitor import RunMonitor
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_state import build_segment
-from llmfoundry_lite.training.trainer import GroupedTrainer
+from llmfoundry_lite.training.trainer import ParallelTrainer
 from tests.helpers.tiny import tiny_config, write_config
 
 SMALL = ModelConfig(d_model=8, n_heads=2, n_layers=1, max_seq_len=8, vocab_size=16)
@@ -57,7 +57,7 @@ class AllowingDevice(DeviceCPU):
 def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, allowed):
     devices.set_tf32(False)
     model = LanguageModel(MPT(SMALL), PRECISIONS[precision, "DEFAULT"])
-    GroupedTrainer(
+    ParallelTrainer(
         ranks=Layout().data_ranks(0),
         agreement=None,
         gradient_step=None,
