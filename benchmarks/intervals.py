@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
-from llmfoundry_lite.evaluation import paired
-from llmfoundry_lite.evaluation.paired import Counts, Floats
+from llmfoundry_lite.evaluation import significance
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
 from llmfoundry_lite.report.tables import Table
 
 LEVEL, SEED = 0.05, 17
@@ -78,7 +78,7 @@ def means(num_draws: int) -> Iterator[Row]:
     generator = np.random.default_rng(SEED + 1)
     for case, size, num_units, shares, draw in SCENES:
         for difference in (0.0, 0.1):
-            found = [paired.count(draw(generator, difference), shares) for _ in range(num_draws // 2)]
+            found = [significance.count(draw(generator, difference), shares) for _ in range(num_draws // 2)]
             wins, losses, jumps = (
                 np.array(column) for column in zip(*((c[0], c[1], c[3]) for c in found), strict=True)
             )
@@ -152,11 +152,11 @@ SCENES: list[Scene] = list(_scenes())
 def judged(case: str, size: str, difference: float, counts: Counts) -> Row:
     """`counts` of arrays: one element for each draw."""
     wins, losses, jumps = (np.asarray(part, np.float64) for part in (counts.wins, counts.losses, counts.jump))
-    z, num_units = paired.z_of(LEVEL), counts.num_units
-    high = jumps * paired.upper_limit(wins, losses, num_units, z)
-    low = -jumps * paired.upper_limit(losses, wins, num_units, z)
+    z, num_units = significance.z_of(LEVEL), counts.num_units
+    high = jumps * significance.upper_limit(wins, losses, num_units, z)
+    low = -jumps * significance.upper_limit(losses, wins, num_units, z)
     claimed = np.array(
-        [paired.score_p(Counts(a, b, num_units, 1.0)) < LEVEL for a, b in zip(wins, losses, strict=True)]
+        [significance.score_p(Counts(a, b, num_units, 1.0)) < LEVEL for a, b in zip(wins, losses, strict=True)]
     )
     excludes = (low > 0) | (high < 0)
     return Row(
@@ -201,8 +201,8 @@ TAILS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
 }
 
 
-def text_of(tails: str, n: int, difference: float, generator: np.random.Generator) -> paired.Studentised:
-    return paired.difference_of_ratios(*text_of_rows(tails, n, difference, generator), generator)
+def text_of(tails: str, n: int, difference: float, generator: np.random.Generator) -> significance.Studentised:
+    return significance.difference_of_ratios(*text_of_rows(tails, n, difference, generator), generator)
 
 
 def text_of_rows(tails: str, n: int, difference: float, generator: np.random.Generator) -> tuple[Floats, Floats]:
@@ -234,17 +234,17 @@ def promised_power(num_draws: int) -> Iterator[tuple[float, float, int, float]]:
     """(discordance, difference, items needed, how often they find it)"""
     generator = np.random.default_rng(SEED + 3)
     for discordance, difference in ((0.01, 0.01), (0.05, 0.01), (0.2, 0.01), (0.05, 0.03), (0.15, 0.03), (0.3, 0.1)):
-        n = paired.items_needed(discordance, difference)
+        n = significance.items_needed(discordance, difference)
         won, lost = (discordance + difference) / 2, (discordance - difference) / 2
         draws = generator.multinomial(n, [won, lost, 1 - discordance], num_draws)
-        found = sum(paired.score_p(Counts(float(a), float(b), n, 1.0)) < LEVEL for a, b, _ in draws.tolist())
+        found = sum(significance.score_p(Counts(float(a), float(b), n, 1.0)) < LEVEL for a, b, _ in draws.tolist())
         yield discordance, difference, n, found / num_draws
 
 
 PROMISE = (
     "By simulation. An interval should cover the true difference in 95 % of draws. Where there is no difference, one "
     "may be claimed in at most 5 %. A contradiction is an interval that excludes 0 beside a verdict that claims "
-    f"nothing, or the reverse. Below {paired.MIN_UNITS} items or clusters, or {paired.MIN_DOCUMENTS} documents, "
+    f"nothing, or the reverse. Below {MIN_UNITS} items or clusters, or {MIN_DOCUMENTS} documents, "
     "nothing is claimed."
 )
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from benchmarks.intervals import SCENES, SKEWED, text_of_rows
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
-from llmfoundry_lite.evaluation import paired
+from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import Paired, compare
-from llmfoundry_lite.evaluation.paired import Counts, Floats
 from llmfoundry_lite.evaluation.records import ACCURACIES
 from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_lite.evaluation.sequential import LOOKS, OBRIEN_FLEMING, SPENDING, Rule, boundaries, plan_task
+from llmfoundry_lite.evaluation.significance import Counts, Floats
 from llmfoundry_lite.report.tables import Table
 
 LEVEL, SEED = 0.05, 17
@@ -105,7 +105,7 @@ def drawn(
     limits = np.array(boundaries(shares, LEVEL, spending))
     wins, losses = counts[:, :, 0], counts[:, :, 1]
     with np.errstate(divide="ignore", invalid="ignore"):
-        distances = np.maximum(np.abs(wins - losses) - paired.CORRECTION, 0) / np.sqrt(wins + losses)
+        distances = np.maximum(np.abs(wins - losses) - significance.CORRECTION, 0) / np.sqrt(wins + losses)
     is_beyond = np.nan_to_num(distances) > limits
     last = np.where(is_beyond.any(axis=1), is_beyond.argmax(axis=1), len(looks) - 1)
     each = np.arange(num_draws)
@@ -113,10 +113,10 @@ def drawn(
     for look in np.unique(last).tolist():
         of = last == look
         limit = (wins[of, look], losses[of, look], int(looks[look]), float(limits[look]))
-        high[of] = paired.upper_limit(*limit)
-        low[of] = -paired.upper_limit(limit[1], limit[0], *limit[2:])
+        high[of] = significance.upper_limit(*limit)
+        low[of] = -significance.upper_limit(limit[1], limit[0], *limit[2:])
     verdicts = np.where(is_beyond[each, last], np.sign(wins - losses)[each, last], 0)
-    full = np.where(np.nan_to_num(distances[:, -1]) > paired.z_of(LEVEL), np.sign(wins - losses)[:, -1], 0)
+    full = np.where(np.nan_to_num(distances[:, -1]) > significance.z_of(LEVEL), np.sign(wins - losses)[:, -1], 0)
     return judged(
         case, spending, n, won - lost, math.sqrt((won + lost) / n), verdicts, full, (low, high), looks[last] / n
     )
@@ -160,11 +160,11 @@ def clusters(num_draws: int) -> Iterator[Row]:
         for _ in range(num_draws):
             added = draw(generator, difference)
             prefixes = [_counts(added[:look], shares[:look]) for look in looks]
-            z = [paired.z_of(paired.score_p(counts)) for counts in prefixes]
+            z = [significance.z_of(significance.score_p(counts)) for counts in prefixes]
             last = next((k for k in range(len(looks)) if z[k] > limits[k]), len(looks) - 1)
             sign = np.sign(prefixes[last].wins - prefixes[last].losses)
-            full = np.sign(added.sum()) * (z[-1] > paired.z_of(LEVEL))
-            interval = paired.score_interval(prefixes[last], math.erfc(limits[last] / math.sqrt(2)))
+            full = np.sign(added.sum()) * (z[-1] > significance.z_of(LEVEL))
+            interval = significance.score_interval(prefixes[last], math.erfc(limits[last] / math.sqrt(2)))
             low, high = interval or (-math.inf, math.inf)
             found.append((sign * (z[last] > limits[last]), full, low, high, shares[: looks[last]].sum()))
         verdicts, full, low, high, asked = np.array(found).T
@@ -175,7 +175,7 @@ def clusters(num_draws: int) -> Iterator[Row]:
 
 
 def _counts(added: Floats, shares: Floats) -> Counts:
-    return paired.count(added / shares.sum(), shares / shares.sum())
+    return significance.count(added / shares.sum(), shares / shares.sum())
 
 
 def texts(num_draws: int) -> Iterator[Row]:
@@ -187,7 +187,7 @@ def texts(num_draws: int) -> Iterator[Row]:
         found = []
         for _ in range(num_draws):
             first, other = text_of_rows(SKEWED, 50, difference, generator)
-            at = [paired.difference_of_ratios(first[:look], other[:look], generator) for look in looks]
+            at = [significance.difference_of_ratios(first[:look], other[:look], generator) for look in looks]
             last = next((k for k, level in enumerate(levels) if at[k].p < level), len(looks) - 1)
             low, high = at[last].interval(levels[last]) or (-math.inf, math.inf)
             verdict = np.sign(at[last].difference) * (at[last].p < levels[last])

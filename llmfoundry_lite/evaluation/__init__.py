@@ -1,13 +1,13 @@
-"""The walk of an evaluation item, file by file.
+"""Evaluation of language models, in the order of an item's way through the files.
 
 tasks.py        a file -> rows -> prompts -> token ids; held-out text -> windows of token ids
 packing.py      requests -> prefix trees -> batches
 scoring.py      a batch -> log-probabilities; generation.py: a prompt -> the text that a model writes
 records.py      log-probabilities -> an item, items -> a task's record; the schema of both
-harness.py      the above for each task, on all ranks; against.py: until a difference is decided
+harness.py      the above for each task, on all ranks; reference.py: until the difference to a result is decided
 results.py      records <-> files
 suite.py        the above for each model (models.py)
 tables.py       records -> tables
-compare.py      two results -> differences: paired.py has tests and intervals, sequential.py looks and boundaries
+compare.py      two results -> differences; significance.py: tests and intervals, sequential.py: looks and boundaries
 verdicts.py     differences -> tables
 """

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation import paired as statistics
-from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS, Floats
+from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
     BITS,
@@ -47,6 +46,7 @@ from llmfoundry_lite.evaluation.sequential import (
     plan_task,
     unit_of_record,
 )
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
 
 SIGNIFICANT = 0.05
 SEED = 17
@@ -80,7 +80,7 @@ class Paired:
     @property
     def detectable(self) -> float | None:
         """The difference that so many items find with 80 % power at `confidence`."""
-        return (statistics.z_of(1 - self.confidence) + statistics.Z_POWER) * self.error or None
+        return (significance.z_of(1 - self.confidence) + significance.Z_POWER) * self.error or None
 
     def decide(self, p_corrected: float, level: float) -> None:
         """Take the interval at its level, now that it is known how many tests there are."""
@@ -172,7 +172,7 @@ def compare(
         [pair.mean for pair in pairs if pair.mean is not None],
         [paired for pair in pairs for paired in pair.more],
     ):
-        corrected, levels = statistics.holm([paired.p for paired in family], SIGNIFICANT)
+        corrected, levels = significance.holm([paired.p for paired in family], SIGNIFICANT)
         for paired, *found in zip(family, corrected, levels, strict=True):
             paired.decide(*found)
     return pairs
@@ -342,7 +342,7 @@ def _decide(plan: Plan, look: int, task: str, first: Results, other: Results, me
         if shown != known:  # a mean of categories is another number while one of them has no item yet
             return ""
     level = plan.nominal(look, plan.level)
-    if level < (1 / statistics.NUM_RESAMPLES if metric == BITS else 0):  # no bootstrap could be as sure
+    if level < (1 / significance.NUM_RESAMPLES if metric == BITS else 0):  # no bootstrap could be as sure
         return ""
     paired = _pair_task(task, first, other, metric)
     if paired.p < level:
@@ -370,12 +370,14 @@ def _pair_task(task: str, first: Results, other: Results, metric: str) -> Paired
         return _pair_texts(task, first, other)
     paired, counts = _pair_answers([(task, metric)], first, other)
     if discordant := counts.wins + counts.losses:
-        units = statistics.items_needed(float(discordant) / counts.num_units, 0.01 / float(counts.jump))
+        units = significance.items_needed(float(discordant) / counts.num_units, 0.01 / float(counts.jump))
         paired.needed = math.ceil(units * paired.n / counts.num_units)
     return paired
 
 
-def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> tuple[Paired, statistics.Counts]:
+def _pair_answers(
+    asked: Sequence[tuple[str, str]], first: Results, other: Results
+) -> tuple[Paired, significance.Counts]:
     """Compare the mean of the accuracies by (task, metric), each counting the same."""
     answers = [answers_of(task, first, other, metric) for task, metric in asked]
     unit_of: dict[tuple[str, int], tuple[str, int | str]] = {}
@@ -391,7 +393,7 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Resul
             added[unit] = added.get(unit, 0.0) + change
             share[unit] = share.get(unit, 0.0) + weight
     # Rounded, so that what cancels out is 0.
-    counts = statistics.count(np.round(list(added.values()), 15), np.array(list(share.values())))
+    counts = significance.count(np.round(list(added.values()), 15), np.array(list(share.values())))
     ours = sum(float(task.weights @ task.first) for task in answers) / len(answers)
     theirs = sum(float(task.weights @ task.other) for task in answers) / len(answers)
     name, metric = asked[0] if len(asked) == 1 else (f"mean of {len(asked)} tasks", "mean")
@@ -402,15 +404,15 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Resul
         other=theirs,
         difference=theirs - ours,
         **_count_won(np.concatenate([task.other - task.first for task in answers])),
-        p=statistics.score_p(counts),
+        p=significance.score_p(counts),
         test="score",
         error=math.sqrt(max(0.0, float(counts.variance))),
-        interval=lambda level: statistics.score_interval(counts, level),
+        interval=lambda level: significance.score_interval(counts, level),
     )
     return paired, counts
 
 
-def _count_won(gains: statistics.Floats) -> dict[str, Any]:
+def _count_won(gains: significance.Floats) -> dict[str, Any]:
     wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
     return {"n": len(gains), "wins": wins, "losses": losses, "ties": len(gains) - wins - losses}
 
@@ -421,7 +423,7 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
     bits = np.array([1 / math.log(2), 1.0])
     # A function of the task, so that one more task or result changes no other number.
     generator = np.random.default_rng([SEED, zlib.crc32(f"{task} {BITS}".encode())])
-    found = statistics.difference_of_ratios(a * bits, b * bits, generator)
+    found = significance.difference_of_ratios(a * bits, b * bits, generator)
     deviation = found.error * math.sqrt(len(a))
     return Paired(
         task=task,
@@ -432,7 +434,7 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
         **_count_won(a[:, 0] / a[:, 1] - b[:, 0] / b[:, 1]),
         p=found.p,
         test="studentised bootstrap",
-        needed=statistics.documents_needed(deviation) if len(a) > 1 and deviation else None,
+        needed=significance.documents_needed(deviation) if len(a) > 1 and deviation else None,
         error=found.error,
         interval=found.interval,
     )
@@ -537,7 +539,7 @@ def _notes_on_task(task: str, first: Results, other: Results) -> list[str]:
     shares: dict[object, float] = {}
     for unit, weight in zip(answers.clusters or answers.items, answers.weights, strict=True):
         shares[unit] = shares.get(unit, 0.0) + weight
-    effective = statistics.effective_units(np.array(list(shares.values())))
+    effective = significance.effective_units(np.array(list(shares.values())))
     if effective < MIN_UNITS:
         noun = _count(len(shares), "cluster" if answers.clusters else "item")
         if len(shares) >= MIN_UNITS:

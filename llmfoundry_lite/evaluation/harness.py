@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.against import Against, ask_until_decided
 from llmfoundry_lite.evaluation.generation import generate_answers, is_right
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
+from llmfoundry_lite.evaluation.reference import Reference, ask_until_decided
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
 from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, prepare, prepare_text, read_rows
@@ -44,14 +44,15 @@ def evaluate(
     limit: int | None = None,
     on_progress: Progress = lambda task, done, total: None,
     share: tuple[int, int] | None = None,
-    against: Against | None = None,
+    reference: Reference | None = None,
 ) -> Results:
-    """Ask all `tasks`, or those that `files` does not have yet; `against` a stored result, until the difference to it
-    is decided. All ranks must call this; all get the same Results, and rank 0 writes. `share` is (rank, ranks) that
-    divide the items, where several ranks compute as one.
+    """Ask all `tasks`, or those that `files` does not have yet; with a `reference`, until a difference is decided.
+
+    All ranks must call this; all get the same Results, and rank 0 writes. `share` is (rank, ranks) that divide the
+    items, where several ranks compute as one.
 
     Raises DataError for a task that cannot be read, has tokens that the model does not know, or would replace a
-    finished one in `files`, before anything is computed, and for a model that gives no numbers (NaN).
+    finished one in `files`, before anything is computed, and for a model whose outputs are NaN or infinite.
     """
     longest = min(max_seq_len or model.max_seq_len, model.max_seq_len)
     prepared: list[Prepared] = []
@@ -59,8 +60,8 @@ def evaluate(
         for config in tasks:
             prepared += _prepare_task(config, tokenizer, longest, tokenization, limit)
         for task in prepared:
-            if against is not None:
-                against.refuse(task, results)
+            if reference is not None:
+                reference.refuse(task, results)
         if files is not None:
             files.refuse_to_replace(results, [outline(task) for task in prepared])
         _refuse_unknown_tokens(model, prepared)
@@ -72,12 +73,12 @@ def evaluate(
         on_progress=on_progress,
     )
     for task in prepared:
-        plan = None if against is None else against.describe_plan(task)
+        plan = None if reference is None else reference.describe_plan(task)
         # Rank 0's word, because it alone may see the files.
         if files is not None and (known := broadcast_json(files.find(task, results, plan))) is not None:
             results.tasks[task.name] = known
             continue
-        results.tasks[task.name], items = run_task(asker, task, results, against)
+        results.tasks[task.name], items = run_task(asker, task, results, reference)
         if files is not None:
             with user_errors_on_all_ranks():  # rank 0 alone writes, and the others would wait for it at the next task
                 files.add(results, outline(task), items)
@@ -110,7 +111,7 @@ def _refuse_unknown_tokens(model: Scorable, prepared: Sequence[Prepared]) -> Non
 
 
 def run_task(
-    asker: "Asker", task: Prepared, results: Results, against: Against | None = None
+    asker: "Asker", task: Prepared, results: Results, reference: Reference | None = None
 ) -> tuple[Record, list[Record]]:
     """Return (the task's record, one for each item that was asked)."""
     started, total, more = time.monotonic(), len(task.items), {}
@@ -120,10 +121,10 @@ def run_task(
         # Not reported as done while another look may follow.
         return asker.ask(part, lambda name, done, _: asker.on_progress(name, min(num_before + done, total - 1), total))
 
-    if against is None:
+    if reference is None:
         items = asker.ask(task)
     else:
-        task, items, more["sequential"] = ask_until_decided(task, against, results, ask_part)
+        task, items, more["sequential"] = ask_until_decided(task, reference, results, ask_part)
         asker.on_progress(task.name, len(items), len(items))
     record = summarise(task, items, time.monotonic() - started) | more
     return record | {"code": code_version(), "items_hash": hash_of(items)}, items

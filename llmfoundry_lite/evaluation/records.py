@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.paired import Floats
+from llmfoundry_lite.evaluation.significance import Floats
 from llmfoundry_lite.evaluation.tasks import CHOICES, Item, Prepared
 
 if TYPE_CHECKING:  # reading results needs no torch

@@ -28,9 +28,9 @@ from typing import Self
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, MIN_UNITS
 from llmfoundry_lite.evaluation.records import BITS, Record
 from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS
 
 OBRIEN_FLEMING, POCOCK = "obrien_fleming", "pocock"
 SPENDING: dict[str, Callable[[float, float], float]] = {

@@ -24,11 +24,11 @@ from llmfoundry_lite.errors import (
     UserError,
     printable,
 )
-from llmfoundry_lite.evaluation.against import Against, load_against
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.records import ACCURACIES, score_of
+from llmfoundry_lite.evaluation.reference import Reference, load_reference
 from llmfoundry_lite.evaluation.results import (
     Outline,
     ResultFiles,
@@ -55,13 +55,13 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     device = start(config)
     folder = Path(config.results_folder) / config.suite
     asked = find_asked(config, tasks)
-    against = find_against(config, asked) if config.against is not None else None
+    reference = find_reference(config, asked) if config.against is not None else None
     found = find_models(config, asked, device)
     all_results: list[Results] = []
     while found:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
-            all_results.append(evaluate_one(config, tasks, device, subject, results, files, against))
+            all_results.append(evaluate_one(config, tasks, device, subject, results, files, reference))
             if kept := [name for name in results.tasks if name not in [task.name for task in asked]]:
                 tell([f"{files.path}: keeps what it has of the same model besides: {', '.join(kept)}"])
         except CheckpointError as error:
@@ -73,12 +73,16 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if this_rank().rank == 0:
-        show(config, asked, against, all_results, folder)
+        show(config, asked, reference, all_results, folder)
     return all_results
 
 
 def show(
-    config: EvalConfig, asked: Sequence[Outline], against: Against | None, all_results: Sequence[Results], folder: Path
+    config: EvalConfig,
+    asked: Sequence[Outline],
+    reference: Reference | None,
+    all_results: Sequence[Results],
+    folder: Path,
 ) -> None:
     """Print the tables, write them, and name the files."""
     console, gauntlet = Console(), config.eval_gauntlet
@@ -86,8 +90,8 @@ def show(
     if gauntlet:
         console.print()
         gauntlet_table(gauntlet, all_results).print(console)
-    if against is not None:  # what was decided of the tasks that were asked, as `compare` says it
-        paths = [against.reference.path, *(folder / f"{results.model}.json" for results in all_results)]
+    if reference is not None:  # what was decided of the tasks that were asked, as `compare` says it
+        paths = [reference.results.path, *(folder / f"{results.model}.json" for results in all_results)]
         names = [task.name for task in asked]
         loaded = [replace(one, items={name: one.items[name] for name in names}) for one in load_results(paths)]
         console.print()
@@ -110,12 +114,12 @@ def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]
     return asked
 
 
-def find_against(config: EvalConfig, asked: Sequence[Outline]) -> Against:
+def find_reference(config: EvalConfig, asked: Sequence[Outline]) -> Reference:
     """Read the stored result on each rank; the error is shared by all tasks of all models."""
     rule = Rule(spending=config.spending, margin=config.margin).among(len(asked) * len(config.models))
     written = [Path(config.results_folder) / config.suite / f"{name}.json" for name in config.models]
     with user_errors_on_all_ranks():
-        return load_against(Path(str(config.against)), rule, asked, written)
+        return load_reference(Path(str(config.against)), rule, asked, written)
 
 
 def find_models(
@@ -177,7 +181,7 @@ def evaluate_one(
     subject: Subject,
     results: Results,
     files: ResultFiles,
-    against: Against | None = None,
+    reference: Reference | None = None,
 ) -> Results:
     with user_errors_on_all_ranks():
         model = subject.load()  # kept nowhere, so that one model alone takes memory
@@ -193,7 +197,7 @@ def evaluate_one(
         max_seq_len=config.max_seq_len,
         limit=config.limit,
         on_progress=ProgressLine(results.model),
-        against=against,
+        reference=reference,
     )
 
 

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
 from llmfoundry_lite.errors import DataError, printable
-from llmfoundry_lite.evaluation.paired import MIN_DOCUMENTS, Z_TWO_SIDED
 from llmfoundry_lite.evaluation.records import ACCURACIES, Record, cut_at, error_of_sum, num_unasked, score_of
 from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, Z_TWO_SIDED
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.report.tables import Table, markdown_list
 

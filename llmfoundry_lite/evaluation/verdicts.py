@@ -10,9 +10,9 @@ from rich.text import Text
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
-from llmfoundry_lite.evaluation.paired import NUM_RESAMPLES
 from llmfoundry_lite.evaluation.records import BITS, RESULT, Record
 from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.significance import NUM_RESAMPLES
 from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 

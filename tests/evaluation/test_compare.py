@@ -19,9 +19,9 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
-from llmfoundry_lite.evaluation.paired import items_needed
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
+from llmfoundry_lite.evaluation.significance import items_needed
 from llmfoundry_lite.evaluation.verdicts import panels
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result

@@ -1,8 +1,8 @@
-"""The statistics of two models that answered the same items: tests, the intervals that agree with them, and how many
-items a point would take.
+"""Paired significance tests of two models on the same items, the intervals that invert them, and sample sizes.
 
-Arithmetic on what each independent unit adds to a difference; what the units are is left to compare.py. An interval and
-its test are one statistic, asked twice: at every level the interval excludes 0 exactly when p is below the level.
+The input is what each independent unit adds to a difference; compare.py decides what the units are. At every level an
+interval excludes 0 exactly when its test's p is below the level. Neither scipy nor statsmodels is a dependency, and
+neither has a score interval of paired proportions, the continuity correction, or the cautious bootstrap.
 
 Right and wrong answers: Tango's score interval for a difference of paired proportions (Statistics in Medicine 17, 1998)
 and McNemar's test, which is its statistic at 0, both with half a continuity correction. Without any, up to 6.5 % of

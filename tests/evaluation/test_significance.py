@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.__main__ import run_benchmark
-from llmfoundry_lite.evaluation import paired
-from llmfoundry_lite.evaluation.paired import (
+from llmfoundry_lite.evaluation import significance
+from llmfoundry_lite.evaluation.significance import (
     MAX_EXACT,
     MAX_RESAMPLED,
     Counts,
@@ -83,11 +83,11 @@ def test_units_of_whole_items_are_counted_and_others_weighed():
 
 def test_a_cluster_that_holds_most_items_leaves_no_evidence():
     share = np.array([50.0] + [1.0] * 30) / 80
-    counts = paired.count(share, share)
+    counts = significance.count(share, share)
     assert counts.num_effective == pytest.approx(2.53, abs=0.01)
-    assert paired.score_p(counts) == 1 and paired.score_interval(counts, 0.05) is None
+    assert significance.score_p(counts) == 1 and significance.score_interval(counts, 0.05) is None
     equal = np.full(6, 1 / 6)
-    assert paired.score_interval(paired.count(equal, equal), 0.05) is not None
+    assert significance.score_interval(significance.count(equal, equal), 0.05) is not None
 
 
 def test_accuracies_of_unlike_clusters_differ_by_1_at_most():
@@ -137,7 +137,7 @@ def test_of_ratios_the_interval_is_students_where_that_holds():
 
 
 def test_equal_models_on_a_few_skewed_texts_are_called_different_one_time_in_twenty(monkeypatch):
-    monkeypatch.setattr(paired, "bootstrap_sums", partial(bootstrap_sums, num=600))
+    monkeypatch.setattr(significance, "bootstrap_sums", partial(bootstrap_sums, num=600))
     generator, num_claimed, num_draws = np.random.default_rng(3), 0, 1500
     for _ in range(num_draws):
         sizes, rates = generator.lognormal(6, 0.7, 20), 1 + generator.normal(0, 0.3, 20)

@@ -1,4 +1,4 @@
-"""An evaluation against a stored result: what it refuses, and the items that it asks until a task is decided."""
+"""A stored result as reference: an evaluation against it asks a task's items until their difference is decided."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,43 +22,46 @@ from llmfoundry_lite.evaluation.tasks import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Against:
-    """The stored result, and when a task has been asked enough."""
+class Reference:
+    """A stored result, and the rule by which a task has been asked enough."""
 
-    reference: Results
+    results: Results
     rule: Rule
 
     def refuse(self, task: Prepared, results: Results) -> None:
-        """Raises DataError where the stored task was asked otherwise, now that the tokenizer is known."""
-        refuse_if_different(task.name, self.reference, _as_asked(task, results), "icl_tasks")
+        """Raise DataError if the stored task was asked otherwise, now that the tokenizer is known."""
+        refuse_if_different(task.name, self.results, _as_asked(task, results), "icl_tasks")
 
     def plan(self, name: str, units: Sequence[str]) -> Plan:
-        noun = noun_of(self.reference.items[name], self.reference.tasks[name]["metric"])
+        noun = noun_of(self.results.items[name], self.results.tasks[name]["metric"])
         return plan_task(name, noun, units, self.rule)
 
     def describe_plan(self, task: Prepared) -> Record:
-        """Return what a finished task must say to be this very comparison's."""
-        return describe_plan(self.plan(task.name, units_of(task)), self.reference, task.name)
+        """Return what the record of a task finished against this very reference says."""
+        return describe_plan(self.plan(task.name, units_of(task)), self.results, task.name)
 
 
 def units_of(task: Prepared) -> list[str]:
     return [unit_of(item.index, item.cluster) for item in task.items]
 
 
-def load_against(path: Path, rule: Rule, asked: Sequence[Outline], written: Sequence[Path]) -> Against:
-    """Check what can be known before a model is loaded; `written` are this evaluation's own files. Raises DataError."""
+def load_reference(path: Path, rule: Rule, asked: Sequence[Outline], written: Sequence[Path]) -> Reference:
+    """Load a reference, and check all that can be known before a model is loaded. Raises DataError.
+
+    `written` are this evaluation's own files.
+    """
     if path.resolve() in (file.resolve() for file in written):
         raise DataError(
             f"against: {path} is where this evaluation is written to; name the model otherwise, models.NAME=…, or "
             "choose another results_folder"
         )
-    (reference,) = load_results([path])
-    found = Against(reference=reference, rule=rule)
+    (stored,) = load_results([path])
+    reference = Reference(results=stored, rule=rule)
     for task in asked:
-        record = reference.tasks.get(task.name)
+        record = stored.tasks.get(task.name)
         if record is None:
             raise DataError(
-                f"against: {path} has no {task.name}; it has {', '.join(reference.items)}: ask for these in icl_tasks"
+                f"against: {path} has no {task.name}; it has {', '.join(stored.items)}: ask for these in icl_tasks"
             )
         if num_unasked(record):
             raise DataError(
@@ -67,18 +70,18 @@ def load_against(path: Path, rule: Rule, asked: Sequence[Outline], written: Sequ
             )
         if differs := differences(record, task):
             raise DataError(f"against: {path} has {task.name} with {'; '.join(differs)} asked for now")
-        found.plan(task.name, list(map(unit_of_record, reference.items[task.name])))  # or there are too few
-    return found
+        reference.plan(task.name, list(map(unit_of_record, stored.items[task.name])))  # or there are too few
+    return reference
 
 
 def ask_until_decided(
-    task: Prepared, against: Against, results: Results, ask: Callable[[Prepared, int], list[Record]]
+    task: Prepared, reference: Reference, results: Results, ask: Callable[[Prepared, int], list[Record]]
 ) -> tuple[Prepared, list[Record], Record]:
     """Return (the task with the items that were asked, a record for each, what to say under `sequential`).
 
     `ask(part, num_before)` asks a part of the task, after so many items. All ranks must call this, and decide alike.
     """
-    reference, found = against.reference, dict[int, Record]()
+    stored, found = reference.results, dict[int, Record]()
     units = units_of(task)
 
     def answer(wanted: Sequence[str]) -> list[Record]:
@@ -89,16 +92,16 @@ def ask_until_decided(
         return [found[place] for place in sorted(found)]
 
     now = _as_asked(task, results)
-    metric = main_metric(reference, task.name, has_other_tokenizer(reference, now))
-    plan = against.plan(task.name, units)
-    stage, decision = look_until_decided(plan, task.name, reference, now, metric, units, answer)
+    metric = main_metric(stored, task.name, has_other_tokenizer(stored, now))
+    plan = reference.plan(task.name, units)
+    stage, decision = look_until_decided(plan, task.name, stored, now, metric, units, answer)
     items = tuple(task.items[place] for place in sorted(found))
     answers = [found[place] for place in sorted(found)]
-    return replace(task, items=items), answers, to_record(stage, reference, task.name, decision)
+    return replace(task, items=items), answers, to_record(stage, stored, task.name, decision)
 
 
 def _as_asked(task: Prepared, results: Results) -> Results:
-    """Return the evaluation as a result without answers: what can be compared of it beforehand."""
+    """Return the evaluation as a result without answers, to be compared before anything is asked."""
     sizes = [
         {"index": item.index, "log_probability": [0.0], "num_characters": [item.requests[0].num_characters]}
         | ({} if item.cluster is None else {"cluster": item.cluster})
