@@ -30,10 +30,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
-from llmfoundry_lite.checkpoint.planning import boxes_in, describe, make_plan
-from llmfoundry_lite.checkpoint.restore import find_parts, gather_held_keys, read_tensors
+from llmfoundry_lite.checkpoint.planning import describe, make_plan, slices_of_rank
+from llmfoundry_lite.checkpoint.restore import find_overlaps, gather_held_keys, read_tensors
 from llmfoundry_lite.checkpoint.save import REPORT, About, Saver, file_name
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_pieces, open_shard, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_buffers, open_shard, write_shard
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
@@ -196,10 +196,10 @@ def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_rank
     assert saver._plan is not None
     _, numbers = saver._flight.task.result()  # type: ignore[union-attr]
     zeros, seen, header_bytes = bytes(BLOCK_BYTES), {}, 0
-    hash_of_zeros = hash_pieces([zeros])
+    hash_of_zeros = hash_buffers([zeros])
     started = time.perf_counter()
     for rank in range(1, num_ranks):
-        entries = [box.entry for box in boxes_in(saver._plan.tensors, rank, seen)]
+        entries = [one.entry for one in slices_of_rank(saver._plan.tensors, rank, seen)]
         header = build_header(entries, {"save_id": saver._flight.save_id}, block_bytes=BLOCK_BYTES)  # type: ignore[union-attr]
         header_bytes = max(header_bytes, len(header))
         size = len(header) + sum(entry.num_bytes for entry in entries)
@@ -208,14 +208,14 @@ def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_rank
             part = header[begin : begin + BLOCK_BYTES]
             rest = min(size - begin, BLOCK_BYTES) - len(part)
             whole = rest == BLOCK_BYTES
-            hashes.append(hash_of_zeros if whole else hash_pieces([part, zeros[:rest]]))
+            hashes.append(hash_of_zeros if whole else hash_buffers([part, zeros[:rest]]))
         table = b"".join(hashes)
         with open(folder / file_name(rank), "wb") as file:
             file.write(header)
             file.truncate(size)
             file.seek(size)
             file.write(table)
-        digest = hash_pieces([header, table])
+        digest = hash_buffers([header, table])
         reports.append(REPORT.pack(size + len(table), len(header), digest, numbers))
     figures["a rank's header, making and writing"] = (time.perf_counter() - started) / max(num_ranks - 1, 1)
     figures["a rank's header"] = header_bytes / MEGABYTE
@@ -230,11 +230,11 @@ def measure_resume(figures: dict[str, float], model: Any, optimizer: Any, folder
         started = time.perf_counter()
         manifest = decode(checkpoint.raw, "manifest")
         decoded = time.perf_counter()
-        _, by_file = find_parts(manifest, tensors)
-        for index, parts in by_file.items():
+        _, by_file = find_overlaps(manifest, tensors)
+        for index, overlaps in by_file.items():
             with open_shard(checkpoint.folder, manifest.files[index]) as shard:
-                for part in parts:
-                    shard.find(part.cell.key(part.name), manifest.tensors[part.name].dtype, part.cell.shape)
+                for name, source, *_ in overlaps:
+                    shard.find(source.key(name), manifest.tensors[name].dtype, source.shape)
         with _no_others():
             gather_held_keys(model, optimizer)
         return {"decode": decoded - started, "files": len(by_file)}

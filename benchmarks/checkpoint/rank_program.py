@@ -24,7 +24,7 @@ from benchmarks.checkpoint.sides import Start, composer_save, dcp_async_save, dc
 from llmfoundry_lite.bench.steps import model_of
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.shards import Shard
-from llmfoundry_lite.checkpoint.state import local_part, read_state
+from llmfoundry_lite.checkpoint.state import local_tensor, read_state
 from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig
@@ -44,7 +44,7 @@ def measure(settings: dict[str, Any], rank: int, rendezvous: str) -> None:
     is_cuda = device_type() == "cuda"
     if is_cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    # async_save wants a CPU backend beside NCCL's.
+    # async_save requests a CPU backend beside NCCL's.
     backend = "cpu:gloo,cuda:nccl" if is_cuda and torch.cuda.device_count() >= NUM_RANKS else "gloo"
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=NUM_RANKS)
     model, optimizer = build(settings["size"])
@@ -88,7 +88,7 @@ def build(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def local_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [local_part(tensor) for tensor in read_state(model, optimizer).tensors.values()]
+    return [local_tensor(tensor) for tensor in read_state(model, optimizer).tensors.values()]
 
 
 def measure_sides(

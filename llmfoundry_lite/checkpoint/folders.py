@@ -38,7 +38,7 @@ class Sink(Protocol):
     any_order: bool
     """It takes any offset from any thread; else only the next byte."""
 
-    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None: ...
+    def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None: ...
 
     def close(self) -> None:
         """Make the file durable."""
@@ -51,8 +51,8 @@ class Source(Protocol):
 
     num_bytes: int
 
-    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        """Fill `pieces` from `offset` on. Raises EOFError when the file ends before."""
+    def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Fill `buffers` from `offset` on. Raises EOFError when the file ends before."""
 
     def close(self) -> None: ...
 

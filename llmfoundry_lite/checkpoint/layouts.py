@@ -1,4 +1,4 @@
-"""How a tensor is cut into cells, and which file holds which cell: arithmetic that many tensors share. No torch."""
+"""Grids: how a tensor is cut into slices, and which file holds which slice, by arithmetic. No torch."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-MAX_CELLS = 1 << 24
+MAX_SLICES = 1 << 24
 """A tensor's limit. A run on 16,384 ranks has a thousandth of it."""
 
 Extra = dict[str, Any]
@@ -15,7 +15,7 @@ Extra = dict[str, Any]
 
 
 class Slice(NamedTuple):
-    """A cell: a box of a tensor, row-major in one file."""
+    """A box of a tensor that one file holds, row-major."""
 
     file: int
     """Index into `Manifest.files`."""
@@ -29,24 +29,26 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
+    """The slices of a tensor, as many along each dimension as it has chunks there. Tensors cut alike share one."""
+
     chunks: tuple[int | tuple[int, ...], ...]
     """For each of the first dimensions: the length of its chunks, of which the last may be short; 0: not cut; a tuple:
     where it is cut. Further dimensions are not cut."""
     files: tuple[int, ...]
-    """The file of the first cell, with `strides`; else that of every cell, row-major."""
+    """The file of the first slice, with `strides`; else that of every slice, row-major."""
     strides: tuple[int, ...] | None = None
-    """How much the file's number grows with the cell's index in each dimension of `chunks`."""
+    """How much the file's number grows with the slice's index in each dimension of `chunks`."""
     extra: Extra = field(default_factory=dict)
 
     def counts(self, shape: Sequence[int]) -> list[int]:
-        """Return the number of cells along each dimension of `chunks`."""
+        """Return the number of chunks along each dimension of `chunks`."""
         return [_num_chunks(chunk, length) for chunk, length in zip(self.chunks, shape, strict=False)]
 
-    def num_cells(self, shape: Sequence[int]) -> int:
+    def num_slices(self, shape: Sequence[int]) -> int:
         return math.prod(self.counts(shape)) if math.prod(shape) else 0
 
     def overlapping(self, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
-        """Yield the cells that reach into a box; as much work as there are of them."""
+        """Yield the slices that reach into a box; as much work as there are of them."""
         if not math.prod(lengths):
             return
         counts = self.counts(shape)
@@ -55,10 +57,10 @@ class Grid:
             for chunk, begin, n in zip(self.chunks, offset, lengths, strict=False)
         ]
         for index in itertools.product(*spans):
-            yield Slice(self._file(index, counts), *self.cell(shape, index))
+            yield Slice(self._file(index, counts), *self.box(shape, index))
 
-    def cell(self, shape: Sequence[int], index: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return offset and lengths of a cell, given its index along each dimension of `chunks`."""
+    def box(self, shape: Sequence[int], index: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return offset and lengths of a slice, given its index along each dimension of `chunks`."""
         uncut = tuple(shape[len(self.chunks) :])
         ends = [_chunk_ends(chunk, length, i) for chunk, length, i in zip(self.chunks, shape, index, strict=False)]
         return (
@@ -67,14 +69,14 @@ class Grid:
         )
 
     def at(self, shape: Sequence[int], offset: Sequence[int]) -> Slice | None:
-        """Return the cell that begins there, if one does."""
+        """Return the slice that begins at `offset`, if one does."""
         if len(offset) != len(shape) or any(not 0 <= begin < n for begin, n in zip(offset, shape, strict=True)):
             return None
         found = next(self.overlapping(shape, offset, [1] * len(shape)), None)
         return found if found is not None and found.offset == tuple(offset) else None
 
     def indices_by_file(self, shape: Sequence[int]) -> dict[int, list[tuple[int, ...]]]:
-        """Return the cells of each file."""
+        """Return each file's slices, by their index along each dimension of `chunks`."""
         counts = self.counts(shape)
         found: dict[int, list[tuple[int, ...]]] = {}
         for index in itertools.product(*map(range, counts)) if math.prod(shape) else ():
@@ -96,15 +98,15 @@ class Grid:
         for chunk, length in zip(self.chunks, shape, strict=False):
             if not isinstance(chunk, int) and chunk and chunk[-1] >= length:
                 return f"chunks {self.chunks} reach out of {tuple(shape)}"
-        num_cells = self.num_cells(shape)
-        if num_cells > MAX_CELLS:
-            return f"{num_cells:,} slices, cut in a way no run produces"
+        num_slices = self.num_slices(shape)
+        if num_slices > MAX_SLICES:
+            return f"{num_slices:,} slices, cut in a way no run produces"
         if self.strides is None:
-            return None if len(self.files) >= num_cells else f"{len(self.files)} files for {num_cells} slices"
+            return None if len(self.files) >= num_slices else f"{len(self.files)} files for {num_slices} slices"
         reach = [stride * (count - 1) for stride, count in zip(self.strides, self.counts(shape), strict=True)]
         lowest = self.files[0] + sum(min(n, 0) for n in reach)
         highest = self.files[0] + sum(max(n, 0) for n in reach)
-        if num_cells and not 0 <= lowest <= highest < num_files:
+        if num_slices and not 0 <= lowest <= highest < num_files:
             return f"slice in file number {lowest if lowest < 0 else highest}, which is not there"
         return None
 
@@ -117,24 +119,23 @@ class Grid:
         return self.files[position]
 
 
-def grid_of(cells: Sequence[Slice], shape: tuple[int, ...]) -> Grid | str:
-    """Return the grid that listed cells form, or why they form none: format 1 lists cells, and always those of a
-    grid."""
-    for cell in cells:
-        if len(cell.offset) != len(shape) or len(cell.shape) != len(shape):
-            return f"slice at {cell.offset} of shape {cell.shape} in {shape}"
-        if any(n <= 0 or begin + n > whole for begin, n, whole in zip(cell.offset, cell.shape, shape, strict=True)):
-            return f"slice at {cell.offset} of shape {cell.shape} reaches out of {shape}"
-    covered, whole = sum(math.prod(cell.shape) for cell in cells), math.prod(shape)
+def grid_of(slices: Sequence[Slice], shape: tuple[int, ...]) -> Grid | str:
+    """Return the grid that listed slices form, as format 1 lists them, or why they form none."""
+    for one in slices:
+        if len(one.offset) != len(shape) or len(one.shape) != len(shape):
+            return f"slice at {one.offset} of shape {one.shape} in {shape}"
+        if any(n <= 0 or begin + n > whole for begin, n, whole in zip(one.offset, one.shape, shape, strict=True)):
+            return f"slice at {one.offset} of shape {one.shape} reaches out of {shape}"
+    covered, whole = sum(math.prod(one.shape) for one in slices), math.prod(shape)
     if covered != whole:
         return f"{covered:,} of its {whole:,} values are there; a slice is missing or slices overlap"
     if not whole:
         return Grid((), (0,))
-    cuts = [sorted({cell.offset[dim] for cell in cells}) for dim in range(len(shape))]
-    files = {cell.offset: cell.file for cell in cells}
-    if len(files) == len(cells) == math.prod(map(len, cuts)):
+    cuts = [sorted({one.offset[dim] for one in slices}) for dim in range(len(shape))]
+    files = {one.offset: one.file for one in slices}
+    if len(files) == len(slices) == math.prod(map(len, cuts)):
         grid = Grid(tuple(tuple(cut[1:]) for cut in cuts), tuple(files.get(at, -1) for at in itertools.product(*cuts)))
-        if {*grid.overlapping(shape, (0,) * len(shape), shape)} == {*cells}:
+        if {*grid.overlapping(shape, (0,) * len(shape), shape)} == {*slices}:
             return grid
     return "slices overlap, or are not cut as a grid"
 

@@ -18,7 +18,7 @@ from llmfoundry_lite.files import open_regular, sync, write_atomically
 MAX_VECTORS = 512
 """Pieces of one readv or writev; the kernel takes 1024."""
 WRITE: Callable[[int, Any, int], int] = os.pwritev
-"""(descriptor, pieces, offset) -> bytes taken; tests put failing disks here."""
+"""(descriptor, buffers, offset) -> bytes taken; tests put failing disks here."""
 
 DIRECT: int | None = getattr(os, "O_DIRECT", None)
 """Linux has it: writes past the page cache."""
@@ -127,7 +127,7 @@ class LocalFolder:
 
 
 class LocalSink:
-    """A file of which aligned pieces go to the disk past the page cache.
+    """A file of which aligned buffers go to the disk past the page cache.
 
     Finding and filling pages of that cache costs a processor more than the rest of a save, and training needs it. The
     rest goes through the cache, and so does everything where the disk knows no other way.
@@ -143,16 +143,16 @@ class LocalSink:
             with contextlib.suppress(OSError):
                 self._direct = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | DIRECT)
 
-    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        if self._direct is not None and _is_aligned(offset, pieces):
+    def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        if self._direct is not None and _is_aligned(offset, buffers):
             # Not every file system can, nor from all pinned memory; what the disk itself is wrong with returns below.
             with contextlib.suppress(OSError):
-                self._write(self._direct, offset, pieces)
+                self._write(self._direct, offset, buffers)
                 return
-        self._write(self._descriptor, offset, pieces)
+        self._write(self._descriptor, offset, buffers)
 
-    def _write(self, descriptor: int, offset: int, pieces: Sequence[Buffer]) -> None:
-        _transfer(WRITE, descriptor, offset, pieces, f"{self.path}: the disk took no more bytes")
+    def _write(self, descriptor: int, offset: int, buffers: Sequence[Buffer]) -> None:
+        _transfer(WRITE, descriptor, offset, buffers, f"{self.path}: the disk took no more bytes")
 
     def close(self) -> None:
         try:
@@ -166,11 +166,11 @@ class LocalSink:
             os.close(self._direct)
 
 
-def _is_aligned(offset: int, pieces: Sequence[Buffer]) -> bool:
+def _is_aligned(offset: int, buffers: Sequence[Buffer]) -> bool:
     import numpy as np  # a tenth of a second, for commands that read no shard
 
-    addresses = (np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces)
-    return not any(n % DIRECT_BYTES for n in (offset, *map(len, pieces), *addresses))
+    addresses = (np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers)
+    return not any(n % DIRECT_BYTES for n in (offset, *map(len, buffers), *addresses))
 
 
 class LocalSource:
@@ -181,14 +181,14 @@ class LocalSource:
         if bypass_cache and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
+    def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
         attempts = itertools.count()
 
         def read() -> None:
             # A stale descriptor stays stale, and other threads read with it: a further attempt opens its own.
             descriptor = open_regular(self.path) if next(attempts) else self._descriptor
             try:
-                _transfer(os.preadv, descriptor, offset, pieces, f"{self.path}: ends before byte {offset}+")
+                _transfer(os.preadv, descriptor, offset, buffers, f"{self.path}: ends before byte {offset}+")
             finally:
                 if descriptor != self._descriptor:
                     os.close(descriptor)
@@ -204,10 +204,10 @@ def _retry(call: Callable[[], T]) -> T:
 
 
 def _transfer(
-    call: Callable[[int, Any, int], int], descriptor: int, offset: int, pieces: Sequence[Buffer], if_none: str
+    call: Callable[[int, Any, int], int], descriptor: int, offset: int, buffers: Sequence[Buffer], if_none: str
 ) -> None:
-    """Move all of `pieces`, however few bytes the system takes or gives at a time."""
-    rest = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+    """Move all of `buffers`, however few bytes the system takes or gives at a time."""
+    rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while rest:
         done = call(descriptor, rest[:MAX_VECTORS], offset)
         if done == 0:

@@ -140,7 +140,7 @@ class TensorRecord:
 
     @property
     def num_slices(self) -> int:
-        return self.layout.num_cells(self.shape)
+        return self.layout.num_slices(self.shape)
 
     @property
     def slices(self) -> Iterator[Slice]:
@@ -465,23 +465,23 @@ def _decode_format_2(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
     return files, listed.besides("algorithm", "block_bytes", "digests", *FILE_COLUMNS), tensors
 
 
-def _grid_of(cells: Sequence[Slice], shape: tuple[int, ...], where: str) -> Grid:
-    grid = grid_of(cells, shape)
+def _grid_of(slices: Sequence[Slice], shape: tuple[int, ...], where: str) -> Grid:
+    grid = grid_of(slices, shape)
     if isinstance(grid, str):
         raise DamagedCheckpointError(f"{where}: {grid}")
     return grid
 
 
-def _decode_cell(item: Item) -> Slice:
+def _decode_slice(item: Item) -> Slice:
     item.expect(isinstance(item.value, list) and len(item.value) == 3, "[file, offset, shape]")
     file, offset, shape = item.items()
     return Slice(file.integer(), offset.integers(), shape.integers())
 
 
 def _decode_layout(item: Item) -> Grid | list[Slice]:
-    """Read a grid, or cells that are listed, which the format allows and no release of ours writes."""
+    """Read a grid, or listed slices, which the format allows and no release of ours writes."""
     if "boxes" in item.object():
-        return [_decode_cell(cell) for cell in item.get("boxes").items()]
+        return [_decode_slice(one) for one in item.get("boxes").items()]
     chunks = [c.integers() if isinstance(c.value, list) else c.integer() for c in item.get("chunks").items()]
     strides = None
     if "strides" in item.object():
@@ -496,13 +496,13 @@ def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
     """Read lists of every slice, and files with every hash. Where slices lie in a file is in its header as well."""
     tensors = {}
     for name, tensor in item.get("tensors").entries():
-        cells = []
+        slices = []
         for part in tensor.get("slices").items():
             part.expect(isinstance(part.value, list) and len(part.value) == 5, "[file, begin, end, offset, shape]")
             file, _, _, offset, shape = part.items()
-            cells.append(Slice(file.integer(), offset.integers(), shape.integers()))
+            slices.append(Slice(file.integer(), offset.integers(), shape.integers()))
         shape, extra = tensor.get("shape").integers(), tensor.besides("dtype", "shape", "slices")
-        grid = _grid_of(cells, shape, tensor.where)
+        grid = _grid_of(slices, shape, tensor.where)
         tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, grid, extra)
     return _decode_files(item.get("files")), {}, tensors
 

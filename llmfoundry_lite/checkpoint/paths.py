@@ -1,4 +1,4 @@
-"""Paths and URLs that users give: a checkpoint, a folder of them, a run directory, a tokenizer beside them. No torch."""
+"""Paths and URLs that users give: a checkpoint, a folder of them, a run directory; the tokenizer there. No torch."""
 
 import contextlib
 import os

@@ -217,10 +217,10 @@ class RemoteSink:
             self._file = filesystem.open(path, "wb", block_size=part_bytes)
         self._offset = 0
 
-    def write_at(self, offset: int, pieces: Sequence[Buffer]) -> None:
+    def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
         assert offset == self._offset, "an upload takes bytes in order"
-        for piece in pieces:
-            data = memoryview(piece).cast("B")
+        for buffer in buffers:
+            data = memoryview(buffer).cast("B")
             with as_os_errors():
                 self._file.write(data)
             self._offset += len(data)
@@ -241,14 +241,14 @@ class RemoteSource:
         self.path = path
         self.num_bytes = int(retry_transient_errors(lambda: filesystem.info(path))["size"])
 
-    def read_into(self, offset: int, pieces: Sequence[Buffer]) -> None:
-        end = offset + sum(len(piece) for piece in pieces)
+    def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        end = offset + sum(len(buffer) for buffer in buffers)
         data = memoryview(retry_transient_errors(lambda: self.filesystem.cat_file(self.path, start=offset, end=end)))
         if len(data) != end - offset:
             raise EOFError(f"{self.path}: ends before byte {end}")
-        for piece in pieces:
-            memoryview(piece).cast("B")[:] = data[: len(piece)]
-            data = data[len(piece) :]
+        for buffer in buffers:
+            memoryview(buffer).cast("B")[:] = data[: len(buffer)]
+            data = data[len(buffer) :]
 
     def close(self) -> None:
         pass

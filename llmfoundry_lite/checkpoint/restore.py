@@ -21,8 +21,8 @@ from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.layouts import Slice
 from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, decode
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
-from llmfoundry_lite.checkpoint.shards import NUM_THREADS, Want, open_shard, verify_file
-from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_part
+from llmfoundry_lite.checkpoint.shards import NUM_THREADS, ReadRequest, open_shard, verify_file
+from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_tensor
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_readable
 from llmfoundry_lite.config.layout import Runs
@@ -181,11 +181,11 @@ class Targets(NamedTuple):
     numbers: dict[str, Any]
 
     def write(self, staging: Tensors) -> None:
-        """Copy local parts to model and optimizer."""
+        """Copy local tensors to model and optimizer."""
         with torch.no_grad():
             for key, tensor in self.tensors.items():
                 if key.startswith("model/"):
-                    local_part(tensor).copy_(staging[key])
+                    local_tensor(tensor).copy_(staging[key])
             if self.optimizer is not None:
                 slots = {key: tensor for key, tensor in staging.items() if key.startswith("optim/")}
                 state.write_optimizer(self.optimizer, self.parameters, self.numbers, slots, self.tensors)
@@ -262,75 +262,75 @@ def find_targets(
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-class Part(NamedTuple):
-    """The part of a slice that belongs to one of this rank's tensors."""
+class Overlap(NamedTuple):
+    """What a slice has of a box that this rank holds."""
 
     name: str
-    cell: Slice
+    source: Slice
     offset: tuple[int, ...]
-    """Within the cell."""
+    """Within `source`."""
     target: torch.Tensor
-    """Memory of that shape."""
+    """Memory to read it into, of its shape."""
 
 
 def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Tensors:
-    """Return this rank's parts of `like`, as stored, on the host. Raises UnsoundCheckpointError."""
-    staging, by_file = find_parts(checkpoint.manifest, like, row_orders)
+    """Return the local tensors of `like` as stored, on the host. Raises UnsoundCheckpointError."""
+    staging, by_file = find_overlaps(checkpoint.manifest, like, row_orders)
     at_once = max(min(len(by_file), checkpoint.folder.max_open_files), 1)
     threads = max(NUM_THREADS // at_once, 1)
     with ThreadPoolExecutor(at_once, thread_name_prefix="checkpoint") as pool:
-        list(pool.map(lambda index: read_parts(checkpoint, index, by_file[index], threads), sorted(by_file)))
+        list(pool.map(lambda index: read_overlaps(checkpoint, index, by_file[index], threads), sorted(by_file)))
     return staging
 
 
-def find_parts(
+def find_overlaps(
     manifest: Manifest, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS
-) -> tuple[Tensors, dict[int, list[Part]]]:
-    """Return memory for this rank's parts of `like`, and what to read into it, by the number of the file."""
+) -> tuple[Tensors, dict[int, list[Overlap]]]:
+    """Return memory for the local tensors of `like`, and what to read into it, by the number of the file."""
     staging: Tensors = {}
-    by_file: dict[int, list[Part]] = {}
+    by_file: dict[int, list[Overlap]] = {}
     for name, tensor in like.items():
         record = manifest.tensors[name]
         boxes = boxes_of(tensor, row_orders.get(name))
-        assert sum(math.prod(box.lengths) for box in boxes) == local_part(tensor).numel(), f"{name}: {boxes}"
-        staging[name] = torch.empty(local_part(tensor).shape, dtype=DTYPES[record.dtype], device="cpu")
+        assert sum(math.prod(box.lengths) for box in boxes) == local_tensor(tensor).numel(), f"{name}: {boxes}"
+        staging[name] = torch.empty(local_tensor(tensor).shape, dtype=DTYPES[record.dtype], device="cpu")
         for offset, lengths, at in boxes:
             target = staging[name].narrow(0, at, lengths[0]) if name in row_orders else staging[name]
-            for cell in record.overlapping(offset, lengths):
-                by_file.setdefault(cell.file, []).append(_part(name, cell, offset, lengths, target))
+            for source in record.overlapping(offset, lengths):
+                by_file.setdefault(source.file, []).append(_overlap(name, source, offset, lengths, target))
     return staging, by_file
 
 
-def _part(name: str, cell: Slice, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> Part:
+def _overlap(name: str, source: Slice, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> Overlap:
     within = []
-    for dim, (begin, length, cell_begin, cell_length) in enumerate(
-        zip(offset, lengths, cell.offset, cell.shape, strict=True)
+    for dim, (begin, length, source_begin, source_length) in enumerate(
+        zip(offset, lengths, source.offset, source.shape, strict=True)
     ):
-        first = max(begin, cell_begin)
-        within.append(first - cell_begin)
-        target = target.narrow(dim, first - begin, min(begin + length, cell_begin + cell_length) - first)
-    return Part(name, cell, tuple(within), target)
+        first = max(begin, source_begin)
+        within.append(first - source_begin)
+        target = target.narrow(dim, first - begin, min(begin + length, source_begin + source_length) - first)
+    return Overlap(name, source, tuple(within), target)
 
 
-def read_parts(checkpoint: Checkpoint, index: int, parts: Sequence[Part], num_threads: int) -> None:
-    """Read out of one file. Raises UnsoundCheckpointError."""
+def read_overlaps(checkpoint: Checkpoint, index: int, overlaps: Sequence[Overlap], num_threads: int) -> None:
+    """Read one file's overlaps into their targets. Raises UnsoundCheckpointError."""
     manifest = checkpoint.manifest
-    wants, gathers = [], []
+    requests, gathers = [], []
     with open_shard(checkpoint.folder, manifest.files[index]) as shard:
-        for name, cell, offset, target in parts:
+        for name, source, offset, target in overlaps:
             dtype = manifest.tensors[name].dtype
-            stored = shard.find(cell.key(name), dtype, cell.shape)
-            first, count = hull(cell.shape, offset, target.shape)
+            stored = shard.find(source.key(name), dtype, source.shape)
+            first, count = hull(source.shape, offset, target.shape)
             begin = stored.begin + first * ITEM_BYTES[dtype]
             end = begin + count * ITEM_BYTES[dtype]
             if count == target.numel() and target.is_contiguous():
                 memory = target.reshape(-1).view(torch.uint8).numpy()
             else:
                 memory = np.empty(end - begin, np.uint8)
-                strides = [math.prod(cell.shape[dim + 1 :]) for dim in range(len(cell.shape))]
+                strides = [math.prod(source.shape[dim + 1 :]) for dim in range(len(source.shape))]
                 gathers.append((target, torch.from_numpy(memory).view(DTYPES[dtype]), strides))
-            wants.append(Want(begin, end, memory, name))
-        shard.read(wants, num_threads=num_threads)
+            requests.append(ReadRequest(begin, end, memory, name))
+        shard.read(requests, num_threads=num_threads)
     for target, values, strides in gathers:
         target.copy_(values.as_strided(target.shape, strides))
 

@@ -28,8 +28,8 @@ from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_pieces, write_shard
-from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_part
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, write_shard
+from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import CheckpointError
@@ -216,28 +216,28 @@ class Saver:
 
     def _make_plan(self, tensors: Tensors, row_orders: Mapping[str, Runs]) -> None:
         self._plan = agree_on_plan(tensors, row_orders)
-        boxes = self._plan.mine
-        size = sum(box.entry.num_bytes for box in boxes)
+        slices = self._plan.mine
+        size = sum(one.entry.num_bytes for one in slices)
         if size != self._content.numel():
             pinned = any(tensor.device.type == PINNED for tensor in tensors.values())
             self._staged, self._content = {}, torch.empty(0, dtype=torch.uint8)  # given back before more is taken
             self._content = aligned_memory(size, pinned)
         self._staged, begin = {}, 0
-        for box in boxes:
-            end = begin + box.entry.num_bytes
-            self._staged[box.entry.key] = self._content[begin:end].view(DTYPES[box.dtype]).view(box.lengths)
+        for one in slices:
+            end = begin + one.entry.num_bytes
+            self._staged[one.entry.key] = self._content[begin:end].view(DTYPES[one.dtype]).view(one.lengths)
             begin = end
 
     def _stage(self, tensors: Tensors, row_orders: Mapping[str, Runs]) -> None:
         assert self._plan is not None
         on_device = False
         with torch.no_grad():
-            for box, staged in zip(self._plan.mine, self._staged.values(), strict=True):
-                source = local_part(tensors[box.name])
-                if box.name in row_orders:
-                    mine = boxes_of(tensors[box.name], row_orders[box.name])
-                    at = next(own.at for own in mine if own.offset == box.offset)
-                    source = source.narrow(0, at, box.lengths[0])
+            for one, staged in zip(self._plan.mine, self._staged.values(), strict=True):
+                source = local_tensor(tensors[one.name])
+                if one.name in row_orders:
+                    held = boxes_of(tensors[one.name], row_orders[one.name])
+                    at = next(box.at for box in held if box.offset == one.offset)
+                    source = source.narrow(0, at, one.lengths[0])
                 on_device |= source.device.type != "cpu"
                 staged.copy_(source, non_blocking=True)
         if on_device:
@@ -248,7 +248,7 @@ class Saver:
         assert self._plan is not None
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
-        header = build_header([box.entry for box in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+        header = build_header([one.entry for one in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
                 checked = beside.submit(lambda: [key for key, tensor in self._staged.items() if not _is_finite(tensor)])
@@ -260,7 +260,7 @@ class Saver:
         if poisoned := checked.result():
             more = f" and {len(poisoned) - 1} more" if len(poisoned) > 1 else ""
             raise CheckpointError(f"not saved: non-finite values in {poisoned[0]}{more}; older checkpoints stand")
-        return record, hash_pieces([repr([found.optimizer, found.aliases]).encode()])
+        return record, hash_buffers([repr([found.optimizer, found.aliases]).encode()])
 
     # ---------------------------------------------------------------------------------------------------- publishing
 

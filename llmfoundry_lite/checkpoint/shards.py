@@ -24,7 +24,7 @@ from llmfoundry_lite.ranks.codec import write_json
 ALIGNMENT = 4096
 """Data starts at a multiple of it, and each slice at one of its item size, so that a file can be mapped."""
 BLOCK_BYTES = 1 << 20
-CHUNK_BYTES = 8 << 20
+TRANSFER_BYTES = 8 << 20
 """Bytes that one thread writes or reads at a time."""
 NUM_THREADS = 4
 MAX_HEADER_BYTES = 100_000_000
@@ -50,19 +50,21 @@ class Stored(NamedTuple):
     end: int
 
 
-class Want(NamedTuple):
-    """A byte range of a file and where it should go."""
+class ReadRequest(NamedTuple):
+    """A byte range of a file and the memory to read it into."""
 
     begin: int
     end: int
     target: np.ndarray[Any, Any]
-    """uint8, end - begin of them."""
+    """uint8 [end - begin]"""
     tensor: str
     """Its name, for messages."""
 
 
-Run = tuple[int, int]
-"""Begin and end of whole blocks that are read at once."""
+BlockRange = tuple[int, int]
+"""First byte and end of whole blocks that are read at once."""
+NamedRange = tuple[int, int, str]
+"""First byte, end, and the tensor that has them, for messages."""
 
 
 # ------------------------------------------------------------------------------------------------------- writing
@@ -98,33 +100,33 @@ def write_shard(
     folder: Folder,
     name: str,
     header: bytes,
-    pieces: Sequence[Buffer],
+    buffers: Sequence[Buffer],
     *,
     num_threads: int = NUM_THREADS,
     block_bytes: int = BLOCK_BYTES,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> FileRecord:
-    """Hash and write, in one pass, a header that `build_header` made for these blocks, `pieces` (uint8) and the hashes.
-    Durable on return. Whatever goes wrong in a thread is raised here, and then the file is worthless.
+    """Hash and write, in one pass, a header that `build_header` made for these blocks, `buffers` (uint8) and hashes.
+    Durable on return. Raises what any thread raises; the file is then incomplete.
     """
-    views = [memoryview(piece).cast("B") for piece in (header, *pieces) if len(piece)]
+    views = [memoryview(buffer).cast("B") for buffer in (header, *buffers) if len(buffer)]
     starts = [0, *accumulate(len(view) for view in views)]
     size = starts[-1]
     hashes = [b""] * -(-size // block_bytes)
     sink = folder.sink(name, size + HASH_BYTES * len(hashes))
-    chunk_bytes = _chunk_bytes(block_bytes)
+    transfer_bytes = _transfer_bytes(block_bytes)
 
     def write(begin: int) -> None:
-        end = min(begin + chunk_bytes, size)
+        end = min(begin + transfer_bytes, size)
         for block in range(begin // block_bytes, -(-end // block_bytes)):
             stop = min((block + 1) * block_bytes, end)
-            hashes[block] = hash_pieces(_cut(views, starts, block * block_bytes, stop))
-        sink.write_at(begin, _cut(views, starts, begin, end))
+            hashes[block] = hash_buffers(_cut_buffers(views, starts, block * block_bytes, stop))
+        sink.write_at(begin, _cut_buffers(views, starts, begin, end))
         if begin <= size // 2 < end:
             on_phase("half a shard")
 
     try:
-        _for_each(write, range(0, size, chunk_bytes), num_threads if sink.any_order else 1)
+        _for_each(write, range(0, size, transfer_bytes), num_threads if sink.any_order else 1)
         table = b"".join(hashes)
         sink.write_at(size, [table])
     except BaseException:
@@ -137,20 +139,20 @@ def write_shard(
         num_bytes=size + len(table),
         block_bytes=block_bytes,
         header_bytes=len(header),
-        digest=hash_pieces([header, table]).hex(),
+        digest=hash_buffers([header, table]).hex(),
     )
 
 
 def hash_blocks(content: bytes, block_bytes: int) -> bytes:
-    return b"".join(hash_pieces([content[i : i + block_bytes]]) for i in range(0, len(content), block_bytes))
+    return b"".join(hash_buffers([content[i : i + block_bytes]]) for i in range(0, len(content), block_bytes))
 
 
-def hash_pieces(pieces: Sequence[Buffer]) -> bytes:
-    if len(pieces) == 1:
-        return xxhash.xxh3_128_digest(pieces[0])
+def hash_buffers(buffers: Sequence[Buffer]) -> bytes:
+    if len(buffers) == 1:
+        return xxhash.xxh3_128_digest(buffers[0])
     state = xxhash.xxh3_128()
-    for piece in pieces:
-        state.update(piece)
+    for buffer in buffers:
+        state.update(buffer)
     return state.digest()
 
 
@@ -158,14 +160,14 @@ def hash_pieces(pieces: Sequence[Buffer]) -> bytes:
 
 
 class Shard:
-    """A file open for reading, of which header and hashes are known to be what was written."""
+    """A file open for reading, whose header and hashes have been verified."""
 
     def __init__(self, folder: Folder, file: FileRecord, source: Source):
         self.folder, self.file, self.source = folder, file, source
         self.hashes = bytes.fromhex(file.block_hashes)
         self.contents: dict[str, Stored] = {}
         if file.digest:
-            self.hashes, self.contents = self._look(self._read_header)
+            self.hashes, self.contents = self._read_twice_if_damaged(self._read_header)
         elif file.name.endswith(".safetensors"):  # of format 1
             self.contents = self._read_hashed_header()
 
@@ -173,23 +175,23 @@ class Shard:
         file = self.file
         header = _read_bytes(source, 0, file.header_bytes)
         hashes = _read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
-        if hash_pieces([header, hashes]).hex() != file.digest:
+        if hash_buffers([header, hashes]).hex() != file.digest:
             raise self.damage("its header or its hashes are not what was written")
         return hashes, parse_header(header, self)
 
     def _read_hashed_header(self) -> dict[str, Stored]:
-        length = self._look(lambda source: int.from_bytes(_read_bytes(source, 0, 8), "little"))
+        length = self._read_twice_if_damaged(lambda source: int.from_bytes(_read_bytes(source, 0, 8), "little"))
         if not 2 <= length <= min(MAX_HEADER_BYTES, self.file.num_bytes - 8):
             raise self.damage(f"its header claims {length:,} bytes")
         header = np.empty(8 + length, np.uint8)
-        self.read([Want(0, 8 + length, header, "header")])
+        self.read([ReadRequest(0, 8 + length, header, "header")])
         return parse_header(header.tobytes(), self)
 
     def damage(self, text: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{self.folder.url}/{self.file.name}: {text}", self.file.name)
 
-    def _look(self, read: Callable[[Source], T]) -> T:
-        """Return what `read` finds; with a source of its own if it finds damage, which must be there twice."""
+    def _read_twice_if_damaged(self, read: Callable[[Source], T]) -> T:
+        """Return what `read` finds. Damage counts if it is found a second time, past the cache."""
 
         def once(bypass_cache: bool) -> T:
             source = _open_once(self.folder, self.file, bypass_cache=True) if bypass_cache else self.source
@@ -206,66 +208,66 @@ class Shard:
         return retry_on_damage(once)
 
     def find(self, key: str, dtype: str, shape: Sequence[int]) -> Stored:
-        """Return where a slice lies. Raises DamagedCheckpointError when the file has it otherwise, or not."""
+        """Return where a slice lies. Raises DamagedCheckpointError if it is absent or has another dtype or shape."""
         stored = self.contents.get(key)
         if stored is None or stored.dtype != dtype or stored.shape != tuple(shape):
             found = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
             raise self.damage(f"{key} is {found} in its header and {dtype} {list(shape)} in the manifest")
         return stored
 
-    def read(self, wants: Sequence[Want], *, num_threads: int = NUM_THREADS) -> None:
+    def read(self, requests: Sequence[ReadRequest], *, num_threads: int = NUM_THREADS) -> None:
         """Fill each target; verify every block touched, once, in the same pass.
 
-        Raises UnsoundCheckpointError naming the file and a tensor. Targets are then undefined.
+        Raises UnsoundCheckpointError naming the file and a tensor; the targets are then undefined.
         """
-        wants = sorted((want for want in wants if want.end > want.begin), key=lambda want: want.begin)
-        if any(a.end > b.begin for a, b in pairwise(wants)):
+        requests = sorted((one for one in requests if one.end > one.begin), key=lambda one: one.begin)
+        if any(a.end > b.begin for a, b in pairwise(requests)):
             raise self.damage("slices share bytes")
-        begins, ends = [want.begin for want in wants], [want.end for want in wants]
+        begins, ends = [request.begin for request in requests], [request.end for request in requests]
 
-        def read(run: Run) -> None:
-            inside = wants[bisect_right(ends, run[0]) : bisect_left(begins, run[1])]
-            self._read_run(run, inside, [(want.begin, want.end, want.tensor) for want in inside])
+        def read(blocks: BlockRange) -> None:
+            inside = requests[bisect_right(ends, blocks[0]) : bisect_left(begins, blocks[1])]
+            self._read_range(blocks, inside, [(request.begin, request.end, request.tensor) for request in inside])
 
-        _for_each(read, _runs(self.file, wants), num_threads)
+        _for_each(read, _block_ranges(self.file, requests), num_threads)
 
     def verify(self, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Hash all blocks. Raises UnsoundCheckpointError naming the file and a tensor in the damaged block."""
         named = [(stored.begin, stored.end, key.partition("@")[0]) for key, stored in self.contents.items()]
 
-        def read(run: Run) -> None:
-            self._read_run(run, (), named)
-            on_read(run[1] - run[0])
+        def read(blocks: BlockRange) -> None:
+            self._read_range(blocks, (), named)
+            on_read(blocks[1] - blocks[0])
 
-        _for_each(read, _cut_run(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
+        _for_each(read, _split_range(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
 
-    def _read_run(self, run: Run, wants: Sequence[Want], named: Sequence[tuple[int, int, str]]) -> None:
-        """Read straight into the targets; into scratch memory what no one wants but must be hashed."""
-        pieces: list[Buffer] = []
-        first, last = run
+    def _read_range(self, blocks: BlockRange, requests: Sequence[ReadRequest], named: Sequence[NamedRange]) -> None:
+        """Read straight into the targets; into scratch memory what is not requested but must be hashed."""
+        buffers: list[Buffer] = []
+        first, last = blocks
         position = first
-        for want in wants:
-            start, stop = max(want.begin, position), min(want.end, last)
+        for request in requests:
+            start, stop = max(request.begin, position), min(request.end, last)
             if start > position:
-                pieces.append(np.empty(start - position, np.uint8))
-            pieces.append(want.target[start - want.begin : stop - want.begin])
+                buffers.append(np.empty(start - position, np.uint8))
+            buffers.append(request.target[start - request.begin : stop - request.begin])
             position = stop
         if position < last:
-            pieces.append(np.empty(last - position, np.uint8))
+            buffers.append(np.empty(last - position, np.uint8))
 
         def read(source: Source) -> None:
-            source.read_into(first, pieces)
-            self._check_blocks(run, pieces, named)
+            source.read_into(first, buffers)
+            self._check_blocks(blocks, buffers, named)
 
-        self._look(read)
+        self._read_twice_if_damaged(read)
 
-    def _check_blocks(self, run: Run, pieces: Sequence[Buffer], named: Sequence[tuple[int, int, str]]) -> None:
+    def _check_blocks(self, blocks: BlockRange, buffers: Sequence[Buffer], named: Sequence[NamedRange]) -> None:
         block_bytes = self.file.block_bytes
-        starts = [run[0], *(run[0] + n for n in accumulate(len(piece) for piece in pieces))]
-        for first in range(*run, block_bytes):
-            last = min(first + block_bytes, run[1])
+        starts = [blocks[0], *(blocks[0] + n for n in accumulate(len(buffer) for buffer in buffers))]
+        for first in range(*blocks, block_bytes):
+            last = min(first + block_bytes, blocks[1])
             at = first // block_bytes * HASH_BYTES
-            if hash_pieces(_cut(pieces, starts, first, last)) != self.hashes[at : at + HASH_BYTES]:
+            if hash_buffers(_cut_buffers(buffers, starts, first, last)) != self.hashes[at : at + HASH_BYTES]:
                 hit = sorted({name for begin, end, name in named if begin < last and end > first})
                 more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
                 inside = f" (in {hit[0]}{more})" if hit else ""
@@ -274,7 +276,7 @@ class Shard:
 
 @contextmanager
 def open_shard(folder: Folder, file: FileRecord) -> Iterator[Shard]:
-    """Raises UnsoundCheckpointError for a file that is gone, has another size, or another header or other hashes."""
+    """Open a shard. Raises UnsoundCheckpointError if it is absent, or has another size, header or hashes."""
     source = retry_on_damage(lambda bypass_cache: _open_once(folder, file, bypass_cache))
     try:
         yield Shard(folder, file, source)
@@ -286,7 +288,7 @@ def read_verified(folder: Folder, file: FileRecord) -> bytes:
     """Return the content of a file that is no shard. Raises UnsoundCheckpointError."""
     with open_shard(folder, file) as opened:  # the size first: the memory for one that lies may not be there
         content = np.empty(file.num_bytes, np.uint8)
-        opened.read([Want(0, file.num_bytes, content, file.name)])
+        opened.read([ReadRequest(0, file.num_bytes, content, file.name)])
     return content.tobytes()
 
 
@@ -325,16 +327,16 @@ def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
 
 
 def check_headers(folder: Folder, manifest: Manifest) -> None:
-    """Raises UnsoundCheckpointError unless all headers together have every slice of every tensor, and nothing else."""
+    """Raise UnsoundCheckpointError unless all headers together have every slice of every tensor, and nothing else."""
     seen = dict.fromkeys(manifest.tensors, 0)
     for index, file in enumerate(manifest.files):
         with open_shard(folder, file) as shard:
             for key, stored in shard.contents.items():
                 name, _, offset = key.rpartition("@")
                 record = manifest.tensors.get(name)
-                cell = None if record is None else record.layout.at(record.shape, _numbers(offset))
+                expected = None if record is None else record.layout.at(record.shape, _numbers(offset))
                 found = (index, stored.shape, stored.dtype)
-                if record is None or cell is None or (cell.file, cell.shape, record.dtype) != found:
+                if record is None or expected is None or (expected.file, expected.shape, record.dtype) != found:
                     raise shard.damage(f"{key} is {stored.dtype} {list(stored.shape)} in its header alone")
                 seen[name] += 1
     for name, count in seen.items():
@@ -345,11 +347,11 @@ def check_headers(folder: Folder, manifest: Manifest) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------------------------ the insides
+# ----------------------------------------------------------------------------------------------------------- details
 
 
-def _cut(views: Sequence[Buffer], starts: Sequence[int], begin: int, end: int) -> list[Buffer]:
-    """Return bytes begin to end of all views laid one after the other."""
+def _cut_buffers(views: Sequence[Buffer], starts: Sequence[int], begin: int, end: int) -> list[Buffer]:
+    """Return bytes `begin` to `end` of the concatenated `views`, whose first bytes are at `starts`."""
     result = []
     index = bisect_right(starts, begin) - 1
     while begin < end:
@@ -359,26 +361,26 @@ def _cut(views: Sequence[Buffer], starts: Sequence[int], begin: int, end: int) -
     return result
 
 
-def _runs(file: FileRecord, wants: Sequence[Want]) -> list[Run]:
-    """Return the blocks that sorted `wants` reach into, in pieces that are read at once."""
+def _block_ranges(file: FileRecord, requests: Sequence[ReadRequest]) -> list[BlockRange]:
+    """Return the blocks that sorted `requests` reach into, in ranges that are read at once."""
     spans: list[tuple[int, int]] = []
-    for want in wants:
-        begin = want.begin // file.block_bytes * file.block_bytes
-        end = min(-(-want.end // file.block_bytes) * file.block_bytes, file.hashed_bytes)
+    for request in requests:
+        begin = request.begin // file.block_bytes * file.block_bytes
+        end = min(-(-request.end // file.block_bytes) * file.block_bytes, file.hashed_bytes)
         if spans and begin <= spans[-1][1]:
             before = spans.pop()
             begin, end = before[0], max(end, before[1])
         spans.append((begin, end))
-    return [run for begin, end in spans for run in _cut_run(begin, end, file.block_bytes)]
+    return [blocks for begin, end in spans for blocks in _split_range(begin, end, file.block_bytes)]
 
 
-def _cut_run(begin: int, end: int, block_bytes: int) -> list[Run]:
-    step = _chunk_bytes(block_bytes)
+def _split_range(begin: int, end: int, block_bytes: int) -> list[BlockRange]:
+    step = _transfer_bytes(block_bytes)
     return [(at, min(at + step, end)) for at in range(begin, end, step)]
 
 
-def _chunk_bytes(block_bytes: int) -> int:
-    return max(block_bytes, CHUNK_BYTES // block_bytes * block_bytes)
+def _transfer_bytes(block_bytes: int) -> int:
+    return max(block_bytes, TRANSFER_BYTES // block_bytes * block_bytes)
 
 
 def _open_once(folder: Folder, file: FileRecord, bypass_cache: bool) -> Source:
@@ -404,7 +406,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _for_each(work: Callable[[Any], None], items: Sequence[Any], num_threads: int) -> None:
-    """Work in several threads; the first failure is raised here once all have stopped, and the rest is cancelled."""
+    """Call `work` for each item in several threads. Raises the first failure, once all threads have stopped."""
     if min(num_threads, len(items)) <= 1:
         for item in items:
             work(item)

@@ -147,8 +147,8 @@ def _names(parameters: Named, optimizer: Optimizer) -> dict[int, str]:
     return names
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, in no graph: training goes on with the same memory."""
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, outside of any graph: training goes on with the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():  # or to_local would be a step of autograd's
@@ -177,7 +177,7 @@ def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Ten
     groups = []
     for group in optimizer.param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)}
-        options |= {key: local_part(v).item() for key, v in options.items() if isinstance(v, torch.Tensor)}
+        options |= {key: local_tensor(v).item() for key, v in options.items() if isinstance(v, torch.Tensor)}
         groups.append({"params": [names[id(parameter)] for parameter in group["params"]], "options": options})
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": numbers}
 
@@ -189,7 +189,7 @@ def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
         if "dtype" in number:
             kinds.setdefault((number["value"].device, number["dtype"]), []).append(number)
     for same in kinds.values():
-        values = torch.stack([local_part(number["value"]) for number in same]).tolist()
+        values = torch.stack([local_tensor(number["value"]) for number in same]).tolist()
         for number, value in zip(same, values, strict=True):
             number["value"] = value
 
@@ -288,7 +288,7 @@ def write_optimizer(
     slots: Mapping[str, torch.Tensor],
     like: Mapping[str, torch.Tensor],
 ) -> None:
-    """Replace the optimizer's whole state. `slots` are local parts, by key; `like` their layouts."""
+    """Replace the optimizer's whole state. `slots` are local tensors, by key; `like` has their placements."""
     state: dict[torch.nn.Parameter, dict[str, Any]] = {}
     options = {}
     for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -311,7 +311,7 @@ def write_optimizer(
         target = present if isinstance(present, torch.Tensor) and present.shape == like[key].shape else None
         if target is None or target.dtype != local.dtype:
             target = _allocate(like[key], local, parameter.device)
-        local_part(target).copy_(local)
+        local_tensor(target).copy_(local)
         state.setdefault(parameter, {})[slot] = target
     optimizer.state.clear()
     for parameter, values in state.items():

@@ -281,7 +281,7 @@ class CheckpointStore:
 
         Damaged and incomplete ones are passed over with a line each; the damaged are set aside under a lease. Anything
         else that is wrong with one (a newer format, a disk that does not answer) is raised: going back behind it could
-        not be what the user wants.
+        not be what the user requests.
         """
         notes, passed = [], []
         for candidate in self.candidates():

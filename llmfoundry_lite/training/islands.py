@@ -22,7 +22,7 @@ from composer.core import State
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import decode_segment, encode_segment
 from llmfoundry_lite.checkpoint.planning import box_of
-from llmfoundry_lite.checkpoint.state import local_part, parameter_names, read_state, write_optimizer
+from llmfoundry_lite.checkpoint.state import local_tensor, parameter_names, read_state, write_optimizer
 from llmfoundry_lite.config.changes import trained_values
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.dataset import TextDataset
@@ -301,7 +301,7 @@ class Islands(Partners):
         return None if self.view.lanes[self.name] == before.lanes[self.name] else self.batches(state)
 
     def _digest_weights(self) -> str:
-        parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
+        parts = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         digest = all_reduce_sum([digest_of_parts(parts, self.pieces, self.boxes, shapes)])[0]
         return f"{digest % (1 << 64):016x}"
@@ -421,7 +421,7 @@ class Islands(Partners):
         with suppress(OSError):  # who joins has gone: the next exchange fails, and the batch is repeated without
             for number, pattern in enumerate(("model/{}", *(f"optim/{{}}/{kind}" for kind in kinds)), 1):
                 tensors = {
-                    name: local_part(found.tensors[pattern.format(name)])[piece.within(self.boxes[name])]
+                    name: local_tensor(found.tensors[pattern.format(name)])[piece.within(self.boxes[name])]
                     for name, piece in self.pieces.items()
                 }
                 label = int(state.timestamp.batch) * LABELS + number
@@ -449,7 +449,7 @@ class Islands(Partners):
         self.member.phase = "compute"
         wholes = [self._complete(kind) for kind in kinds]
         for name, parameter in self.parameters.items():
-            local_part(parameter).copy_(wholes[0][name])
+            local_tensor(parameter).copy_(wholes[0][name])
         slots = {
             f"optim/{name}/{kind}": whole[name]
             for kind, whole in zip(told["kinds"], wholes[1:], strict=True)
@@ -469,7 +469,7 @@ class Islands(Partners):
         """Turn pieces of parameters into this rank's parts of them."""
         parts = {}
         for name, parameter in self.parameters.items():
-            parts[name] = torch.zeros_like(local_part(parameter))
+            parts[name] = torch.zeros_like(local_tensor(parameter))
             if name in pieces:
                 parts[name][self.pieces[name].within(self.boxes[name])] = pieces[name].to(parts[name])
         complete(self.parameters, parts, self.pieces, self.boxes)

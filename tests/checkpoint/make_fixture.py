@@ -17,7 +17,7 @@ import torch.multiprocessing as multiprocessing
 
 from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp
 from llmfoundry_lite.checkpoint.save import About, Saver
-from llmfoundry_lite.checkpoint.shards import hash_pieces
+from llmfoundry_lite.checkpoint.shards import hash_buffers
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from tests.checkpoint.ranks import build, step, whole_state
 
@@ -54,7 +54,7 @@ def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """dtype, shape and hash of each tensor."""
     return {
         name: f"{tensor.dtype} {list(tensor.shape)} "
-        + hash_pieces([tensor.contiguous().reshape(-1).view(torch.uint8).numpy()]).hex()
+        + hash_buffers([tensor.contiguous().reshape(-1).view(torch.uint8).numpy()]).hex()
         for name, tensor in sorted(tensors.items())
     }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.restore import load_newest
-from llmfoundry_lite.checkpoint.shards import Want, open_shard
+from llmfoundry_lite.checkpoint.shards import ReadRequest, open_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main
@@ -51,7 +51,7 @@ def read_values(checkpoint):
         with open_shard(checkpoint.folder, checkpoint.manifest.files[part.file]) as shard:
             stored = shard.find(part.key("model/w"), "I64", part.shape)
             target = np.empty(stored.end - stored.begin, np.uint8)
-            shard.read([Want(stored.begin, stored.end, target, "model/w")])
+            shard.read([ReadRequest(stored.begin, stored.end, target, "model/w")])
         halves.append(target.view(np.int64))
     return np.concatenate(halves)
 

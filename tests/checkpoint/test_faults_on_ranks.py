@@ -17,7 +17,7 @@ import torch.distributed as dist
 from llmfoundry_lite.checkpoint import folders, local_folder, restore
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver
-from llmfoundry_lite.checkpoint.state import local_part, read_state
+from llmfoundry_lite.checkpoint.state import local_tensor, read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
@@ -106,7 +106,7 @@ def faults(folder):
     assert not (Path(folder) / "ba3").exists()
 
     # What is held of the state is in no graph, and training may change it in place.
-    held = [local_part(tensor) for tensor in read_state(other, other_opt).tensors.values()]
+    held = [local_tensor(tensor) for tensor in read_state(other, other_opt).tensors.values()]
     assert not any(part.requires_grad for part in held)
     step(other, other_opt, 9)
 

@@ -19,7 +19,7 @@ from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.remote_folder import part_bytes
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.save import About, Saver, aligned_memory, as_bytes
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, CHUNK_BYTES, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, TRANSFER_BYTES, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
@@ -38,7 +38,7 @@ def is_direct(tmp_path: Path) -> Callable[[int], bool]:
 
 
 def test_a_save_goes_past_the_page_cache_but_for_its_two_ends(tmp_path, monkeypatch, is_direct):
-    monkeypatch.setattr(shards, "CHUNK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(shards, "TRANSFER_BYTES", BLOCK_BYTES)
     ways = {}
 
     def write(descriptor, pieces, offset):
@@ -68,10 +68,10 @@ def test_what_cannot_be_written_past_the_page_cache_goes_through_it(tmp_path, mo
         return os.pwritev(descriptor, pieces, offset)
 
     monkeypatch.setattr(local_folder, "WRITE", write)
-    content = as_bytes(aligned_memory(3 * CHUNK_BYTES, pinned=False))
+    content = as_bytes(aligned_memory(3 * TRANSFER_BYTES, pinned=False))
     content[:] = np.arange(content.size) % 251
     write_shard(LocalFolder(tmp_path), "file", b"", [content])
-    assert sorted(refused) == [0, CHUNK_BYTES, 2 * CHUNK_BYTES]
+    assert sorted(refused) == [0, TRANSFER_BYTES, 2 * TRANSFER_BYTES]
     assert (tmp_path / "file").read_bytes().startswith(content.tobytes())
 
 
@@ -83,7 +83,7 @@ def test_a_disk_that_takes_bytes_neither_way_is_heard_of_and_no_descriptor_stays
     monkeypatch.setattr(local_folder, "WRITE", write)
     open_descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Input/output error"):
-        write_shard(LocalFolder(tmp_path), "file", b"", [as_bytes(aligned_memory(CHUNK_BYTES, pinned=False))])
+        write_shard(LocalFolder(tmp_path), "file", b"", [as_bytes(aligned_memory(TRANSFER_BYTES, pinned=False))])
     assert len(os.listdir("/proc/self/fd")) == open_descriptors
 
 

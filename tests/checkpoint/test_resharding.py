@@ -21,11 +21,11 @@ from llmfoundry_lite.checkpoint import planning
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
-from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_parts, describe, make_plan
+from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_local_tensors, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
-from llmfoundry_lite.checkpoint.state import DTYPES, local_part, to_parameter_order
+from llmfoundry_lite.checkpoint.state import DTYPES, local_tensor, to_parameter_order
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.config.layout import divide_stack
@@ -75,7 +75,7 @@ def plan_simulated(whole, layouts, mesh_shape, absent=()):
     for rank in range(world_size):
         with rank_of(rank, world_size):
             tensors = distribute(whole, layouts, mesh_shape)
-            check_parts(tensors)
+            check_local_tensors(tensors)
             table = describe({name: t for name, t in tensors.items() if (rank, name) not in absent})
             same = next((ranks for known, ranks in tables if known == table), None)
             if same is None:
@@ -95,7 +95,7 @@ def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
             tensors = distribute(whole, layouts, mesh_shape)
             for box in plan.mine:
                 assert box_of(tensors[box.name]) == (box.offset, box.lengths)
-            pieces = [as_bytes(local_part(tensors[box.name]).contiguous()) for box in plan.mine]
+            pieces = [as_bytes(local_tensor(tensors[box.name]).contiguous()) for box in plan.mine]
         header = build_header([box.entry for box in plan.mine], {"save_id": SAVE_ID}, block_bytes=4096)
         files.append(write_shard(folder, file_name(rank), header, pieces, block_bytes=4096))
         assert plan.tensors == plans[0].tensors
@@ -151,7 +151,7 @@ def test_any_tensors_survive_any_change_of_mesh_and_sharding(tmp_path_factory, w
             like = distribute(whole, loaded_layouts, loaded_mesh)
             loaded = read_tensors(checkpoint, like)
             for name, expected in like.items():
-                assert same_bits(loaded[name], local_part(expected)), (name, rank)
+                assert same_bits(loaded[name], local_tensor(expected)), (name, rank)
 
 
 def test_replicated_tensors_are_written_once_and_spread_evenly(tmp_path):
@@ -195,7 +195,7 @@ def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
             tensor = DTensor.from_local(
                 local, mesh, placements["model/w"], run_check=False, shape=(24, 2), stride=(2, 1)
             )
-            check_parts({"model/w": tensor})
+            check_local_tensors({"model/w": tensor})
             assert box_of(tensor) == ((begin, 0), (4, 2))
             plan = make_plan([(describe({"model/w": tensor}), list(range(6)))], rank, 6)
             assert [(box.offset, box.lengths) for box in plan.mine] == [((begin, 0), (4, 2))]
@@ -216,17 +216,17 @@ def test_a_stride_that_is_not_the_mesh_s_is_refused(factor):
         rank_of(1, 4),
         pytest.raises(CheckpointError, match=rf"a sharding strided by {factor} on a mesh of \[2, 2\] cannot be saved"),
     ):
-        check_parts(strided((2, 2), factor))
+        check_local_tensors(strided((2, 2), factor))
 
 
 def test_a_stride_by_which_torch_cuts_otherwise_is_refused(monkeypatch):
     with rank_of(1, 4):
-        check_parts(tensors := strided((2, 2), 2))
+        check_local_tensors(tensors := strided((2, 2), 2))
         monkeypatch.setattr(planning, "compute_local_shape_and_global_offset", lambda *_: ((2, 2), (2, 0)))
         with pytest.raises(
             CheckpointError, match=r"model/w: this rank holds \(2, 2\) at \(2, 0\) of it, not \(2, 2\) at"
         ):
-            check_parts(tensors)
+            check_local_tensors(tensors)
 
 
 @pytest.mark.parametrize(("shard", "tensor"), [(1, 2), (3, 2), (2, 4)])
@@ -283,7 +283,7 @@ def test_a_rank_reads_and_verifies_only_what_it_needs(tmp_path, rank):
         (tmp_path / file_name(other)).unlink()
     with rank_of(rank, 4):
         like = distribute(whole, shard, (4,))
-        assert same_bits(read_tensors(checkpoint, like)["model/t"], local_part(like["model/t"]))
+        assert same_bits(read_tensors(checkpoint, like)["model/t"], local_tensor(like["model/t"]))
 
 
 @given(st.data())

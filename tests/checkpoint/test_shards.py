@@ -21,7 +21,7 @@ from llmfoundry_lite.checkpoint.manifest import FileRecord
 from llmfoundry_lite.checkpoint.shards import (
     HASHES,
     Entry,
-    Want,
+    ReadRequest,
     build_header,
     file_order,
     open_shard,
@@ -38,7 +38,7 @@ BLOCK = 4096
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(shards, "CHUNK_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(shards, "TRANSFER_BYTES", 3 * BLOCK)
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,7 +49,7 @@ def small_chunks(monkeypatch):
     remote=st.booleans(),
 )
 def test_any_ranges_come_back_however_bytes_are_cut(tmp_path_factory, data, sizes, num_threads, remote):
-    chunk, shards.CHUNK_BYTES = shards.CHUNK_BYTES, 2 * BLOCK
+    chunk, shards.TRANSFER_BYTES = shards.TRANSFER_BYTES, 2 * BLOCK
     try:
         folder = open_folder("memory://shards") if remote else LocalFolder(tmp_path_factory.mktemp("shards"))
         pieces = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
@@ -58,14 +58,16 @@ def test_any_ranges_come_back_however_bytes_are_cut(tmp_path_factory, data, size
         cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=12)) | {0, len(whole)})
         ranges = [pair for pair in pairwise(cuts) if data.draw(st.booleans())]
         start = record.header_bytes
-        wants = [Want(start + begin, start + end, np.zeros(end - begin, np.uint8), "t") for begin, end in ranges]
+        requests = [
+            ReadRequest(start + begin, start + end, np.zeros(end - begin, np.uint8), "t") for begin, end in ranges
+        ]
         with open_shard(folder, record) as shard:
-            shard.read(wants, num_threads=num_threads)
-        for want in wants:
+            shard.read(requests, num_threads=num_threads)
+        for want in requests:
             assert np.array_equal(want.target, whole[want.begin - start : want.end - start])
         verify_file(folder, record)
     finally:
-        shards.CHUNK_BYTES = chunk
+        shards.TRANSFER_BYTES = chunk
 
 
 def write(folder, name, pieces, **options):
@@ -83,14 +85,14 @@ def write_one(folder, num_bytes=40_000, **options):
 def test_only_the_blocks_that_are_read_are_verified(tmp_path):
     content, record = write_one(tmp_path)
     flip(tmp_path / "s", 5 * BLOCK + 1)
-    wants = [Want(BLOCK, 5 * BLOCK, np.zeros(4 * BLOCK, np.uint8), "a")]
+    requests = [ReadRequest(BLOCK, 5 * BLOCK, np.zeros(4 * BLOCK, np.uint8), "a")]
     with open_shard(LocalFolder(tmp_path), record) as shard:
-        shard.read(wants)
-        assert np.array_equal(wants[0].target, content[: 4 * BLOCK])
-        wants = [Want(5 * BLOCK + 9, 5 * BLOCK + 10, np.zeros(1, np.uint8), "model/w")]
+        shard.read(requests)
+        assert np.array_equal(requests[0].target, content[: 4 * BLOCK])
+        requests = [ReadRequest(5 * BLOCK + 9, 5 * BLOCK + 10, np.zeros(1, np.uint8), "model/w")]
         text = r"s: bytes 20,480 to 24,576 are not what was written \(in model/w\)"
         with pytest.raises(DamagedCheckpointError, match=text):
-            shard.read(wants)
+            shard.read(requests)
 
 
 @pytest.mark.fault

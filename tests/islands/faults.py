@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint.state import local_part
+from llmfoundry_lite.checkpoint.state import local_tensor
 from llmfoundry_lite.islands.exchange import HEADING, MAGIC, Exchange
 from llmfoundry_lite.training import islands
 
@@ -98,7 +98,7 @@ class Drift(Callback):
     def batch_end(self, state, logger):
         if int(state.timestamp.batch) == self.batch:
             with torch.no_grad():
-                local_part(next(state.model.parameters())).view(-1)[:1].add_(1e-4)
+                local_tensor(next(state.model.parameters())).view(-1)[:1].add_(1e-4)
 
 
 class Cut(Callback):
