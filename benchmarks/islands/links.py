@@ -18,7 +18,7 @@ from typing import Any
 
 from llmfoundry_lite.islands.coordinator import Coordinator
 from llmfoundry_lite.islands.messages import Message, find_token
-from llmfoundry_lite.islands.serve import Server, say
+from llmfoundry_lite.islands.serve import Server, log
 
 LOOK_SECONDS = 0.05
 CHUNK_BYTES = 1 << 16
@@ -127,7 +127,7 @@ class ProxyingServer(Server):
 
 def serve_with_links(port: int, num_islands: int, silence_seconds: float, path: Path) -> None:
     """Serve like `islands.serve.serve`, on loopback."""
-    coordinator = Coordinator(num_islands, silence_seconds, say)
+    coordinator = Coordinator(num_islands, silence_seconds, log)
     asyncio.run(ProxyingServer(find_token(), coordinator, Links(path)).run(("127.0.0.1", port)))
 
 

@@ -24,14 +24,14 @@ SECONDS_TO_ARRIVE = 1.0
 
 def weights(islands: Any) -> None:
     """The first island's share counts twice what it is."""
-    add_up = islands._add_up
+    add_up = islands._sum_over_islands
 
     def add_up_wrongly(self: Any, inside: Any, swapped: Swapped, weight: int) -> None:
         first = min([self.name, *swapped.weights])
         doubled = {name: share * (2 if name == first else 1) for name, share in swapped.weights.items()}
         add_up(self, inside, swapped._replace(weights=doubled), weight * (2 if self.name == first else 1))
 
-    islands._add_up = add_up_wrongly
+    islands._sum_over_islands = add_up_wrongly
 
 
 def lost(islands: Any) -> None:
@@ -64,7 +64,7 @@ def stale(islands: Any) -> None:
         if self.num_repeats == 1 and kept:
             gradients = {name: local(self._gradient(parameter)) for name, parameter in self.parameters.items()}
             inside = {name: gradients[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
-            self._add_up(inside, kept.pop(), weight)
+            self._sum_over_islands(inside, kept.pop(), weight)
         return exchange(self, state, weight, loss)
 
     Exchange.swap = swap_and_keep  # type: ignore[method-assign]

@@ -1,10 +1,11 @@
 """The protocol of islands as a state machine: membership, and which batches count. No tensors, no clock, no sockets.
 
-`hello`, `receive`, `lose` and `tick` take events, and leave messages in `outbox` and connections to close in `dropped`.
+`hello`, `receive`, `lose` and `tick` take events. They append messages to `outbox`, and connections to close to
+`dropped`.
 
-A view is an epoch, a batch, the members' lanes, a scribe that saves, and a donor for those that join. A batch counts
-when every member of the view has sent `prepared`: all then receive `commit`. If anything fails before that, there is a
-next epoch: rows are divided again, gradients are dropped, and the batch is repeated. Weights were never touched.
+Commits are two-phase. When every member of a view has sent `prepared`, all receive `commit`, and the batch counts. If
+anything fails before that, a new epoch begins with a new view (`member.View`): rows are divided again, and the batch is
+repeated. Weights have not been touched by then.
 """
 
 import math
@@ -23,21 +24,21 @@ from llmfoundry_lite.islands.messages import REPORT, BadMessageError, Message, c
 SMOOTHING = 0.3
 """The weight of a new measurement of an island's rate."""
 WORTH_MOVING = 0.95
-"""Rows move when a batch then takes less than this share of its time now."""
+"""Rows move if a batch is expected to take less than this fraction of its present time."""
 BATCHES_BETWEEN_MOVES = 10
 STALL_SLACK_SECONDS = 1.0
-"""Between two silences there is a new epoch, whose beats come a little later."""
-MOST_SILENCES = 2
-"""Times `silence_seconds` that a batch may keep failing with no island lost; then the smallest is evicted."""
+"""Allowance for the new epoch between two silences, which delays heartbeats."""
+MAX_SILENCES = 2
+"""A batch may fail for this many `silence_seconds` with no island lost; then the smallest is evicted."""
 SECONDS_TO_BE_WHOLE = 30.0
-"""Ranks of an island say hello together: one that is later is frozen."""
-MOST_TRIED = 10
-"""The fastest islands, of which every choice is tried where all together cannot divide a batch."""
-MOST_PAST = 1000
-"""Launches remembered after their end."""
-LONGEST_TICK_SECONDS = 1.0
-"""After a longer time between two ticks, this process was stopped, and nobody counts as silent meanwhile."""
-LEAST_SECONDS = 1e-6
+"""Time between the first and the last hello of an island. A later rank counts as frozen."""
+MAX_TRIED = 10
+"""Where all islands together cannot divide a batch, every combination of so many of the fastest is tried."""
+MAX_PAST = 1000
+"""Ended launches that are remembered."""
+MAX_TICK_SECONDS = 1.0
+"""If more time passes between two ticks, this process was suspended, and no rank counts as silent for it."""
+MIN_BATCH_SECONDS = 1e-6
 """Shortest credible time for a batch."""
 
 
@@ -51,17 +52,17 @@ class Island:
     came_at: float
     hellos: dict[int, Message] = field(default_factory=dict)
     connections: dict[int, int] = field(default_factory=dict)
-    heard_at: dict[int, float] = field(default_factory=dict)
+    received_at: dict[int, float] = field(default_factory=dict)
     phases: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Rank -> its phase, and the bytes that it has exchanged so far."""
+    """Rank -> its phase, and the bytes that it has exchanged."""
     prepared: Message | None = None
     rate: float | None = None
     """Rows per second, smoothed."""
     is_leaving: bool = False
     has_state: bool = False
-    """It has the run's weights, and so may save and give them."""
-    waits_because: str = ""
-    """The reason that it has heard."""
+    """It has the run's weights, so it may save them and send them to joiners."""
+    wait_reason: str = ""
+    """The last reason for waiting that was sent to it."""
 
     @property
     def is_whole(self) -> bool:
@@ -77,26 +78,28 @@ class Island:
         return next(iter(self.hellos.values()))["batch"]
 
     def describe(self) -> list[Message]:
-        """Return a message for each rank: all boxes together may exceed one message."""
+        """Return one message per rank: the boxes of all ranks may exceed MAX_BYTES."""
         common = {"kind": "member", "name": self.name, "launch": self.launch, "machine": self.facts["machine"]}
         keys = ("size", "rank", "address", "boxes")
         return [{**common, **{key: hello[key] for key in keys}} for hello in self.hellos.values()]
 
 
 class Coordinator:
+    """Membership and commits of one run. Connections are numbered in the order in which they were made."""
+
     def __init__(self, num_founders: int, silence_seconds: float, log: Callable[[str], None] = lambda line: None):
         self.num_founders = num_founders
         self.silence_seconds = silence_seconds
         self.log = log
         self.islands: dict[str, Island] = {}
-        """All islands that are here, whole or not."""
-        self.speakers: dict[int, tuple[Island, int]] = {}
+        """All islands of which at least one rank is connected."""
+        self.senders: dict[int, tuple[Island, int]] = {}
         """Connection -> its island and rank."""
         self.members: list[str] = []
         """The view's members, in order of names."""
         self.epoch = 0
         self.batch = 0
-        """Number of batches that count."""
+        """Number of committed batches."""
         self.num_rows = 0
         """Rows of a batch."""
         self.is_over = False
@@ -104,29 +107,29 @@ class Coordinator:
         self.scribe = ""
         self.lanes: dict[str, range] = {}
         self.joiners: list[str] = []
-        """New members of the view, to which the scribe gives its state."""
+        """New members of the view, to which the scribe sends its state."""
         self.failing_since: float | None = None
         """Time of the first failed exchange of this batch since an island was lost."""
         self.moved_at = 0
         self.progress: tuple[Any, float] = (None, 0.0)
         """The ranks' phases and bytes, and the time of their last change."""
-        self.past: deque[tuple[str, str]] = deque(maxlen=MOST_PAST)
+        self.past: deque[tuple[str, str]] = deque(maxlen=MAX_PAST)
         """Names and launches that have ended."""
         self.newest_connection = -1
-        self.last_of_the_past = -1
-        """The newest connection when the last member left: ranks up to it may not have the newest save."""
+        self.newest_before_restart = -1
+        """The newest connection when the last member left. Ranks up to it may lack the newest checkpoint."""
         self.ticked_at = 0.0
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
 
-    # --------------------------------------------------------------------------------------------- what happens
+    # --------------------------------------------------------------------------------------------------- events
 
     def greet(self, connection: int) -> None:
-        """Note a rank that has dialled, and builds its model. Connections are numbered in this order."""
+        """Note the connection of a rank, which now builds its model."""
         self.newest_connection = max(self.newest_connection, connection)
 
     def hello(self, connection: int, message: Message, now: float) -> None:
-        """Take in a rank. Raises BadMessageError."""
+        """Register a rank. Raises BadMessageError."""
         check_hello(message)
         self.greet(connection)
         name, launch, rank, size = (message[key] for key in ("island", "launch", "rank", "size"))
@@ -134,10 +137,10 @@ class Coordinator:
         if (name, launch) in self.past or (
             present is not None and present.launch != launch and connection < min(present.connections.values())
         ):
-            self._turn_away(connection, f"this launch of {name} is over, or a newer one is here")
+            self._reject(connection, f"this launch of {name} is over, or a newer one is here")
             return
-        if not self.members and connection <= self.last_of_the_past and message["batch"] < self.batch:
-            self._turn_away(connection, f"{name} may not have the newest checkpoint")
+        if not self.members and connection <= self.newest_before_restart and message["batch"] < self.batch:
+            self._reject(connection, f"{name} may not have the newest checkpoint")
             self.past.append((name, launch))
             if present is not None and present.launch == launch:
                 self._evict(name, f"{name} may not have the newest checkpoint")
@@ -149,8 +152,8 @@ class Coordinator:
         if island.size != size or rank in island.connections:
             raise BadMessageError(f"hello of rank {rank} of {name}, which is here")
         self.islands[name] = island
-        island.hellos[rank], island.connections[rank], island.heard_at[rank] = message, connection, now
-        self.speakers[connection] = (island, rank)
+        island.hellos[rank], island.connections[rank], island.received_at[rank] = message, connection, now
+        self.senders[connection] = (island, rank)
         if island.is_whole:
             refusal = self._refusal(island)
             if refusal:
@@ -161,12 +164,12 @@ class Coordinator:
                 self._begin_if_all_here()
 
     def receive(self, connection: int, message: Message, now: float) -> None:
-        """Take a message of a rank that has said hello. Raises BadMessageError."""
-        found = self.speakers.get(connection)
+        """Handle a message of a registered rank. Raises BadMessageError."""
+        found = self.senders.get(connection)
         if found is None:
             return  # evicted in the meantime
         island, rank = found
-        island.heard_at[rank] = now
+        island.received_at[rank] = now
         if message["kind"] == "beat":
             check_fields(message, {"phase": str, "bytes": int})
             island.phases[rank] = (message["phase"], message["bytes"])
@@ -177,7 +180,7 @@ class Coordinator:
             check_fields(message, {"epoch": int, "state": dict})
             if message["epoch"] == self.epoch and island.name == self.scribe:
                 for name in self.joiners:
-                    self._tell(self.islands[name], message, speaker_only=True)
+                    self._send(self.islands[name], message, rank_0_only=True)
         elif message["kind"] == "leave":
             if message.get("finished") is True and island.name in self.members:
                 self.is_over = True
@@ -187,34 +190,34 @@ class Coordinator:
 
     def lose(self, connection: int) -> None:
         """Note the end of a connection."""
-        found = self.speakers.get(connection)
+        found = self.senders.get(connection)
         if found is not None:
             self._evict(found[0].name, f"rank {found[1]} of {found[0].name} is gone")
 
     def tick(self, now: float) -> None:
-        """Look for silent ranks and dead links, several times a second."""
+        """Check for silent ranks and dead links. Call it several times a second."""
         slept = now - self.ticked_at
-        if self.ticked_at and slept > LONGEST_TICK_SECONDS:
+        if self.ticked_at and slept > MAX_TICK_SECONDS:
             for island in self.islands.values():
-                island.heard_at = {rank: heard + slept for rank, heard in island.heard_at.items()}
+                island.received_at = {rank: time + slept for rank, time in island.received_at.items()}
             self.progress = (None, 0.0)
         self.ticked_at = now
         for island in list(self.islands.values()):
             if self.islands.get(island.name) is not island:
-                continue  # it has left with the one before
-            silent = [rank for rank, heard in island.heard_at.items() if now - heard > self.silence_seconds]
+                continue  # the loss of one before has ended it too
+            silent = [rank for rank, time in island.received_at.items() if now - time > self.silence_seconds]
             if silent:
                 self._evict(island.name, f"rank {silent[0]} of {island.name} is silent")
             elif not island.is_whole and now - island.came_at > SECONDS_TO_BE_WHOLE:
                 count = island.size - len(island.connections)
                 self._evict(island.name, f"{count} of {island.size} ranks of {island.name} do not come")
-        self._look_for_stall(now)
+        self._check_for_stall(now)
 
     # ------------------------------------------------------------------------------------------------ the verdict
 
     def _prepare(self, island: Island, message: Message, now: float) -> None:
         if island.name not in self.members or message["epoch"] != self.epoch:
-            return  # of a view that is no more
+            return  # of an earlier view
         if message["batch"] != self.batch:
             raise BadMessageError(f"{island.name} prepares batch {message['batch']}, not {self.batch}")
         island.prepared = message
@@ -249,11 +252,11 @@ class Coordinator:
             one.is_leaving = reports[one.name]["leaving"]
         message["next"], too_many = self._next_view(message["drifted"])
         for one in present:
-            self._tell(one, message, speaker_only=True)
-        self._let_go(too_many)
+            self._send(one, message, rank_0_only=True)
+        self._send_away(too_many)
 
     def _drifted(self, reports: Mapping[str, Message]) -> list[str]:
-        """Return islands whose weights, before this batch, differed from the scribe's."""
+        """Return the islands whose weights differed from the scribe's before this batch."""
         digests = {name: report["weights"] for name, report in reports.items() if report["weights"]}
         expected = digests.get(self.scribe)
         drifted = [name for name, digest in digests.items() if expected and digest != expected]
@@ -262,17 +265,17 @@ class Coordinator:
         return drifted
 
     def _next_view(self, drifted: list[str]) -> tuple[Message | None, list[str]]:
-        """Return the view after a batch, if it is a new one, and members with which a batch can no longer be divided.
+        """Return the view from the next batch on, None if it stays; and members left out to make a batch divisible.
 
-        Islands that leave go, waiting ones come in, rows move. Drifted ones get the scribe's state, as if they joined.
+        Leaving islands go, waiting ones come in, rows move. Drifted islands get the scribe's state like joiners.
         """
         staying = [name for name in self.members if not self.islands[name].is_leaving]
         if not staying:
             return None, []  # the last ones save and leave by themselves
         waiting = [one for one in self.islands.values() if one.is_whole and one.name not in self.members]
-        joiners, too_many = self._that_fit(staying, [one.name for one in waiting if not one.is_leaving]), []
+        joiners, too_many = self._fitting(staying, [one.name for one in waiting if not one.is_leaving]), []
         if len(staying) < len(self.members) and not joiners:
-            fitting = self._best_of(staying)
+            fitting = self._best_choice(staying)
             too_many = [name for name in staying if name not in fitting]
             staying = fitting
         if self.scribe in staying:
@@ -289,9 +292,10 @@ class Coordinator:
         return self._view(staying, []), []
 
     def _fail(self, reason: str, now: float) -> None:
-        """Repeat a batch that failed with all alive. Nobody can tell whose link is dead: the smallest goes at last."""
+        """Repeat a batch that failed while all islands are alive. If it keeps failing, evict the smallest: no island
+        can tell whose link is dead."""
         self.failing_since = now if self.failing_since is None else self.failing_since
-        if now - self.failing_since < MOST_SILENCES * self.silence_seconds - STALL_SLACK_SECONDS:
+        if now - self.failing_since < MAX_SILENCES * self.silence_seconds - STALL_SLACK_SECONDS:
             self._repeat(reason)
             return
         others = [name for name in self.members if name != self.scribe]
@@ -299,16 +303,16 @@ class Coordinator:
         self._evict(smallest, f"links of {smallest} are dead")
 
     def _repeat(self, reason: str) -> None:
-        """Begin the next epoch, of the same batch, with the members that can divide it."""
+        """Begin a new epoch of the same batch, with the members that can divide it."""
         self.log(f"batch {self.batch + 1} is repeated: {reason}")
-        fitting = self._best_of(self.members)
-        self._let_go([name for name in self.members if name not in fitting])
+        fitting = self._best_choice(self.members)
+        self._send_away([name for name in self.members if name not in fitting])
         view = self._view(fitting, [])
         for name in self.members:
-            self._tell(self.islands[name], view)
+            self._send(self.islands[name], view)
 
     def _view(self, members: list[str], joiners: list[str]) -> Message:
-        """Begin a new epoch; describes members to each other that have not met."""
+        """Begin a new epoch and return its view. New members and old ones receive each other's descriptions."""
         strangers = [name for name in joiners if name not in self.members]
         self.members, self.joiners = sorted([*members, *joiners]), joiners
         for name in strangers:
@@ -330,13 +334,13 @@ class Coordinator:
         donor = self.scribe if joiners else ""
         view = View(self.epoch, self.batch, launches, self.lanes, self.scribe, donor, joiners).as_message()
         for name in strangers:
-            self._tell(self.islands[name], view)
+            self._send(self.islands[name], view)
         return view
 
-    # ----------------------------------------------------------------------------------------------- who is here
+    # ----------------------------------------------------------------------------------------------- membership
 
     def _begin_if_all_here(self) -> None:
-        """Begin when as many are here as were announced. Islands that are behind get the furthest one's state."""
+        """Begin once `num_founders` islands are whole. Islands that are behind get the state of the furthest."""
         whole = sorted(name for name, one in self.islands.items() if one.is_whole)
         if not whole or len(whole) < self.num_founders:
             return
@@ -356,7 +360,7 @@ class Coordinator:
                 self._introduce(other, to=name)
         view = self._view(first, [name for name in whole if name not in first])
         for name in first:
-            self._tell(self.islands[name], view)
+            self._send(self.islands[name], view)
 
     def _refusal(self, island: Island) -> str:
         """Return why this island cannot take part; empty if it can."""
@@ -384,8 +388,8 @@ class Coordinator:
                 return problem
         return ""
 
-    def _that_fit(self, members: list[str], waiting: list[str]) -> list[str]:
-        """Return waiting islands with which the batch can be divided. The others hear why not, and go on waiting."""
+    def _fitting(self, members: list[str], waiting: list[str]) -> list[str]:
+        """Return waiting islands with which a batch can be divided. The others receive the reason and wait on."""
         fitting: list[str] = []
         while more := next(
             (n for n in waiting if n not in fitting and self._can_divide([*members, *fitting, n])), None
@@ -393,21 +397,21 @@ class Coordinator:
             fitting.append(more)
         for island in [self.islands[name] for name in waiting if name not in fitting]:
             reason = self._why_not([*members, *fitting, island.name])
-            if reason != island.waits_because:
-                island.waits_because = reason
-                self._tell(island, {"kind": "waits", "reason": reason}, speaker_only=True)
+            if reason != island.wait_reason:
+                island.wait_reason = reason
+                self._send(island, {"kind": "waits", "reason": reason}, rank_0_only=True)
                 self.log(f"{island.name} waits until other islands are here: {reason}")
         return fitting
 
-    def _best_of(self, members: list[str]) -> list[str]:
-        """Return the fastest choice that can divide a batch, with an island that has the run's weights if any has."""
+    def _best_choice(self, members: list[str]) -> list[str]:
+        """Return the fastest combination that can divide a batch. One with the run's weights comes first."""
         if self._can_divide(members):
             return list(members)
         rates = {name: pace.rate for name, pace in self._paces(members).items()}
-        tried = sorted(members, key=lambda name: -rates[name])[:MOST_TRIED]
+        tried = sorted(members, key=lambda name: -rates[name])[:MAX_TRIED]
         choices = [choice for count in range(1, len(tried) + 1) for choice in combinations(tried, count)]
         choices.sort(key=lambda c: (any(self.islands[n].has_state for n in c), sum(rates[n] for n in c)), reverse=True)
-        return sorted(next(choice for choice in choices if self._can_divide(choice)))  # each alone can
+        return sorted(next(choice for choice in choices if self._can_divide(choice)))  # each island can alone
 
     def _can_divide(self, names: Sequence[str]) -> bool:
         return not self._why_not(names)
@@ -420,7 +424,7 @@ class Coordinator:
         return ""
 
     def _paces(self, names: Sequence[str]) -> dict[str, Pace]:
-        """Return paces by measured rates where all have one, else by `islands.weight`."""
+        """Return paces: by measured rates if all islands have one, else by `islands.weight`."""
         islands = [self.islands[name] for name in names]
         are_measured = all(one.rate is not None for one in islands)
         rates = [float(one.rate if are_measured and one.rate else one.facts["weight"]) for one in islands]
@@ -431,12 +435,12 @@ class Coordinator:
         for one in present:
             assert one.prepared is not None
             seconds, rows = float(one.prepared["seconds"]), len(self.lanes[one.name])
-            if LEAST_SECONDS < seconds < math.inf:
+            if MIN_BATCH_SECONDS < seconds < math.inf:
                 rate = rows / seconds
                 one.rate = rate if one.rate is None else (1 - SMOOTHING) * one.rate + SMOOTHING * rate
 
-    def _look_for_stall(self, now: float) -> None:
-        """Fail the batch when all members exchange and no byte moves: a link is dead whose two ends are alive."""
+    def _check_for_stall(self, now: float) -> None:
+        """Fail the batch if all members exchange and no byte moves: a link is dead, its two ends are not."""
         reports = [report for name in self.members for report in self.islands[name].phases.values()]
         size = sum(self.islands[name].size for name in self.members)
         phases = {phase for phase, _ in reports}
@@ -450,32 +454,32 @@ class Coordinator:
         self.failing_since = self.progress[1] if self.failing_since is None else self.failing_since
         self._fail("a link is dead", now)
 
-    # ------------------------------------------------------------------------------------------------- its means
+    # ------------------------------------------------------------------------------------------ sending, removing
 
-    def _tell(self, island: Island, message: Message, *, speaker_only: bool = False) -> None:
-        ranks = [0] if speaker_only else sorted(island.connections)
+    def _send(self, island: Island, message: Message, *, rank_0_only: bool = False) -> None:
+        ranks = [0] if rank_0_only else sorted(island.connections)
         self.outbox.extend((island.connections[rank], message) for rank in ranks)
 
     def _introduce(self, name: str, *, to: str) -> None:
         for message in self.islands[name].describe():
-            self._tell(self.islands[to], message, speaker_only=True)
+            self._send(self.islands[to], message, rank_0_only=True)
 
     def _refuse(self, island: Island, reason: str) -> None:
-        self._tell(island, {"kind": "refused", "reason": reason})
+        self._send(island, {"kind": "refused", "reason": reason})
         self._forget(island)
         self.log(f"refused: {reason}")
 
-    def _turn_away(self, connection: int, reason: str) -> None:
-        """Close one rank's connection, of which nothing is kept."""
+    def _reject(self, connection: int, reason: str) -> None:
+        """Evict one rank that is not registered."""
         self.outbox.append((connection, {"kind": "evicted", "reason": reason}))
         self.dropped.append(connection)
         self.log(f"turned away: {reason}")
 
-    def _let_go(self, names: list[str], reason: str = "") -> None:
-        """Send islands away, which may come back; what the others do now is left to the caller."""
+    def _send_away(self, names: list[str], reason: str = "") -> None:
+        """Evict islands, which may come back. The caller decides how the others carry on."""
         why = reason or self._why_not(sorted({*self.members, *names})) + "; the other islands carry on"
         for name in names:
-            self._tell(self.islands[name], {"kind": "evicted", "reason": why})
+            self._send(self.islands[name], {"kind": "evicted", "reason": why})
             self._forget(self.islands[name])
             self.members = [member for member in self.members if member != name]
             self.log(f"{name} leaves: {why}")
@@ -484,11 +488,11 @@ class Coordinator:
         del self.islands[island.name]
         self.past.append((island.name, island.launch))
         for connection in island.connections.values():
-            del self.speakers[connection]
+            del self.senders[connection]
             self.dropped.append(connection)
 
     def _evict(self, name: str, reason: str) -> None:
-        self._tell(self.islands[name], {"kind": "evicted", "reason": reason})
+        self._send(self.islands[name], {"kind": "evicted", "reason": reason})
         self._lose(name, reason)
 
     def _lose(self, name: str, reason: str) -> None:
@@ -499,24 +503,24 @@ class Coordinator:
         self.members.remove(name)
         self.failing_since = None
         if not self.members:
-            self._begin_anew()
+            self._restart()
         elif not self.is_over:
             self._repeat(f"without {name}")
 
-    def _begin_anew(self) -> None:
-        """Begin again without a member. Waiting islands that may not have the newest checkpoint leave."""
+    def _restart(self) -> None:
+        """Start over without members. Evict waiting islands that may lack the newest checkpoint."""
         reason = f"the run has ended after batch {self.batch}" if self.is_over else "no island is left"
         self.log(reason if self.is_over else f"{reason}; the next ones begin at the newest checkpoint")
         self.scribe, self.lanes = "", {}
-        self.last_of_the_past = self.newest_connection
+        self.newest_before_restart = self.newest_connection
         behind = [name for name, one in self.islands.items() if one.batch < self.batch or self.is_over]
-        self._let_go(behind, reason)
+        self._send_away(behind, reason)
         self.is_over = False
         self._begin_if_all_here()
 
 
 def _out_of_reach(island: Island, other: Island) -> str:
-    """Return why ranks of the other island cannot dial this one's, where that is known."""
+    """Return why the other island's ranks cannot reach this one's; empty if no reason is known."""
     hosts = {hello.get("host") for hello in other.hellos.values()}
     for hello in island.hellos.values():
         address = hello["address"][0]
@@ -529,5 +533,5 @@ def _out_of_reach(island: Island, other: Island) -> str:
 
 
 def _tensors_of(hello: Message) -> dict[str, int]:
-    """Return parameter -> number of dimensions."""
+    """Return each parameter's number of dimensions."""
     return {name: len(offset) for name, (offset, _) in hello["boxes"].items()}

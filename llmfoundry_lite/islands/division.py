@@ -1,4 +1,4 @@
-"""The division of a global batch's rows among islands of unlike speed. Arithmetic, without torch."""
+"""The division of a global batch's rows among islands of different speeds. No torch."""
 
 import math
 from collections.abc import Mapping
@@ -8,23 +8,23 @@ from llmfoundry_lite.errors import ConfigError
 
 
 class Pace(NamedTuple):
-    """The numbers of an island that decide its share."""
+    """Speed and granularity of an island."""
 
     num_ranks: int
-    """The share is a multiple of it: ranks of one process group need equally many rows."""
+    """Its rows are a multiple of this: the ranks of a process group need equally many."""
     microbatch: int
     """Rows of a rank in one forward pass."""
     rate: float
-    """Rows per second, or any number in proportion to it."""
+    """Rows per second, or any number proportional to that."""
 
     def seconds(self, rows: int) -> float:
-        """Return the time for `rows`; a microbatch that is not full takes as long as a full one."""
+        """Return the time for `rows`. A microbatch that is not full takes as long as a full one."""
         microbatches = math.ceil(rows / (self.num_ranks * self.microbatch))
         return microbatches * self.num_ranks * self.microbatch / self.rate
 
 
 def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
-    """Return each island's lanes, in order of names: the division after which the last island is ready earliest.
+    """Return the division whose slowest island is fastest: each island's lanes, in order of names.
 
     Every island has rows. Raises ConfigError when no multiples of the islands' ranks add up to `num_rows`.
     """
@@ -59,7 +59,7 @@ def latest_seconds(lanes: Mapping[str, range], paces: Mapping[str, Pace]) -> flo
 
 
 def _candidates(num_rows: int, pace: Pace, ideal: float, num_islands: int) -> list[int]:
-    """Return multiples of the ranks around the share that the rate gives; all of them where there are few."""
+    """Return numbers of rows near the `ideal` one, in multiples of the ranks; all multiples if there are few."""
     step = pace.num_ranks
     count = num_rows // step
     if count <= 256:

@@ -1,9 +1,9 @@
-"""Tensors between islands: over plain sockets, between ranks that hold parts of the same tensors.
+"""Exchange of tensors between islands: plain sockets between ranks that hold parts of the same tensors.
 
-There is no process group across islands, so that releases of torch, vendors and shardings may differ. A rank knows the
-boxes of all ranks of all islands. It sends the overlap of its boxes with a peer's, in fp32 from host memory, and
-receives the same box of the peer's tensor. Ranks of an island that hold copies divide them first: each number travels
-between two islands once each way. Closing a rank's connections ends an exchange early.
+No process group spans islands, so they may differ in torch release, vendor and sharding. A rank knows the boxes of all
+ranks of all islands. It sends the overlap of its boxes with a peer's, in fp32 from host memory, and receives the same
+box of the peer's tensor. Replicas within an island divide their rows first, so each element crosses between two islands
+once each way. Closing a rank's connections ends an exchange early.
 """
 
 import socket
@@ -29,23 +29,24 @@ from llmfoundry_lite.islands.messages import (
 )
 
 CHUNK_BYTES = 1 << 18
-"""Bytes between two counts of what has been sent: at 1 Mbit/s, 2 s."""
+"""Bytes sent between two updates of `num_bytes`: 2 s at 1 Mbit/s."""
 HEADING = struct.Struct("!4sQQd")
-"""Before tensors: a mark, the label, the number of bytes, the weight."""
+"""Precedes tensors: magic, label, number of bytes, weight."""
 MAGIC = b"isle"
-MOST_STRANGERS = 64
-"""Connections that have not proved the token yet."""
-MOST_ARRIVED = 4096
+MAX_STRANGERS = 64
+"""Simultaneous handshakes."""
+MAX_ARRIVED = 4096
+"""Connections of peers that no exchange has used yet."""
 
 
 class Box(NamedTuple):
-    """A part of a tensor."""
+    """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
 
     def common(self, other: "Box") -> "Box | None":
-        """Return the overlap, if there is one."""
+        """Return the overlap; None if it is empty."""
         begins = np.maximum(self.offset, other.offset)
         lengths = np.minimum(np.add(self.offset, self.lengths), np.add(other.offset, other.lengths)) - begins
         return Box(tuple(begins.tolist()), tuple(lengths.tolist())) if (lengths > 0).all() else None
@@ -84,7 +85,7 @@ class Swapped(NamedTuple):
 
 
 def share_out(boxes_of_ranks: Sequence[Boxes]) -> list[Boxes]:
-    """Return the part of each rank's boxes that it exchanges: ranks with the same box divide its rows."""
+    """Return each rank's part of its boxes to exchange: ranks with the same box divide its rows."""
     pieces: list[Boxes] = [{} for _ in boxes_of_ranks]
     for name in boxes_of_ranks[0]:
         holders: dict[Box, list[int]] = {}
@@ -106,10 +107,10 @@ class Exchange:
         self.rank = rank
         self.token = token
         self.num_bytes = 0
-        """Sent and received so far."""
+        """Sent and received."""
         self.on_transfer: Callable[[bool], None] = lambda is_transferring: None
-        """Called with True before sockets may wait for other islands, and with False after."""
-        family, *_, where = min(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM))  # IPv4, of a name with both
+        """Called with True before a transfer, which may wait for other islands, and with False after it."""
+        family, *_, where = min(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM))  # IPv4 if the name has both
         self._listener = socket.create_server(where[:2], family=family, backlog=256)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._arrived: dict[tuple[int, str, int], socket.socket] = {}
@@ -119,15 +120,14 @@ class Exchange:
         self._newest_epoch: float = 0
         self._broken: OSError | None = None
         self._news = threading.Condition()
-        self._strangers = threading.Semaphore(MOST_STRANGERS)
+        self._strangers = threading.Semaphore(MAX_STRANGERS)
         threading.Thread(target=self._listen, name="islands-listen", daemon=True).start()
 
     # ------------------------------------------------------------------------------------------------ connections
 
     def meet(self, epoch: int, pieces: Boxes, others: Mapping[str, Ranks]) -> None:
-        """Dial the ranks of islands earlier by name whose pieces overlap this rank's; the others dial us.
-
-        The first transfer raises the error, if there is one.
+        """Connect to the ranks of other islands whose pieces overlap this rank's. Of two islands, the later by name
+        dials. If that fails, the first transfer raises the error.
         """
         self.part()
         with self._news:
@@ -155,7 +155,7 @@ class Exchange:
         return connection
 
     def _connection_to(self, peer: Peer) -> socket.socket:
-        """Return the connection; waits for a rank that has to dial us, until the epoch is over."""
+        """Return the connection to a peer. Waits for the peer to dial if it has to, until the epoch is over."""
         with self._news:
             key = (self._epoch, peer.island, peer.rank)
             self._news.wait_for(lambda: peer in self._connections or key in self._arrived or self._is_over)
@@ -170,7 +170,7 @@ class Exchange:
         return self._newest_epoch > self._epoch
 
     def abort(self, epoch: float) -> None:
-        """End transfers of earlier epochs, from any thread; infinity ends all."""
+        """End transfers of earlier epochs, from any thread. `epoch` = infinity ends all."""
         with self._news:
             self._newest_epoch = max(self._newest_epoch, epoch)
             if self._is_over:
@@ -188,7 +188,7 @@ class Exchange:
 
     def close(self) -> None:
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # or the thread would go on to accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # else the thread would keep accepting
         self._listener.close()
         self.part()
 
@@ -204,7 +204,7 @@ class Exchange:
             threading.Thread(target=self._admit, args=(connection,), name="islands-admit", daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
-        """Welcome a peer; closes strangers, and connections that say something malformed."""
+        """Accept a peer's connection. Closes it if the handshake fails or its first message is malformed."""
         try:
             welcome(connection, self.token)
             hello = receive(connection, 4096)
@@ -214,7 +214,7 @@ class Exchange:
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._news:
-                if hello["epoch"] < self._epoch or len(self._arrived) >= MOST_ARRIVED:
+                if hello["epoch"] < self._epoch or len(self._arrived) >= MAX_ARRIVED:
                     raise BadMessageError("of an earlier epoch")
                 self._arrived[hello["epoch"], hello["island"], hello["rank"]] = connection
                 self._news.notify_all()
@@ -226,7 +226,7 @@ class Exchange:
     # ---------------------------------------------------------------------------------------------------- tensors
 
     def swap(self, tensors: Tensors, pieces: Boxes, label: int, weight: float) -> Swapped:
-        """Exchange the pieces both ways with all other islands. `label` must be equal on both ends. Raises OSError."""
+        """Send pieces to all other islands and receive theirs. Both ends need the same `label`. Raises OSError."""
         sending = {peer: _gather(tensors, pieces, cuts) for peer, cuts in self._cuts.items()}
         swapped = Swapped({}, {})
         for peer, (their_weight, flat) in self._transfer(sending, list(self._cuts), label, weight).items():
@@ -236,12 +236,12 @@ class Exchange:
         return swapped
 
     def give(self, tensors: Tensors, pieces: Boxes, islands: Sequence[str], label: int) -> None:
-        """Send the pieces to these islands. Raises OSError."""
+        """Send this rank's pieces to these islands. Raises OSError."""
         cuts = {peer: cuts for peer, cuts in self._cuts.items() if peer.island in islands}
         self._transfer({peer: _gather(tensors, pieces, cuts[peer]) for peer in cuts}, [], label, 0.0)
 
     def take(self, pieces: Boxes, island: str, label: int) -> Tensors:
-        """Receive what `give` sends, without empty pieces. Raises OSError."""
+        """Receive the pieces that `island` sends with `give`, less empty ones. Raises OSError."""
         tensors: Tensors = {}
         peers = [peer for peer in self._cuts if peer.island == island]
         for peer, (_, flat) in self._transfer({}, peers, label, 0.0).items():
@@ -251,7 +251,7 @@ class Exchange:
     def _transfer(
         self, sending: Mapping[Peer, torch.Tensor], receiving: Sequence[Peer], label: int, weight: float
     ) -> dict[Peer, tuple[float, torch.Tensor]]:
-        """Send and receive in parallel. Raises the first OSError when all threads have ended."""
+        """Send and receive in parallel. Waits for all threads, then raises the first OSError."""
         arrived: dict[Peer, tuple[float, torch.Tensor]] = {}
         errors: list[OSError] = []
         if self._broken is not None:
@@ -267,7 +267,7 @@ class Exchange:
                     arrived[peer] = self._receive(self._connection_to(peer), size, label)
             except OSError as error:
                 errors.append(error)
-                self.abort(self._epoch + 1)  # the others wait for nothing now
+                self.abort(self._epoch + 1)  # or the other threads would wait in vain
 
         threads = [threading.Thread(target=work, args=(peer, True), daemon=True) for peer in sending]
         threads += [threading.Thread(target=work, args=(peer, False), daemon=True) for peer in receiving]
@@ -304,13 +304,13 @@ class Exchange:
 
 
 def _gather(tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box]) -> torch.Tensor:
-    """Return a peer's cuts of the pieces, one after another."""
+    """Return a peer's cuts of the pieces, concatenated, fp32 on the host."""
     parts = [tensors[name][cut.within(pieces[name])].reshape(-1).float() for name, cut in cuts.items()]
     return torch.cat(parts).cpu()
 
 
 def _scatter(flat: torch.Tensor, tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box]) -> None:
-    """Write a peer's cuts into this rank's pieces, which the first of them allocates."""
+    """Write a peer's cuts into this rank's pieces. Allocates pieces that `tensors` lacks."""
     sizes = [cut.size for cut in cuts.values()]
     for (name, cut), values in zip(cuts.items(), flat.split(sizes), strict=True):
         if name not in tensors:
@@ -321,9 +321,9 @@ def _scatter(flat: torch.Tensor, tensors: Tensors, pieces: Boxes, cuts: Mapping[
 def sum_weighted(
     mine: torch.Tensor, own: str, theirs: Mapping[str, torch.Tensor], weights: Mapping[str, float]
 ) -> torch.Tensor:
-    """Return the weighted sum over islands, in order of their names: the same bits on all of them.
+    """Return the weighted sum over islands, in order of their names: the same bits on all islands.
 
-    Products and sums are rounded apart, in fp32 in host memory: not every processor has a fused multiply-add.
+    Each product is rounded before it is added, in fp32 on the host: not every processor has a fused multiply-add.
     """
     values = {**theirs, own: mine.float().cpu()}
     weighted = [values[name] * torch.tensor(weights[name], dtype=torch.float32) for name in sorted(values)]
@@ -334,9 +334,10 @@ def sum_weighted(
 
 
 def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxes, boxes: Boxes) -> None:
-    """Exchange, within the island, the rows that copies have divided among them; in place, on all ranks together.
+    """Gather, within the island, the rows that replicas have divided by `share_out`. Every rank must call it together.
 
-    `tensors` are the model's, `locals_` this rank's parts of them, of which only the `pieces` are right so far.
+    `tensors` are the model's, `locals_` this rank's parts of them: only their `pieces` are valid before, all of them
+    after.
     """
     groups: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
     for name, tensor in tensors.items():
@@ -349,16 +350,16 @@ def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxe
             kept = whole[inside].clone()
             whole.zero_()
             whole[inside] = kept
-        # Offloaded parameters lie on the host, and a group exchanges only what lies on its devices.
+        # Offloaded parameters are on the host, and a group exchanges only tensors on its devices.
         device = cast(DTensor, tensors[names[0]]).device_mesh.device_type
         flat = torch.cat([locals_[name].reshape(-1) for name in names]).to(device)
-        dist.all_reduce(flat, group=group)  # of one number and zeros: exact
+        dist.all_reduce(flat, group=group)  # each element is one value plus zeros: exact
         for name, values in zip(names, flat.split([locals_[name].numel() for name in names]), strict=True):
             locals_[name].copy_(values.view_as(locals_[name]))
 
 
 def _group_of_copies(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the same part of it; None if no other does."""
+    """Return the group of ranks that hold the same part; None if no other rank does."""
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
@@ -368,9 +369,9 @@ def _group_of_copies(tensor: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 def digest_of_parts(parts: Tensors, pieces: Boxes, boxes: Boxes, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return a number whose sum over ranks, modulo 2**64, depends on the tensors and not on their division.
+    """Return a number whose sum over ranks, modulo 2**64, depends on the tensors but not on how they are divided.
 
-    It is the sum of each fp32's bits times an odd number that depends on its place.
+    It is the sum of each element's fp32 bits times an odd number that depends on its position.
     """
     total = 0
     for number, name in enumerate(sorted(pieces)):

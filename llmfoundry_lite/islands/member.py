@@ -1,8 +1,8 @@
-"""One rank's connection to the coordinator: hello, beats and verdicts. No torch.
+"""One rank's connection to the coordinator: its hello, heartbeats and verdicts. No torch.
 
-One thread beats, another reads. A coordinator that is silent counts as gone: a frozen process or a dead link sends no
-reset. Rank 0 hears what concerns the whole island, and broadcasts it. A newer view and an eviction reach every rank
-directly, so that none waits for a peer that is gone.
+One thread sends heartbeats, another receives. A silent coordinator counts as gone: a frozen process or a dead link
+sends no reset. Rank 0 receives and broadcasts the verdicts of the island. Every rank receives newer views and its
+eviction itself, so that none waits for a peer that is gone.
 """
 
 import os
@@ -28,16 +28,16 @@ from llmfoundry_lite.islands.messages import (
     receive,
 )
 
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.1
-"""Between two looks for a coordinator that starts."""
+"""Interval at which a starting coordinator is polled."""
 SILENCE_SECONDS = 4.0
-"""Silence after which the coordinator counts as gone; it beats four times a second."""
+"""Silence after which the coordinator counts as gone. It sends four heartbeats a second."""
 CHUNK_BYTES = 1 << 16
 SECONDS_TO_START = 60.0
-"""Time for a coordinator to start, on a busy machine."""
+"""Time that a coordinator has to start, on a busy machine."""
 SECONDS_TO_LEAVE = 3.0
-"""Time for an evicted rank's main thread, which may hang in a collective that no other rank joins."""
+"""Time that an evicted rank's main thread has to leave. It may hang in a collective that no other rank joins."""
 
 
 class Lost(NamedTuple):
@@ -53,12 +53,15 @@ class View(NamedTuple):
 
     epoch: int
     batch: int
-    """Number of batches that are done."""
+    """Number of committed batches."""
     members: dict[str, str]
     """Name -> launch, in order of names."""
     lanes: dict[str, range]
+    """Name -> the rows of each batch that this island trains on."""
     scribe: str
+    """The island that saves."""
     donor: str
+    """The island that sends its state to the joiners; empty if there are none."""
     joiners: list[str]
 
     @classmethod
@@ -72,14 +75,20 @@ class View(NamedTuple):
 
 
 def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, output: Path) -> None:
-    """Start a coordinator there, unless one answers. It outlives this launch, and ends when nobody is left.
+    """Start a coordinator unless one answers there. It outlives this launch, and ends when no island is connected.
 
     Raises ConfigError.
     """
     where = format_address(address)
     command = [sys.executable, "-m", "llmfoundry_lite", "islands", "coordinate", "--until-alone"]
     command += ["--listen", where, "--islands", str(num_islands)]
-    detached = ["sh", "-c", '"$@" &', "sh", *command]  # no child of this rank: launchers kill those of one that hangs
+    detached = [
+        "sh",
+        "-c",
+        '"$@" &',
+        "sh",
+        *command,
+    ]  # not a child of this rank: launchers kill the children of one that hangs
     started_at = None
     while not answers(address):
         if started_at is None:
@@ -90,7 +99,7 @@ def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, outp
                 subprocess.run(detached, start_new_session=True, check=True, **silent)
         last = (output.read_text(errors="replace").splitlines() or ["no output"])[-1]
         has_failed = last.startswith("error: ") or time.monotonic() - started_at > SECONDS_TO_START
-        if has_failed and not answers(address):  # else another island's was faster
+        if has_failed and not answers(address):  # else another island has started one
             raise ConfigError(
                 f"islands.begin_with: no coordinator starts at {where}: {last}; start it there with "
                 "`llmfoundry-lite islands coordinate`, or give islands.coordinator an address of this host"
@@ -99,9 +108,9 @@ def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, outp
 
 
 def reach(address: tuple[str, int], token: bytes, on_waiting: Callable[[str], None]) -> socket.socket:
-    """Dial the coordinator, and wait while it starts. Raises ConfigError."""
+    """Connect to the coordinator, waiting up to SECONDS_TO_START for it to start. Raises ConfigError."""
     where, give_up_at = format_address(address), time.monotonic() + SECONDS_TO_START
-    is_told = False
+    is_reported = False
     while True:
         try:
             return dial(address, token)
@@ -113,16 +122,16 @@ def reach(address: tuple[str, int], token: bytes, on_waiting: Callable[[str], No
                     f"islands.coordinator: {where} does not answer ({error.strerror or error}); start it with "
                     "`llmfoundry-lite islands coordinate`"
                 ) from error
-            if not is_told:
+            if not is_reported:
                 on_waiting(f"{where} does not answer ({error.strerror or error}); for {SECONDS_TO_START:.0f} s at most")
-            is_told = True
+            is_reported = True
             time.sleep(LOOK_SECONDS)
 
 
 def answers(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=HANDSHAKE_SECONDS).close()
-    except (OSError, UnicodeError):  # the latter: not a host name
+    except (OSError, UnicodeError):  # UnicodeError: not a host name
         return False
     return True
 
@@ -141,9 +150,9 @@ class Member:
         self.on_newer_view: Callable[[int], None] = lambda epoch: None
         self.on_lost: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[str], None] = lambda reason: None
-        """Called with the reason before the process is ended because its main thread hangs."""
+        """Called with the reason before the process exits although its main thread hangs."""
         self.on_waiting = on_waiting
-        """Called with the reason why this island waits: the coordinator's, on rank 0, or that none answers."""
+        """Called with the reason why this island waits: the coordinator's (on rank 0), or that none answers."""
         self.lost: Lost | None = None
         self.phase = "compute"
         self.count_bytes: Callable[[], int] = lambda: 0
@@ -152,38 +161,35 @@ class Member:
         """(name, launch) of an island -> rank -> its description, in order of arrival."""
         self._news = threading.Condition()
         self._sending = threading.Lock()
-        self._is_closed = self._has_heard = False
+        self._is_closed = self._has_received = False
         self._connection = reach(address, token, on_waiting)
         self._connection.settimeout(SILENCE_SECONDS)
-        for work in (self._read, self._beat):
+        for work in (self._receive, self._send_heartbeats):
             threading.Thread(target=work, name="islands", daemon=True).start()
 
-    def say_hello(self, hello: Message) -> None:
-        self.say({"kind": "hello", **hello})
-
-    def say(self, message: Message) -> None:
-        """Send a message. Does nothing when the coordinator is gone: the next `hear` returns Lost."""
+    def send(self, message: Message) -> None:
+        """Send a message. Does nothing if the coordinator is gone: the next `receive_verdict` returns Lost."""
         with suppress(OSError), self._sending:
             try:
                 raw = pack(message)
-                for begin in range(0, len(raw), CHUNK_BYTES):  # each may take as long as a silence
+                for begin in range(0, len(raw), CHUNK_BYTES):  # each may take SILENCE_SECONDS
                     self._connection.sendall(raw[begin : begin + CHUNK_BYTES])
-            except TimeoutError:  # half a message may be under way
+            except TimeoutError:  # half of a message may have been sent
                 self._hang_up()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether a message has come, on any rank, within that time."""
+        """Wait up to `seconds` for this rank's first verdict. Returns whether it has arrived."""
         with self._news:
-            return self._news.wait_for(lambda: self._has_heard, seconds)
+            return self._news.wait_for(lambda: self._has_received, seconds)
 
-    def hear(self) -> Message | Lost:
-        """Return the next verdict, on rank 0."""
+    def receive_verdict(self) -> Message | Lost:
+        """Wait for the next verdict and return it."""
         return self._inbox.get()
 
     def describe(self, name: str, launch: str, timeout: float = 30.0) -> list[Message]:
-        """Return the addresses and boxes of an island's ranks, on rank 0; forgets its earlier launches.
+        """Return the addresses and boxes of an island's ranks, on rank 0. Forgets the island's earlier launches.
 
-        The coordinator sends them before the first view with the island. Raises ConnectionError.
+        The coordinator sends them before the first view that has the island. Raises ConnectionError.
         """
 
         def is_whole() -> bool:
@@ -199,9 +205,9 @@ class Member:
             return [message for _, message in sorted(self._described[name, launch].items())]
 
     def close(self, *, has_finished: bool = False) -> None:
-        """Leave. `has_finished`: the run is over, for all islands."""
+        """Leave the run. `has_finished`: the run is over, for all islands."""
         self._is_closed = True
-        self.say({"kind": "leave", "finished": has_finished})
+        self.send({"kind": "leave", "finished": has_finished})
         self._hang_up()
         self._connection.close()
 
@@ -209,7 +215,7 @@ class Member:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _read(self) -> None:
+    def _receive(self) -> None:
         lost = Lost("the coordinator is gone", "gone")
         try:
             while True:
@@ -245,13 +251,13 @@ class Member:
                 self.on_evicted(lost.reason)
             os._exit(EXIT_PREEMPTED)
 
-    def _put(self, heard: Message | Lost) -> None:
-        self._inbox.put(heard)
+    def _put(self, verdict: Message | Lost) -> None:
+        self._inbox.put(verdict)
         with self._news:
-            self._has_heard = True
+            self._has_received = True
             self._news.notify_all()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while self.lost is None and not self._is_closed:
-            self.say({"kind": "beat", "phase": self.phase, "bytes": self.count_bytes()})
-            time.sleep(BEAT_SECONDS)
+            self.send({"kind": "beat", "phase": self.phase, "bytes": self.count_bytes()})
+            time.sleep(HEARTBEAT_SECONDS)

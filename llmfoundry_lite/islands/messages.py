@@ -1,4 +1,4 @@
-"""Messages between islands: JSON behind its length, on connections whose two ends have proved a shared token.
+"""Messages between islands: length-prefixed JSON, on connections whose two ends have proved a shared token.
 
 The token itself is never sent. Each end sends a random challenge and answers the other's with HMAC-SHA256 over its
 role and both challenges (a mutual version of RFC 2195). Nothing that follows is encrypted or signed: on a network that
@@ -21,31 +21,31 @@ from typing import Any
 from llmfoundry_lite.errors import ConfigError
 
 PROTOCOL = "islands/2"
-"""The version of messages."""
+"""Version of the messages. A "beat" is a heartbeat; a rank's "hello" describes it."""
 TOKEN = "LLMFOUNDRY_LITE_ISLANDS_TOKEN"
-SHORTEST_TOKEN = 16
+MIN_TOKEN_LENGTH = 16
 HEADER = struct.Struct("!I")
 MAX_STRANGER_BYTES = 256
 """Limit for a message before its sender has proved the token."""
 MAX_BYTES = 1 << 26
-"""Limit for any message: the boxes of a rank are some 60 bytes for each tensor."""
+"""Limit for any message. A rank's hello has some 60 bytes for each tensor."""
 HANDSHAKE_SECONDS = 5.0
 
 Message = dict[str, Any]
 
 
 class BadMessageError(ConnectionError):
-    """A malformed message; its connection is closed, and nothing else happens."""
+    """A malformed message. The receiver closes the connection and carries on."""
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the token without white space at its ends, which a file or a secret store adds. Raises ConfigError."""
+    """Return the token, stripped: files and secret stores add white space. Raises ConfigError."""
     token = environ.get(TOKEN, "").strip()
-    if len(token) < SHORTEST_TOKEN:
+    if len(token) < MIN_TOKEN_LENGTH:
         given = f"{len(token)} characters given" if token else "not set"
         raise ConfigError(
-            f"{TOKEN}: {given}, expected a secret of {SHORTEST_TOKEN} characters or more, the same for the coordinator "
-            f"and all islands; export {TOKEN}=$(openssl rand -hex 32)"
+            f"{TOKEN}: {given}, expected a secret of {MIN_TOKEN_LENGTH} characters or more, the same for the "
+            f"coordinator and all islands; export {TOKEN}=$(openssl rand -hex 32)"
         )
     return os.fsencode(token)
 
@@ -81,11 +81,11 @@ def size_of(header: bytes, limit: int = MAX_BYTES) -> int:
 
 
 def unpack(raw: bytes) -> Message:
-    """Raises BadMessageError for anything but a JSON object that says its kind."""
+    """Parse a message. Raises BadMessageError for anything but a JSON object with a `kind`."""
     try:
         text = raw.decode()
         message = json.loads(text)
-        if "\\u" in text:  # half of a pair is text that cannot be printed or sent on
+        if "\\u" in text:  # a lone surrogate cannot be printed or sent on
             json.dumps(message, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadMessageError(f"not JSON: {error}") from None
@@ -95,7 +95,7 @@ def unpack(raw: bytes) -> Message:
 
 
 def receive_exactly(connection: socket.socket, target: memoryview) -> None:
-    """Fill `target`. Raises OSError when the other end is gone or silent."""
+    """Fill `target`. Raises OSError if the other end closes or times out."""
     done = 0
     while done < len(target):
         count = connection.recv_into(target[done:])
@@ -121,7 +121,7 @@ def challenge() -> str:
 
 
 def prove(token: bytes, role: str, first: str, second: str) -> str:
-    """Return the answer of a `role`, client or server: neither can be made to answer its own challenge."""
+    """Return the answer of a `role`, client or server. The role is signed, so no end can be made to answer itself."""
     return hmac.new(token, f"{PROTOCOL}/{role}/{first}/{second}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -141,7 +141,7 @@ def text_of(message: Message, key: str) -> str:
 
 
 def greet(connection: socket.socket, token: bytes) -> None:
-    """Prove the token as the end that has dialled. Raises OSError."""
+    """Run the handshake as the client. Raises OSError."""
     connection.settimeout(HANDSHAKE_SECONDS)
     mine = challenge()
     theirs = text_of(receive(connection, MAX_STRANGER_BYTES), "challenge")
@@ -151,7 +151,7 @@ def greet(connection: socket.socket, token: bytes) -> None:
 
 
 def welcome(connection: socket.socket, token: bytes) -> None:
-    """Prove the token as the end that listens. Raises OSError."""
+    """Run the handshake as the server. Raises OSError."""
     connection.settimeout(HANDSHAKE_SECONDS)
     mine = challenge()
     connection.sendall(pack({"kind": "challenge", "challenge": mine}, MAX_STRANGER_BYTES))
@@ -162,7 +162,7 @@ def welcome(connection: socket.socket, token: bytes) -> None:
 
 
 def dial(address: tuple[str, int], token: bytes) -> socket.socket:
-    """Connect, and prove the token on both ends. Raises OSError."""
+    """Connect and run the handshake. Raises OSError."""
     connection = socket.create_connection(address, timeout=HANDSHAKE_SECONDS)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,10 +178,10 @@ def dial(address: tuple[str, int], token: bytes) -> socket.socket:
 
 # ------------------------------------------------------------------------------------------------- fields and ranges
 
-LARGEST = 1 << 70
-"""Above any number of a sound message, digests included."""
+MAX_INTEGER = 1 << 70
+"""Integers of a valid message are smaller, digests included."""
 WEIGHTS = (1e-6, 1e6)
-"""The range of `islands.weight`, as `config.check` has it."""
+"""Range of `islands.weight`, the same as in `config.check`."""
 
 Fields = Mapping[str, type | tuple[type, ...]]
 
@@ -199,24 +199,24 @@ REPORT: Fields = {
     **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
     "weights": str,
 }
-"""Fields of an island's report when it has, or has not, a batch's whole gradient."""
+"""Fields of an island's report after the exchange of a batch's gradient. `ok`: the exchange succeeded."""
 
 
 def check_fields(message: Message, fields: Fields) -> None:
-    """Raises BadMessageError."""
+    """Check the types and sizes of a message's fields. Raises BadMessageError."""
     for key, kind in fields.items():
         value = message.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise BadMessageError(f"{message['kind']}: {key} is {str(value)[:40]!r}")
-        if isinstance(value, int) and abs(value) >= LARGEST:
+        if isinstance(value, int) and abs(value) >= MAX_INTEGER:
             raise BadMessageError(f"{message['kind']}: {key} has {value.bit_length()} bits")
 
 
 def check_hello(message: Message) -> None:
-    """Raises BadMessageError: one rank's hello reaches all islands, and must not stop them."""
+    """Check a rank's hello, which all islands receive. Raises BadMessageError."""
     check_fields(message, FACTS)
     rank, size, address = message["rank"], message["size"], message["address"]
-    is_sound = {
+    is_valid = {
         "island": re.fullmatch(r"\w[\w.\-]{0,63}", message["island"]),
         "launch": re.fullmatch(r"\w{1,64}", message["launch"]),
         "rank": 0 <= rank < size,
@@ -227,24 +227,24 @@ def check_hello(message: Message) -> None:
         "address": len(address) == 2 and _is_host(address[0]) and _is_count(address[1]) and address[1] < 1 << 16,
         "boxes": all(_is_box(box) for box in message["boxes"].values()),
     }
-    for key, holds in is_sound.items():
+    for key, holds in is_valid.items():
         if not holds:
             raise BadMessageError(f"hello of rank {rank} of {size}: {key} is {str(message[key])[:40]!r}")
 
 
 def _is_host(value: Any) -> bool:
-    """Return whether it is a numeric address: others may have another name server."""
+    """Return whether it is a numeric address. Host names may resolve differently elsewhere."""
     with suppress(ValueError):
         return isinstance(value, str) and bool(ip_address(value))
     return False
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62  # numpy adds two of them as whole numbers
+    return type(value) is int and 0 <= value < 1 << 62  # the sum of two fits in int64
 
 
 def _is_box(value: Any) -> bool:
-    """Return whether it is the offset and the lengths of a part of a tensor."""
+    """Return whether it is (offset, lengths) of a part of a tensor."""
     if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, (list, tuple)) for v in value)):
         return False
     return len(value[0]) == len(value[1]) and all(_is_count(number) for part in value for number in part)

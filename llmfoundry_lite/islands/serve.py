@@ -1,10 +1,10 @@
-"""The coordinator's process: connections of ranks -> events of `Coordinator`, and its messages back to them.
+"""The coordinator's process: passes messages between the ranks' connections and the `Coordinator`.
 
     LLMFOUNDRY_LITE_ISLANDS_TOKEN=… llmfoundry-lite islands coordinate --listen 10.0.0.1:7070 --islands 2
 
-One thread, by asyncio. A connection that sends anything malformed, too long or foreign is closed, and nothing else
-happens. Ranks and the coordinator beat for each other. After an error of its own the coordinator ends: all islands then
-save and leave, where they might wait for ever.
+One asyncio thread. A connection that sends a malformed or too long message, or has no token, is closed. Ranks and the
+coordinator send each other heartbeats. An internal error ends the coordinator: all islands then save and leave, rather
+than wait for ever.
 """
 
 import asyncio
@@ -33,61 +33,63 @@ from llmfoundry_lite.islands.messages import (
 
 TICK_SECONDS = 0.25
 ALONE_SECONDS = 10.0
-"""Time for an island to be launched again before the coordinator ends."""
-SECONDS_TO_SPEAK = 30.0
-"""Longest time between two beats of a rank that builds its model."""
-LONGEST_BACKLOG = 1 << 28
-"""Bytes that may wait for a rank that does not read."""
-BEAT = pack({"kind": "beat"})
+"""Time without connections after which the coordinator ends: an island may be launched again."""
+MAX_HEARTBEAT_SECONDS = 30.0
+"""Between two heartbeats of a rank that builds its model."""
+MAX_BACKLOG_BYTES = 1 << 28
+"""Unsent bytes after which a rank that does not read is disconnected."""
+HEARTBEAT = pack({"kind": "beat"})
 
 
 def serve(
     address: tuple[str, int], token: bytes, num_founders: int, silence_seconds: float, *, until_alone: bool = False
 ) -> None:
     """Coordinate until SIGTERM or Ctrl-C, or until nobody is left. Raises ConfigError for an unusable address."""
-    coordinator = Coordinator(num_founders, silence_seconds, say)
+    coordinator = Coordinator(num_founders, silence_seconds, log)
     try:
         asyncio.run(Server(token, coordinator, until_alone=until_alone).run(address))
-    except (OSError, UnicodeError) as error:  # the latter: no name of a host
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--listen: {format_address(address)}: {reason}") from error
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 class Server:
+    """The ranks' connections. All of it runs in one event loop, so that the coordinator needs no lock."""
+
     def __init__(
         self, token: bytes, coordinator: Coordinator, *, until_alone: bool = False, handles_signals: bool = True
     ):
         self.token = token
         self.handles_signals = handles_signals
-        """False outside of the main thread."""
+        """False if this is not the main thread."""
         self.coordinator = coordinator
         self.until_alone = until_alone
         self.attended: set[int] = set()
-        """Connections, including ranks that are building the model before their hello."""
+        """Open connections, including those of ranks that build their model and have sent no hello yet."""
         self.alone_since = time.monotonic()
         self.writers: dict[int, asyncio.StreamWriter] = {}
         self.numbers = itertools.count()
         self.stopped = asyncio.Event()
         self.failure: Exception | None = None
-        """The coordinator's own error."""
+        """The internal error that ends the coordinator."""
 
     async def run(self, address: tuple[str, int]) -> None:
         server = await asyncio.start_server(self.attend, *address)
         where = format_address(server.sockets[0].getsockname()[:2])
-        say(f"coordinating at {where}, beginning with {self.coordinator.num_founders} islands")
+        log(f"coordinating at {where}, beginning with {self.coordinator.num_founders} islands")
         for number in (signal.SIGTERM, signal.SIGINT) if self.handles_signals else ():
             asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
         while not self.stopped.is_set():
             if self.until_alone and not self.attended and time.monotonic() - self.alone_since > ALONE_SECONDS:
-                say("nobody is left")
+                log("nobody is left")
                 break
             self.coordinator.tick(time.monotonic())
             self.deliver()
-            self.beat()
+            self.send_heartbeats()
             try:
                 await asyncio.wait_for(self.stopped.wait(), TICK_SECONDS)
             except TimeoutError:
@@ -109,7 +111,7 @@ class Server:
             self.coordinator.greet(number)
             hello = {"kind": "beat"}
             while hello["kind"] == "beat":
-                async with asyncio.timeout(SECONDS_TO_SPEAK):
+                async with asyncio.timeout(MAX_HEARTBEAT_SECONDS):
                     hello = await receive(reader)
             if hello["kind"] == "leave":
                 return
@@ -124,7 +126,7 @@ class Server:
                 self.deliver()
         except BadMessageError as error:
             peer = writer.get_extra_info("peername") or ("?",)
-            say(f"closed a connection from {peer[0]}: {error}")
+            log(f"closed a connection from {peer[0]}: {error}")
         except (OSError, EOFError, TimeoutError):
             pass
         except Exception as error:
@@ -145,15 +147,15 @@ class Server:
         self.stopped.set()
 
     def end(self, writer: asyncio.StreamWriter) -> None:
-        """Close it in time, even if the other end no longer reads."""
+        """Close a connection after HANDSHAKE_SECONDS at most, even if the other end no longer reads."""
         writer.close()
         asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, writer.transport.abort)
 
-    def beat(self) -> None:
-        """Send a beat to all that know the token and read."""
+    def send_heartbeats(self) -> None:
+        """Send a heartbeat on every authenticated connection that has nothing unsent."""
         for writer in self.writers.values():
             if writer.transport.get_write_buffer_size() == 0:
-                writer.write(BEAT)
+                writer.write(HEARTBEAT)
 
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = challenge()
@@ -168,7 +170,7 @@ class Server:
         return hello
 
     def deliver(self) -> None:
-        """Send the coordinator's messages; never waits for a reader."""
+        """Send the coordinator's messages, without waiting for receivers."""
         outbox, self.coordinator.outbox = self.coordinator.outbox, []
         dropped, self.coordinator.dropped = self.coordinator.dropped, []
         packed: tuple[Message | None, bytes] = (None, b"")
@@ -176,10 +178,10 @@ class Server:
             writer = self.writers.get(number)
             if writer is None:
                 continue
-            if writer.transport.get_write_buffer_size() > LONGEST_BACKLOG:
+            if writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
                 writer.transport.abort()
                 continue
-            if packed[0] is not message:  # once for all its receivers: no beat is sent meanwhile
+            if packed[0] is not message:  # once for all receivers: packing delays heartbeats
                 packed = (message, pack(message))
             writer.write(packed[1])
         for number in dropped:
@@ -189,7 +191,7 @@ class Server:
 
 
 def host_of(writer: asyncio.StreamWriter) -> str:
-    """Return the address that the other end dials from; empty for this host."""
+    """Return the address of the other end; empty for this host."""
     there, here = ((writer.get_extra_info(name) or ("",))[0] for name in ("peername", "sockname"))
     return "" if there == here else there
 

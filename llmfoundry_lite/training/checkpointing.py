@@ -115,7 +115,9 @@ class Checkpointing(Callback):
                 self.changes = find_changes(there, here)["logged"]
             elif others := find_model_changes(there, here):
                 restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
-            self.say(*restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state))
+            self.print_on_rank_0(
+                *restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state)
+            )
             if self.carries_on:
                 for group, options in zip(state.optimizers[0].param_groups, rates, strict=True):
                     group.update(options)
@@ -123,7 +125,7 @@ class Checkpointing(Callback):
             self.saver.parent_save_id = restored.manifest.save_id
             self.newest_url = restored.url
         if self.begins.note:
-            self.say(self.begins.note)
+            self.print_on_rank_0(self.begins.note)
         self.begin(state)
 
     def begin(self, state: State) -> None:
@@ -159,11 +161,11 @@ class Checkpointing(Callback):
         return restored
 
     def _carry_on(self, url: str, manifest: Manifest, state: State) -> None:
-        self.say(*self.run_state.restore(manifest.scalars, state))
+        self.print_on_rank_0(*self.run_state.restore(manifest.scalars, state))
         log = self._read_log(url)
         if log is not None:
             self.history = log.content
-            self.say(*log.notes)
+            self.print_on_rank_0(*log.notes)
             if self.begins.is_own:  # later checkpoints of this folder may refer to the log's parts
                 self.saver.log_parts = log.parts
         if manifest.run_name == self.config.run_name:
@@ -268,7 +270,7 @@ class Checkpointing(Callback):
             if not error.is_transient:
                 raise
             stands = f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
-            self.say(f"warning: {error}; {stands}, and the next save tries again")
+            self.print_on_rank_0(f"warning: {error}; {stands}, and the next save tries again")
             self.last_saved_batch = self.published_batch
             return error
         return None
@@ -284,7 +286,7 @@ class Checkpointing(Callback):
             pause = broadcast_json(min(left, PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)]))
             if pause <= 0:
                 raise error
-            self.say(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")
+            self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")
             time.sleep(pause)
             self._save(state, logger)
 
@@ -296,7 +298,7 @@ class Checkpointing(Callback):
             "checkpoint/durable_seconds": saved.durable_seconds,
             SAVED: saved.num_bytes,
         }
-        self.say(f"saved {saved.name}")
+        self.print_on_rank_0(f"saved {saved.name}")
         self.published_batch = int(saved.name.removeprefix("ba"))
         self.newest_url = f"{self.store.root.url}/{saved.name}"
         timer = self.policy.timer
@@ -304,7 +306,7 @@ class Checkpointing(Callback):
             news = timer.note_published(saved.stall_seconds, saved.durable_seconds)
             metrics["checkpoint/cost_seconds"] = timer.cost_seconds
             metrics["checkpoint/interval_seconds"] = timer.seconds
-            self.say(*([news] if news else []))
+            self.print_on_rank_0(*([news] if news else []))
         logger.log_metrics(metrics)
 
     def _about(self, state: State) -> About:
@@ -373,9 +375,9 @@ class Checkpointing(Callback):
         except CheckpointError as error:
             if not error.is_transient:
                 self.store.check(lease)
-            self.say(f"old checkpoints were not removed: {error}")
+            self.print_on_rank_0(f"old checkpoints were not removed: {error}")
 
-    def say(self, *lines: str) -> None:
+    def print_on_rank_0(self, *lines: str) -> None:
         if dist.get_rank() == 0:
             for line in lines:
                 print(printable(line), flush=True)

@@ -1,10 +1,10 @@
-"""One run on several islands at once: what a batch asks of the other islands, and what comes of it.
+"""One run on several islands at once: connects the training loop to `llmfoundry_lite.islands`.
 
-The seam between training and `llmfoundry_lite.islands`: this island's rows, its gradient's way to the others, the
-verdict on each batch, the state of islands that join, and who saves. The coordinator decides on membership and commits.
+It reads this island's rows, exchanges gradients, applies the coordinator's verdict on each batch, transfers state to
+islands that join, and decides who saves. The coordinator decides on membership and commits.
 
-A batch counts on all islands or on none. Until the coordinator says so, nothing but gradients has been touched: they
-are dropped, and the batch is computed again with the rows of a new view.
+A batch counts on all islands or on none. Before the commit only gradients have changed: if it fails they are dropped,
+and the batch is computed again with the rows of a new view.
 """
 
 import math
@@ -50,14 +50,14 @@ from llmfoundry_lite.training.optimizers import clear_gradients, local
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.trainer import Measured, measure
 
-LOOK_SECONDS = 0.5
-"""Interval at which a launch that waits checks whether it is asked to leave."""
-LABELS = 64
-"""Labels of transfers, for each batch: 0 is the gradient, those above are kinds of state."""
+POLL_SECONDS = 0.5
+"""Interval at which a waiting launch checks whether it is asked to leave."""
+LABELS_PER_BATCH = 64
+"""Label 0 of a batch's transfers is the gradient; the others are the kinds of state."""
 
 
 class Islands(Partners):
-    """This rank's part of an island."""
+    """The other islands of this run, seen from one rank of this island."""
 
     takes_lease_at_start = False
     instead_of_saving = "the other islands carry on"
@@ -73,23 +73,23 @@ class Islands(Partners):
         self.name = self.config.name
         self.rank, self.num_ranks, *_ = this_rank()
         self.member: Any = None
-        """None until this rank has connected."""
+        """The connection to the coordinator; None before `connect`."""
         self.view = View(0, 0, {}, {}, "", "", [])
         self.next_view: View | None = None
         self.trained: dict[str, dict[str, Any]] = {}
-        """Each island that has trained since this one began: its machine, and its rows since then."""
+        """Name -> machine of an island, and the rows that it has trained since this launch began."""
         self.measured: dict[str, float] = {}
         self.num_repeats = self.num_drifts = 0
         self.weights = ""
-        """Digest of the weights, where they are to be compared now."""
+        """Digest of the weights if this batch compares them; else empty."""
         self.tokens_elsewhere = 0
         self.newest_lease: int | None = None
-        """On rank 0: the store's when this island was told to save."""
+        """On rank 0: epoch of the store's newest lease when this island became the scribe."""
 
-    # ------------------------------------------------------------------------------------------- coming and going
+    # ----------------------------------------------------------------------------------------- joining and leaving
 
     def connect(self) -> None:
-        """Dial the coordinator, and listen for other islands."""
+        """Connect to the coordinator, and listen for other islands. Raises ConfigError on all ranks."""
         error, member, exchange = None, None, None
         coordinator = parse_address(self.config.coordinator, "islands.coordinator")
         try:
@@ -100,11 +100,11 @@ class Islands(Partners):
         raise_on_all_ranks(error)
         try:
             token = find_token()
-            member = Member(coordinator, token, self.name, self._say_waiting)
+            member = Member(coordinator, token, self.name, self._print_waiting)
             exchange = Exchange(self.name, self.rank, self.config.address, token)
         except ConfigError as caught:
             error = caught
-        except (OSError, UnicodeError) as caught:  # the latter: no name of a host
+        except (OSError, UnicodeError) as caught:  # UnicodeError: not a host name
             reason = getattr(caught, "strerror", None) or caught
             error = ConfigError(f"islands.address: {self.config.address}: {reason}")
         raise_on_all_ranks(error)
@@ -115,12 +115,15 @@ class Islands(Partners):
         exchange.on_transfer = self._note_transfer
         self.member, self.exchange = member, exchange
 
-    def _say_waiting(self, reason: str) -> None:
+    def _print_waiting(self, reason: str) -> None:
         if self.rank == 0:
             print(f"islands: still waiting: {reason}", flush=True)
 
     def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
-        """Say what this rank has, and wait for the first view; take over the state of a run that is under way."""
+        """Describe this rank to the coordinator, wait for the first view, and take over the state of a run under way.
+
+        Raises ConfigError if the island is refused, Preempted if this launch is asked to leave.
+        """
         state: State = trainer.state
         self.checkpointing: Checkpointing = checkpointing
         self.agreement, self.gradient_step = checkpointing.agreement, trainer.gradient_step  # type: ignore[attr-defined]
@@ -134,8 +137,9 @@ class Islands(Partners):
         self.boxes: Boxes = {name: Box(*box_of(parameter)) for name, parameter in self.parameters.items()}
         launch, first_batch = broadcast_json([secrets.token_hex(8), int(state.timestamp.batch)])
         machine = {"device": devices.device_name(), "num_devices": self.num_ranks, "torch": str(torch.__version__)}
-        self.member.say_hello(
+        self.member.send(
             {
+                "kind": "hello",
                 "island": self.name,
                 "launch": launch,
                 "rank": self.rank,
@@ -153,13 +157,13 @@ class Islands(Partners):
         if self.rank == 0:
             print("islands: waiting until as many are here as the run begins with, or its next batch ends", flush=True)
         preemption = self.agreement.preemption
-        while not all_reduce_max([int(self.member.wait(LOOK_SECONDS))])[0]:
-            if asked_by := preemption.agree_on_reason():  # answered at once: there is nothing to save
+        while not all_reduce_max([int(self.member.wait(POLL_SECONDS))])[0]:
+            if asked_by := preemption.agree_on_reason():  # without a save: nothing has been trained
                 why = preemption.because(asked_by)
                 raise Preempted(f"{why} while waiting for other islands; run the same command again", orderly=True)
-        verdict = self._hear()
+        verdict = self._receive_verdict()
         assert verdict["kind"] == "view", verdict["kind"]
-        self._take_up(View.of(verdict), state)
+        self._begin_view(View.of(verdict), state)
 
     def close(self, *, has_finished: bool = False) -> None:
         if self.member is not None:
@@ -167,16 +171,17 @@ class Islands(Partners):
             self.exchange.close()
             self.member = None
 
-    def _hear(self) -> Message:
-        """Return the next verdict that rank 0 hears, on all ranks.
+    def _receive_verdict(self) -> Message:
+        """Return rank 0's next verdict, on all ranks.
 
-        When there is none to come, raises Preempted, after a save if this island is the scribe; ConfigError when the
-        island is refused.
+        If the connection is lost, raises Preempted, after a save if this island is the scribe. Raises ConfigError if
+        the island is refused.
         """
         verdict: Any = None
         if self.rank == 0:
-            heard = self.member.hear()
-            verdict = {"kind": "lost", "lost": list(heard)} if isinstance(heard, Lost) else heard
+            verdict = self.member.receive_verdict()
+            if isinstance(verdict, Lost):
+                verdict = {"kind": "lost", "lost": list(verdict)}
         verdict = broadcast_json(verdict)
         if verdict["kind"] == "lost":
             self._leave(Lost(*verdict["lost"]))
@@ -190,7 +195,7 @@ class Islands(Partners):
         raise Preempted(self.save_before_leaving(lost.reason), orderly=True)
 
     def _describe(self, view: View) -> tuple[dict[str, list[Message]], Lost | None]:
-        """Return what the ranks of the view's islands have said of themselves, or why rank 0 does not know."""
+        """Return the hellos of the view's islands, by island and rank, or why rank 0 lacks them."""
         described: dict[str, list[Message]] = {}
         lost: Lost | None = None
         if self.rank == 0:
@@ -201,8 +206,8 @@ class Islands(Partners):
         described, lost = broadcast_json([described, lost])
         return described, Lost(*lost) if lost is not None else None
 
-    def _take_up(self, view: View, state: State, described: dict[str, list[Message]] | None = None) -> None:
-        """Begin with a new view, between two batches or before one is repeated."""
+    def _begin_view(self, view: View, state: State, described: dict[str, list[Message]] | None = None) -> None:
+        """Apply a new view, between two batches or before one is repeated."""
         if described is None:
             described, lost = self._describe(view)
             if lost is not None:
@@ -221,21 +226,21 @@ class Islands(Partners):
         self.machines = {name: ranks[0]["machine"] for name, ranks in described.items()}
         self.exchange.meet(view.epoch, self.pieces, others)
         if self.name == view.donor:
-            self._give_state(state)
+            self._send_state(state)
         elif self.name in view.joiners:
-            self._take_state(state)
+            self._receive_state(state)
         self.member.phase = "compute"
 
     def _note_transfer(self, is_transferring: bool) -> None:
-        """Tell the coordinator in which phase this rank is silent: `exchange` while sockets wait, `wait` while it waits
-        for its own island or for the coordinator, `compute` whenever the host or the device works."""
+        """Set the phase that heartbeats report: `exchange` while sockets wait for other islands, `wait` while this rank
+        waits for its own island or the coordinator, `compute` while host or device work."""
         self.member.phase = "exchange" if is_transferring else "compute"
 
-    # ------------------------------------------------------------------------------------------------- who saves
+    # ---------------------------------------------------------------------------------------------------- saving
 
     @property
     def saves_here(self) -> bool:  # type: ignore[override]
-        """This island is the scribe; and if it leaves, nobody is left to go on."""
+        """Whether this island is the scribe and, if it leaves, the last one."""
         following = None if self.next_view is None else self.next_view.members
         return self.view.scribe == self.name and (not following or self.name in following)
 
@@ -245,26 +250,26 @@ class Islands(Partners):
 
     def may_save(self) -> bool:
         """Return whether this island saves and no successor holds the lease."""
-        return self.saves_here and not (broadcast_json(self.member.lost is not None) and self._is_followed())
+        return self.saves_here and not (broadcast_json(self.member.lost is not None) and self._has_successor())
 
-    def _is_followed(self) -> bool:
-        """Tell whether another island has begun to save since: taking the lease from it would end the others. Every
-        rank must ask."""
-        is_followed = False
+    def _has_successor(self) -> bool:
+        """Return whether another island has begun to save since. Stealing its lease would end the other islands. Every
+        rank must call this together."""
+        has_successor = False
         if self.rank == 0:
             lease = self.checkpointing.saver.lease
             known = lease.epoch if lease is not None else self.newest_lease
             with suppress(OSError):
-                is_followed = known is not None and self.checkpointing.store.leases.highest() > known
-        return broadcast_json(is_followed)
+                has_successor = known is not None and self.checkpointing.store.leases.highest() > known
+        return broadcast_json(has_successor)
 
     def _save_before_leaving(self, reason: str, state: State, logger: Any) -> str:
-        """Save in the middle of a batch, of which nothing has been trained yet. Returns what to say when leaving."""
-        saves = self.saves_here and not self._is_followed()
+        """Save during a batch, before its commit. Returns the message of the exit."""
+        saves = self.saves_here and not self._has_successor()
         try:
             (self.checkpointing.save_now if saves else self.checkpointing.fit_end)(state, logger)
         except CheckpointError:
-            if not self._is_followed():
+            if not self._has_successor():
                 raise
             saves = False
         saved = f"saved as ba{self.checkpointing.last_saved_batch}" if saves else "another island saves"
@@ -273,7 +278,7 @@ class Islands(Partners):
     # --------------------------------------------------------------------------------------------------- the data
 
     def batches(self, state: State) -> Iterator[Any]:
-        """Read this rank's rows of the epoch's batches, from the next one on. Every rank must begin together."""
+        """Read this rank's rows of the epoch's batches, from the next batch on. Every rank must call this together."""
         lanes = self.view.lanes[self.name]
         num_rows = len(lanes) // self.num_ranks
         mine = lanes[self.rank * num_rows : (self.rank + 1) * num_rows]
@@ -293,9 +298,9 @@ class Islands(Partners):
         view, before = self.next_view, self.view
         if view is not None and self.name in view.members:
             described, lost = self._describe(view)
-            if lost is not None:  # the next batch hears of it; this one is not recorded yet, and a save would lack it
+            if lost is not None:  # the next batch finds out; this one is not recorded yet, so a save would lack it
                 return None
-            self._take_up(view, state, described)
+            self._begin_view(view, state, described)
         is_due = int(state.timestamp.batch) % self.config.check_weights_every == 0
         self.weights = self._digest_weights() if is_due else ""
         return None if self.view.lanes[self.name] == before.lanes[self.name] else self.batches(state)
@@ -309,14 +314,14 @@ class Islands(Partners):
     # -------------------------------------------------------------------------------------------------- the batch
 
     def begin_batch(self) -> None:
-        """Start the clock. An evaluation or a save before the batch says nothing of this island's pace."""
+        """Start the clock of this island's pace, which excludes an evaluation or a save before the batch."""
         self.began_at = _now()
 
     def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
-        """Exchange the gradient of this island's rows, and hear the verdict. `loss` is a data rank's, as for `measure`.
+        """Exchange this island's gradient and wait for the verdict. `loss` is this rank's, as for `measure`.
 
-        True: the gradient is the whole batch's, and the guard and the agreement know what all have found of it. False:
-        the gradient is gone, and the batch is to be computed again, with the rows of the new view.
+        Returns True after a commit: the gradient is the global batch's, and GradientStep and Agreement have the numbers
+        of all islands. Returns False if the batch must be computed again, with the rows of a new view.
         """
         seconds = _now() - self.began_at
         here = self.agreement.current
@@ -328,16 +333,16 @@ class Islands(Partners):
             place = {"kind": "prepared", "epoch": self.view.epoch, "batch": int(state.timestamp.batch)}
             counts = {"weight": weight, "samples": here.num_filled, "tokens": here.num_tokens}
             counts |= {"losses": here.num_losses, "digest": here.digest}
-            self.member.say({**place, **counts, "seconds": seconds, "weights": self.weights, **report})
+            self.member.send({**place, **counts, "seconds": seconds, "weights": self.weights, **report})
         self.member.phase = "wait"
-        verdict = self._hear()
+        verdict = self._receive_verdict()
         while verdict["epoch"] < self.view.epoch or (verdict["kind"] == "view" and verdict["epoch"] == self.view.epoch):
-            verdict = self._hear()
+            verdict = self._receive_verdict()
         self.member.phase = "compute"
         if verdict["kind"] == "view":
             clear_gradients(state.optimizers[0])
             self.num_repeats += 1
-            self._take_up(View.of(verdict), state)
+            self._begin_view(View.of(verdict), state)
             return False
         self.measured = {
             "islands/members": len(self.view.members),
@@ -350,7 +355,7 @@ class Islands(Partners):
         return True
 
     def _commit(self, verdict: Message) -> None:
-        """Hand what all islands have found to this rank's GradientStep and Agreement."""
+        """Pass the numbers of all islands to this rank's GradientStep and Agreement."""
         here = self.agreement.current
         self.num_drifts += len(verdict["drifted"])
         self.gradient_step.agreed = Measured(verdict["norm"], verdict["loss"], verdict["bad"])
@@ -369,31 +374,33 @@ class Islands(Partners):
         return {**self.measured, "islands/repeats": self.num_repeats, "islands/drifts": self.num_drifts}
 
     def _exchange(self, state: State, weight: int, loss: torch.Tensor) -> Message:
-        """Put the whole gradient in place of this island's, if all ranks could exchange it. Returns what to report."""
+        """Replace this island's gradient with the global batch's, if every rank could exchange. Returns the report."""
         gradients = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
         parts = {name: local(gradient) for name, gradient in gradients.items()}
         inside = {name: parts[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
         swapped = None
         with suppress(OSError):
-            swapped = self.exchange.swap(inside, self.pieces, int(state.timestamp.batch) * LABELS, float(weight))
-        self.member.phase = "wait"  # for ranks whose links are slower, or dead
+            swapped = self.exchange.swap(
+                inside, self.pieces, int(state.timestamp.batch) * LABELS_PER_BATCH, float(weight)
+            )
+        self.member.phase = "wait"  # for ranks whose links are slower or dead
         failed, leaves = all_reduce_sum([int(swapped is None), int(bool(self.agreement.preemption.reason))])
         if failed:
             return {"ok": False, "leaving": bool(leaves), "norm": 0.0, "loss": 0.0, "bad": 0}
         assert swapped is not None
         self.member.phase = "compute"
         if len(self.view.members) > 1:
-            self._add_up(inside, swapped, weight)
+            self._sum_over_islands(inside, swapped, weight)
             complete(gradients, parts, self.pieces, self.boxes)
         norm, mean, num_bad = measure(list(self.parameters.values()), loss, self.gradient_step.bad_losses)
         return {"ok": True, "leaving": bool(leaves), "norm": norm, "loss": mean, "bad": num_bad}
 
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        if parameter.grad is None:  # no token of these rows has a loss
+        if parameter.grad is None:  # no token of this rank's rows has a loss
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
-    def _add_up(self, inside: dict[str, torch.Tensor], swapped: Swapped, weight: int) -> None:
+    def _sum_over_islands(self, inside: dict[str, torch.Tensor], swapped: Swapped, weight: int) -> None:
         weights = {**swapped.weights, self.name: float(weight)}
         whole = max(sum(weights[name] for name in sorted(weights)), 1.0)
         shares = {name: part / whole for name, part in weights.items()}
@@ -402,71 +409,71 @@ class Islands(Partners):
                 theirs = {island: tensors[name] for island, tensors in swapped.tensors.items()}
                 values.copy_(sum_weighted(values, self.name, theirs, shares))
 
-    # -------------------------------------------------------------------------------------------------- the state
+    # ------------------------------------------------------------------------------------------- state for joiners
 
-    def _give_state(self, state: State) -> None:
-        """Give it to islands that join: numbers through the coordinator, tensors from rank to rank."""
-        run = self.checkpointing
-        found = read_state(run.model.model, state.optimizers[0])
+    def _send_state(self, state: State) -> None:
+        """Send the run's state to joining islands: scalars through the coordinator, tensors from rank to rank."""
+        here = self.checkpointing
+        found = read_state(here.model.model, state.optimizers[0])
         kinds = sorted({key.rsplit("/", 1)[1] for key in found.tensors if key.startswith("optim/")})
         if self.rank == 0:
-            segments = run.segments_until(state) if int(state.timestamp.batch) >= run.first_batch else ()
-            told = {
+            segments = here.segments_until(state) if int(state.timestamp.batch) >= here.first_batch else ()
+            content = {
                 "optimizer": encode_value(found.optimizer),
                 "kinds": kinds,
-                "scalars": encode_value(run.run_state.collect(state)),
+                "scalars": encode_value(here.run_state.collect(state)),
                 "segments": [encode_segment(segment) for segment in segments],
             }
-            self.member.say({"kind": "state", "epoch": self.view.epoch, "state": told})
-        with suppress(OSError):  # who joins has gone: the next exchange fails, and the batch is repeated without
+            self.member.send({"kind": "state", "epoch": self.view.epoch, "state": content})
+        with suppress(OSError):  # a joiner is gone: the next exchange fails, and the batch is repeated without it
             for number, pattern in enumerate(("model/{}", *(f"optim/{{}}/{kind}" for kind in kinds)), 1):
                 tensors = {
                     name: local_tensor(found.tensors[pattern.format(name)])[piece.within(self.boxes[name])]
                     for name, piece in self.pieces.items()
                 }
-                label = int(state.timestamp.batch) * LABELS + number
+                label = int(state.timestamp.batch) * LABELS_PER_BATCH + number
                 self.exchange.give(tensors, self.pieces, self.view.joiners, label)
 
     @torch.no_grad()
-    def _take_state(self, state: State) -> None:
-        """Take all that the donor has; nothing of what this island has begun with is left."""
+    def _receive_state(self, state: State) -> None:
+        """Replace this island's state with the donor's. Raises Preempted if the donor fails."""
         self.member.phase = "wait"
-        message = self._hear()
-        if message["kind"] != "state":  # a newer view: nobody knows that this island has nothing to train on
-            raise self._joined_in_vain()
-        told = message["state"]
+        message = self._receive_verdict()
+        if message["kind"] != "state":  # a newer view, which assumes that this island has the state
+            raise self._missing_state()
+        content = message["state"]
         error = None
         kinds: list[dict[str, torch.Tensor]] = []
         try:
-            for number in range(1, 2 + len(told["kinds"])):
-                label = self.view.batch * LABELS + number
+            for number in range(1, 2 + len(content["kinds"])):
+                label = self.view.batch * LABELS_PER_BATCH + number
                 kinds.append(self.exchange.take(self.pieces, self.view.donor, label))
         except OSError as caught:
             error = caught
         self.member.phase = "wait"
         if all_reduce_sum([int(error is not None)])[0]:
-            raise self._joined_in_vain()
+            raise self._missing_state()
         self.member.phase = "compute"
         wholes = [self._complete(kind) for kind in kinds]
         for name, parameter in self.parameters.items():
             local_tensor(parameter).copy_(wholes[0][name])
         slots = {
             f"optim/{name}/{kind}": whole[name]
-            for kind, whole in zip(told["kinds"], wholes[1:], strict=True)
+            for kind, whole in zip(content["kinds"], wholes[1:], strict=True)
             for name in self.parameters
         }
         like = {key: self.parameters[key.split("/", 1)[1].rsplit("/", 1)[0]].detach() for key in slots}
-        write_optimizer(state.optimizers[0], self.parameters, decode_value(told["optimizer"]), slots, like)  # type: ignore[arg-type]
-        run = self.checkpointing
-        run.say(*run.run_state.restore(decode_value(told["scalars"]), state))
-        run.segments = tuple(decode_segment(Item(one, "segment")) for one in told["segments"])
-        run.begin(state)
+        write_optimizer(state.optimizers[0], self.parameters, decode_value(content["optimizer"]), slots, like)  # type: ignore[arg-type]
+        here = self.checkpointing
+        here.print_on_rank_0(*here.run_state.restore(decode_value(content["scalars"]), state))
+        here.segments = tuple(decode_segment(Item(one, "segment")) for one in content["segments"])
+        here.begin(state)
 
-    def _joined_in_vain(self) -> Preempted:
+    def _missing_state(self) -> Preempted:
         return Preempted(f"left the run: {self.view.donor} could not give its state; run the same command again")
 
     def _complete(self, pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Turn pieces of parameters into this rank's parts of them."""
+        """Return this rank's parts of all parameters, made of the ranks' pieces."""
         parts = {}
         for name, parameter in self.parameters.items():
             parts[name] = torch.zeros_like(local_tensor(parameter))
@@ -477,7 +484,7 @@ class Islands(Partners):
 
 
 def _now() -> float:
-    """Return the time when the device has done what was asked of it: an island's share follows what it computes."""
+    """Return the time after the device has finished: an island's rows follow from its speed."""
     devices.finish()
     return time.monotonic()
 

@@ -45,7 +45,7 @@ class DieInStream(Callback):
         whole = getattr(Exchange, way)
 
         def half(exchange, *arguments):
-            if arguments[-1] % islands.LABELS > 1:
+            if arguments[-1] % islands.LABELS_PER_BATCH > 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return whole(exchange, *arguments)
 

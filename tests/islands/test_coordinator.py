@@ -19,7 +19,7 @@ class Play:
         self.rows = rows
         self.now = 0.0
         self.numbers = {}
-        self.heard = {}
+        self.received = {}
 
     def come(self, name, size=1, *, launch="1", ranks=None, **facts):
         for rank in range(size) if ranks is None else ranks:
@@ -42,11 +42,11 @@ class Play:
     def listen(self):
         for number, message in self.coordinator.outbox:
             name, _, rank = self.numbers[number]
-            self.heard.setdefault((name, rank), []).append(message)
+            self.received.setdefault((name, rank), []).append(message)
         self.coordinator.outbox = []
 
     def last(self, name, rank=0):
-        return self.heard[name, rank][-1]
+        return self.received[name, rank][-1]
 
     def prepare(self, name, *, weight=100, **changes):
         here = self.coordinator
@@ -63,7 +63,7 @@ class Play:
         self.coordinator.lose(self.number(name, rank))
         self.listen()
 
-    def beat(self, name, rank=0, phase="compute", num_bytes=0):
+    def heartbeat(self, name, rank=0, phase="compute", num_bytes=0):
         self.coordinator.receive(
             self.number(name, rank), {"kind": "beat", "phase": phase, "bytes": num_bytes}, self.now
         )
@@ -105,15 +105,15 @@ def test_it_begins_when_all_ranks_of_as_many_islands_as_announced_are_here():
     play = Play()
     play.come("a", 2, ranks=[0])
     play.come("b")
-    assert not play.coordinator.members and not play.heard
+    assert not play.coordinator.members and not play.received
     play.come("a", 2, ranks=[1])
     assert play.coordinator.members == ["a", "b"]
     for who in (("a", 0), ("a", 1), ("b", 0)):
-        assert play.heard[who][-1]["lanes"] == {"a": [0, 4], "b": [4, 8]} and play.heard[who][-1]["scribe"] == "a"
+        assert play.received[who][-1]["lanes"] == {"a": [0, 4], "b": [4, 8]} and play.received[who][-1]["scribe"] == "a"
     for speaker in ("a", "b"):
-        described = [(message.get("name"), message.get("rank")) for message in play.heard[speaker, 0]]
+        described = [(message.get("name"), message.get("rank")) for message in play.received[speaker, 0]]
         assert described == [("a", 0), ("a", 1), ("b", 0), (None, None)]
-    assert [message["kind"] for message in play.heard["a", 1]] == ["view"], "boxes reach it through its speaker"
+    assert [message["kind"] for message in play.received["a", 1]] == ["view"], "boxes reach it through its speaker"
 
 
 def test_rows_are_divided_by_the_weights_that_islands_bring(play):
@@ -139,7 +139,7 @@ def test_an_exchange_that_failed_for_one_fails_for_all_and_a_batch_that_counts_e
         play.prepare("a", ok=False)
         play.prepare("b")
         for who in (("a", 0), ("a", 1), ("b", 0)):
-            view = play.heard[who][-1]
+            view = play.received[who][-1]
             assert view["kind"] == "view" and view["epoch"] == number + 1 and view["batch"] == number - 1
         play.batch()
         assert play.last("b")["kind"] == "commit" and play.coordinator.members == ["a", "b"]
@@ -181,8 +181,8 @@ def test_an_island_comes_in_between_two_batches_and_gets_the_scribe_s_state(play
     view = play.last("c")
     assert view["kind"] == "view" and view["batch"] == 2 and view["donor"] == "a" and view["joiners"] == ["c"]
     assert play.last("a")["next"] == view
-    assert [m["name"] for m in play.heard["c", 0] if m["kind"] == "member"] == ["a", "a", "b", "c"]
-    assert [m["name"] for m in play.heard["b", 0] if m["kind"] == "member"] == ["a", "a", "b", "c"]
+    assert [m["name"] for m in play.received["c", 0] if m["kind"] == "member"] == ["a", "a", "b", "c"]
+    assert [m["name"] for m in play.received["b", 0] if m["kind"] == "member"] == ["a", "a", "b", "c"]
     check_division(play.coordinator)
 
 
@@ -192,7 +192,7 @@ def test_the_state_of_the_scribe_reaches_those_that_join(play):
     play.coordinator.receive(play.number("b"), {"kind": "state", "epoch": 2, "state": {"from": "b"}}, 0.0)
     play.coordinator.receive(play.number("a"), {"kind": "state", "epoch": 2, "state": {"from": "a"}}, 0.0)
     play.listen()
-    assert [m["state"]["from"] for m in play.heard["c", 0] if m["kind"] == "state"] == ["a"]
+    assert [m["state"]["from"] for m in play.received["c", 0] if m["kind"] == "state"] == ["a"]
 
 
 def test_weights_that_differ_from_the_scribe_s_are_replaced_by_them(play):
@@ -203,7 +203,7 @@ def test_weights_that_differ_from_the_scribe_s_are_replaced_by_them(play):
     commit = play.last("b")
     assert commit["kind"] == "commit" and commit["drifted"] == ["b"], "the batch counts all the same"
     assert commit["next"]["donor"] == "a" and commit["next"]["joiners"] == ["b"]
-    assert play.heard["b", 0][-2]["kind"] != "view", "it hears of it once"
+    assert play.received["b", 0][-2]["kind"] != "view", "it hears of it once"
 
 
 def test_founders_that_are_behind_join_the_furthest():
@@ -234,8 +234,8 @@ def test_a_launch_under_a_name_that_is_here_takes_its_place(play):
 def test_silence_evicts(play):
     for _ in range(5):
         play.wait(1.0)
-        play.beat("a", 0)
-        play.beat("b")
+        play.heartbeat("a", 0)
+        play.heartbeat("b")
     assert play.coordinator.members == ["b"], "rank 1 of a is frozen"
     assert play.last("a", 1)["reason"] == "rank 1 of a is silent"
 
@@ -246,7 +246,7 @@ def test_a_link_that_is_dead_while_both_ends_live_repeats_the_batch_then_evicts_
             play.wait(0.25)
             for who in (("a", 0), ("a", 1), ("b", 0)):
                 if who[0] in play.coordinator.members:
-                    play.beat(*who, phase="exchange", num_bytes=7)
+                    play.heartbeat(*who, phase="exchange", num_bytes=7)
 
     seconds(4)
     assert play.coordinator.epoch == 1
@@ -266,7 +266,7 @@ def test_a_link_that_is_cut_again_and_again_costs_the_smaller_island_its_place(p
         play.wait(0.25)
         for name in list(play.coordinator.members):
             for rank in range(play.coordinator.islands[name].size):
-                play.beat(name, rank)
+                play.heartbeat(name, rank)
             play.prepare(name, ok=name != failing)
     assert play.coordinator.members == ([] if is_alone else ["a"])
     assert is_alone or play.coordinator.batch > 0
@@ -276,7 +276,7 @@ def test_slow_links_are_not_dead(play):
     for second in range(20):
         play.wait(1.0)
         for who in (("a", 0), ("a", 1), ("b", 0)):
-            play.beat(*who, phase="exchange", num_bytes=second)
+            play.heartbeat(*who, phase="exchange", num_bytes=second)
     assert play.coordinator.epoch == 1
 
 
@@ -339,13 +339,13 @@ def test_where_those_left_cannot_divide_the_batch_the_fastest_that_can_carry_on(
         for _ in range(5):
             for name, size in (("a", 4), ("b", 6)):
                 for rank in range(size):
-                    play.beat(name, rank)
+                    play.heartbeat(name, rank)
             play.wait(1.0)
     else:
         for name in ("a", "b", "c"):
             play.prepare(name, leaving=name == "c")
     assert play.coordinator.members == ["b"] and play.coordinator.lanes == {"b": range(12)}
-    evicted = [message for message in play.heard["a", 3] if message["kind"] == "evicted"]
+    evicted = [message for message in play.received["a", 3] if message["kind"] == "evicted"]
     assert "12 rows are no sum of multiples of the islands' ranks (a 4, b 6)" in evicted[0]["reason"]
     before = play.coordinator.batch
     play.batch()
@@ -358,7 +358,7 @@ def test_an_island_that_does_not_fit_waits_and_comes_in_with_another():
     play.come("a", 4, launch="2")
     play.batch()
     play.batch()
-    told = [message for message in play.heard["a", 0] if message["kind"] == "waits"]
+    told = [message for message in play.received["a", 0] if message["kind"] == "waits"]
     assert len(told) == 1 and "(a 4, b 6)" in told[0]["reason"]
     play.come("c", 2, launch="2")
     play.batch()
@@ -402,7 +402,7 @@ def test_ranks_that_do_not_come_are_not_waited_for():
     play = Play()
     play.come("a", 2, ranks=[0])
     for _ in range(62):
-        play.beat("a")
+        play.heartbeat("a")
         play.wait(0.5)
     assert play.last("a") == {"kind": "evicted", "reason": "1 of 2 ranks of a do not come"}
 
@@ -414,11 +414,11 @@ def test_an_island_that_is_late_leaves_with_the_last_member_and_once():
     play.come("b", 2, ranks=[0])
     for second in range(31):
         if second <= 26:
-            play.beat("a")
-        play.beat("b")
+            play.heartbeat("a")
+        play.heartbeat("b")
         play.wait(1.0)
     assert not play.coordinator.islands
-    assert [message["kind"] for message in play.heard["b", 0]] == ["evicted"]
+    assert [message["kind"] for message in play.received["b", 0]] == ["evicted"]
 
 
 def test_at_the_end_of_a_run_nothing_is_repeated_and_who_waits_leaves(play):
@@ -438,7 +438,7 @@ def test_a_coordinator_that_was_stopped_itself_evicts_nobody_for_it(play):
     play.wait(0.25)
     play.wait(7.0)
     for who in (("a", 0), ("a", 1), ("b", 0)):
-        play.beat(*who)
+        play.heartbeat(*who)
     play.wait(0.25)
     assert play.coordinator.members == ["a", "b"] and play.coordinator.epoch == 1
 
@@ -485,10 +485,10 @@ def test_an_island_of_4096_ranks_comes_in_and_goes():
     play.come("b", size)
     play.batch()
     assert play.coordinator.members == ["a", "b"] and len(play.coordinator.lanes["b"]) == size
-    assert [m["rank"] for m in play.heard["a", 0] if m.get("name") == "b"] == list(range(size))
+    assert [m["rank"] for m in play.received["a", 0] if m.get("name") == "b"] == list(range(size))
     play.lose("b", 17)
     assert play.coordinator.members == ["a"] and len(play.coordinator.dropped) == size
-    assert set(play.coordinator.speakers) == {play.number("a")}
+    assert set(play.coordinator.senders) == {play.number("a")}
 
 
 def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
@@ -500,7 +500,7 @@ def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
     for launch in ("1", "0"):  # one that was here, and one of which nobody had come
         play.coordinator.hello(late, play.hello("a", rank=1, size=2, launch=launch), play.now)
         play.listen()
-        assert play.heard["a", 1][-1]["kind"] == "evicted"
+        assert play.received["a", 1][-1]["kind"] == "evicted"
         assert play.coordinator.dropped[-1] == late
     assert play.coordinator.members == ["a"] and play.coordinator.islands["a"].launch == "2"
 
@@ -558,12 +558,14 @@ def test_whatever_happens_every_batch_counts_once_and_all_rows_are_in_it(seed):
         else:
             for name, island in coordinator.islands.items():
                 for rank in island.connections:
-                    play.beat(name, rank)
+                    play.heartbeat(name, rank)
             play.wait(0.5)
         if coordinator.batch > told:
             assert coordinator.batch == told + 1
             told += 1
-            commits = [m for (name, _), heard in play.heard.items() for m in heard[-2:] if m["kind"] == "commit"]
+            commits = [
+                m for (name, _), received in play.received.items() for m in received[-2:] if m["kind"] == "commit"
+            ]
             assert {m["samples"] for m in commits if m["batch"] == told - 1} == {ROWS}
         check_division(coordinator)
         assert coordinator.scribe in coordinator.members

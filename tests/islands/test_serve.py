@@ -34,23 +34,23 @@ def impatient(monkeypatch):
 
 def joined(address, name="a", **facts):
     one = Member(tuple(address[:2]), SECRET.encode(), name)
-    one.say_hello({**HELLO, "island": name, **facts})
+    one.send({"kind": "hello", **HELLO, "island": name, **facts})
     return one
 
 
-def hear_view(one) -> dict:
-    message = one.hear()
+def receive_view(one) -> dict:
+    message = one.receive_verdict()
     assert isinstance(message, dict) and message["kind"] == "view", message
     return message
 
 
-def hear(one):
-    """As `hear`, within the deadline."""
+def verdict_of(one):
+    """Return the next verdict, within the deadline."""
     found = []
-    thread = threading.Thread(target=lambda: found.append(one.hear()), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(one.receive_verdict()), daemon=True)
     thread.start()
     thread.join(60.0)
-    assert found, "nothing is heard for 60 s"
+    assert found, "no verdict for 60 s"
     return found[0]
 
 
@@ -59,26 +59,26 @@ def hear(one):
 def test_a_link_that_goes_dead_is_noticed_by_the_rank(tmp_path, impatient, dead):
     with coordination(tmp_path, num_islands=1) as running, line_to(running.port) as line:
         one = joined(line.address)
-        hear_view(one)
+        receive_view(one)
         for way in dead:
             line.is_dead[way].set()
-        assert hear(one) == Lost("the coordinator is silent", "gone")
+        assert verdict_of(one) == Lost("the coordinator is silent", "gone")
         if "there" not in dead:
             running.wait_for("rank 0 of a is gone")
         one.close()
 
 
 @in_a_process
-@pytest.mark.parametrize("says_hello", [True, False])
-def test_a_frozen_coordinator_is_noticed(tmp_path, impatient, says_hello):
+@pytest.mark.parametrize("sends_hello", [True, False])
+def test_a_frozen_coordinator_is_noticed(tmp_path, impatient, sends_hello):
     """Before hello too: ranks build their model then."""
     with coordination(tmp_path, num_islands=2) as running:
         one = Member(("127.0.0.1", running.port), SECRET.encode(), "a")
-        if says_hello:
-            one.say_hello(HELLO)
+        if sends_hello:
+            one.send({"kind": "hello", **HELLO})
         running.freeze()
         try:
-            assert hear(one) == Lost("the coordinator is silent", "gone")
+            assert verdict_of(one) == Lost("the coordinator is silent", "gone")
         finally:
             running.thaw()
         one.close()
@@ -93,7 +93,7 @@ def test_a_quiet_coordinator_that_lives_is_not_left(tmp_path, impatient):
         beats = count_beats(running.port, 12)
         assert beats == 12 and one.lost is None
         another = joined(("127.0.0.1", running.port), "b")
-        assert hear_view(one)["members"] == hear_view(another)["members"]
+        assert receive_view(one)["members"] == receive_view(another)["members"]
         for member_ in (one, another):
             member_.close(has_finished=True)
         running.wait_for("the run has ended after batch 0")
@@ -115,7 +115,7 @@ def test_a_coordinator_whose_log_is_lost_goes_on(log):
     if process.stdout is not None:
         process.stdout.close()
     one = joined(("127.0.0.1", port))
-    assert hear_view(one)["members"] == {"a": "1"}
+    assert receive_view(one)["members"] == {"a": "1"}
     one.close(has_finished=True)
     assert process.wait(60) == 0
 
@@ -127,7 +127,7 @@ def count_beats(port, most):
 
 
 def test_who_knows_the_token_and_says_nothing_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, "SECONDS_TO_SPEAK", 0.5)
+    monkeypatch.setattr(serve, "MAX_HEARTBEAT_SECONDS", 0.5)
     with threaded() as (port, _), dial(("127.0.0.1", port), SECRET.encode()) as silent:
         silent.settimeout(10)
         with pytest.raises(ConnectionError, match="closed by the other end"):
@@ -168,7 +168,7 @@ def unstarted(num_founders=1):
         ),
     ],
 )
-def test_a_stranger_is_closed_greeted_by_nobody_and_the_coordinator_hears_of_its_end(said, words, capsys, monkeypatch):
+def test_a_stranger_is_closed_greeted_by_nobody_and_the_coordinator_notes_its_end(said, words, capsys, monkeypatch):
     monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 0.05)
     server, lost = unstarted(), []
     server.coordinator.greet = lambda number: pytest.fail("greeted")  # type: ignore[method-assign]
@@ -180,14 +180,14 @@ def test_a_stranger_is_closed_greeted_by_nobody_and_the_coordinator_hears_of_its
 
 @pytest.mark.parametrize(
     ("waiting_bytes", "expected"),
-    [(0, ["beat", "view"]), (serve.LONGEST_BACKLOG, ["view"]), (serve.LONGEST_BACKLOG + 1, ["cut off"])],
+    [(0, ["beat", "view"]), (serve.MAX_BACKLOG_BYTES, ["view"]), (serve.MAX_BACKLOG_BYTES + 1, ["cut off"])],
 )
 def test_who_does_not_read_gets_no_beat_and_at_last_is_cut_off(waiting_bytes, expected):
     server, said = unstarted(), []
     transport = SimpleNamespace(get_write_buffer_size=lambda: waiting_bytes, abort=lambda: said.append("cut off"))
     write = lambda raw: said.append(unpack(raw[HEADER.size :])["kind"])  # noqa: E731
     server.writers[0] = cast(Any, SimpleNamespace(transport=transport, write=write))
-    server.beat()
+    server.send_heartbeats()
     server.coordinator.outbox = [(0, {"kind": "view"})]
     server.deliver()
     assert said == expected
@@ -235,16 +235,16 @@ def test_a_rank_knows_an_island_when_all_its_ranks_have_been_described():
         with pytest.raises(ConnectionError, match="nothing is known of island b"):
             one.describe("b", "1", timeout=0.0)
         others.append(joined(("127.0.0.1", port), "b", size=2))
-        hear_view(one)
+        receive_view(one)
         assert [message["rank"] for message in one.describe("b", "1")] == [0, 1]
         for other in others:
             other.close()
-        hear_view(one)
+        receive_view(one)
         others.append(joined(("127.0.0.1", port), "b", launch="2"))
         while "b" not in coordinator.islands:  # they speak over two connections, of which either may be heard first
             assert others[-1].lost is None
-        one.say({**PREPARED, "epoch": 2})
-        assert hear(one)["next"]["members"] == {"a": "1", "b": "2"}
+        one.send({**PREPARED, "epoch": 2})
+        assert verdict_of(one)["next"]["members"] == {"a": "1", "b": "2"}
         assert len(one.describe("b", "2")) == 1
         with pytest.raises(ConnectionError):
             one.describe("b", "1", timeout=0.0)
@@ -296,21 +296,21 @@ def test_islands_that_dial_from_two_hosts_are_told_apart():
         one.close()
 
 
-def test_after_an_error_of_its_own_a_coordinator_ends_and_islands_hear_of_it():
+def test_after_an_error_of_its_own_a_coordinator_ends_and_islands_notice():
     class Broken(Coordinator):
         def _prepare(self, island, message, now):
             raise ZeroDivisionError("ours")
 
     with threaded(Broken(1, 4.0)) as (port, raised):
         one = joined(("127.0.0.1", port))
-        hear_view(one)
-        one.say(PREPARED)
-        assert hear(one) == Lost("the coordinator is gone", "gone")
+        receive_view(one)
+        one.send(PREPARED)
+        assert verdict_of(one) == Lost("the coordinator is gone", "gone")
         one.close()
     assert "all islands save and leave" in str(raised[0])
 
 
-def test_what_many_ranks_hear_is_packed_once(monkeypatch):
+def test_a_message_for_many_ranks_is_packed_once(monkeypatch):
     """For 64 ranks the tensor boxes of two islands would take longer than a coordinator may be silent."""
     packed: list[dict] = []
     written: list[tuple[int, bytes]] = []
@@ -357,7 +357,7 @@ def test_whatever_an_island_says_the_coordinator_and_the_others_go_on(seed):
     chance = random.Random(seed)
     with threaded() as (port, raised):
         one = joined(("127.0.0.1", port))
-        hear_view(one)
+        receive_view(one)
         for number in range(150):
             with dial(("127.0.0.1", port), SECRET.encode()) as other:
                 hello = {"kind": "hello", **HELLO, "island": f"x{number % 3}", "launch": str(number)}

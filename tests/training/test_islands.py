@@ -28,7 +28,7 @@ def device_behind_the_host(monkeypatch):
 
 
 def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_behind_the_host):
-    said: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
     view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [])
     islands: Any = object.__new__(Islands)
     islands.__dict__.update(
@@ -38,19 +38,19 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
         view=view,
         num_repeats=0,
         weights="",
-        member=SimpleNamespace(say=said.append, phase="compute"),
+        member=SimpleNamespace(send=sent.append, phase="compute"),
         _exchange=lambda *_: {"ok": True},
-        _hear=lambda: {**view.as_message(), "epoch": 2},
-        _take_up=lambda *_: None,
+        _receive_verdict=lambda: {**view.as_message(), "epoch": 2},
+        _begin_view=lambda *_: None,
     )
     state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=0), optimizers=[SimpleNamespace(param_groups=[])])
     device_behind_the_host[0] = time.monotonic() + SECONDS / 2  # the batch before
     islands.begin_batch()
     device_behind_the_host[0] = time.monotonic() + SECONDS
     assert not islands.exchange_gradient(state, torch.zeros(()))
-    assert SECONDS / 2 < said[0]["seconds"] < 50 * SECONDS
-    assert said[0]["seconds"] >= 0.99 * SECONDS
-    assert said[0]["weight"] == 18, "tokens with a loss, not rows"
+    assert SECONDS / 2 < sent[0]["seconds"] < 50 * SECONDS
+    assert sent[0]["seconds"] >= 0.99 * SECONDS
+    assert sent[0]["weight"] == 18, "tokens with a loss, not rows"
 
 
 def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_recorded():
@@ -72,7 +72,7 @@ def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_reco
     state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=1))
     assert islands.move_on(state) is None and islands.view == view and islands.saves_here
     with pytest.raises(Preempted, match="the coordinator is gone; saved"):
-        islands._take_up(islands.next_view, state)
+        islands._begin_view(islands.next_view, state)
 
 
 def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody(monkeypatch):
@@ -95,10 +95,12 @@ def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody(monk
         pieces={},
         parameters={},
         exchange=SimpleNamespace(take=take),
-        checkpointing=SimpleNamespace(run_state=SimpleNamespace(restore=restore), say=print, begin=lambda _: None),
-        _hear=lambda: {"kind": "state", "state": told},
+        checkpointing=SimpleNamespace(
+            run_state=SimpleNamespace(restore=restore), print_on_rank_0=print, begin=lambda _: None
+        ),
+        _receive_verdict=lambda: {"kind": "state", "state": told},
         _complete=lambda kind: phases.append(member.phase) or kind,
     )
     monkeypatch.setattr(module, "write_optimizer", lambda *_: phases.append(member.phase))
-    islands._take_state(SimpleNamespace(optimizers=[None]))
+    islands._receive_state(SimpleNamespace(optimizers=[None]))
     assert phases == ["compute"] * 4
