@@ -1,8 +1,7 @@
-"""The one collective between two batches: a sum over integers that lie in host memory.
+"""The one collective between two batches: a sum of integers in host memory.
 
-It is made at the end of each batch. By then the next one has been read ahead, so that its tokens and its digest are
-counted before it goes to the device. An epoch's first batch needs a sum of its own. The other collective of a batch,
-for numbers that lie on devices, is `trainer.measure`.
+It takes place at the end of each batch. By then the next batch has been read, so its tokens and digest are in the sum.
+An epoch's first batch needs a sum of its own. A batch's other collective, on devices, is `trainer.measure`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +19,12 @@ from llmfoundry_lite.training.preemption import REASONS, Preemption
 
 
 class Upcoming(NamedTuple):
-    """The next batch, as all ranks together have it."""
+    """The next global batch, summed over ranks."""
 
     is_there: bool
-    """Every rank has its share of one."""
+    """Every rank has its share."""
     num_filled: int
-    """Samples. Rows of padding, which fill up an epoch's last batch, do not count."""
+    """Samples, without the rows of padding that fill up an epoch's last batch."""
     num_tokens: int
     num_losses: int
     """Tokens that have a loss."""
@@ -37,25 +36,25 @@ NOTHING = Upcoming(False, 0, 0, 0, 0)
 
 @dataclass(eq=False)
 class Agreement(Callback):
-    """Reads batches one ahead, and carries what callbacks want to know of other ranks."""
+    """Reads batches one ahead. One sum over ranks agrees on the next batch, on leaving and on saving."""
 
     ranks: DataRanks
     preemption: Preemption
     changed: Callable[[State], Iterator[Any] | None]
-    """Returns batches to go on with instead, where this rank has other rows from now on."""
+    """Returns other batches to go on with if this rank's rows have changed; else None."""
 
     def __post_init__(self) -> None:
         self.is_writing: Callable[[], bool] = lambda: False
-        """Whether this rank's part of a save is not written yet."""
+        """Returns whether this rank still writes its part of a save."""
         self.is_saving: Callable[[], bool] = lambda: False
-        """Whether a save is on its way, on any rank."""
+        """Returns whether any rank is saving."""
         self.wants_save: Callable[[State], bool] = lambda state: False
-        """Whether rank 0 wants a save after this batch; the other ranks are not asked."""
+        """Returns whether to save after this batch; only rank 0's answer counts."""
         self.current = NOTHING
         """The batch that is being trained."""
         self.upcoming = NOTHING
         self.all_written = True
-        """No rank `is_writing`, as of the last sum."""
+        """No rank was writing at the last sum."""
         self.save_is_due = False
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None
@@ -67,8 +66,10 @@ class Agreement(Callback):
         self._agree(self._read_ahead())
 
     def take(self) -> Any:
-        """Return this rank's share of the next batch; None at the epoch's end, which is the end for all ranks. Raises
-        what the loader has raised."""
+        """Return this rank's share of the next batch; None at the end of the epoch, which all ranks reach together.
+
+        Raises the loader's error.
+        """
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -91,7 +92,7 @@ class Agreement(Callback):
         assert self._batches is not None
         try:
             self._batch = next(self._batches, None)
-        except Exception as error:  # of the next batch: this one must still be recorded and saved
+        except Exception as error:  # raised with the next batch: this one must still be recorded and saved
             self._error = error
         if self._batch is None:
             return NOTHING._replace(is_there=self._error is not None)
@@ -99,7 +100,7 @@ class Agreement(Callback):
         return Upcoming(True, count_filled(self._batch), count["total"], count["loss_generating"], digest)
 
     def _agree(self, counted: Upcoming, reason: int = 0, wants_save: bool = False) -> int:
-        """Return the highest reason to leave that any rank has."""
+        """Sum over ranks. Returns the highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
         missing, filled, tokens, losses, digest, writing, wanting, *having = all_reduce_sum(
@@ -111,11 +112,11 @@ class Agreement(Callback):
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Count all tokens, and those with a loss: the last of each sample has no successor. In host memory."""
+    """Count all tokens, and those with a loss: all but each sample's first. Computes on the host."""
     is_real_bt = batch["input_ids"].cpu().numpy() >= 0
     return {"total": int(is_real_bt.sum()), "loss_generating": int(is_real_bt[:, 1:].sum())}
 
 
 def count_filled(batch: dict[str, torch.Tensor]) -> int:
-    """Count the samples that are not all padding. In host memory."""
+    """Count the samples that are not all padding. Computes on the host."""
     return int((batch["input_ids"].cpu().numpy() >= 0).any(1).sum())

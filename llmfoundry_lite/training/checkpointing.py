@@ -1,9 +1,9 @@
-"""A run and its checkpoints: Composer's events <-> checkpoint package. Restores once, saves when it is time.
+"""Composer callback that restores a run from a checkpoint and saves it when `save_policy` decides so.
 
-`find_start` refuses what the manifest shows, before the model is built. Tensors and the place in the data are checked
-after the lease is taken, which ends another live launch. State is restored at AFTER_LOAD, when the model is sharded and
-seeds and data are not yet touched. It is saved at BATCH_CHECKPOINT, after the batch's evaluation. `save_policy` says
-when, `run_state` what besides tensors.
+`find_start` chooses the checkpoint and checks its manifest before the model is built. Tensors and the place in the data
+are checked after the lease is taken, which ends another live launch. State is restored at AFTER_LOAD: the model is
+sharded by then, seeds and data are not used yet. It is saved at BATCH_CHECKPOINT, after the batch's evaluation.
+`run_state` has the state besides tensors.
 """
 
 import itertools
@@ -50,25 +50,31 @@ from llmfoundry_lite.training.run_state import RunState, build_segment, chosen_o
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.trainer import GradientStep
 
-PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Before each new attempt at the last save; the last one from then on."""
+RETRY_PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Pauses between attempts at the last save; the last pause repeats."""
 
 
 class Start(NamedTuple):
-    """The beginning of a launch: a checkpoint, or batch 1."""
+    """Where a launch starts: at a checkpoint, or at batch 1."""
 
     is_own: bool = False
-    """Carries on from the newest intact checkpoint of the run's own folder."""
+    """Carry on from the newest intact checkpoint in the run's own folder."""
     url: str | None = None
-    """One checkpoint, or a folder whose newest intact one is meant; None: batch 1."""
+    """A checkpoint, or a folder of checkpoints, whose newest intact one is used; None: batch 1."""
     is_one: bool = False
+    """`url` is one checkpoint, not a folder of them."""
     note: str = ""
-    """Tells the user that a launch that may carry on begins at batch 1."""
+    """Tells the user why a launch with `autoresume` starts at batch 1."""
     fingerprints: dict[str, str] = {}  # noqa: RUF012 - read only
 
 
 @dataclass(eq=False)
 class Checkpointing(Callback):
+    """Restores this launch's start, and saves the run during training, at its end and before leaving early.
+
+    Every rank calls every method together, unless it says otherwise.
+    """
+
     config: TrainConfig
     model: LanguageModel
     gradient_step: GradientStep
@@ -82,22 +88,22 @@ class Checkpointing(Callback):
         self.policy = SavePolicy(self.config, self.preemption, self.agreement)
         self.run_state = RunState(self.config, self.gradient_step)
         self.carries_on = self.begins.is_own or not self.config.load_weights_only
-        """This launch is the checkpoint's run; else a new one begins with its weights."""
+        """This launch carries on the checkpoint's run; else it starts a new run with its weights."""
         self.segments: tuple[Segment, ...] = ()
         self.changes: list[Change] = []
-        """Changes that the user has asked of this launch, compared with the one that it carries on."""
+        """Configuration keys whose values differ from the checkpoint's."""
         self.history: bytes | None = None
-        """The log that came with the checkpoint, on rank 0."""
+        """On rank 0: the log that the checkpoint holds."""
         self.has_tokenizer_there = False
         self.wandb_run_id: str | None = None
         self.was_stopped = False
         self.was_preempted_by = ""
         self.last_saved_batch = -1
-        """The newest batch whose save has begun."""
+        """The newest batch of which a save has begun."""
         self.published_batch = -1
-        """Batch of the newest checkpoint that this launch knows of in the run's folder; -1 for none."""
+        """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
         self.newest_url: str | None = None
-        """The newest checkpoint whose weights this launch has had."""
+        """The newest checkpoint that this launch has restored or saved."""
 
     # -------------------------------------------------------------------------------------------------- restore
 
@@ -129,7 +135,7 @@ class Checkpointing(Callback):
         self.begin(state)
 
     def begin(self, state: State) -> None:
-        """Begin this launch's part of the run with the batch after this one."""
+        """Note that this launch trains from the batch after `state.timestamp` on."""
         self.first_batch = int(state.timestamp.batch) + 1
         self.last_saved_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
         self.published_batch = self.last_saved_batch if self.begins.is_own else -1
@@ -166,14 +172,14 @@ class Checkpointing(Callback):
         if log is not None:
             self.history = log.content
             self.print_on_rank_0(*log.notes)
-            if self.begins.is_own:  # later checkpoints of this folder may refer to the log's parts
+            if self.begins.is_own:  # later checkpoints in this folder may refer to parts of the log
                 self.saver.log_parts = log.parts
         if manifest.run_name == self.config.run_name:
             self.wandb_run_id = manifest.scalars.get("wandb_run_id")
         self.segments = manifest.segments
 
     def _read_log(self, url: str) -> Log | None:
-        """Read the log that came with that checkpoint, on rank 0. Raises CheckpointError on all ranks."""
+        """Return the checkpoint's log on rank 0, None elsewhere. Raises CheckpointError on all ranks."""
         log, error = None, None
         try:
             if dist.get_rank() == 0:
@@ -184,6 +190,7 @@ class Checkpointing(Callback):
         return log
 
     def _differences(self, manifest: Manifest, state: State) -> str:
+        """Return how this launch differs from the checkpoint's, in parentheses; empty if it does not."""
         if not manifest.segments:
             return ""
         batch, is_auto = manifest.timestamp.batch, self.config.device_train_microbatch_size == "auto"
@@ -210,8 +217,10 @@ class Checkpointing(Callback):
         self.leave_if_asked(state, logger)
 
     def leave_if_asked(self, state: State, logger: Logger) -> None:
-        """Leave in the middle of a long evaluation: the batch before it is recorded and saved. The next launch
-        evaluates. Every rank must call this at the same places."""
+        """Leave during a long evaluation if any rank is asked to: record and save the batch, then raise Preempted.
+
+        The next launch repeats the evaluation. Every rank must call this at the same places.
+        """
         preempted_by = self.preemption.agree_on_reason()
         if not preempted_by:
             return
@@ -226,6 +235,7 @@ class Checkpointing(Callback):
         raise Preempted(self.preempted_text(state), orderly=True)
 
     def preempted_text(self, state: State) -> str:
+        """Return the message of a launch that leaves early."""
         saved = f"saved as ba{self.last_saved_batch}" if self.last_saved_batch > 0 else "nothing to save yet"
         if not self.partners.saves_here:
             saved = self.partners.instead_of_saving
@@ -233,19 +243,16 @@ class Checkpointing(Callback):
         why = self.preemption.because(self.was_preempted_by)
         return f"{why} at batch {int(state.timestamp.batch)}, {saved}; {again}"
 
-    def fit_end(self, state: State, logger: Logger) -> None:
-        self._finish(state, logger)
-
     def would_lose(self, state: State) -> bool:
-        """Tell whether batches have been trained, and no checkpoint of this run stands to carry on from."""
+        """Return whether batches have been trained and the run has no checkpoint."""
         has_trained = int(state.timestamp.batch) >= self.first_batch
         return self.partners.saves_here and self.published_batch < 0 and has_trained
 
     def save_now(self, state: State, logger: Logger) -> None:
-        """Save this batch if that has not begun, and wait until it is published."""
+        """Save this batch, unless its save has begun, and wait until it is published."""
         if int(state.timestamp.batch) > self.last_saved_batch:
             self._save(state, logger)
-        self._finish(state, logger)
+        self.fit_end(state, logger)
 
     def _save(self, state: State, logger: Logger) -> None:
         if not self.partners.may_save():
@@ -255,15 +262,17 @@ class Checkpointing(Callback):
         ):
             return
         save = partial(self.saver.save, self.model.model, state.optimizers[0], self._about(state))
-        if self._advance_save(save, logger) is not None:  # the one before failed, and this one has not begun
+        if self._advance_save(save, logger) is not None:  # the save before failed, so this one has not begun
             save()
         self.last_saved_batch = int(state.timestamp.batch)
         if self.policy.timer is not None:
             self.policy.timer.note_begun()
 
     def _advance_save(self, step: Callable[[], Saved | None], logger: Logger) -> UserError | None:
-        """Take a step of a save. A fault that may pass is told and returned: the run goes on, and saves later. Every
-        rank must come here together."""
+        """Take a step of a save. Prints and returns a transient error: the run carries on, and the next save retries.
+
+        Raises other errors.
+        """
         try:
             self._log(step(), logger)
         except UserError as error:
@@ -275,15 +284,15 @@ class Checkpointing(Callback):
             return error
         return None
 
-    def _finish(self, state: State, logger: Logger) -> None:
-        """Wait until the save in flight is published. It is the last one: after a fault that may pass, save again."""
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait until the last save is published. After a transient error, save again for up to `retry_for`."""
         began = time.monotonic()
         for attempt in itertools.count():
             error = self._advance_save(self.saver.wait, logger)
             if error is None:
                 return
             left = began + parse_seconds(self.config.retry_for) - time.monotonic()
-            pause = broadcast_json(min(left, PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)]))
+            pause = broadcast_json(min(left, RETRY_PAUSE_SECONDS[min(attempt, len(RETRY_PAUSE_SECONDS) - 1)]))
             if pause <= 0:
                 raise error
             self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")
@@ -323,7 +332,7 @@ class Checkpointing(Callback):
             config=as_dict(self.config),
             segments=self.segments_until(state),
             scalars=self.run_state.collect(state),
-            # Checkpoints inside the run folder lie beside its log; elsewhere the log travels with them.
+            # Checkpoints inside the run folder have the log beside them; others must hold a copy.
             log=None if has_log else partial(log_until, run_folder / METRICS, int(stamp.batch)),
         )
 
@@ -348,11 +357,11 @@ class Checkpointing(Callback):
 
     def _after_publish(self, lease: Lease) -> None:
         self.preemption.note_saved(f"ba{self.last_saved_batch}")
-        self._take_tokenizer_along()
+        self._copy_tokenizer()
         self._remove_old(lease)
 
-    def _take_tokenizer_along(self) -> None:
-        """Copy it once, for evaluation or export in another folder or on another machine."""
+    def _copy_tokenizer(self) -> None:
+        """Copy the tokenizer beside the checkpoints once, for evaluation or export elsewhere."""
         if self.has_tokenizer_there or not self.begins.fingerprints:
             return
         try:
@@ -362,7 +371,7 @@ class Checkpointing(Callback):
             print(f"the tokenizer was not copied beside the checkpoints: {error}", flush=True)
 
     def _remove_old(self, lease: Lease) -> None:
-        """Remove old checkpoints. Another writer is an error, a file that stays is not."""
+        """Remove old checkpoints. Prints failures; raises only if another launch has the lease."""
         if self.config.save_num_checkpoints_to_keep < 0:
             return
         try:
@@ -378,16 +387,17 @@ class Checkpointing(Callback):
             self.print_on_rank_0(f"old checkpoints were not removed: {error}")
 
     def print_on_rank_0(self, *lines: str) -> None:
+        """Print lines, with what a terminal could take for commands escaped."""
         if dist.get_rank() == 0:
             for line in lines:
                 print(printable(line), flush=True)
 
 
-# ----------------------------------------------------------------------------------------- where a launch begins
+# ----------------------------------------------------------------------------------------- where a launch starts
 
 
 def find_start(config: TrainConfig) -> Start:
-    """Look on rank 0, and tell all. Raises CheckpointError on all ranks."""
+    """Choose on rank 0 where this launch starts, and broadcast it. Raises CheckpointError on all ranks."""
     name = config.tokenizer.name
     fingerprints = {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
     error, found = None, Start()
@@ -401,7 +411,10 @@ def find_start(config: TrainConfig) -> Start:
 
 
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
-    """Refuse to carry on as another run: another model, tokenizer or batch. Tensors and data check themselves."""
+    """Raise CheckpointError if the run cannot carry on with another model, tokenizer or batch size.
+
+    Tensors and the place in the data are checked when they are restored.
+    """
     if manifest.optimizer is None:  # imported
         raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
     if manifest.config is None or "timestamp" not in manifest.scalars:
@@ -409,7 +422,7 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
             "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
         )
     changes = find_changes(manifest.config, as_dict(config))
-    # A default that has changed since is not a change that the user has asked for.
+    # A default that differs between releases is not a change that the user asked for.
     unsaid = [] if config.optimizer.weight_decay is not None else ["optimizer.weight_decay"]
     refuse_changes(changes["never"] + [change for change in changes["logged"] if change.key in unsaid])
     here, there = fingerprints.get("tokenizer"), manifest.fingerprints.get("tokenizer")
@@ -451,7 +464,10 @@ def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
 
 
 def _check_log(config: TrainConfig, checkpoints: str) -> str:
-    """Refuse to start a run without checkpoints over silently, or where its checkpoints have gone astray."""
+    """Return a note about trained batches that have no checkpoint; empty if there are none.
+
+    Raises CheckpointError if checkpoints have disappeared, or if `autoresume` does not allow to train them again.
+    """
     log = Path(config.run_folder) / METRICS
     records = [record for _, record in read_lines(log.read_bytes())] if log.exists() else []
     last_batch = max((record["batch"] for record in records), default=0)
@@ -470,7 +486,7 @@ def _check_log(config: TrainConfig, checkpoints: str) -> str:
 
 
 def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, str]) -> tuple[str, bool]:
-    """Return the url of one checkpoint or of a folder of them, and whether it is one."""
+    """Return the URL of a checkpoint or of a folder of them, and whether it is one. Raises CheckpointError."""
     try:
         check_not_foreign(where)
         is_one = is_checkpoint(where)

@@ -1,4 +1,4 @@
-"""The one hook for launches that train a run together: all that the rest of this room knows of `islands.py`."""
+"""The interface between the training loop and other launches of the same run (`islands.py`)."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -20,26 +20,26 @@ def find_partners(config: TrainConfig) -> "Partners":
 
 
 class Partners:
-    """The other launches of this run: there are none. Every rank calls every method at the same places."""
+    """The other launches of this run; this base class has none. Every rank must call every method together."""
 
     saves_here = True
-    """This launch, and no other one, writes the run's checkpoints."""
+    """This launch writes the run's checkpoints; no other one does."""
     takes_lease_at_start = True
     instead_of_saving = ""
-    """The end of the line about a launch that leaves without a save."""
+    """Text of the exit message if this launch leaves without saving."""
     tokens_elsewhere = 0
-    """Tokens of the run that other launches have trained in this launch's time."""
+    """Tokens that other launches have trained since this launch began."""
     segment: dict[str, Any] = {}  # noqa: RUF012 - read only
-    """Fields of a checkpoint's segment that say who trained it."""
+    """Additional fields of a checkpoint's segment."""
 
     def connect(self) -> None:
-        """Reach the others, before anything heavy starts. Raises UserError on all ranks."""
+        """Connect to the other launches, before the model is built. Raises UserError on all ranks."""
 
     def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
-        """Join the run, and take over its state if it is under way. `on_evicted`: called when the process must end."""
+        """Join the run, and take over its state if it is under way. `on_evicted` is called before the process exits."""
 
     def may_save(self) -> bool:
-        """Tell whether a save that is due is this launch's to make."""
+        """Return whether this launch makes the save that is due."""
         return True
 
     def batches(self, state: State) -> Iterator[Any]:
@@ -49,19 +49,19 @@ class Partners:
         return islice(state.dataloader, None if length is None else int(length))
 
     def begin_batch(self) -> None:
-        """Note that the batch is computed from here on."""
+        """Note that the batch's computation begins."""
 
     def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
-        """Sum the gradient over launches. Return False if that failed: the batch is computed again, with other rows."""
+        """Sum the gradient over launches. Returns False if the batch must be computed again, with other rows."""
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Measurements of the batch that was settled."""
+        """Return metrics of the last batch."""
         return {}
 
     def move_on(self, state: State) -> Iterator[Any] | None:
-        """Return batches to go on with after this one, if this rank has other rows from now on."""
+        """Return other batches to go on with if this rank's rows change after this batch; else None."""
         return None
 
     def close(self, *, has_finished: bool = False) -> None:
-        """Leave. `has_finished`: the run has come to its end, for all launches."""
+        """Disconnect. `has_finished`: the run is over, for all launches."""

@@ -1,4 +1,4 @@
-"""When a run saves, and whether it leaves after that batch. Knows nothing of what is saved, or where."""
+"""When a run saves, and whether a launch ends after the batch."""
 
 import statistics
 import time
@@ -18,25 +18,25 @@ from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.schedule import elapsed, is_evaluation_due
 
 FIRST_SECONDS = 60.0
-"""Training before the first save of `auto`, which tells what one costs."""
+"""With `auto`: training before the first save, which measures the cost of one."""
 NUM_COSTS, NUM_BATCHES = 5, 50
-"""Remembered costs of saves, and lengths of batches."""
-WORTH_A_LINE = 1.5
-"""The user is told of an interval that is so many times longer or shorter."""
+"""Saves and batches whose costs and lengths are kept."""
+PRINTED_CHANGE = 1.5
+"""Print the interval when it has changed by this factor."""
 
 
 class Decision(NamedTuple):
     saves: bool
     preempted_by: str
-    """Why the run leaves before its end; empty if it does not."""
+    """Why the launch leaves early; empty if it does not."""
     stops: bool
-    """This launch has trained what it should, the run has not."""
+    """The launch has reached `stop_after`, before the end of the run."""
     owes_evaluation: bool
-    """The run leaves without the evaluation that is due."""
+    """The launch leaves without the evaluation that is due."""
 
 
 class SavePolicy:
-    """Saves at every `save_interval`, by spans of training or by the clock; after the last batch of the run or the
+    """Saves at every `save_interval`, counted in training or by the clock; after the last batch of the run or the
     launch; and before leaving early."""
 
     def __init__(self, config: TrainConfig, preemption: Preemption, agreement: Agreement):
@@ -46,26 +46,22 @@ class SavePolicy:
         interval = SaveInterval.parse(config.save_interval)
         self.span = interval.span
         self.timer: SaveTimer | None = None
-        """Rank 0's is the one that counts: the other ranks hear from it when a save is due (`agreement`)."""
+        """For intervals by the clock. Only rank 0's counts: `Agreement` broadcasts when a save is due."""
         if self.span is None:
-            self.timer = SaveTimer(interval.seconds, seconds_between_failures(Path(config.run_folder)))
-            agreement.wants_save = lambda state: self._timer.note_batch_end(agreement.is_saving())
+            timer = SaveTimer(interval.seconds, seconds_between_failures(Path(config.run_folder)))
+            agreement.wants_save = lambda state: timer.note_batch_end(agreement.is_saving())
+            self.timer = timer
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
 
-    @property
-    def _timer(self) -> "SaveTimer":
-        assert self.timer is not None
-        return self.timer
-
     def start(self, at: Timestamp) -> None:
-        """Begin this launch `at` that time of the run."""
+        """Note that this launch begins `at` that time of the run."""
         self.started_at = at
         if self.timer is not None:
             self.timer.start()
 
     def decide(self, state: State) -> Decision:
-        """Decide after each batch; the same on every rank."""
+        """Decide after a batch. Returns the same on every rank."""
         is_last = elapsed(state, self.end.unit) >= self.end.value
         is_launch_over = self.stop_after is not None and self._elapsed_in_launch(state) >= self.stop_after.value
         agreed = REASONS[self.preemption.agreed]
@@ -90,31 +86,31 @@ class SavePolicy:
 
 
 class SaveTimer:
-    """Saves by the clock, and for `auto` the interval that follows from what a save costs.
+    """When to save by the clock. For `auto` the interval follows from the cost of a save.
 
-    The cost of a save is what training loses to it: the batches from its beginning until it is published, less as many
-    undisturbed ones; never less than the stall. All by monotonic clocks: the wall clock may step.
+    The cost is the time that training loses: the batches between a save's beginning and its publication, less the usual
+    time of as many; at least the stall. Clocks are monotonic: the wall clock may step.
     """
 
     def __init__(self, seconds: float | None, seconds_between_failures: float | None = None):
         """`seconds` None: auto."""
         self.is_auto = seconds is None
         self.seconds = FIRST_SECONDS if seconds is None else seconds
-        """The interval."""
+        """The interval between saves."""
         self.seconds_between_failures = seconds_between_failures
         self.cost_seconds: float | None = None
         self._undisturbed: deque[float] = deque(maxlen=NUM_BATCHES)
         self._disturbed: list[float] = []
         self._costs: deque[float] = deque(maxlen=NUM_COSTS)
         self._is_first = True
-        self._told_seconds: float | None = None
+        self._printed_seconds: float | None = None
         self.start()
 
     def start(self) -> None:
         self._since = self._batch_ended_at = time.monotonic()
 
     def note_batch_end(self, is_saving: bool) -> bool:
-        """Return whether a save is due. `is_saving`: a save went on behind this batch, or held it up."""
+        """Return whether a save is due. `is_saving`: a save was in progress during this batch."""
         before, self._batch_ended_at = self._batch_ended_at, time.monotonic()
         (self._disturbed if is_saving else self._undisturbed).append(self._batch_ended_at - before)
         return self._batch_ended_at - self._since >= self.seconds
@@ -123,23 +119,23 @@ class SaveTimer:
         self._since = time.monotonic()
 
     def note_published(self, stall_seconds: float, durable_seconds: float) -> str | None:
-        """Choose the interval. Returns a line for the user when it has changed much."""
+        """Update cost and interval. Returns a line for the user if the interval has changed much."""
         usual = statistics.median(self._undisturbed) if self._undisturbed else float("inf")
         lost = sum(seconds - usual for seconds in self._disturbed)
         self._disturbed = []
-        if self._is_first and self._costs:  # the first save of a launch makes its plan and its buffers
+        if self._is_first and self._costs:  # the first save of a launch also plans and allocates buffers
             self._costs.clear()
             self._is_first = False
         self._costs.append(max(stall_seconds, lost))
         self.cost_seconds = statistics.median(self._costs)
         if not self.is_auto:
             return None
-        # A save that would begin before the last one has ended waits for it.
+        # A save may not begin before the one before is published.
         self.seconds = max(durable_seconds, choose_save_interval(self.cost_seconds, self.seconds_between_failures))
-        told = self._told_seconds
-        if told is not None and 1 / WORTH_A_LINE < self.seconds / told < WORTH_A_LINE:
+        printed = self._printed_seconds
+        if printed is not None and 1 / PRINTED_CHANGE < self.seconds / printed < PRINTED_CHANGE:
             return None
-        self._told_seconds = self.seconds
+        self._printed_seconds = self.seconds
         why = f"{LARGEST_SHARE:.0%} at that interval"
         if self.seconds_between_failures is not None:
             why = f"and this run fails every {duration_text(self.seconds_between_failures)}"

@@ -39,7 +39,7 @@ from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.schedule import progress_of
 
-LONGEST_WAIT = datetime.timedelta(days=7)
+MAX_WAIT = datetime.timedelta(days=7)
 
 
 def train(config: TrainConfig) -> None:
@@ -181,7 +181,7 @@ def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) ->
         if run.is_main:
             store.set(key, "")
         else:
-            store.wait([key], LONGEST_WAIT)
+            store.wait([key], MAX_WAIT)
 
 
 def write_export(config: TrainConfig, checkpoint: str, folder: Path) -> None:

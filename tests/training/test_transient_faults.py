@@ -40,7 +40,7 @@ class Run:
         parts.saver = SimpleNamespace(wait=self._wait)
         parts.policy = SimpleNamespace(timer=None)
         parts.last_saved_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
-        parts.say = lambda *lines: self.said.extend(lines)
+        parts.print_on_rank_0 = lambda *lines: self.said.extend(lines)
         parts.store = SimpleNamespace(root=SimpleNamespace(url="run"))
         parts._save = lambda state, logger: self.saves.append(4)
         self.parts, self.state = parts, SimpleNamespace(timestamp=SimpleNamespace(batch=4))
@@ -57,7 +57,7 @@ class Run:
         self.now += seconds
 
     def finish(self):
-        self.parts._finish(self.state, SimpleNamespace(log_metrics=lambda metrics: None))
+        self.parts.fit_end(self.state, SimpleNamespace(log_metrics=lambda metrics: None))
 
 
 def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(monkeypatch):
