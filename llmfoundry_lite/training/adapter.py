@@ -104,7 +104,7 @@ class LanguageModel(ComposerModel):
         return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Mean over the microbatch's tokens; the trainer weights microbatches and ranks by their tokens."""
+        """Return the mean over the microbatch's tokens; the trainer weights microbatches and ranks by their tokens."""
         mean, scale = outputs["loss_sum"] / outputs["num_tokens"].clamp(min=1), self.loss_scale
         if scale != 1.0 and mean.requires_grad:
             mean.register_hook(lambda gradient: gradient * scale)

@@ -29,7 +29,7 @@ class InContext(Callback):
     tasks: Sequence[TaskConfig]
     is_due: Callable[[State], bool]
     leave_if_asked: Callable[[State, Logger], None]
-    """All ranks together call it before each of their batches. It raises when the run must go."""
+    """Called by all ranks together before each batch. Raises Preempted if the launch must leave."""
     max_batch_tokens: int
     limit: int | None
     ranks: DataRanks
@@ -41,7 +41,7 @@ class InContext(Callback):
     def evaluate(self, state: State, logger: Logger) -> None:
         was_training = self.model.training
         self.model.eval()
-        device = cast(torch.device, state.device._device)  # parameters may lie on the host, and are not computed there
+        device = cast(torch.device, state.device._device)  # parameters may be offloaded to the host
         results = evaluate(
             InTraining(self.model, device),
             self.tokenizer,
@@ -64,7 +64,7 @@ class InContext(Callback):
 
 
 class InTraining(TreeModel):
-    """The model as it trains: sharded, and in the run's precision."""
+    """The model in training: sharded, in the run's precision."""
 
     def __init__(self, model: LanguageModel, device: torch.device):
         separator = None if model.separator is None else Separator(model.separator, model.separator_begins)

@@ -1,9 +1,8 @@
-"""Memory of a rank's device: `device_train_microbatch_size: auto`, and what to say when memory ran out.
+"""Memory of a rank's device: `device_train_microbatch_size: auto`, and the message after running out of memory.
 
-When one rank runs out of memory in the middle of a step, the others wait for it in a collective that never ends. So
-nothing is tried that might not fit. The search measures one sample, then doubles while every rank predicts that the
-next size fits: what a step takes grows linearly with the samples, so the last two measurements tell the rest. The
-gradient does not depend on the choice; its last digits do, as with any microbatch.
+If one rank runs out of memory during a step, the others wait in a collective for ever. So the search tries no size
+that might not fit. It measures one sample, then doubles while every rank predicts that the next size fits: memory grows
+linearly with the samples, so two measurements predict the rest. The choice changes only the gradient's last digits.
 """
 
 import itertools
@@ -33,7 +32,7 @@ from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageMod
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 
 MARGIN = 0.95
-"""Part of the limit that is planned for: allocators fragment, and other ranks' buffers come and go."""
+"""Fraction of the limit to fill: allocators fragment, and other ranks' buffers vary."""
 
 
 def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Optimizer) -> int:
@@ -222,13 +221,13 @@ def device_meter() -> CudaMeter | ResidentMeter:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether this is torch's, numpy's or Python's error for memory that could not be had."""
+    """Return whether this is an out-of-memory error of torch, numpy or Python."""
     is_cpu_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return is_cpu_allocator or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, size: int) -> OutOfMemoryError:
-    """Say what was asked for, what there was, and the advice of `plan`. `when`: what was being done."""
+    """Return an error with the memory asked for, the memory available, and advice from `plan`. `when` did it happen."""
     layout = layout_here(config)
     as_run = replace(config, device_train_microbatch_size=size)
     estimated = estimate_training_memory(as_run, layout)

@@ -110,7 +110,7 @@ class Muon(Optimizer):
             self._owners = Owners([matrix.parameter for matrix in self.matrices], self.group)
 
         def direction(index: int) -> torch.Tensor:
-            """This rank's part, with Nesterov's look ahead."""
+            """Return this rank's part of the momentum, with Nesterov's look-ahead."""
             parameter = self.matrices[index].parameter
             assert parameter.grad is not None
             if not self.state[parameter]:
@@ -151,7 +151,7 @@ def scale_of(matrix: torch.Tensor, adjust_lr_fn: str) -> float:
 
 
 class Owners:
-    """Plan of which rank computes with which whole matrix, and which part of each every rank has. All ranks agree.
+    """Assignment of whole matrices to ranks, and the parts that ranks have of each. The same on all ranks.
 
     In each round every rank owns one matrix, the largest first, so that the matrices of a round are about equal.
     """
@@ -186,7 +186,7 @@ class Owners:
             yield from ((i, found.view_as(p)) for i, found, p in zip(indices, results, parts, strict=False))
 
     def _senders(self, index: int) -> dict[int, Box]:
-        """Find the first rank that has each different part."""
+        """Return the first rank that has each distinct part, and the part."""
         found: dict[Box, int] = {}
         for rank, boxes in enumerate(self.boxes):
             if math.prod(boxes[index][1]):
@@ -194,7 +194,7 @@ class Owners:
         return {rank: box for box, rank in found.items()}
 
     def _exchange(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Send each rank a piece, and receive so many numbers from each."""
+        """Send each rank its piece, and receive `counts` elements from each (all-to-all)."""
         if self.size == 1:
             return [piece.flatten() for piece in pieces]
         counts = [*counts, *[0] * (self.size - len(counts))]

@@ -11,7 +11,7 @@ from llmfoundry_lite.config.schema import OptimizerConfig
 
 
 def build_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """AdamW in one fused kernel.
+    """Build AdamW, fused into one kernel.
 
     `decoupled_adamw` shrinks weights by weight_decay * (lr / initial lr) a step (Loshchilov and Hutter 2019, with
     the schedule alone as multiplier), which is torch's lr * weight_decay with weight_decay / initial lr in its place.
@@ -23,7 +23,7 @@ def build_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfi
 
 
 def build_lion(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """Lion; `decoupled_lionw` takes weight_decay as `decoupled_adamw` does."""
+    """Build Lion; `decoupled_lionw` takes weight_decay as `decoupled_adamw` does."""
     decay = config.decay / config.lr if config.name == "decoupled_lionw" else config.decay
     return Lion(parameters, lr=config.lr, betas=config.betas or (0.9, 0.99), weight_decay=decay)
 

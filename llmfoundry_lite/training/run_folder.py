@@ -1,7 +1,7 @@
 """`runs/<run_name>`: config.yaml, status.json, and metrics.jsonl with one object per batch. Only rank 0 writes.
 
-Composer's logger calls us many times a batch, with its own idea of the step. Here everything about a batch is
-gathered and written once, after that batch's evaluation, under the number of the batch it belongs to.
+Composer's logger is called many times a batch, with Composer's own step numbers. `RunFolder` collects the metrics of a
+batch and writes them once, after that batch's evaluation, under that batch's number.
 """
 
 import contextlib
@@ -33,14 +33,13 @@ from llmfoundry_lite.training.schedule import progress_of
 
 METRICS = "metrics.jsonl"
 SAVED = "checkpoint/bytes"
-"""Stands in the record of the batch at which a save was known to be published."""
+"""Key in the record of the batch after which a save was found to be published."""
 STATUS_SECONDS = 5.0
-"""A running run says where it is at most that often."""
+"""Minimum time between two updates of status.json."""
 
 
 class RunFolder(LoggerDestination):
-    """The files of a run. Nothing is written before the run has been restored: a launch that is refused leaves the
-    record as it was, except for how the last launch ended."""
+    """The files of a run. A launch that fails before the run is restored writes only the reason into status.json."""
 
     def __init__(self, config: TrainConfig):
         self.config = config
@@ -50,12 +49,12 @@ class RunFolder(LoggerDestination):
         self.trainer: Trainer | None = None
         """None until the run has been restored."""
         self.asked_by: str | None = None
-        """Why the run has been asked to leave."""
+        """The reason why the launch is asked to leave."""
         self.is_running = False
         self.is_done = False
         self.launch = 0
         self.record: Record = {}
-        """Metrics of the batch in hand."""
+        """Metrics collected for the next record."""
         self.last: Record = {}
         self.file: TextIO | None = None
         self.mirrors: list[Mirror] = []
@@ -70,8 +69,10 @@ class RunFolder(LoggerDestination):
         return int(self.trainer.state.timestamp.batch) if self.trainer is not None else 0
 
     def start(self, trainer: Trainer, wandb_run_id: str | None, history: bytes | None) -> None:
-        """Begin to write. `history`: the log that came with the checkpoint, of which the lines that are not here come
-        first. What was logged before this call waits for the first record."""
+        """Begin to write. `history` is the checkpoint's log: its lines that the log here lacks are appended first.
+
+        Metrics logged before this call go into the first record.
+        """
         if self.is_main:
             with clear_disk_errors(self.folder):
                 if wandb_run_id is not None:
@@ -104,23 +105,23 @@ class RunFolder(LoggerDestination):
             self._note()
 
     def write(self, state: State) -> None:
-        """Write what has been gathered as the record of the batch that was trained last (0: before the first)."""
+        """Write the collected metrics as the record of the last batch (0: before the first)."""
         stamp = state.timestamp
         clocks = {"time/epoch": int(stamp.epoch), "time/sample": int(stamp.sample), "time/token": int(stamp.token)}
         self.last = {"batch": int(stamp.batch), "launch": self.launch, **self.record, **clocks}
         self._publish(self.last)
 
     def record_of(self, batch: int) -> Record:
-        """Return the log's record of that batch, bare if it is not there."""
+        """Return the log's record of a batch, or one without metrics if there is none."""
         records = [record for _, record in read_lines(self.log.read_bytes()) if record["batch"] == batch]
         return records[-1] if records else {"batch": batch, "launch": self.launch}
 
     def add_to(self, batch: int) -> None:
-        """Write what has been gathered into the record of a batch that an earlier launch has trained."""
+        """Add the collected metrics to the record of a batch that an earlier launch has trained."""
         self._publish({**self.record_of(batch), **self.record})
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the last record again with what came after it, such as how long its save took."""
+        """Write the last record again with metrics that came after it, such as the duration of its save."""
         if self.record:
             self._append({**self.last, **self.record})
             self.record = {}
@@ -150,14 +151,14 @@ class RunFolder(LoggerDestination):
     # ---------------------------------------------------------------------------------------------------- the status
 
     def note_request(self, reason: str) -> None:
-        """Note from any thread why the run is asked to leave, in case rank 0 is killed or aborted before it has."""
+        """Note why the launch is asked to leave, from any thread, in case rank 0 is killed first."""
         self.asked_by = reason
         note = threading.Thread(target=self._note, daemon=True)
         note.start()
-        note.join(1.0)  # whoever asks must not hang with the disk
+        note.join(1.0)  # the caller must not hang if the disk does
 
     def _note(self) -> None:
-        """Write where the run is, for those who watch it; never a reason to fail."""
+        """Write batch and status to status.json. Ignores errors."""
         with contextlib.suppress(OSError), self._writing:
             if self.is_running:
                 write_status(self.folder, "running", self.batch, self.asked_by)
@@ -171,7 +172,7 @@ class RunFolder(LoggerDestination):
         self.is_done = True
 
     def fail(self, status: str, reason: str) -> None:
-        """Write the reason to status.json; never fail instead of the failure itself."""
+        """Write the reason to status.json. Ignores errors, which would hide the failure itself."""
         self._stop_noting()
         if self.is_main:
             with contextlib.suppress(OSError):
@@ -179,14 +180,14 @@ class RunFolder(LoggerDestination):
                 self.post_close()
 
     def leave(self, status: str, reason: str) -> None:
-        """Say why the process ends, from another thread while the main thread hangs."""
+        """Print and write why the process ends, from another thread while the main thread hangs."""
         self._stop_noting()
         if self.is_main:
             print(reason, file=sys.stderr, flush=True)
             self._write_reason(status, reason)
 
     def _stop_noting(self) -> None:
-        """Let no later `_note` overwrite how the launch ended."""
+        """Prevent a later `_note` from overwriting how the launch ended."""
         self.is_running = False
         if self._writing.acquire(timeout=1.0):
             self._writing.release()
@@ -200,7 +201,7 @@ class RunFolder(LoggerDestination):
 
 @contextlib.contextmanager
 def clear_disk_errors(path: Path) -> Iterator[None]:
-    """Turn a disk that is full, read-only or not there into a UserError."""
+    """Raise UserError if the disk is full, read-only or missing."""
     try:
         yield
     except OSError as error:
@@ -208,7 +209,7 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
 
 
 def last_launch(path: Path) -> int:
-    """Return the highest number of a launch that wrote here, 0 if there is none. A torn last line is cut off."""
+    """Return the number of the last launch in the log, 0 if there is none. Cuts off an incomplete last line."""
     content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):
         content = content[: content.rfind(b"\n") + 1]
@@ -217,15 +218,15 @@ def last_launch(path: Path) -> int:
 
 
 def log_until(path: Path, batch: int) -> bytes:
-    """Read the lines of batches up to `batch`, of all launches: what a save of that batch takes along."""
+    """Return the lines of batches up to `batch`, of all launches: the log that goes into a checkpoint."""
     content = path.read_bytes() if path.exists() else b""
     return b"".join(line for line, record in read_lines(content) if record["batch"] <= batch)
 
 
 def take_over(path: Path, history: bytes) -> list[Record]:
-    """Append the log that came with a checkpoint, from its first line on that is not here: other machines' batches.
+    """Append a checkpoint's log from the first line that is missing here, and return the records appended.
 
-    Batches that were trained here instead become a dead branch, as if an earlier launch had lost them.
+    Batches that were trained here after that line become a dead branch, as if a launch had lost them.
     """
     last_launch(path)  # cuts off a torn line
     here = path.read_bytes().splitlines(keepends=True) if path.exists() else []

@@ -1,7 +1,7 @@
-"""The state that a save holds besides tensors, and the segment, which describes where a launch runs.
+"""State of a run besides tensors, and the segment, which describes where a launch runs.
 
-Clocks, place in the data, loss scale, samples of an evaluation, users' callbacks. No generator's state is among it:
-everything random is a function of seed and position.
+The state is clocks, place in the data, loss scale, samples of an evaluation and users' callbacks. It has no random
+generator's state: everything random is a function of seed and position.
 """
 
 import datetime
@@ -38,9 +38,9 @@ class RunState:
     config: TrainConfig
     gradient_step: GradientStep
     owes_evaluation: bool = False
-    """The evaluation that was due after the batch of the checkpoint was not made, or not to its end."""
+    """The evaluation due after the checkpoint's batch is missing or incomplete."""
     eval_subset_samples: int | None = None
-    """Samples that the run has evaluated on elsewhere; None: as many as the configuration says here."""
+    """Samples of an evaluation in earlier launches; None: as many as the configuration gives here."""
 
     def collect(self, state: State) -> dict[str, Any]:
         stamp = state.timestamp
@@ -59,14 +59,14 @@ class RunState:
         }
 
     def restore(self, scalars: dict[str, Any], state: State) -> list[str]:
-        """Return lines for the user about what could not be restored as it was."""
+        """Restore `scalars` into Composer's state. Returns lines for the user about what differs from before."""
         clocks = {name: datetime.timedelta(seconds=scalars["timestamp"][name]) for name in CLOCKS}
         counts = {name: scalars["timestamp"][name] for name in COUNTS}
         state.timestamp = Timestamp(**counts, **clocks)  # pyright: ignore[reportArgumentType]
         dataset = getattr(state.train_dataloader, "dataset", None)
         if scalars["data"] is not None and hasattr(dataset, "load_state_dict"):
             dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
-            # Without this the Trainer would skip the batches that the data set has skipped already.
+            # Otherwise Composer's Trainer would skip again what the data set has skipped.
             state.dataset_resumption["train"] = True
         self.owes_evaluation = scalars["owes_evaluation"]
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
@@ -77,9 +77,9 @@ class RunState:
         return self._restore_eval_subset(scalars["eval_subset"], state)
 
     def _restore_eval_subset(self, saved: list[int] | None, state: State) -> list[str]:
-        """Evaluate as many samples as before, though the batch of an evaluation depends on the number of devices."""
+        """Evaluate as many samples as before, although a batch depends on the number of devices."""
         here = self._eval_subset(state)
-        if saved is None or here is None or saved[0] != here[0]:  # the user has asked for something else now
+        if saved is None or here is None or saved[0] != here[0]:  # the user has changed eval_subset_num_batches
             return []
         (count, num_samples), batch_size = saved, here[1] // here[0]
         self.eval_subset_samples = num_samples
@@ -107,8 +107,7 @@ class RunState:
 
 
 def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer group's options that the configuration decides, whatever a checkpoint says: see
-    `config.changes`."""
+    """Return an optimizer group's options that the configuration overrides in a checkpoint (`config.changes`)."""
     chosen = {key: group[key] for key in ("lr", "weight_decay") if key in group}
     values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in chosen.items()}
     return {**values, "initial_lr": values["lr"]}
@@ -125,7 +124,9 @@ def _data_state(state: State) -> dict[str, Any] | None:
     if not hasattr(dataset, "state_dict"):
         return None
     num_samples = int(state.timestamp.sample_in_epoch)
-    if isinstance(dataset, TextDataset):  # padding rows of an epoch's last batch are no samples, but take places
+    if isinstance(
+        dataset, TextDataset
+    ):  # padding rows of an epoch's last batch take places, although they are no samples
         num_samples = int(state.timestamp.batch_in_epoch) * dataset.global_batch_size
     return dataset.state_dict(num_samples, True)  # type: ignore[union-attr]
 
@@ -148,13 +149,13 @@ DIGITS_DEPEND_ON = {
     "reduction after": "reduction",
     "compile_config": "compile_config",
 }
-"""Names for people of a segment's fields that change digits, though not the mathematics."""
+"""Display name -> field of a segment that changes the last digits of results, but not the mathematics."""
 
 
 def build_segment(
     config: TrainConfig, model: LanguageModel, first_batch: int, last_batch: int, **measured: Any
 ) -> Segment:
-    """Describe where this launch runs. Its environment is as it is, where the shell has overruled the configuration."""
+    """Describe where this launch runs, with the actual values of the configured environment variables."""
     fsdp, layout = config.sharding, layout_here(config)
     return Segment(
         first_batch=first_batch,
@@ -181,16 +182,16 @@ def build_segment(
 
 
 def find_differences(last: Segment, here: Segment) -> list[str]:
-    """Say what may change digits between two launches: `devices 8 -> 4`."""
+    """List what may change the last digits between two launches, such as `devices 8 -> 4`."""
     pairs = {name: (getattr(last, field), getattr(here, field)) for name, field in DIGITS_DEPEND_ON.items()}
     names = sorted({*last.environment, *here.environment})
     pairs |= {name: (last.environment.get(name), here.environment.get(name)) for name in names}
     if here.device_train_microbatch_size is None:  # not chosen yet
         del pairs["microbatch"]
-    return [f"{name} {_say(before)} -> {_say(now)}" for name, (before, now) in pairs.items() if before != now]
+    return [f"{name} {_format(before)} -> {_format(now)}" for name, (before, now) in pairs.items() if before != now]
 
 
-def _say(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None:
         return "none"
     return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,4 +1,4 @@
-"""How far a run has come, and the learning rate that follows from it alone: nothing to save, nothing to restore."""
+"""Progress of a run, and the learning rate, which is a function of progress: no state to save or restore."""
 
 import math
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_de
 
 @dataclass(eq=False)
 class LearningRate(Callback):
-    """Sets the rate of every batch from how far the run has come before it.
+    """Sets the learning rate of every batch from the progress before it.
 
     Composer steps its schedulers before it counts the batch, so its second batch repeats the first one's rate, and
     their state has to be saved. This has no state.
@@ -101,7 +101,7 @@ class LearningRate(Callback):
     max_duration: Duration
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Raises ConfigError where spans need the length of an epoch, and the data does not tell it."""
+        """Raise ConfigError if spans need the length of an epoch and the data does not have one."""
         if state.dataloader_len is not None:
             return
         run, is_constant = self.max_duration, self.schedule.name == "constant_with_warmup"
@@ -128,7 +128,7 @@ def progress_of(state: State, max_duration: Duration) -> float:
 
 
 def is_evaluation_due(config: TrainConfig, state: State) -> bool:
-    """Tell whether the batch just trained is followed by an evaluation: every `eval_interval`, and after the last."""
+    """Return whether an evaluation follows this batch: every `eval_interval`, and after the last batch."""
     if config.eval_interval == 0 or not (config.validation or config.icl_tasks):
         return False
     every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)

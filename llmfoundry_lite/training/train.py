@@ -43,9 +43,9 @@ MAX_WAIT = datetime.timedelta(days=7)
 
 
 def train(config: TrainConfig) -> None:
-    """Run `config` to its end. What it leaves in the run folder: `docs/getting-started.md`.
+    """Train as `config` says. `docs/getting-started.md` lists the files in the run folder.
 
-    Raises UserError for what the user can mend; other ranks' failures surface as torch's communication errors.
+    Raises UserError for errors that the user can fix. Failures of other ranks appear as torch's communication errors.
     """
     raise_when_interrupted()  # Composer has installed its own handlers when it was imported
     devices.keep_freed_memory()
@@ -136,12 +136,12 @@ def make_deterministic() -> None:
 
 
 def run_missed_evaluation(trainer: Trainer, run: RunFolder, checkpointing: Checkpointing) -> None:
-    """Evaluate the batch that the run carries on from, if the launch before had to leave in the middle of that."""
+    """Evaluate the batch that this launch carries on from, if the launch before left during its evaluation."""
     if not checkpointing.run_state.owes_evaluation:
         return
     evaluators = trainer.state.evaluators
     last_metric = f"{evaluators[-1].label}/loss" if evaluators else "eval/icl/"
-    # A run that is done is launched again at times, and has been evaluated by then.
+    # If a finished run is launched again, its last evaluation is in the log already.
     is_there = run.is_main and any(key.startswith(last_metric) for key in run.record_of(run.batch))
     if not broadcast_json(is_there) and evaluate(trainer) and run.is_main:
         run.add_to(run.batch)
@@ -149,7 +149,7 @@ def run_missed_evaluation(trainer: Trainer, run: RunFolder, checkpointing: Check
 
 
 def evaluate(trainer: Trainer) -> bool:
-    """Run all evaluations that there are, outside of the loop. Returns whether there are any."""
+    """Run all evaluations, outside of the training loop. Returns whether there are any."""
     tasks = [callback for callback in trainer.state.callbacks if isinstance(callback, InContext)]
     for callback in tasks:
         callback.evaluate(trainer.state, trainer.logger)
@@ -161,8 +161,8 @@ def evaluate(trainer: Trainer) -> bool:
 def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) -> None:
     """Write the last checkpoint's weights for plain transformers, if its layouts can hold them. On rank 0.
 
-    The run is done by then: a failure is said in one line, and `checkpoint export` repeats it. The other ranks wait for
-    rank 0 as long as it takes, and in no collective.
+    The run is done by then, so a failure prints one line, and `checkpoint export` can repeat it. The other ranks wait
+    for rank 0 without a timeout, in no collective.
     """
     folder, reason, newest = run.folder / "huggingface", can_export(config.model), checkpointing.newest_url
     if reason is None and not checkpointing.partners.saves_here:
@@ -175,7 +175,7 @@ def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) ->
                 reason = " ".join(str(error).split()) or type(error).__name__
                 reason += f"; `llmfoundry-lite checkpoint export {run.folder} {folder}` makes up for it"
         print(f"exported to {folder}" if reason is None else f"not exported to {folder}: {reason}", flush=True)
-    # Wait until rank 0 has come here too, or is gone: longer than any collective may take.
+    # Wait until rank 0 is here too, or is gone. A collective would time out.
     key, store = "llmfoundry_lite/exported", dist.distributed_c10d._get_default_store()
     with contextlib.suppress(RuntimeError):
         if run.is_main:
