@@ -37,8 +37,8 @@ def accelerator() -> Accelerator | None:
 
 
 def has_tf32() -> bool:
-    """Whether fp32 products can be computed in TF32: on NVIDIA since Ampere; on AMD's gfx94 where hipBLASLt is told to
-    (HIPBLASLT_ALLOW_TF32, by ROCm's "Data types and precision support")."""
+    """Return whether fp32 products can be computed in TF32: on NVIDIA since Ampere; on AMD's gfx94 if hipBLASLt is told
+    to (HIPBLASLT_ALLOW_TF32, by ROCm's "Data types and precision support")."""
     if not torch.cuda.is_available():
         return False
     if torch.version.hip:

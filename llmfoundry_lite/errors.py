@@ -11,6 +11,7 @@ from typing import Any
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
+"""Ctrl-C twice: left at once. 128 and SIGINT's number, as shells have it."""
 EXIT_USER = 2
 EXIT_PREEMPTED = 75
 """State was saved; run the same command again (the number is BSD's EX_TEMPFAIL)."""
@@ -64,15 +65,15 @@ class TransientError(OSError):
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether the causes of `error` may pass without a change of the command. A server's answer, if there is one,
-    decides; then the operating system's."""
+    """Return whether the causes of `error` may pass without a change of the command. A server's answer decides, if
+    there is one; else the operating system's."""
     chain = _causes(error)
     answers = [answer for one in chain if (answer := _answer_of(one)) is not None]
     return answers[0] if answers else any(_is_transient_here(one) for one in chain)
 
 
 def has_expired(error: BaseException | None) -> bool:
-    """Whether a server has refused credentials that were good once."""
+    """Return whether a server has refused credentials that have expired."""
     return any(_code_of(one) in EXPIRED_CODES for one in _causes(error))
 
 
@@ -91,7 +92,7 @@ def _code_of(error: BaseException) -> str | None:
 
 
 def _answer_of(error: BaseException) -> bool | None:
-    """Whether a server's answer may pass; None if `error` is no answer."""
+    """Return whether a server's answer may pass; None if `error` is no answer."""
     code, response = _code_of(error), getattr(error, "response", None)
     if code is not None and (code in TRANSIENT_CODES or "Throttl" in code):
         return True

@@ -1,4 +1,4 @@
-"""Files that are either not there or whole. (Checkpoints publish by rules of their own: `checkpoint.commit`.)"""
+"""Atomic writes, locks and checks of files that commands write. Checkpoints have their own: `checkpoint.commit`."""
 
 import errno
 import fcntl
@@ -77,7 +77,7 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 
 @contextmanager
 def without_magic(name: str) -> Iterator[str]:
-    """Yield `name`, or for a folder whose path is a pattern to `datasets` another one with links to its files.
+    """Yield `name`; for a folder whose path is a pattern to `datasets`, another folder with links to its files.
 
     `datasets` takes the path of a folder for a glob, and one with `::` for a chain of URLs: it reads another folder.
     Raises OSError.

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
 
-FREE_SHARE = 0.98
-"""Share of the memory as sold that is free for programs: 1 to 2 % less."""
+FREE_FRACTION = 0.98
+"""Fraction of the memory as sold that is free for programs."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -26,6 +26,8 @@ def in_bytes(number: int) -> str:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Accelerator:
+    """A row of the table."""
+
     name: str
     vendor: str
     """nvidia or amd"""
@@ -49,7 +51,7 @@ class Accelerator:
     @property
     def free_bytes(self) -> int:
         """Memory that is left for a program."""
-        return int(FREE_SHARE * self.memory_bytes)
+        return int(FREE_FRACTION * self.memory_bytes)
 
     @property
     def workspace_bytes(self) -> int:
@@ -104,11 +106,12 @@ def accelerator_named(name: str) -> Accelerator:
 
 
 def is_named(name: str) -> bool:
-    """Whether the table has a row, or several, that `accelerator_named` could mean."""
+    """Return whether the table has a row, or several, that `accelerator_named` could mean."""
     return bool(rows_named(name))
 
 
 def rows_named(name: str) -> list[Accelerator]:
+    """Return the rows of this name, or that it begins; of these without PCIe cards if there are others."""
     exact = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
     stem = re.sub(r"-\d+$", "", name.lower())
     rows = exact or [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]

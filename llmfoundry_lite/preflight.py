@@ -35,8 +35,8 @@ from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
 
-MOST_STAGES = 8
-"""Stages that a dry run lists."""
+MAX_LISTED = 8
+"""Stages, or ranks of a context group, that a dry run lists."""
 
 SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
 """Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
@@ -44,13 +44,14 @@ SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0
 
 @dataclass(kw_only=True)
 class Preflight:
-    """Facts that were found; `not_checked` says what could not be, and why."""
+    """What the checks found."""
 
     num_samples: dict[str, int] = field(default_factory=dict)
     """train, eval, eval/<label> -> samples on this disk."""
     text_keys: list[str] = field(default_factory=list)
     """Data sets of text rather than tokens: they need the tokenizer while they are read."""
     not_checked: list[str] = field(default_factory=list)
+    """A line for each thing that could not be checked, and why."""
     notes: list[str] = field(default_factory=list)
     """One line for each thing that is allowed, and may not mean what it seems to."""
 
@@ -340,7 +341,7 @@ def _describe_parts(config: TrainConfig, layout: Layout) -> list[str]:
         has = "the keys and values of all tokens, gathered"
     lines = [f"in attention each rank has {has}"]
     for number, rank in enumerate(layout.group(0, "context")):
-        if number < MOST_STAGES - 1 or number == layout.context - 1:
+        if number < MAX_LISTED - 1 or number == layout.context - 1:
             spans = [f"{piece * size}-{(piece + 1) * size - 1}" for piece in context.pieces_of(number)]
             lines.append(f"rank {rank}: tokens {' and '.join(spans)} of each sample")
     return lines
@@ -355,7 +356,7 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
     fullest = max(range(len(parts)), key=lambda rank: parts[rank][1].total_bytes)
     lines = [config.pipeline.schedule]
     for rank, (stages, estimate) in enumerate(parts):
-        if len(parts) <= MOST_STAGES or rank in (0, fullest, len(parts) - 1):
+        if len(parts) <= MAX_LISTED or rank in (0, fullest, len(parts) - 1):
             first, last = rank * num_devices, (rank + 1) * num_devices - 1
             ranks = f"ranks {first}-{last}" if num_devices > 1 else f"rank {rank}"
             word = "the fullest: " if rank == fullest else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.checkpoint.interval import SAVES
 from llmfoundry_lite.bench.frame import measured_table
-from llmfoundry_lite.checkpoint.intervals import LARGEST_SHARE
+from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table
 
@@ -137,10 +137,10 @@ def table_of_intervals(report: dict[str, Any]) -> Table:
         lost = [(one["saving"] - one["plain"]) / SAVES for one in rounds]
         processor = [one["processor"] for one in rounds]
         share = max(statistics.median(lost), statistics.median(processor)) / batch_seconds
-        fewest = max(1, math.ceil(share / LARGEST_SHARE))
+        fewest = max(1, math.ceil(share / MAX_SAVE_FRACTION))
         verdict = "not judged"
         if batch_seconds >= JUDGED_SECONDS:
-            verdict = "met" if share <= LARGEST_SHARE else "MISSED"
+            verdict = "met" if share <= MAX_SAVE_FRACTION else "MISSED"
         rows.append(
             [
                 shape,
@@ -148,7 +148,7 @@ def table_of_intervals(report: dict[str, Any]) -> Table:
                 f"{min(lost):.2f} / {statistics.median(lost):.2f}",
                 f"{min(processor):.2f} / {statistics.median(processor):.2f}",
                 f"{share:.1%}",
-                f"<= {LARGEST_SHARE:.0%} from {JUDGED_SECONDS} s a batch",
+                f"<= {MAX_SAVE_FRACTION:.0%} from {JUDGED_SECONDS} s a batch",
                 verdict,
                 f"{fewest}ba",
             ]
@@ -163,7 +163,7 @@ def table_of_intervals(report: dict[str, Any]) -> Table:
         "",
         "smallest interval",
     ]
-    return measured_table(f"a save after every batch, at most {LARGEST_SHARE:.0%} of training", headings, rows)
+    return measured_table(f"a save after every batch, at most {MAX_SAVE_FRACTION:.0%} of training", headings, rows)
 
 
 def table_of_growth(report: dict[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""How a save appears whole, and goes: by renames on a disk, by the last put on an object store. No torch."""
+"""Committing and removing saves atomically: by renames on a disk, by the last put on an object store. No torch."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ LOG = "log"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed save and where it lies."""
+    """A committed save and its folder."""
 
     name: str
     folder: Folder
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Folder) -> Checkpoint:
-    """Raises CheckpointError if there is none, UnsoundCheckpointError if it cannot be read."""
+    """Read one checkpoint. Raises CheckpointError if there is none, UnsoundCheckpointError if it is unsound."""
     return retry_on_damage(lambda bypass_cache: _read_once(folder))
 
 
@@ -92,14 +92,14 @@ def epoch_of(name: str) -> int:
     return int(save[1]) if save else 0
 
 
-# ------------------------------------------------------------------------------------------------- two ways
+# ------------------------------------------------------------------------------------------------- commits
 
 
 class RenameCommits:
     """Commits on a disk: what has a checkpoint's name is whole.
 
-    A save of a batch that has one moves the old one to `.replaced-<save_id>` for the moment between two renames; a
-    crash there leaves it the checkpoint of that batch, for readers too.
+    A second save of a batch first renames the old one to `.replaced-<save_id>`, then itself into place. After a crash
+    between the two, the old one is still read as that batch's checkpoint.
     """
 
     drafts_in_place = False
@@ -158,7 +158,7 @@ class RenameCommits:
         self._remove_or_put_back(doomed)
 
     def clear_remains(self, epoch: int) -> None:
-        """Clear drafts, replaced and half-deleted saves of earlier leases; put back a save replaced by nothing."""
+        """Remove drafts, replaced and half-deleted saves of earlier leases; put back a save that nothing replaced."""
         for name in self._only_replaced(self.root.names()):
             self.root.rename(name, committed_name(name.removeprefix(REPLACED)))
         for name in self.root.names():
@@ -167,7 +167,7 @@ class RenameCommits:
         self.clear_litter(has_lease=True)
 
     def clear_litter(self, *, has_lease: bool) -> None:
-        """Finish removals; under a lease, those of what a save replaced too."""
+        """Finish removals; under a lease, of replaced saves too."""
         for name in self.root.names():
             if name.startswith(DELETING):
                 self._remove_or_put_back(name)
@@ -177,7 +177,7 @@ class RenameCommits:
                         self.root.child(name).remove_all()
 
     def _only_replaced(self, names: Sequence[str]) -> list[str]:
-        """Return, for each batch whose save was moved away and never replaced, what was moved."""
+        """Return, for each batch whose save was moved away and never replaced, the name that it has now."""
         found: dict[str, str] = {}
         for name in sorted(names, key=epoch_of):
             if name.startswith(REPLACED) and SAVE_ID.fullmatch(name.removeprefix(REPLACED)):
@@ -185,9 +185,9 @@ class RenameCommits:
         return [moved for name, moved in found.items() if name not in names]
 
     def _remove_or_put_back(self, name: str) -> None:
-        """Remove what `remove` has moved away, unless a save had taken its name in between, whose it is again then.
+        """Remove what `remove` has moved away. If another save had taken the name just before, put that one back.
 
-        Its name says which save was meant, so that after a crash the next launch can do the same.
+        The name has the save_id that was meant, so that after a crash the next launch can do the same.
         """
         doomed, save = self.root.child(name), SAVE_ID.search(name)
         if save is None:
@@ -230,7 +230,7 @@ class PutCommits:
         return ""
 
     def remove(self, name: str, save_id: str) -> None:
-        """The name may hold the draft of another launch as well, which stays."""
+        """Remove a save. Another launch's draft below the same name stays."""
         folder, version = self.root.child(name), None
         if MANIFEST in folder.names():
             version = folder.version(MANIFEST)
@@ -260,7 +260,7 @@ class PutCommits:
                         folder.child(child).remove_all()
 
         def is_dead(path: str) -> bool:
-            """Whether only an earlier launch can have begun this upload, by its path in the run's folder."""
+            """Return whether an earlier launch began this upload, by its path in the run's folder."""
             place = path.partition("/")[0]
             return (COMMITTED.fullmatch(place) is not None or place == LOG) and epoch_of(path) < epoch
 

@@ -1,7 +1,7 @@
-"""The interface of a folder that holds checkpoints, retries, and what an absent or unreadable file means. No torch.
+"""The interface of a folder that holds checkpoints, retries, and errors for absent or unreadable files. No torch.
 
-Two classes have it: `LocalFolder` can rename and sync; `RemoteFolder`, behind an fsspec URL, commits with its last put.
-Errors of the operating system pass through as OSError.
+`LocalFolder` can rename and sync; `RemoteFolder`, behind an fsspec URL, commits with its last put. Errors of the
+operating system pass through as OSError.
 """
 
 import contextlib
@@ -58,6 +58,8 @@ class Source(Protocol):
 
 
 class Folder(Protocol):
+    """A folder of files on a disk or behind a URL."""
+
     url: str
     path_here: Path | None
     """Where it lies on this machine; None behind a URL."""
@@ -98,7 +100,7 @@ class Folder(Protocol):
         ...
 
     def source(self, name: str, *, bypass_cache: bool = False) -> Source:
-        """Open a file for reading. `bypass_cache`: past what this machine remembers of it, as far as it lets us."""
+        """Open a file for reading. `bypass_cache`: drop what this machine has cached of it, where that is possible."""
         ...
 
 
@@ -106,7 +108,8 @@ EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """Raises CheckpointError when the protocol's package is not installed, or a client would read another folder."""
+    """Return the folder of a path or URL. Raises CheckpointError if the protocol's package is not installed, or a
+    client would read another folder."""
     from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 
     text = os.fspath(url)
@@ -166,7 +169,7 @@ def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | No
 
 
 def retry_on_damage(look: Callable[[bool], T]) -> T:
-    """Call `look(False)`, and past the cache, `look(True)`, after damage: it may be a bad transfer or a stale cache."""
+    """Call `look(bypass_cache=False)`, and after damage `look(True)`: it may be a bad transfer or a stale cache."""
     try:
         return look(False)
     except DamagedCheckpointError:
@@ -174,7 +177,7 @@ def retry_on_damage(look: Callable[[bool], T]) -> T:
 
 
 def retry_transient_errors(call: Callable[[], T], only: Sequence[int] | None = None) -> T:
-    """Repeat a call after an error that may pass (with one of these numbers, if given)."""
+    """Repeat a call after an error that may pass: any OSError of disk or network, or with `only` those errnos."""
     for attempt in range(ATTEMPTS):
         try:
             with as_os_errors():

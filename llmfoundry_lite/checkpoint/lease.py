@@ -1,4 +1,4 @@
-"""Right to write into a run's folder: numbered claims, the highest of which holds. No torch.
+"""Leases on a run's folder: numbered claims, of which the highest may write. No torch.
 
 A claim is the creation of `.leases/<number>.json`, which must not exist yet. A holder that does not find its own
 content there any more has lost the disk.
@@ -18,7 +18,7 @@ from llmfoundry_lite.ranks.codec import parse_json, write_json
 from llmfoundry_lite.ranks.identity import describe_this_process, lives, pid_namespace
 
 FOLDER = ".leases"
-KEPT = 8
+NUM_KEPT = 8
 """A listing may miss a file created while it is read; with several left it still finds a high number."""
 MAX_BYTES = 1 << 16
 CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(?:\.[0-9a-f]{32})?")
@@ -27,12 +27,16 @@ CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(?:\.[0-9a-f]{32})?")
 
 @dataclass(frozen=True, slots=True)
 class Lease:
+    """A numbered claim to write."""
+
     epoch: int
     owner: dict[str, Any]
     """`describe_this_process`, and a name that no other claim has; empty if it cannot be read."""
 
 
 class Leases:
+    """The claims in a run's folder. Whoever has the highest number may write."""
+
     def __init__(self, root: Folder):
         self.url = root.url
         self.folder = root.child(FOLDER)
@@ -53,7 +57,7 @@ class Leases:
         self.folder.make(with_parents=True)
         while True:
             epoch = max(self.highest() + 1, at_least)
-            if _epoch(_name(epoch)) is None:  # it would not be seen: nobody's claim, and taken by the next launch again
+            if _epoch(_name(epoch)) is None:  # no one would see this claim, and the next launch would take it again
                 raise CheckpointError(
                     f"{self.url}: the last launch there has number {epoch - 1}, which no launch can have; remove "
                     f"{FOLDER}/{_name(epoch - 1)}, or the checkpoint that says so"
@@ -65,14 +69,14 @@ class Leases:
                 at_least = epoch + 1  # a listing may not have it yet, nor ever
         for name in self.folder.names():
             claim = CLAIM.fullmatch(name)
-            if claim is not None and int(claim[1]) <= epoch - KEPT:
+            if claim is not None and int(claim[1]) <= epoch - NUM_KEPT:
                 with contextlib.suppress(OSError):  # the lease is taken
                     self.folder.remove(name)
         return Lease(epoch, owner)
 
     def check(self, lease: Lease) -> None:
-        """Raises CheckpointError when there is a higher number, or when this claim is not there as it was made; OSError
-        when that cannot be told."""
+        """Raise CheckpointError if there is a higher number, or if this claim is not as it was made; OSError if the
+        folder cannot be read."""
         if (highest := self.highest()) > lease.epoch:
             owner = self._owner(highest)
             raise CheckpointError(
@@ -86,7 +90,7 @@ class Leases:
             raise self._vanished(lease.epoch)
 
     def check_is_seen(self, epoch: int) -> None:
-        """Raises CheckpointError unless this process sees the claim that rank 0 has made."""
+        """Raise CheckpointError unless this process sees the claim that rank 0 has made."""
         if not self.folder.child(_name(epoch)).exists():
             raise self._vanished(epoch)
 

@@ -27,6 +27,8 @@ DIRECT_BYTES = 4096
 
 
 class LocalFolder:
+    """A `Folder` at a path of this machine."""
+
     max_open_files = 4
 
     def __init__(self, path: Path):
@@ -145,7 +147,7 @@ class LocalSink:
 
     def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
         if self._direct is not None and _is_aligned(offset, buffers):
-            # Not every file system can, nor from all pinned memory; what the disk itself is wrong with returns below.
+            # Not every file system can, nor from all pinned memory; a failing disk fails again below.
             with contextlib.suppress(OSError):
                 self._write(self._direct, offset, buffers)
                 return
@@ -174,6 +176,8 @@ def _is_aligned(offset: int, buffers: Sequence[Buffer]) -> bool:
 
 
 class LocalSource:
+    """A file open for reading. A stale descriptor is opened again."""
+
     def __init__(self, path: Path, bypass_cache: bool = False):
         self.path = path
         self._descriptor = _retry(lambda: open_regular(path))
@@ -206,7 +210,7 @@ def _retry(call: Callable[[], T]) -> T:
 def _transfer(
     call: Callable[[int, Any, int], int], descriptor: int, offset: int, buffers: Sequence[Buffer], if_none: str
 ) -> None:
-    """Move all of `buffers`, however few bytes the system takes or gives at a time."""
+    """Write or read all of `buffers`, however few bytes each call moves. Raises EOFError when one moves none."""
     rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while rest:
         done = call(descriptor, rest[:MAX_VECTORS], offset)

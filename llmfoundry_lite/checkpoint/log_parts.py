@@ -1,6 +1,6 @@
 """The run's log beside its checkpoints, in parts `log/<save_id>.jsonl` that checkpoints share. No torch.
 
-A log is not the state. Without a part, the rest of the log is read, and the next launch that has it writes it again.
+A log is not state: if a part is lost, the others are read, and the next launch that has the whole log writes it again.
 """
 
 from typing import NamedTuple
@@ -16,6 +16,8 @@ NAME = "metrics.jsonl"
 
 
 class Log(NamedTuple):
+    """A run's log as it was read."""
+
     content: bytes | None
     """None if the checkpoint came without."""
     parts: tuple[FileRecord, ...]
@@ -25,6 +27,7 @@ class Log(NamedTuple):
 
 
 def read_log(checkpoint: Checkpoint) -> Log:
+    """Read a checkpoint's log. Lost parts are noted; a damaged attachment of format 1 raises UnsoundCheckpointError."""
     for file in checkpoint.manifest.attachments:
         if file.name.rsplit("/", 1)[-1] == NAME:
             return Log(read_verified(checkpoint.folder, file), (), [])
@@ -44,7 +47,7 @@ def read_log(checkpoint: Checkpoint) -> Log:
 def write_log(
     store: CheckpointStore, save_id: str, content: bytes, before: tuple[FileRecord, ...]
 ) -> tuple[FileRecord, ...]:
-    """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError of the disk.
+    """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError.
 
     A new part takes in the ones before it that are no longer than itself: a million lines are in twenty parts or fewer.
     """

@@ -1,7 +1,7 @@
 """The manifest of a portable checkpoint: everything but the arrays, and how each array lies in the files. No torch.
 
-Whoever holds a `Manifest` from `decode` may rely on full, disjoint coverage of every tensor by slices in the files it
-names. docs/checkpoint-format.md describes the JSON, and the rule for versions.
+`decode` guarantees that the slices of every tensor cover it once, and lie in files that the manifest names.
+docs/checkpoint-format.md describes the JSON, and the rule for versions.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ VERSION = 2
 """The major version of the format that this release writes."""
 MANIFEST = "manifest.json"
 HEAD_BYTES = 4096
-"""Bytes of it that a listing reads."""
+"""First bytes of a manifest, which a listing reads."""
 MAX_BYTES = 256 << 20
 MAX_VALUES = 80_000_000
-"""Format 1 lists every slice, in three bytes or more for each value: whatever a past release has published is within
-this and MAX_BYTES. More is an attack."""
+"""JSON values. Every manifest of a past release is within this and MAX_BYTES: format 1 lists every slice, in three
+bytes or more for each value. More is an attack."""
 
 ALGORITHM = "xxh3_128"
 HASH_BYTES = 16
@@ -127,6 +127,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
+    """A tensor's dtype, shape and slices."""
+
     dtype: str
     """A key of ITEM_BYTES."""
     shape: tuple[int, ...]
@@ -142,10 +144,6 @@ class TensorRecord:
     def num_slices(self) -> int:
         return self.layout.num_slices(self.shape)
 
-    @property
-    def slices(self) -> Iterator[Slice]:
-        return self.layout.overlapping(self.shape, (0,) * len(self.shape), self.shape)
-
     def overlapping(self, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
         """Return the slices that reach into a box of this tensor."""
         return self.layout.overlapping(self.shape, offset, lengths)
@@ -153,6 +151,8 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
+    """A file of a checkpoint, its size and its hashes."""
+
     name: str
     """Path from the manifest; for parts of the log, from the folder that the checkpoint is in."""
     num_bytes: int
@@ -173,12 +173,14 @@ class FileRecord:
 
     @property
     def hashed_bytes(self) -> int:
-        """Bytes of the file before its table."""
+        """Number of bytes before the table of hashes."""
         return self.num_bytes - (HASH_BYTES * self.num_blocks if self.digest else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
+    """A checkpoint without its arrays."""
+
     save_id: str
     parent_save_id: str | None = None
     """The save this run was at when it made this one: the previous save, or the one it was restored from."""
@@ -213,11 +215,6 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in (*self.files, *self.attachments))
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Newest is highest: by lease, then by batch. `store` says why."""
-        return self.lease_epoch, self.timestamp.batch
 
     @property
     def head(self) -> "Head":
@@ -277,6 +274,7 @@ KNOWN = (
 
 
 def encode(manifest: Manifest) -> bytes:
+    """Write a manifest as JSON. Raises CheckpointError if it could not be read back."""
     check(manifest, manifest.save_id)
     places: dict[int, int] = {}
     layouts: dict[bytes, int] = {}
@@ -347,7 +345,7 @@ def _envelope(inside: bytes) -> bytes:
 
 
 def _too_large(raw: bytes) -> str | None:
-    """Return what is too much about a manifest. `encode` and `decode` both ask, so that none is written in vain."""
+    """Return how a manifest is too large; None if it is not. `encode` asks too, so that none is written in vain."""
     if len(raw) > MAX_BYTES:
         return f"{len(raw):,} bytes, more than the {MAX_BYTES:,}"
     if (num_values := count_values(raw)) > MAX_VALUES:
@@ -359,7 +357,7 @@ def _too_large(raw: bytes) -> str | None:
 
 
 def decode(raw: bytes, where: str) -> Manifest:
-    """Read a manifest of any format; `where` names it in errors."""
+    """Read a manifest of any format; `where` names it in errors. Raises DamagedCheckpointError and NewerFormatError."""
     if problem := _too_large(raw):
         _refuse_newer(_announced_version(raw), where)
         raise DamagedCheckpointError(f"{where}: {problem} a manifest may have")
@@ -511,7 +509,7 @@ def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
 
 
 def check(manifest: Manifest, where: str) -> None:
-    """Raises DamagedCheckpointError unless every tensor is covered once, by files that are listed once."""
+    """Raise DamagedCheckpointError unless every tensor is covered once, by files that are listed once."""
     for files in ((*manifest.files, *manifest.attachments), manifest.log):
         names = [file.name for file in files]
         if len(set(names)) != len(names):

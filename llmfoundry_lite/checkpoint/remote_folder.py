@@ -22,9 +22,9 @@ REMOVALS_AT_ONCE = 16
 
 
 class RenewingFilesystem:
-    """A file system of fsspec's that is replaced by another when its credentials have expired, and asked again.
+    """A file system of fsspec's that is made again, and called again, when its credentials have expired.
 
-    The new one reads the credentials anew. fsspec itself would hand out the old one, with the old credentials.
+    The new one reads the credentials anew; fsspec itself would return the cached one with the old credentials.
     """
 
     def __init__(self, filesystem: Any):
@@ -56,6 +56,8 @@ class RenewingFilesystem:
 
 
 class RemoteFolder:
+    """A `Folder` behind a URL of fsspec's."""
+
     path_here: Path | None = None
     max_open_files = 16
 
@@ -236,6 +238,8 @@ class RemoteSink:
 
 
 class RemoteSource:
+    """An object that is read by ranges."""
+
     def __init__(self, filesystem: RenewingFilesystem, path: str):
         self.filesystem = filesystem
         self.path = path

@@ -1,7 +1,6 @@
-"""Safetensors shards -> a model and its optimizer, on any number of ranks; all of it verified, or nothing changed.
+"""Restoring: safetensors shards -> a model and its optimizer, on any number of ranks.
 
-Every rank reads into memory of its own and verifies just the blocks it reads, and all ranks agree, before any of them
-touches the model.
+Each rank reads into new memory and verifies the blocks that it reads. All ranks agree before any changes its model.
 """
 
 import math
@@ -36,12 +35,14 @@ from llmfoundry_lite.errors import (
 from llmfoundry_lite.ranks import exchange
 
 MAX_JUDGED = 16
-"""Files that rank 0 reads again when others complain; a node that has lost its disk complains of many."""
+"""Files that rank 0 reads again when others report them; a node that has lost its disk reports many."""
 
 Check = Callable[[Manifest], None]
 
 
 class Restored(NamedTuple):
+    """The checkpoint that a run carries on from."""
+
     manifest: Manifest | None
     """None if there was nothing to load."""
     url: str
@@ -117,7 +118,7 @@ def _load_together(
     ignore_keys: Sequence[str],
     check: Check,
 ) -> Manifest:
-    """`checkpoint` is given on rank 0; the others work from the manifest that rank 0 has read."""
+    """Restore on all ranks. `checkpoint` is given on rank 0; the others get the manifest that rank 0 has read."""
     url = exchange.broadcast_json(checkpoint.url if checkpoint else None)
     raw = exchange.broadcast_bytes(checkpoint.raw if checkpoint else b"")
     with exchange.raising_on_all_ranks():  # one node may lack a package
@@ -138,9 +139,9 @@ def _load_together(
 
 
 def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
-    """Return this rank's error; on a sound rank 0, its verdict on files that others could not read.
+    """Return this rank's error; on rank 0, if it has none, its verdict on files that others could not read.
 
-    Rank 0 looks itself at such a file: either the checkpoint is at fault, or that rank's node, which is named.
+    Rank 0 verifies such files itself: either the checkpoint is at fault, or that rank's node, which is named.
     """
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.all_reduce_max([int(is_unsound)])):
@@ -192,7 +193,7 @@ class Targets(NamedTuple):
 
 
 class Held(NamedTuple):
-    """State that all ranks hold together; each may hold a part of it."""
+    """Names of the state that all ranks hold together; under a pipeline each holds some of it."""
 
     keys: set[str]
     groups: list[set[str]]
@@ -200,7 +201,7 @@ class Held(NamedTuple):
 
 
 def gather_held_keys(model: nn.Module, optimizer: Optimizer | None) -> Held:
-    """Raises CheckpointError on all ranks when an optimizer is not of its model."""
+    """Gather names over all ranks. Raises CheckpointError on all of them when an optimizer is not of its model."""
     with exchange.raising_on_all_ranks():
         groups = []
         if optimizer is not None:
@@ -336,7 +337,7 @@ def read_overlaps(checkpoint: Checkpoint, index: int, overlaps: Sequence[Overlap
 
 
 def hull(shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    """Return first item and number of items of the shortest run that holds a box of a row-major array."""
+    """Return first item and number of items of the shortest contiguous range around a box of a row-major array."""
     first = last = 0
     for size, begin, length in zip(shape, offset, lengths, strict=True):
         first = first * size + begin

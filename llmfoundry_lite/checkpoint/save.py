@@ -1,4 +1,4 @@
-"""A model and its optimizer -> safetensors shards: what all ranks of a run do together to save.
+"""Saving: a model and its optimizer -> safetensors shards, written by all ranks of a run behind the training.
 
 Background threads never touch a collective: ranks learn of each other's progress in `Saver.poll`.
 """
@@ -43,7 +43,7 @@ REPORT = struct.Struct("<QQ16s16s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """The rest of a manifest, besides tensors and optimizer; rank 0's is used. Fields as in `Manifest`."""
+    """Fields of a `Manifest` besides tensors and optimizer. Rank 0's are used."""
 
     timestamp: Timestamp
     run_name: str | None = None
@@ -57,6 +57,8 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
+    """A published save and what it cost."""
+
     name: str
     save_id: str
     stall_seconds: float
@@ -115,7 +117,7 @@ class Saver:
         self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._signature: Any = None
-        """Facts that the plan depends on."""
+        """Names, dtypes, shapes and placements, on which the plan depends."""
         self._plan: Plan | None = None
         self._staged: Tensors = {}
         """By key in the file, in its order."""
@@ -131,7 +133,7 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """This rank has something to write or to publish still."""
+        """Whether this rank still writes or publishes."""
         return self._flight is not None and not self._flight.task.done()
 
     def take_lease(self, *, steal_from_live_writer: bool = False) -> None:
@@ -333,7 +335,7 @@ def _error_of(task: Future[Any]) -> Exception | None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Look for a nan or an infinity in the extremes: one pass, no copy."""
+    """Return whether no value is nan or infinite. The extremes show either: one pass, no copy."""
     if not tensor.is_floating_point():
         return True
     if tensor.element_size() == 1:

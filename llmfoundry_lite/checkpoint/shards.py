@@ -148,8 +148,6 @@ def hash_blocks(content: bytes, block_bytes: int) -> bytes:
 
 
 def hash_buffers(buffers: Sequence[Buffer]) -> bytes:
-    if len(buffers) == 1:
-        return xxhash.xxh3_128_digest(buffers[0])
     state = xxhash.xxh3_128()
     for buffer in buffers:
         state.update(buffer)

@@ -35,6 +35,8 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 class State(NamedTuple):
+    """What a checkpoint keeps of a model and its optimizer."""
+
     tensors: Tensors
     """`model/<fqn>` and `optim/<fqn>/<slot>`, parameters as they are; DTensors stay sharded."""
     aliases: dict[str, str]
@@ -50,6 +52,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
+    """Collect the state without a copy: tensors are those of the model and the optimizer."""
     parameters, buffers = _members(model)
     tensors, aliases = _unique([*parameters, *buffers])
     numbers = None
@@ -60,13 +63,13 @@ def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """Return what the model's state dict holds, each tensor once, and further names of those that have several."""
+    """Return the tensors of the model's state dict, each once, and further name -> first name of those tied."""
     parameters, buffers = _members(model)
     return _unique([*parameters, *buffers])
 
 
 def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Runs]:
-    """Return by key a module's `row_order`, which is that of its parameters and of slots of their shape."""
+    """Return tensor -> the `row_order` of its module: of its parameters, and of optimizer slots of their shape."""
     orders: dict[str, tuple[torch.Size, Runs]] = {}
     for prefix, module in model.named_modules():
         order = getattr(module, "row_order", None)
@@ -183,7 +186,7 @@ def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Ten
 
 
 def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
-    """Turn values that are tensors into Python's, with one transfer for all of a kind."""
+    """Replace values that are tensors by numbers, with one transfer for each device and dtype."""
     kinds: dict[Any, list[dict[str, Any]]] = {}
     for number in numbers:
         if "dtype" in number:
@@ -195,7 +198,7 @@ def _fetch(numbers: Sequence[dict[str, Any]]) -> None:
 
 
 def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Join those of ranks that hold different parameters. Raises CheckpointError when their options differ."""
+    """Merge the optimizers of ranks with different parameters. Raises CheckpointError if their options differ."""
     first, *others = parts
     if first is None:
         return None
@@ -214,7 +217,7 @@ def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | 
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
-    """Sort as the whole model does, whichever rank has which blocks: what comes before blocks, blocks, what follows."""
+    """Sort parameter names as in the whole model: those before its blocks, blocks by number, those after."""
     numbers = {name: int(found[0]) for name in names if (found := re.search(r"\d+", name))}
     first = next((i for i, name in enumerate(names) if name in numbers), len(names))
     after = [name for name in names[first:] if name not in numbers]
@@ -222,10 +225,10 @@ def _in_order(names: Sequence[str]) -> list[str]:
 
 
 def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
-    """Return the parameters that keep no optimizer state when `ignore` is left out of a load.
+    """Return the parameters that start without optimizer state when a load leaves `ignore` out.
 
-    Moments mean nothing to weights that they did not come with, and half of a parameter's slots nothing to the
-    optimizer, which creates either all of them or none.
+    Moments belong to the weights that they were saved with, and an optimizer creates either all of a parameter's slots
+    or none.
     """
     names = set()
     for key in manifest.tensors:
@@ -264,7 +267,7 @@ def optimizer_targets(
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[set[str]], saved: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError unless the checkpoint's optimizer is of this kind and updates these parameters."""
+    """Raise CheckpointError unless the checkpoint's optimizer is of this class and updates these parameters."""
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{where}: holds the state of {saved['class']}, this run uses {type(optimizer).__name__}; "

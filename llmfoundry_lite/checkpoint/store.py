@@ -1,4 +1,4 @@
-"""Where the checkpoints of one run live: `<save_folder>/ba200`, local or behind an fsspec URL. No torch."""
+"""The store of one run's checkpoints, `<save_folder>/ba200`, on a disk or behind an fsspec URL. No torch."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ class Candidate:
         self._found = found
 
     def open(self) -> Checkpoint:
-        """Raises CheckpointError if it cannot be read, the same each time."""
+        """Return the checkpoint. Raises CheckpointError if it cannot be read, the same each time."""
         if self._found is None:
             try:
                 self._found = read_checkpoint(self._folder)
@@ -79,6 +79,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, int]:
+        """Lease epoch and batch: the newest is highest. See `CheckpointStore`."""
         return (self.head.lease_epoch, self.head.batch) if self.head is not None else (1 << 62, batch_of(self.name))
 
     @property
@@ -87,6 +88,8 @@ class Candidate:
 
 
 class Search(NamedTuple):
+    """What `newest_intact` found, and what it passed over."""
+
     checkpoint: Checkpoint | None
     notes: list[str]
     """A line for each checkpoint that was passed over."""
@@ -95,7 +98,7 @@ class Search(NamedTuple):
 
 
 def refuse_newer(candidates: Sequence[Candidate]) -> None:
-    """Raises NewerFormatError if a newer release has written one: to carry on beside it could not be meant."""
+    """Raise NewerFormatError if a newer release has written one of them: carrying on beside it cannot be meant."""
     for candidate in candidates:
         if not candidate.is_listed and isinstance(candidate.error, NewerFormatError):
             raise candidate.error
@@ -109,12 +112,12 @@ def is_checkpoint(url: str | os.PathLike[str]) -> bool:
 
 
 def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
-    """Raises CheckpointError if there is none, UnsoundCheckpointError if it cannot be read."""
+    """Read one checkpoint. Raises CheckpointError if there is none, UnsoundCheckpointError if it is unsound."""
     return read_checkpoint(open_folder(url))
 
 
 def kind_of(error: CheckpointError | None) -> str:
-    """Return in a word what is the matter with a checkpoint that is passed over."""
+    """Return `damaged`, `incomplete`, `unreadable` or `unusable`."""
     return next((word for kind, word in KINDS.items() if isinstance(error, kind)), "unusable")
 
 
@@ -130,8 +133,8 @@ class CheckpointStore:
 
     A writer looks for a higher lease before it commits. Between that look and the commit a stalled writer may still be
     overtaken, and neither a rename nor a put can be fenced. So readers order saves by (lease epoch, batch), and a
-    checkpoint never replaces one of a higher epoch: a late save
-    from a launch believed dead ranks below its successor's first save. No clock is consulted.
+    checkpoint never replaces one of a higher epoch: a late save from a launch believed dead ranks below its successor's
+    first save. No clock is consulted.
     """
 
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
@@ -146,8 +149,8 @@ class CheckpointStore:
     def acquire(self, *, steal_from_live_writer: bool = False) -> Lease:
         """Become the writer of this run and clear away what dead writers left half done.
 
-        Raises CheckpointError if the present writer still runs on this machine, unless it has been told that it is the
-        writer no more: `steal_from_live_writer`.
+        Raises CheckpointError if the present writer still runs on this machine, unless `steal_from_live_writer`: it has
+        been told to stop.
         """
         with _os_errors(f"{self.root.url}: no lease can be taken"):
             at_least = max((found.order[0] for found in self.candidates() if found.is_listed), default=0) + 1
@@ -156,12 +159,12 @@ class CheckpointStore:
         return lease
 
     def check(self, lease: Lease) -> None:
-        """Raises CheckpointError when another writer has taken over, or when the folder has vanished."""
+        """Raise CheckpointError when another writer has taken over, or when the folder has vanished."""
         with _os_errors(f"{self.root.url}: the lease cannot be read"):
             self.leases.check(lease)
 
     def check_is_new(self) -> None:
-        """Raises CheckpointError when the folder has held checkpoints, though there are no candidates now."""
+        """Raise CheckpointError when all that the folder held was set aside as damaged."""
         with _os_errors(f"{self.root.url}: cannot be listed"):
             left = [name for name in self.root.names() if name.startswith(DAMAGED)]
         if left:

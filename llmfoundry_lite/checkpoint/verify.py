@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Answers on a machine without torch."""
+"""Verification of a checkpoint: presence, headers, every block. No torch."""
 
 from collections.abc import Callable
 

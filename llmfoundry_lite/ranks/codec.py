@@ -27,7 +27,7 @@ WORDS: dict[Any, str] = {
     list: "a list",
     NoneType: "null",
 }
-"""Annotations in errors."""
+"""Type -> its name in errors."""
 
 
 def encode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
@@ -119,7 +119,7 @@ class Item:
         return Item(self.value[key], f"{self.where}: {key}")
 
     def besides(self, *known: str) -> dict[str, Any]:
-        """Return fields that a later release has added."""
+        """Return fields other than `known`, which a later release has added."""
         return {key: value for key, value in self.object().items() if key not in known}
 
     def object(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Exit code 75 for a request to leave that comes while a program still imports; Python's own answer is 143.
+"""Signals that come while a program still imports: exit with code 75, where Python would exit with 143.
 
 It imports nothing that takes time. `ranks.ending`, the launcher and the relay replace its handlers with their own.
 """
@@ -11,7 +11,7 @@ from llmfoundry_lite.errors import EXIT_PREEMPTED
 
 
 def leave_with_75_when_asked() -> None:
-    """Call this first in each program whose exit code 75 means: run the same command again."""
+    """Exit with code 75 on SIGINT, SIGTERM and SIGUSR1. For programs that the same command carries on."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)

@@ -1,5 +1,5 @@
-"""How a process of a launch begins and ends: its place among the ranks, what it says at the end, its exit code. No
-torch; the process group's store is used when there is one."""
+"""The end of a process of a launch: signals, the error that is printed, the exit code. No torch; ranks tell each other
+by the process group's store when there is one."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError, printable
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError, printable
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 
-# Of what a lost connection makes torch's C++ say, the exception is enough; its stack traces bury the reason.
+# For a lost connection the exception is enough; the stack traces of torch's C++ bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
@@ -33,15 +33,13 @@ class Preempted(BaseException):
 EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
 """From a rank to our launcher alone: a fault that may pass. The launch ends with 75, or with 1 where batches are lost
 (`UserError.has_lost`), when the launcher has tried again for long enough."""
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Ctrl-C twice: left at once. As shells have it."""
 LEAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ECHO_SECONDS = 2.0
 """One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM."""
 
 
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
-    """Run a script's `main(arguments)`; one line for a user's error, a traceback for a bug; then leave the process."""
+    """Run a script's `main(arguments)` and exit; print one line for a user's error, a traceback for a bug."""
     ignore_output_errors()
     raise_when_interrupted()
     try:
@@ -82,7 +80,7 @@ def raise_when_interrupted() -> None:
 
 @contextmanager
 def ending_after(seconds: float, text: str, exit_code: int) -> Iterator[None]:
-    """End the process with that line after so many seconds in a block that may wait in C++ for ever."""
+    """Print `text` and end the process after `seconds` in a block that may wait in C++ for ever."""
 
     def end() -> None:
         print(text, file=sys.stderr, flush=True)
@@ -99,8 +97,8 @@ def ending_after(seconds: float, text: str, exit_code: int) -> Iterator[None]:
 
 @contextmanager
 def leaving_within(seconds: float) -> Iterator[None]:
-    """End the process so many seconds after a signal that asks to leave, if it is still in the block: inside of C++
-    Python's handlers do not run, and nothing is there to save yet."""
+    """End the process `seconds` after a signal that asks to leave, if it is still in the block: Python's handlers do
+    not run inside C++, and there is nothing to save yet."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,7 +143,7 @@ STORE_SECONDS = 10.0
 
 
 def announce_preemption(reason: str) -> None:
-    """Let other ranks know, should this one leave before they could agree. Waits a second for them, no longer."""
+    """Tell other ranks why this one leaves, in case it does before they agree. Waits for the store a second at most."""
     with suppress(RuntimeError):
         _ask_store(lambda store: store.compare_set(PREEMPTED, "", reason), 1.0)
 
@@ -159,7 +157,7 @@ def announced_preemption() -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return one line where the reader is a user, everything where the reader must find a bug."""
+    """Return one line for a user's error, the traceback for a bug."""
     if isinstance(error, Preempted):
         return printable(str(error))
     if isinstance(error, UserError):
@@ -195,7 +193,7 @@ def report(error: BaseException) -> None:
     """Print the launch's first error: on the rank that had it, and on rank 0, whose output the user watches.
 
     When one rank fails the others fail after it, with words that hide the reason: rank 0 prints those of the first.
-    A traceback is always printed where it happened: those who heard of the failure may have come first.
+    A traceback is always printed where it happened: a rank that failed after it may have been noted first.
     """
     here, text, first, said = this_rank(), describe(error), None, ""
     is_bug = text.startswith("Traceback")
@@ -226,6 +224,8 @@ def cause_of(error: BaseException) -> str:
 
 
 class FirstError(NamedTuple):
+    """The first failure of a launch."""
+
     rank: int
     code: int
     text: str
@@ -244,8 +244,8 @@ def first_error(error: BaseException) -> FirstError | None:
 
 
 def _ask_store(ask: Callable[[Any], Any], seconds: float) -> Any:
-    """Return the process group's store's answer; None without one, and after so many seconds: rank 0 keeps the store,
-    and torch waits for a frozen one for ever. Raises RuntimeError when rank 0 is gone."""
+    """Return the answer of the process group's store; None without one, and after `seconds`: rank 0 keeps the store,
+    and torch waits for a frozen rank for ever. Raises RuntimeError when rank 0 is gone."""
     store, answers = _process_group_store(), []
     if store is None:
         return None
@@ -269,9 +269,9 @@ def _last_line(text: str) -> str:
 
 
 RANK_LOGS = "LLMFOUNDRY_LITE_RANK_LOGS"
-"""Our launcher says where it keeps what ranks other than 0 print."""
+"""Variable of our launcher: the folder of what ranks other than 0 print."""
 LAUNCHED_AT = "LLMFOUNDRY_LITE_LAUNCHED_AT"
-"""And when it began, by `identity.uptime`: `max_wall_time` counts from there, over all restarts."""
+"""Variable of our launcher: when it began, by `identity.uptime`. `max_wall_time` counts from there, over restarts."""
 
 
 def where_outputs_are() -> str:

@@ -1,13 +1,14 @@
-"""JSON between ranks, and one verdict for all of them.
+"""Collectives over JSON and bytes, and errors that are raised on all ranks.
 
-torch's object collectives would pickle; plans, reports and errors travel as JSON in a byte tensor instead. For main
-threads only: every rank must come here in the same order. Without a process group nothing travels.
+Nothing is pickled, as torch's object collectives would. For main threads only: all ranks must make the same calls in
+the same order. Without a process group each function returns at once.
 """
 
 import datetime
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def broadcast_json(value: Any, group: Group = None, *, source: int = 0) -> Any:
 
 
 def broadcast_bytes(raw: bytes, group: Group = None, *, source: int = 0) -> bytes:
+    """Return on every rank what rank `source` passed."""
     rank, world_size = rank_and_size(group)
     if world_size == 1:
         return raw
@@ -104,12 +106,12 @@ def _reduce(values: list[int], operation: Any, group: Group) -> list[int]:
 
 
 @contextmanager
-def raising_on_all_ranks() -> Iterator[None]:
-    """Run a block that may fail on some ranks; then `raise_on_all_ranks`. Every rank must come here."""
+def raising_on_all_ranks(kind: type[Exception] = Exception) -> Iterator[None]:
+    """Run a block that may fail on some ranks with an error of `kind`; then `raise_on_all_ranks`. Collective."""
     error = None
     try:
         yield
-    except Exception as caught:
+    except kind as caught:
         error = caught
     raise_on_all_ranks(error)
 
@@ -134,19 +136,11 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     raise CheckpointError(f"rank {first}: {name}: {text}")
 
 
-@contextmanager
-def user_errors_on_all_ranks() -> Iterator[None]:
-    """Raise a user's error inside the block on all ranks, after it. All ranks must come here."""
-    error: UserError | None = None
-    try:
-        yield
-    except UserError as caught:
-        error = caught
-    raise_on_all_ranks(error)
+user_errors_on_all_ranks = partial(raising_on_all_ranks, UserError)
 
 
 def open_host_group(timeout: datetime.timedelta) -> None:
-    """From now on, what is not told which group to use travels over gloo, beside NCCL: no device is waited for."""
+    """Let calls without a group use gloo from now on, beside NCCL: they wait for no device."""
     global _host_group
     _host_group = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAssignmentType]
 

@@ -1,4 +1,4 @@
-"""Processes told apart without a clock that anybody can set: by boot, pid namespace, pid and start in ticks. No torch.
+"""Identity of a process, without the wall clock: boot, pid namespace, pid and start in ticks. No torch.
 
 The wall clock may step, and dates computed from it move along. Containers of one machine share its boot, and each
 counts processes anew. A machine may get another name while it runs.
@@ -13,6 +13,7 @@ from typing import Any
 
 
 def describe_this_process() -> dict[str, Any]:
+    """Return host, boot, pid namespace, pid and start of this process, as `lives` takes them."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),

@@ -10,7 +10,7 @@ from llmfoundry_lite.errors import ConfigError
 
 
 class Rank(NamedTuple):
-    """This process in its launch, as `composer` and `torchrun` tell it; alone without them."""
+    """A process's place in its launch."""
 
     rank: int
     world_size: int
@@ -100,5 +100,6 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def this_rank() -> Rank:
+    """Read this process's rank from the environment; rank 0 of 1 without a launcher."""
     names, alone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (0, 1, 0, 1)
     return Rank(*(int(os.environ.get(name, default)) for name, default in zip(names, alone, strict=True)))

@@ -1,4 +1,4 @@
-"""Where the one process group of a launch starts: over NCCL (RCCL on AMD) with accelerators, over gloo without."""
+"""Start of a launch's process group: over NCCL (RCCL on AMD) with accelerators, over gloo without."""
 
 import datetime
 import os
@@ -18,10 +18,10 @@ RENDEZVOUS_GRACE_SECONDS = 5.0
 
 
 def start_process_group(device_type: str, timeout_seconds: float, exit_code: int = EXIT_BUG) -> None:
-    """Start one, unless one has started. A process that no launcher has started is a world of one, on no network.
+    """Start the process group, unless there is one. A process without a launcher is a world of one, on no network.
 
-    torch keeps to the timeout where a rank is missing. Where rank 0 is frozen it waits for ever: the process then ends
-    after twice that time, with `exit_code`.
+    torch raises after the timeout when a rank is missing. When rank 0 is frozen torch waits for ever: the process then
+    ends after twice the timeout, with `exit_code`.
     """
     if dist.is_initialized():
         return
@@ -46,9 +46,9 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
 
 
 def check_address(address: str) -> None:
-    """Raises ConfigError where rank 0's address does not resolve: torch would try for minutes, and say nothing.
+    """Raise ConfigError when rank 0's address does not resolve: torch would try for minutes, and say nothing.
 
-    A name server that does not answer may answer later: that is left to torch, which tries until its timeout.
+    A name server that does not answer may answer later: torch then tries until its timeout.
     """
     try:
         socket.getaddrinfo(address, None)
@@ -61,8 +61,8 @@ def check_address(address: str) -> None:
 
 
 def choose_device(device_type: str) -> torch.device:
-    """Return this rank's device; on a CPU, take its share of the cores. Raises ConfigError, on all of a node's ranks,
-    where they see too few devices."""
+    """Return this rank's device; on a CPU, divide the cores among the node's ranks. Raises ConfigError, on all of a
+    node's ranks, if they see too few devices."""
     here = this_rank()
     if device_type == "cuda":
         count = torch.cuda.device_count()

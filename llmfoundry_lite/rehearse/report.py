@@ -7,7 +7,7 @@ from typing import Any
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, describe_stages, stages_of
-from llmfoundry_lite.hardware import FREE_SHARE, GIB, in_bytes
+from llmfoundry_lite.hardware import FREE_FRACTION, GIB, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.model_memory import MemoryEstimate
@@ -41,7 +41,7 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
         *stage_lines,
         f"batch          {num_samples} samples on this rank, {found['microbatch_size']} at a time",
         f"memory         allocated {allocated_bytes / GIB:.2f}, reserved {found['reserved_bytes'] / GIB:.2f}, "
-        f"of {device.free_bytes / GIB:.2f} GiB ({FREE_SHARE:.0%} of what is sold)",
+        f"of {device.free_bytes / GIB:.2f} GiB ({FREE_FRACTION:.0%} of what is sold)",
         f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / allocated_bytes - 1:+.1%}); "
         f"cuBLAS' workspaces are {found['workspaces_bytes'] / GIB:.2f} of the allocated",
         f"               the peak is at {found['peak_at']}",

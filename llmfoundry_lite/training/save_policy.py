@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from composer.core import State, Timestamp
 
-from llmfoundry_lite.checkpoint.intervals import LARGEST_SHARE, choose_save_interval
+from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION, choose_save_interval
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.launch.log_lines import duration_text
@@ -136,7 +136,7 @@ class SaveTimer:
         if printed is not None and 1 / PRINTED_CHANGE < self.seconds / printed < PRINTED_CHANGE:
             return None
         self._printed_seconds = self.seconds
-        why = f"{LARGEST_SHARE:.0%} at that interval"
+        why = f"{MAX_SAVE_FRACTION:.0%} at that interval"
         if self.seconds_between_failures is not None:
             why = f"and this run fails every {duration_text(self.seconds_between_failures)}"
         return (

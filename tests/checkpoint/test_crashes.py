@@ -47,7 +47,7 @@ def run_until_killed(folder, phase, batches):
 def read_values(checkpoint):
     record = checkpoint.manifest.tensors["model/w"]
     halves = []
-    for part in record.slices:
+    for part in record.overlapping((0,) * len(record.shape), record.shape):
         with open_shard(checkpoint.folder, checkpoint.manifest.files[part.file]) as shard:
             stored = shard.find(part.key("model/w"), "I64", part.shape)
             target = np.empty(stored.end - stored.begin, np.uint8)
