@@ -1,4 +1,4 @@
-"""The content of one input file: its text, its lines, the rows of a CSV file or of a table.
+"""Readers of one input file: whole text, lines, rows of CSV, rows of parquet and arrow.
 
 A small file may decompress to any size. So no document of a compressed file may exceed MAX_DOCUMENT_BYTES.
 """
@@ -174,7 +174,7 @@ def check_names_differ(path: Path, names: list[str], wanted: Sequence[str]) -> N
 
 
 def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows and bytes of each row group or record batch. Reads descriptions alone."""
+    """Yield the rows and bytes of each row group or record batch. Reads metadata alone."""
     if path.suffix == ".arrow":
         with arrow_errors(path, "is damaged"):
             yield from ((batch.num_rows, batch.nbytes) for batch in open_arrow(path)[1])
@@ -209,12 +209,12 @@ def read_table(path: Path, start: int, end: int, wanted: Sequence[str]) -> Itera
 
 
 def has_all(schema: Any, keys: Sequence[str]) -> bool:
-    """Whether every key names a column, or a field within one."""
+    """Return whether every key names a column, or a field within one."""
     return all(key in schema.names or has_field(schema, key.split(".")) for key in keys)
 
 
 def has_field(parent: Any, names: list[str]) -> bool:
-    """`parent`: a schema or a struct type."""
+    """Return whether a schema or struct type has a field of this path of names."""
     import pyarrow as pa
 
     index = parent.get_field_index(names[0])
@@ -225,7 +225,7 @@ def has_field(parent: Any, names: list[str]) -> bool:
 
 
 def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | Bad]:
-    """The rows of a record batch. Arrow does not check its strings, so one bad string spoils no other row."""
+    """Yield the rows of a record batch. Arrow does not check its strings: of a batch with a bad one, row by row."""
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError as error:
@@ -247,7 +247,7 @@ def open_parquet(path: Path) -> Any:
 
 
 def decompressed_copy(path: Path) -> BinaryIO:
-    """A file without a name that holds the content of a compressed file."""
+    """Decompress a file into a temporary one without a name."""
     copy: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's, and gone when it is
     try:
         with open_content(path) as (file, _):

@@ -78,9 +78,9 @@ class Unit:
     """For the standard library: the top-level module of each file. Files that are not UTF-8 are then left out."""
 
     def digest(self) -> str:
-        """A name: the same for the same unit in another launch, another for any other unit."""
-        told = (self.kind, self.names, self.start, self.end, self.first, self.content)
-        return xxhash.xxh3_128_hexdigest(repr(told).encode(errors="backslashreplace"))
+        """Return a name: the same for the same unit in another launch, another for any other unit."""
+        fields = (self.kind, self.names, self.start, self.end, self.first, self.content)
+        return xxhash.xxh3_128_hexdigest(repr(fields).encode(errors="backslashreplace"))
 
     def place(self, index: int) -> str:
         """Name the document that `read_values` numbers so."""
@@ -130,7 +130,7 @@ def read_documents(unit: Unit, request: Request, skipped: Skipped) -> Iterator[D
 
 
 def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) -> Iterator[tuple[int, str | Bad]]:
-    """Yield the text of each document with its number: of a byte range its offset, otherwise counted from 0."""
+    """Yield each document's number and text. In a byte range the number is an offset, otherwise it counts from 0."""
     match unit.kind:
         case "whole":
             yield from enumerate(read_text(Path(name), encoding) for name in unit.names)
@@ -162,7 +162,7 @@ def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes]]:
 
 
 def count_lines(path: Path, end: int) -> int:
-    """The number of line ends before a byte offset."""
+    """Count the line ends before a byte offset."""
     count = 0
     with path.open("rb") as file:
         while end > 0 and (block := file.read(min(end, BLOCK_BYTES))):
@@ -172,7 +172,7 @@ def count_lines(path: Path, end: int) -> int:
 
 
 def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
-    """The text of a line of JSON."""
+    """Return the text of a line of JSON, or why it has none."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -188,7 +188,7 @@ def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
 
 
 def text_of_row(row: Mapping[str, Any] | Bad, text_keys: tuple[str, ...]) -> str | Bad:
-    """The text of a row: the value of its key, or of several keys, with a blank line between them."""
+    """Return the text of a row: the value of its key, or of several keys, with a blank line between them."""
     if isinstance(row, Bad):
         return row
     values = []
@@ -209,7 +209,7 @@ MISSING = object()
 
 
 def value_of(row: Mapping[str, Any], key: str) -> Any:
-    """The value under `a.b`: a name first of all, then names of objects within objects; MISSING if there is neither."""
+    """Return the value of the key `a.b`, else of `b` in the object `a`; MISSING if there is neither."""
     if key in row:
         return row[key]
     value: Any = row
@@ -224,25 +224,25 @@ def names_within(name: str, value: Any) -> list[str]:
     return [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) and value else [name]
 
 
-def runs(
-    items: Iterable[T], size_of: Callable[[T], int], target: int, *, most: int | None = None
+def group_by_size(
+    items: Iterable[T], size_of: Callable[[T], int], target: int, *, max_items: int | None = None
 ) -> Iterator[tuple[list[T], int]]:
-    """Yield consecutive items in runs of at least `target` in size or of `most` items, and the size of each run.
+    """Yield groups of consecutive items, of at least `target` in size or of `max_items`, and the size of each.
 
-    The last run may be smaller.
+    The last group may be smaller.
     """
-    run: list[T] = []
+    group: list[T] = []
     size = 0
     for item in items:
-        run.append(item)
+        group.append(item)
         size += size_of(item)
-        if size >= target or len(run) == most:
-            yield run, size
-            run, size = [], 0
-    if run:
-        yield run, size
+        if size >= target or len(group) == max_items:
+            yield group, size
+            group, size = [], 0
+    if group:
+        yield group, size
 
 
 def split_key(content: bytes, seed: int = 0) -> int:
-    """A 64-bit hash, the same on every machine and in every process."""
+    """Return a 64-bit hash, the same on every machine and in every process."""
     return xxhash.xxh3_64_intdigest(content, seed=seed)

@@ -31,7 +31,7 @@ CHECKED_ONE_IN = 1000
 MAX_CHECKED_CHARACTERS = 1024 * 1024
 """Characters of a document. The rest is not checked: `tokenizers` takes 170 bytes of memory for each."""
 RECYCLE_BYTES = 64 * 1024 * 1024
-"""Its cache of words grows for as long as it lives, by up to 4 bytes a byte of text: begin anew after so much text."""
+"""Text after which it is loaded again: its cache of words grows by up to 4 bytes a byte of text."""
 
 PROBED_SEED = 17
 NUM_RANDOM_PROBES = 500
@@ -43,7 +43,7 @@ class Unequal(Exception):
 
 
 def may_be_used(total_bytes: int | None, verdict: Path) -> bool:
-    """Whether the library is there, worth its proof for a source of this size, and not known to differ."""
+    """Return whether the library is there, worth its proof for a source of this size, and not known to differ."""
     is_worth_it = total_bytes is None or total_bytes >= WORTH_PROVING_BYTES
     return is_worth_it and not verdict.exists() and importlib.util.find_spec("gigatoken") is not None
 
@@ -78,7 +78,7 @@ class FastEncoder:
             self.check(probe, self.ids_of(probe), repr(probe[:60]))
 
     def encode(self, documents: Sequence[Document]) -> list[np.ndarray]:
-        """Token ids of documents, uint32. Raises Unequal."""
+        """Return the token ids of documents, uint32. Raises Unequal."""
         return [self.encode_one(document) for document in documents]
 
     def encode_one(self, document: Document) -> np.ndarray:
@@ -104,13 +104,13 @@ class FastEncoder:
             raise self.unequal(f"and tokenizers differ on {name}")
 
     def failure(self, name: str, error: BaseException) -> BaseException:
-        """The exception to raise for a failure of the library, whose panics are no Exception."""
+        """Return the exception to raise for a failure of the library, whose panics are no Exception."""
         if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
             return error
         return self.unequal(f"fails on {name} ({' '.join(str(error).split())})")
 
     def unequal(self, reason: str) -> Unequal:
-        """Write the verdict before anybody hears of it: another unit's error, or a kill, may come first."""
+        """Write the verdict at once, as another unit's error or a kill may come first. Returns it as an exception."""
         sentence = f"gigatoken {importlib.metadata.version('gigatoken')} {reason}"
         write_atomically(self.verdict, f"{sentence}\n")
         return Unequal(sentence)
@@ -133,8 +133,7 @@ def probes(added_tokens: Sequence[str]) -> Iterator[str]:
 
 
 def marks() -> Iterator[str]:
-    """Yield every character beside combining marks, whose order NFC changes: the libraries have Unicode of different
-    years."""
+    """Yield every character beside combining marks, whose order NFC changes: the libraries' Unicode versions differ."""
     yield from in_texts("a{0}\u0323\u0301b c\u0301{0}\u0323d ", step=1)
 
 
@@ -142,5 +141,5 @@ def in_texts(template: str, *, step: int) -> Iterator[str]:
     """Put characters into a template, 200 a text: all up to U+3400, one in `step` up to U+20000, some others."""
     codes = itertools.chain(range(0x3400), range(0x3400, 0x20000, step), range(0x20000, sys.maxunicode + 1, 1024))
     characters = (chr(code) for code in codes if not 0xD800 <= code < 0xE000)
-    while run := list(itertools.islice(characters, 200)):
-        yield "".join(template.format(character) for character in run)
+    while group := list(itertools.islice(characters, 200)):
+        yield "".join(template.format(character) for character in group)

@@ -1,4 +1,4 @@
-"""The public tasks' data: from the Hugging Face Hub to JSONL with LLM Foundry's columns, one file for each task.
+"""Download of public evaluation tasks from the Hugging Face Hub: a JSONL file for each, with LLM Foundry's columns.
 
     llmfoundry-lite data fetch-tasks arc_easy piqa --out data/eval
 
@@ -32,8 +32,10 @@ class Origin:
 
 
 def fetch_tasks(names: Iterable[str], out: Path, *, force: bool, notify: Callable[[str], None]) -> None:
-    """Write `<out>/<name>.jsonl` for each name, for all tasks if there is none. What is there already stays, unless
-    `force`. Raises DataError for a name that is no task, and when the Hub does not deliver."""
+    """Write `<out>/<name>.jsonl` for each name, or for all tasks. Keeps files that are there, unless `force`.
+
+    Raises DataError for an unknown name, and when the Hub does not deliver.
+    """
     names = list(dict.fromkeys(names)) or list(ORIGINS)
     for name in names:
         if name not in ORIGINS:
@@ -52,7 +54,7 @@ def fetch_tasks(names: Iterable[str], out: Path, *, force: bool, notify: Callabl
 
 
 def convert_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """The upstream rows of a task, as questions. Raises DataError for a row of another shape."""
+    """Yield the upstream rows of a task as questions. Raises DataError for a row of another shape."""
     for number, row in enumerate(rows):
         try:
             yield ORIGINS[name].convert(row)
@@ -103,7 +105,7 @@ def _hellaswag(row: Row) -> Row:
 
 
 def _without_marks(text: str) -> str:
-    """WikiHow's [title], [step] and [substeps], as lm-evaluation-harness takes them out."""
+    """Remove WikiHow's [title], [step] and [substeps], as lm-evaluation-harness does."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -115,8 +117,7 @@ def _piqa(row: Row) -> Row:
 
 
 def _winograd(row: Row) -> Row:
-    """The pronoun replaced by each name, and the rest of the sentence: Trinh and Le's partial evaluation
-    (arXiv:1806.02847)."""
+    """Replace the pronoun by each name; the rest is scored (Trinh and Le's partial evaluation, arXiv:1806.02847)."""
     text, pronoun, at = row["text"], row["pronoun"], row["pronoun_loc"]
     if text[at : at + len(pronoun)] != pronoun:
         raise ValueError(f"no {pronoun!r} at {at}")

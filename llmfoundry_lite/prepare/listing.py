@@ -1,4 +1,4 @@
-"""Which files the paths, folders and globs of `--source` stand for.
+"""The list of input files: expansion of the paths, folders and globs of `--source`.
 
 A folder's own files come before those that a link leads to, and a file with several names is read under the first. A
 link to a folder is followed, once, so that a circle of links ends.
@@ -59,7 +59,7 @@ class Listing:
 
 
 def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
-    """Files, folders (searched recursively) and globs, in the order given; within a folder or glob by path.
+    """List the files of paths, folders (recursively) and globs, in the order given; within a folder or glob by path.
 
     Hidden files and folders are passed over unless named. Raises DataError where there is nothing to read, and with
     `on_error` stop for a file or folder that cannot be read.
@@ -91,7 +91,7 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
 
 
 def kind_of(path: Path) -> str | None:
-    """The key of SUFFIXES that a file belongs to, looking through .gz and .zst; None for what we do not read."""
+    """Return the key of SUFFIXES that a file belongs to, whether compressed or not; None for what is not read."""
     compressed = path.suffix in COMPRESSED_SUFFIXES
     suffix = path.with_suffix("").suffix if compressed else path.suffix
     if compressed and suffix == ".arrow":
@@ -100,7 +100,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def expand(source: str, found: Listing) -> list[Entry]:
-    """The files that a path, folder or glob stands for."""
+    """Return the files that a path, folder or glob stands for."""
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
         return list(walk(path, found))
@@ -126,7 +126,7 @@ def expand(source: str, found: Listing) -> list[Entry]:
 
 
 def closed_folders(pattern: Path) -> dict[Path, str]:
-    """The folders that a glob has to look into and cannot, each with why: `glob` passes over them without a word."""
+    """Find the folders that a glob has to look into and cannot, each with why: `glob` skips them silently."""
     parts, reasons = pattern.parts, dict[Path, str]()
     for depth in range(1 if pattern.is_absolute() else 0, len(parts) + (parts[-1] == "**")):
         has_to_list = depth == len(parts) or glob.has_magic(parts[depth])
@@ -169,7 +169,7 @@ def walk(folder: Path, found: Listing) -> Iterator[Entry]:
 
 
 def look_at(path: Path, is_linked: bool, found: Listing) -> list[Entry]:
-    """A name that is no folder's: a file, or nothing and a note of it."""
+    """Return the file of a name that is no folder's; if there is none, note it and return nothing."""
     if os.path.isfile(path):
         return [(is_linked, path)]
     if os.path.islink(path):
@@ -186,7 +186,7 @@ def dead_link(path: Path) -> str:
 
 
 def saved_data_set(place: Path, names: list[str], split: str) -> tuple[list[str], list[str]]:
-    """The names in a folder that hold data, and those that are no part of it: if `datasets` saved it, not all do."""
+    """Divide the names in a folder into those that hold data, and others that `datasets` saved beside them."""
     if SPLITS_FILE in names:
         splits = read_object(place / SPLITS_FILE).get("splits")
         if isinstance(splits, list):
@@ -210,14 +210,14 @@ def saved_data_set(place: Path, names: list[str], split: str) -> tuple[list[str]
 
 
 def num_files(path: Path) -> int:
-    """One for a file; for a folder those below it, hidden ones aside."""
+    """Count one for a file; for a folder the files below it, hidden ones aside."""
     if not path.is_dir() or path.is_symlink():
         return 1
     return sum(not name.startswith(".") for _, _, names in os.walk(path) for name in names)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty for what is none."""
+    """Read a JSON object; empty for what is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

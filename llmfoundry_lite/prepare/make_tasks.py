@@ -1,4 +1,4 @@
-"""Evaluation tasks made from the standard library's modules that `data prepare --source python-stdlib` holds out.
+"""Evaluation tasks from the standard library's modules that `data prepare --source python-stdlib` holds out.
 
     llmfoundry-lite data make-tasks --out data/eval
 
@@ -56,8 +56,10 @@ class Module(NamedTuple):
 
 
 def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
-    """Write the three files into `out`, over earlier ones. Raises DataError without enough held-out text, and for a
-    file of that name with other rows."""
+    """Write the three files into `out`, over earlier ones.
+
+    Raises DataError without enough held-out text, and for a file of that name with other rows.
+    """
     modules = held_out_modules()
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in (
@@ -76,7 +78,7 @@ def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
 
 
 def is_replaceable(path: Path, row: Mapping[str, Any]) -> bool:
-    """Whether nothing is there, or rows of this kind."""
+    """Return whether nothing is there, or rows of this kind."""
     try:
         with path.open(encoding="utf-8") as file:
             found = json.loads(file.readline())
@@ -88,7 +90,7 @@ def is_replaceable(path: Path, row: Mapping[str, Any]) -> bool:
 
 
 def held_out_modules() -> list[Module]:
-    """The validation split of `python-stdlib`, as text."""
+    """Read the validation split of `python-stdlib`, as text."""
     source = open_standard_library()
     request = Request(sources=(PYTHON_STDLIB,), tokenizer="", max_seq_len=1)
     documents = (document for unit in source.units() for document in read_documents(unit, request, Skipped()))
@@ -124,7 +126,7 @@ def next_line_questions(module: Module) -> Iterator[Row]:
 
 
 def reordered(line: str, generator: random.Random) -> list[str]:
-    """The line twice, its words in other orders; nothing if it has too few different words."""
+    """Return the line twice, its words in other orders; nothing if it has too few different words."""
     parts = re.split(r"([A-Za-z_]\w*)", line)
     words = parts[1::2]
     if len(set(words)) < 3:
@@ -138,7 +140,7 @@ def reordered(line: str, generator: random.Random) -> list[str]:
 
 
 def code_lines(text: str) -> list[int]:
-    """Numbers, from 0, of the lines that begin with code: no comments, no insides of strings, no blank lines."""
+    """Return the numbers, from 0, of lines that begin with code: no comments, insides of strings or blank lines."""
     started: set[int] = set()
     others: set[int] = set()
     for token in python_tokens(text):
@@ -156,7 +158,7 @@ def code_lines(text: str) -> list[int]:
 
 
 def python_tokens(text: str) -> list[tokenize.TokenInfo]:
-    """None for a file that only another version of Python understands."""
+    """Return a file's tokens; none if only another version of Python understands it."""
     try:
         return list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
@@ -164,7 +166,7 @@ def python_tokens(text: str) -> list[tokenize.TokenInfo]:
 
 
 def is_telling(line: str) -> bool:
-    """Indented, of middling length, with words."""
+    """Return whether a line is indented, of middling length, and has two words."""
     shortest, longest = LINE_CHARACTERS
     text = line.strip()
     return line.startswith("    ") and shortest <= len(text) <= longest and len(re.findall(r"[A-Za-z]{2,}", text)) >= 2
@@ -230,7 +232,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def context_before(lines: list[str], n: int) -> str | None:
-    """The lines before line `n`, as many as fit; None if that is too little, or if they hold no code."""
+    """Return the lines before line `n`, as many as fit; None if that is too little."""
     shortest, longest = CONTEXT_CHARACTERS
     kept: list[str] = []
     for line in reversed(lines[max(0, n - CONTEXT_LINES) : n]):
@@ -244,7 +246,7 @@ def context_before(lines: list[str], n: int) -> str | None:
 
 
 def nearest(right: str, others: Iterable[str]) -> list[str]:
-    """The others of about the same length."""
+    """Return the others of about the same length."""
     return sorted(others, key=lambda other: (abs(len(other) - len(right)), other))[: 4 * NUM_CHOICES]
 
 

@@ -1,4 +1,4 @@
-"""The output folder of `data prepare`: what it may hold before, one launch at a time, and how a result appears in it.
+"""The output folder of `data prepare`: its lock, checks of earlier content, work in progress, and publication.
 
 Where `summary.json` is, the rest is whole. Work in progress is in `.partial`.
 """
@@ -35,7 +35,7 @@ PUBLISHING = "publishing"
 
 
 def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict[str, Any]:
-    """The request with the state of its input and tokenizer, as it is compared and stored."""
+    """Return the request with the state of its input and tokenizer, as it is compared and stored."""
     record = asdict(request) | {
         "input": source.identify(),
         "tokenizer_fingerprint": given.fingerprint if given else None,
@@ -45,7 +45,7 @@ def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict
 
 
 def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first thing in which two requests differ, as a sentence; None when they are the same."""
+    """Describe the first thing in which two requests differ, in a sentence; None when they are the same."""
     key = next((key for key in now if stored.get(key) != now[key]), None)
     if key == "input":
         then, today = (
@@ -59,7 +59,7 @@ def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 
 def check_unchanged(source: Source, record: dict[str, Any]) -> None:
-    """Refuse to publish what was made of an input that somebody has written to meanwhile: it may be a mixture."""
+    """Raise DataError if somebody has written to the input meanwhile: the result may be a mixture."""
     changed = difference({"input": record["input"]}, {"input": source.identify()})
     if changed:
         raise DataError(
@@ -69,7 +69,7 @@ def check_unchanged(source: Source, record: dict[str, Any]) -> None:
 
 
 def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) -> Summary | None:
-    """The summary in `out` when this very request was finished there. Raises DataError when another one was."""
+    """Return the summary in `out` when this very request was finished there. Raises DataError when another one was."""
     if not (out / SUMMARY_FILE).is_file():
         return None
     summary = load_summary(out)
@@ -83,7 +83,7 @@ def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) ->
 
 
 def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, notify: Callable[[str], None]) -> Path:
-    """The folder of work in progress, new or with what a killed launch of the same request left.
+    """Open the folder of work in progress, new or with what a killed launch of the same request left.
 
     Work for another request is refused once its first unit is finished. Units made with `on_error` stop are what skip
     makes of them, because no document in them was bad.
@@ -132,7 +132,7 @@ def refuse_others(out: Path) -> None:
 
 
 def refuse_within_source(out: Path, sources: Sequence[str]) -> None:
-    """The next launch would take what this one writes for its input."""
+    """Raise DataError for an `--out` within a source: the next launch would read it as input."""
     for source in sources:
         folder = Path(source.removeprefix(HUB_PREFIX)).expanduser()
         if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
@@ -142,7 +142,7 @@ def refuse_within_source(out: Path, sources: Sequence[str]) -> None:
 
 
 def publish(partial: Path, out: Path, summary: Summary) -> None:
-    """Move the finished parts into place; the summary goes last and makes it official."""
+    """Move the finished parts into place, then write the summary, which marks them as whole."""
     copy = partial / "tokenizer.copy"
     copy.mkdir(exist_ok=True)
     for path in (partial / "tokenizer").iterdir():  # `copytree` would not say that the disk is full

@@ -99,7 +99,13 @@ def prepare(
             request=record,
             max_seq_len=request.max_seq_len,
             token_dtype=token_dtype(tokenizer).name,
-            tokenizer=summary_of(tokenizer, request.tokenizer),
+            tokenizer=TokenizerSummary(
+                name=request.tokenizer,
+                fingerprint=tokenizer.fingerprint,
+                vocab_size=tokenizer.vocab_size,
+                eos_token_id=tokenizer.eos_token_id,
+                eos_token=tokenizer.eos_token,
+            ),
             splits=splits,
             skipped=skipped,
             ignored_files=listing.num_ignored,
@@ -124,7 +130,7 @@ def tell_repeated(names: Sequence[str], notify: Callable[[str], None]) -> None:
 def provide_tokenizer(
     partial: Path, given: Tokenizer | None, request: Request, source: Source, bars: Progress
 ) -> Tokenizer:
-    """The tokenizer in `.partial/tokenizer`: left by an earlier launch, or the one given, or trained now."""
+    """Load the tokenizer in `.partial/tokenizer`: left by an earlier launch, or the one given, or trained now."""
     folder = partial / "tokenizer"
     if folder.is_dir() and given and origin_of_tokens(load_tokenizer(folder)) != origin_of_tokens(given):
         shutil.rmtree(folder)
@@ -143,9 +149,9 @@ def provide_tokenizer(
 
 
 def sample_for_training(source: Source, request: Request) -> list[str]:
-    """Documents of the training split to train a tokenizer on, at most TOKENIZER_SAMPLE_BYTES of them.
+    """Read documents of the training split to train a tokenizer on, at most TOKENIZER_SAMPLE_BYTES of them.
 
-    Of a source whose size is known, every n-th unit; of a stream, the beginning. When the validation fraction alone
+    From a source whose size is known, every n-th unit; from a stream, the beginning. When the validation fraction alone
     would not give one sample, `samples.choose_threshold` will take the documents with the next lowest split keys, but
     only after tokenising; so enough of those stay out of the training sample here, by a safe guess at tokens per byte.
     """
@@ -168,23 +174,13 @@ def sample_for_training(source: Source, request: Request) -> list[str]:
     return [document.text for document, held_out in zip(documents, keys < threshold, strict=True) if not held_out]
 
 
-def summary_of(tokenizer: Tokenizer, name: str) -> TokenizerSummary:
-    return TokenizerSummary(
-        name=name,
-        fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_id=tokenizer.eos_token_id,
-        eos_token=tokenizer.eos_token,
-    )
-
-
 def usable_cores() -> int:
-    """The cores this process may run on, which in a container or a batch job are fewer than the machine has."""
+    """Count the cores that this process may use, fewer than the machine's in a container or a batch job."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def progress_bars(show: bool) -> Progress:
-    """One line per step on standard error, with the time that is left."""
+    """Build the progress display: a line per step on standard error, with the time that is left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -60,8 +60,10 @@ class Request:
                 f"--size-limit {self.size_limit_bytes} bytes: expected at least {smallest} (one sample of "
                 f"{self.max_seq_len} tokens) and less than 4 GiB (what MDS can address)"
             )
-        check_compression(self.compression)
-        check_encoding(self.encoding)
+        if self.compression is not None:
+            check_compression(self.compression)
+        if self.encoding is not None:
+            check_encoding(self.encoding)
         if self.tokenizer.startswith(TRAIN_PREFIX) and not self.tokenizer.removeprefix(TRAIN_PREFIX).isdecimal():
             raise DataError(f"--tokenizer {self.tokenizer}: expected train:VOCAB_SIZE, for example train:4096")
 
@@ -70,9 +72,7 @@ class Request:
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
 
 
-def check_encoding(encoding: str | None) -> None:
-    if encoding is None:
-        return
+def check_encoding(encoding: str) -> None:
     try:
         "text".encode(encoding)
     except (LookupError, ValueError) as error:
@@ -82,9 +82,7 @@ def check_encoding(encoding: str | None) -> None:
         ) from error
 
 
-def check_compression(compression: str | None) -> None:
-    if compression is None:
-        return
+def check_compression(compression: str) -> None:
     names = set(COMPRESSION_LEVELS)
     names |= {f"{name}:{level}" for name, levels in COMPRESSION_LEVELS.items() for level in levels}
     if compression not in names:

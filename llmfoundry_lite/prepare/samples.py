@@ -172,7 +172,7 @@ def compress(compression: str, content: bytes) -> bytes:
 
 
 def choose_threshold(paths: list[Path], request: Request) -> np.uint64:
-    """The split key below which a document of these token files is held out for validation."""
+    """Choose the split key below which a document of these token files is held out for validation."""
     threshold = threshold_of(request)
     if threshold == 0:
         return threshold
@@ -196,7 +196,7 @@ def choose_threshold(paths: list[Path], request: Request) -> np.uint64:
 
 
 def threshold_of(request: Request) -> np.uint64:
-    """Split keys are uniform over 64 bits, so the share of them below this is the validation fraction."""
+    """Return the split key below which lies the validation fraction of all keys: they are uniform over 64 bits."""
     assert request.val_fraction is not None, "prepare fills in the source's own"
     return np.uint64(int(request.val_fraction * 2**64))
 

@@ -1,8 +1,8 @@
-"""Where documents come from: the Python standard library, local files, data sets of the Hugging Face Hub.
+"""Sources of documents: the Python standard library, local files, data sets of the Hugging Face Hub.
 
     open_source(["logs/*.jsonl.gz"])  ->  Source  ->  units()  ->  Unit, Unit, …
 
-A source is cut into units of work that are the same on every run and every machine.
+A source is cut into units of work that are the same in every launch and on every machine.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from typing import Any
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import without_magic
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_csv, read_lines, table_parts
-from llmfoundry_lite.prepare.documents import Unit, runs, text_of_row
+from llmfoundry_lite.prepare.documents import Unit, group_by_size, text_of_row
 from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
 from llmfoundry_lite.prepare.request import Request
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
 
-# Unit sizes depend on the input alone, never on the number of workers, so that every run makes the same units.
+# Unit sizes depend on the input alone, never on the number of workers, so that every launch makes the same units.
 MIN_UNIT_BYTES = 256 * 1024
 MAX_UNIT_BYTES = 8 * 1024 * 1024
 TARGET_UNITS = 64
@@ -99,7 +99,7 @@ def inventory(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
 
 
 def open_standard_library(folder: Path | None = None) -> Source:
-    """The source code of the running interpreter's standard library: real text that is always there.
+    """Open the source code of this interpreter's standard library: real text that is always there.
 
     The order is by path within the library; neither order nor split depends on where Python is installed.
     """
@@ -120,7 +120,7 @@ def open_standard_library(folder: Path | None = None) -> Source:
 
 
 def is_library_source(path: Path) -> bool:
-    """Whether a file, by its path within the library, is part of the corpus."""
+    """Return whether a file, by its path within the library, is part of the corpus."""
     folders = path.parts[:-1]
     return not STDLIB_EXCLUDED_FOLDERS.intersection(folders) and not path.name.startswith(STDLIB_EXCLUDED_MODULES)
 
@@ -129,7 +129,7 @@ def is_library_source(path: Path) -> bool:
 
 
 def unit_bytes(total_bytes: int) -> int:
-    """How large units should be: small inputs still make enough to share out, large ones not too many files."""
+    """Choose the size of units: small inputs still make enough to share out, large ones not too many files."""
     return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, total_bytes // TARGET_UNITS))
 
 
@@ -158,22 +158,22 @@ def file_units(listing: Listing, request: Request) -> Iterator[Unit]:
 def whole_units(
     files: Iterable[tuple[Path, int]], target_bytes: int, modules: Mapping[str, str] | None = None
 ) -> Iterator[Unit]:
-    """Yield consecutive files in runs of at least `target_bytes`, the last perhaps less."""
-    for run, run_bytes in runs(files, lambda file: file[1], target_bytes):
-        names = tuple(str(path) for path, _ in run)
+    """Yield groups of consecutive files of at least `target_bytes`, the last perhaps less."""
+    for group, group_bytes in group_by_size(files, lambda file: file[1], target_bytes):
+        names = tuple(str(path) for path, _ in group)
         named = tuple(modules[name] for name in names) if modules else ()
-        yield Unit(kind="whole", names=names, num_bytes=run_bytes, modules=named)
+        yield Unit(kind="whole", names=names, num_bytes=group_bytes, modules=named)
 
 
 def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit]:
-    """Yield runs of row groups or record batches of at least `target_bytes`."""
+    """Yield consecutive row groups or record batches of at least `target_bytes` together."""
     start = consumed_bytes = num_rows = 0
-    for run, run_bytes in runs(table_parts(path, size_bytes), lambda part: part[1], target_bytes):
+    for group, group_bytes in group_by_size(table_parts(path, size_bytes), lambda part: part[1], target_bytes):
         left = size_bytes - consumed_bytes
-        share, end = left if run_bytes < target_bytes else min(run_bytes, left), start + len(run)
+        share, end = left if group_bytes < target_bytes else min(group_bytes, left), start + len(group)
         yield Unit(kind="table", names=(str(path),), start=start, end=end, first=1 + num_rows, num_bytes=share)
         start, consumed_bytes = end, consumed_bytes + share
-        num_rows += sum(rows for rows, _ in run)
+        num_rows += sum(rows for rows, _ in group)
 
 
 def stream_units(
@@ -181,21 +181,21 @@ def stream_units(
 ) -> Iterator[Unit]:
     """Cut a stream of (line or text, bytes read so far) into units of about `target` bytes or characters."""
     first, consumed_bytes = 1, 0
-    for run, length in runs(
-        values, lambda value: 0 if isinstance(value[0], Bad) else len(value[0]), target, most=MAX_ROWS_PER_UNIT
+    for group, length in group_by_size(
+        values, lambda value: 0 if isinstance(value[0], Bad) else len(value[0]), target, max_items=MAX_ROWS_PER_UNIT
     ):
-        is_last = length < target and len(run) < MAX_ROWS_PER_UNIT
-        read_bytes = max(size_bytes, run[-1][1]) if is_last else run[-1][1]
-        content = tuple(value for value, _ in run)
+        is_last = length < target and len(group) < MAX_ROWS_PER_UNIT
+        read_bytes = max(size_bytes, group[-1][1]) if is_last else group[-1][1]
+        content = tuple(value for value, _ in group)
         yield Unit(kind=kind, names=(name,), first=first, content=content, num_bytes=read_bytes - consumed_bytes)
-        first, consumed_bytes = first + len(run), read_bytes
+        first, consumed_bytes = first + len(group), read_bytes
 
 
 # Data sets of the Hugging Face Hub
 
 
 def open_hub(name_and_config: str, request: Request) -> Source:
-    """A data set by its Hub name (or a local data set folder), streamed: nothing is downloaded ahead of time.
+    """Open a data set by its Hub name (or a local data set folder), streamed: nothing is downloaded ahead of time.
 
     The revision is pinned when the name is resolved, so that a resumed preparation reads the same rows.
     """
@@ -222,7 +222,7 @@ def open_hub(name_and_config: str, request: Request) -> Source:
 
 
 def hub_revision(name: str) -> str:
-    """The commit a data set's name stands for at this moment."""
+    """Ask the Hub for the commit that a data set's name stands for now. Raises DataError."""
     import huggingface_hub
     from huggingface_hub import errors
 

@@ -34,7 +34,7 @@ class SplitSummary:
 
     @property
     def tokens_per_byte(self) -> float:
-        """Turns a loss in nats per token into bits per byte: `loss / ln 2 * tokens_per_byte`."""
+        """Factor from a loss in nats per token to bits per byte: `loss / ln 2 * tokens_per_byte`."""
         return (self.tokens + self.remainder_tokens) / self.text_bytes
 
 
@@ -128,6 +128,6 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
 
 
 def some_of(sentences: tuple[str, ...], count: int) -> list[str]:
-    """Indented lines for the first of them, and how many of `count` there are besides."""
+    """Return indented lines for the first of them, and how many of `count` there are besides."""
     shown = [f"  {printable(sentence)}" for sentence in sentences[:MAX_SHOWN]]
     return shown + ([f"  and {count - len(shown):,} more"] if count > len(shown) else [])

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents, runs
+from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, group_by_size, read_documents
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal, may_be_used
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
@@ -91,7 +91,7 @@ def tokenize(
 
 
 def make_token_files(source: Source, files: "TokenFiles", num_workers: int, bars: Progress) -> Work:
-    """`tokenize`, by the fast encoder or without. Raises Unequal."""
+    """Make the missing token files by the encoder that `files` has. Raises Unequal."""
     work = Work()
     total = source.total_bytes
     task = bars.add_task("tokenising", total=total)
@@ -154,7 +154,7 @@ def make_in_processes(
 ) -> None:
     """Make the token files of units, with so many under way: enough to keep all busy; streams wait in memory.
 
-    Results are taken in order, so that every run over the same input names the same bad document.
+    Results are taken in order, so that every launch over the same input names the same bad document.
     """
     running: deque[tuple[Unit, Future[tuple[int, int]]]] = deque()
     if is_fast:  # nothing is kept unless it succeeds
@@ -180,7 +180,7 @@ def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()
-    assert parent is not None, "start_worker runs in worker processes only"
+    assert parent is not None, "start_worker is for worker processes"
 
     def follow_parent() -> None:
         # After a kill -9 nobody closes the task queue: without this, workers would wait on it forever.
@@ -212,7 +212,7 @@ class TokenFiles:
 
     @cached_property
     def encoder(self) -> FastEncoder | None:
-        """Made by the first task, where an error can be reported."""
+        """The fast encoder if there is one, built by the first task, where an error can be reported."""
         return FastEncoder(self.tokenizer, self.partial / VERDICT) if self.is_fast else None
 
     def prove(self) -> tuple[int, int]:
@@ -225,7 +225,7 @@ class TokenFiles:
         return self.folder / f"{number:08}.npz"
 
     def is_of(self, number: int, unit: Unit) -> bool:
-        """Whether a token file is of this unit and tokenizer. Those of the fast encoder count where it is used."""
+        """Return whether a token file is of this unit and tokenizer. The fast encoder's count only where it is used."""
         try:
             with np.load(self.path(number)) as stored:
                 made_of = str(stored["made_of"])
@@ -245,7 +245,7 @@ class TokenFiles:
         pieces: list[np.ndarray] = []
         end_of_text = np.array([self.tokenizer.eos_token_id], dtype)
         read = read_documents(unit, self.request, skipped)
-        for batch, _ in runs(read, lambda document: document.num_bytes, ENCODE_BATCH_BYTES):
+        for batch, _ in group_by_size(read, lambda document: document.num_bytes, ENCODE_BATCH_BYTES):
             if self.encoder:
                 encoded = self.encoder.encode(batch)
             else:
@@ -281,7 +281,7 @@ def origin_of_tokens(tokenizer: Tokenizer) -> str:
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest type that holds every id."""
+    """Return the smallest type that holds every id."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
 
 
