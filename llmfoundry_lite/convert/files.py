@@ -1,4 +1,4 @@
-"""Writes folders of Hugging Face models whole or not at all, and reads them without running anything."""
+"""Folders of Hugging Face models: written whole or not at all, read without running any code."""
 
 import contextlib
 import hashlib
@@ -24,17 +24,16 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
 )
-
-
+ADAPTER_FILE = "adapter_config.json"
 LISTING = "export.json"
-"""The hash of every other file of an export: what tells it from somebody's own folder with files of the same names."""
+"""Name of the file with the hash of every other file: it tells an export from a folder of somebody else."""
 
 
 @contextlib.contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """A draft beside `folder` that takes its place, or that of an earlier export, once everything in it is on disk."""
+    """Yield a draft folder, then sync it and move it to `folder`, over an earlier export. Raises ExportError."""
     folder = folder.resolve()
-    # A fixed name: what a killed export leaves behind is put back or cleared away by the next one.
+    # A fixed name, so that the next export restores or removes what a killed one leaves behind.
     work = folder.parent / f".{folder.name}.export"
     draft, replaced = work / "draft", work / "replaced"
     try:
@@ -62,7 +61,7 @@ def published(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _alone_in(work: Path, folder: Path) -> Iterator[None]:
-    """One export at a time, where the file system can lock. Whatever happens, `folder` stays or is put back."""
+    """Lock out other exports, where the file system can lock, and restore `folder` at the end. Raises ExportError."""
     while True:
         work.mkdir(parents=True, exist_ok=True)
         try:
@@ -85,7 +84,7 @@ def _alone_in(work: Path, folder: Path) -> Iterator[None]:
 
 
 def _find_foreign(folder: Path) -> str | None:
-    """The first thing in `folder` that no export has written; None for an export as it was written."""
+    """Describe the first thing in `folder` that no export has written; None for an unchanged export."""
     try:
         hashes = json.loads((folder / LISTING).read_text(encoding="utf-8"))["files"]
         names = {path.name for path in folder.iterdir()} - {LISTING}
@@ -108,7 +107,7 @@ def _hash(path: Path) -> str:
 def write_weights(
     sizes_bytes: Mapping[str, int], build_tensor: Callable[[str], torch.Tensor], folder: Path, max_shard_bytes: int
 ) -> None:
-    """One file, or several and an index; only one shard's tensors are in memory at a time."""
+    """Write one file, or several and an index; only one shard's tensors are in memory at a time."""
     shards: list[list[str]] = [[]]
     for name, size_bytes in sizes_bytes.items():
         if shards[-1] and sum(sizes_bytes[other] for other in shards[-1]) + size_bytes > max_shard_bytes:
@@ -125,8 +124,10 @@ def write_weights(
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """One file, with the permissions of any other that this process writes: safetensors' own are its owner's alone.
-    Raises OSError."""
+    """Write one file, readable by others as far as the umask says: safetensors writes for the owner alone.
+
+    Raises OSError.
+    """
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -143,7 +144,7 @@ def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dic
     check_no_adapter(folder)
     files = _weight_files(folder, "model", "safetensors")
     if files is not None:
-        return _together(
+        return _read_all(
             folder, files, lambda path: _read_safetensors(path, lambda reader, name: reader.get_tensor(name))
         )
     pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
@@ -164,12 +165,11 @@ def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dic
             raise ExportError(f"{path}: expected tensors by name and nothing else")
         return content
 
-    return _together(folder, files, read)
+    return _read_all(folder, files, read)
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raises ExportError for the weights of another model than the folder's own: transformers reads them as well, or
-    those of the model that they name instead."""
+    """Raise ExportError for a folder with an adapter, which transformers would load and this package does not."""
     if (folder / ADAPTER_FILE).is_file():
         raise ExportError(
             f"{folder}: {ADAPTER_FILE} says that an adapter belongs to the model, which is not read here; merge it "
@@ -177,20 +177,19 @@ def check_no_adapter(folder: Path) -> None:
         )
 
 
-ADAPTER_FILE = "adapter_config.json"
-
-
 def read_dtypes(folder: Path) -> dict[str, str]:
-    """Tensor -> its dtype in safetensors' words, such as BF16; empty where there are only pickles. Raises ExportError
-    as `read_weights` does."""
+    """Read the dtype of each tensor as safetensors names it, such as BF16; empty where there are only pickles.
+
+    Raises ExportError as `read_weights` does.
+    """
     files = _weight_files(folder, "model", "safetensors") or []
-    return _together(
+    return _read_all(
         folder, files, lambda path: _read_safetensors(path, lambda reader, name: reader.get_slice(name).get_dtype())
     )
 
 
-def _together(folder: Path, files: list[str], read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
-    """The tensors of all files. Raises ExportError for one that two files have."""
+def _read_all(folder: Path, files: list[str], read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
+    """Read the tensors of all files. Raises ExportError for one that two files have."""
     state: dict[str, T] = {}
     for file in files:
         content = read(folder / file)
@@ -203,7 +202,7 @@ def _together(folder: Path, files: list[str], read: Callable[[Path], dict[str, T
 
 
 def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
-    """One file, or those of an index, all of which are there; None if there is neither."""
+    """List the one file, or the files of an index; None if there is neither. Raises ExportError if one is missing."""
     index, single = folder / f"{stem}.{suffix}.index.json", f"{stem}.{suffix}"
     if not index.is_file():
         return [single] if (folder / single).is_file() else None
@@ -230,7 +229,7 @@ def _read_safetensors(path: Path, read: Callable[[Any, str], T]) -> dict[str, T]
 
 
 def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:
-    """bos_token_id and eos_token_id, as far as the tokenizer's files name them."""
+    """Read bos_token_id and eos_token_id, as far as the tokenizer's files name them."""
     if tokenizer_folder is None:
         return {}
     folder = Path(tokenizer_folder)
@@ -251,6 +250,7 @@ def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ExportError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Our weights <-> the three Hugging Face layouts that plain `transformers` runs without remote code.
+"""Export to, and import from, the three Hugging Face layouts that `transformers` runs without remote code.
 
 Models with ALiBi travel as MPT, with RoPE as Llama, the others as GPT-2 (`layouts.py`). Reads and writes safetensors; a
 pickle is refused unless the caller brings its own reader. `transformers` itself is not imported: the layouts are facts,
@@ -88,11 +88,11 @@ def export_model(
             for name in TOKENIZER_FILES:
                 if (Path(tokenizer_folder) / name).is_file():
                     shutil.copyfile(Path(tokenizer_folder) / name, draft / name)
-            say_max_length(draft / "tokenizer_config.json", config.max_seq_len)
+            write_max_length(draft / "tokenizer_config.json", config.max_seq_len)
 
 
-def say_max_length(file: Path, max_seq_len: int) -> None:
-    """In the tokenizer's configuration, where evaluation harnesses look: of MPT they take 2,048 tokens otherwise."""
+def write_max_length(file: Path, max_seq_len: int) -> None:
+    """Write the length to the tokenizer's configuration. Evaluation harnesses take 2,048 tokens for MPT otherwise."""
     written = read_json(file) if file.is_file() else {}
     write_json(file, {**written, "model_max_length": max_seq_len})
 
@@ -118,7 +118,7 @@ def read_hf_config(folder: Path) -> HFConfig:
 
 
 def can_export(config: ModelConfig) -> str | None:
-    """Why plain `transformers` could not run this model, and what to do about it; None when it can."""
+    """Describe why plain `transformers` could not run this model, and what to do about it; None when it can."""
     return find_inexpressible(config, layout_of(config))
 
 
@@ -136,29 +136,21 @@ def layout_named(hf_config: HFConfig, where: str) -> Layout:
 
 
 def build_hf_config(config: ModelConfig) -> HFConfig:
-    """The model as config.json describes it, without dtype and special tokens."""
+    """Describe the model as config.json does, without dtype and special tokens."""
     return write_config(config, layout_of(config))
 
 
-def layout_sources(config: ModelConfig) -> dict[str, Source]:
-    """For every tensor of the layout, in order, where it comes from."""
-    return sources_of(layout_of(config), config)
-
-
-def sources_of(layout: Layout, config: ModelConfig) -> dict[str, Source]:
+def layout_sources(config: ModelConfig, layout: Layout | None = None) -> dict[str, Source]:
+    """Map every tensor of a layout, by default the one that fits, to its source."""
+    layout = layout or layout_of(config)
     head = {} if config.tie_word_embeddings else {"lm_head.weight": Source(("lm_head.weight",))}
     return layout.sources(config) | head
-
-
-def to_hugging_face(state_dict: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Our tensors under the names, and in the orientation, of the layout that fits `config`."""
-    return {name: layout_tensor(state_dict, config, source) for name, source in layout_sources(config).items()}
 
 
 def from_hugging_face(
     hf_state: Mapping[str, torch.Tensor], hf_config: HFConfig, where: str = "the model"
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """A layout's config and tensors as ours. Raises ExportError, naming what cannot be read."""
+    """Convert a layout's config and tensors to ours. Raises ExportError, naming what cannot be read."""
     layout = layout_named(hf_config, where)
     check_keys(hf_config, layout, where)
     state = {k: v for k, v in hf_state.items() if not k.endswith(layout.buffers)}
@@ -180,7 +172,7 @@ def from_hugging_face(
         raise ExportError(f"{where}: config.json describes a model that cannot be: {reason}") from error
     # LLM Foundry's folders have every tensor of ours, under our names.
     is_mpt = layout is MPT_LAYOUT
-    sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else sources_of(layout, config)
+    sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout_sources(config, layout)
     embedding = next(name for name, source in sources.items() if source.names == ("transformer.wte.weight",))
     state = _without_tied_head(state, embedding, config, where)
     check_tensors(state, layout_shapes(config, sources), where)
@@ -192,7 +184,7 @@ def from_hugging_face(
 
 
 def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> dict[str, torch.Tensor]:
-    """Tensors under MPT's names, less those that repeat others. Raises ExportError, naming what does not fit."""
+    """Return tensors under MPT's names, less those that repeat others. Raises ExportError, naming what does not fit."""
     weights = _without_tied_head(state, "transformer.wte.weight", config, where)
     check_tensors(weights, our_shapes(config), where)
     return weights
@@ -201,7 +193,7 @@ def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: s
 def _without_tied_head(
     state: Mapping[str, torch.Tensor], embedding: str, config: ModelConfig, where: str
 ) -> dict[str, torch.Tensor]:
-    """Old files hold the output embedding also where it is the input's."""
+    """Remove the output embedding where it is the input's: old files hold it twice. Raises ExportError."""
     state = dict(state)
     if config.tie_word_embeddings and "lm_head.weight" in state:
         head = state.pop("lm_head.weight")
@@ -227,7 +219,7 @@ def layout_shapes(config: ModelConfig, sources: Mapping[str, Source]) -> dict[st
 
 
 def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], where: str) -> None:
-    """Raises ExportError, naming tensors that are missing, of another shape, no weights as they stand, or too many."""
+    """Raise ExportError, naming tensors that are missing, of another shape or a packed dtype, or too many."""
     missing = [name for name in expected if name not in state_dict]
     if missing:
         raise ExportError(
@@ -252,7 +244,7 @@ def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str,
 
 
 def _likewise(names: Sequence[str], limit: int = 8) -> str:
-    """The others of which the same is true."""
+    """List the other tensors with the same problem."""
     if not names:
         return ""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""

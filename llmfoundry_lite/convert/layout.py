@@ -1,4 +1,4 @@
-"""The description of a layout, and what follows from it: config.json from a model, a model from config.json."""
+"""The description of a layout, and its use: config.json from a model, a model from config.json."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ class Layout:
     """A Hugging Face layout."""
 
     title: str
-    """Name that reads well after "transformers'"."""
+    """Name, to be read after "transformers'"."""
     can_be: Callable[[ModelConfig], Options]
     """Values of the options that it cannot express freely."""
     fields: Mapping[str, Any]
@@ -95,13 +95,13 @@ def activation_name(config: ModelConfig) -> str:
 
 
 def attention_types(config: ModelConfig) -> tuple[str, ...]:
-    """For layouts where every head has its own keys and values."""
+    """Return the types that a layout can express where every head has its own keys and values."""
     is_plain = config.num_kv_heads == config.n_heads
     return (config.attn_config.attn_type,) if is_plain else ("multihead_attention",)
 
 
 def find_inexpressible(config: ModelConfig, layout: Layout) -> str | None:
-    """The first option that the layout cannot express, and what to do about it."""
+    """Describe the first option that the layout cannot express, and what to do about it; None if there is none."""
     for key, values in layout.can_be(config).items():
         value: Any = config
         for part in key.split("."):
@@ -123,13 +123,14 @@ def _yaml(value: Any) -> str:
 
 
 def qkv_names(name: str, config: ModelConfig) -> tuple[str, ...]:
-    """Ours, for a tensor that may be q, k and v in one."""
+    """Return our names for a tensor that may be q, k and v in one."""
     if config.attn_config.fused_qkv or ".Wqkv." not in name:
         return (name,)
     return tuple(name.replace(".Wqkv.", f".W{part}.") for part in "qkv")
 
 
 def layout_tensor(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, source: Source) -> torch.Tensor:
+    """Build a tensor of a layout from ours."""
     parts = [_own_tensor(state_dict, config, name) for name in source.names]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if source.rows is not None:
@@ -150,7 +151,7 @@ def _own_tensor(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, nam
 
 
 BESIDE_THE_MODEL = keys(
-    # What wrote the file, and how it is kept.
+    # The writer of the file, and its form.
     "model_type architectures transformers_version dtype torch_dtype _name_or_path name_or_path _commit_hash",
     "tokenizer_class tokenizer_name prefix transformers.js_config",
     # How to compute, not what.
@@ -172,7 +173,7 @@ NO_OTHER_KIND: Options = {"is_encoder_decoder": (False,), "add_cross_attention":
 
 
 def check_keys(hf_config: HFConfig, layout: Layout, where: str) -> None:
-    """Raises ExportError for a key that may change what the model computes in a way that is not known here."""
+    """Raise ExportError for a key that may change what the model computes in a way that is not known here."""
     for block, known in layout.known.items():
         content: Any = hf_config
         for part in filter(None, block.split(".")):
@@ -212,13 +213,13 @@ def needed(hf_config: HFConfig, key: str, where: str) -> int:
 
 
 def ffn_values(ffn_dim: int, d_model: int) -> Values:
-    """The width as a ratio where that is a short number, as a YAML would have it; otherwise as a width."""
+    """Return the width as a ratio where that is a short number, as in a YAML; otherwise as a width."""
     ratio = ffn_dim // d_model if ffn_dim % d_model == 0 else round(ffn_dim / d_model, 4)
     return {"expansion_ratio": ratio} if ratio * d_model == ffn_dim else {"ffn_config.ffn_hidden_size": ffn_dim}
 
 
 def write_config(config: ModelConfig, layout: Layout) -> HFConfig:
-    """The model as config.json describes it, without dtype and special tokens."""
+    """Describe the model as config.json does, without dtype and special tokens."""
     written: HFConfig = {}
     for key, source in layout.fields.items():
         value = source
@@ -237,7 +238,7 @@ def write_config(config: ModelConfig, layout: Layout) -> HFConfig:
 
 
 def read_config(hf_config: HFConfig, state: Mapping[str, torch.Tensor], layout: Layout, where: str) -> ModelConfig:
-    """The model that config.json describes. Raises ExportError."""
+    """Read the model that config.json describes. Raises ExportError."""
     check_values(hf_config, layout.must_be, where)
     fields = {**{key: source for key, source in layout.fields.items() if isinstance(source, Field)}, **layout.also_read}
     values: Values = {}

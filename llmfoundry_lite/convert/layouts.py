@@ -163,7 +163,7 @@ def llama_can_be(config: ModelConfig) -> Options:
 
 
 def write_rope(config: ModelConfig) -> HFConfig:
-    """rope_parameters as transformers 5 reads them. NTK scaling is nothing but another theta, which needs no name."""
+    """Return rope_parameters as transformers 5 reads them. NTK scaling is written as another theta, which it is."""
     scaling, theta = config.attn_config.rope_hf_config, float(config.attn_config.rope_theta)
     if scaling.type == "ntk":  # as `attention.build_rotation` has it
         theta, scaling = theta * scaling.factor ** (config.head_dim / max(config.head_dim - 2, 1)), RopeScaling()
@@ -176,7 +176,7 @@ def write_rope(config: ModelConfig) -> HFConfig:
 
 
 def write_rope_scaling(config: ModelConfig) -> HFConfig | None:
-    """The same as transformers 4 reads it, beside rope_theta."""
+    """Return the same as transformers 4 reads it, beside rope_theta."""
     rope = write_rope(config)
     del rope["rope_theta"]
     return None if rope["rope_type"] == "default" else rope
@@ -264,7 +264,7 @@ def read_llama(values: Values, hf_config: HFConfig, _state: State, where: str) -
 
 
 def read_rope(hf_config: HFConfig, where: str) -> Values:
-    """From rope_parameters as transformers 5 writes them, or from rope_theta and rope_scaling."""
+    """Read rope_parameters as transformers 5 writes them, or rope_theta and rope_scaling. Raises ExportError."""
     key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     found = hf_config.get(key) or {}
     if contrary := [name for name, value in (hf_config.get("rope_scaling") or {}).items() if found.get(name) != value]:
@@ -455,7 +455,7 @@ def read_mpt(values: Values, hf_config: HFConfig, _state: State, where: str) -> 
 
 
 def check_code(hf_config: HFConfig, where: str) -> None:
-    """LLM Foundry's folders name the code that they bring; what it computes is known, and it is not run."""
+    """Raise ExportError for a folder that brings code, except LLM Foundry's, which is known and not run."""
     theirs = ("MPTConfig", "MPTForCausalLM")
     for kind, name in (hf_config.get("auto_map") or {}).items():
         if kind.startswith("AutoTokenizer") or str(name).rpartition(".")[2] in theirs:

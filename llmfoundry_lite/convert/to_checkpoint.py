@@ -1,18 +1,18 @@
-"""Weights made elsewhere -> a portable checkpoint that training, `export` and the other tools read like any other.
+"""Import of weights that other programs wrote: into a portable checkpoint, which every tool reads like any other.
 
     import_checkpoint("mpt-folder", "imported/mpt")                             Hugging Face: MPT, GPT-2, Llama
     import_checkpoint("hf:owner/name", "imported/mpt")                          the same from the Hub or its cache
     import_checkpoint("ep0-ba10-rank0.pt", "imported/mpt", trust_pickle=True)   LLM Foundry / Composer, one file
     import_checkpoint("ep0-ba10", "imported/mpt", trust_pickle=True)            the same, sharded
 
-Weights only: a position in the data or an optimizer's state means nothing without the run it belongs to.
+Only weights are imported. A position in the data or an optimizer's state means nothing without its run.
 """
 
-import contextlib
 import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +42,7 @@ STOOD_IN = "read with stand-ins for everything but tensors and plain values; not
 
 
 class Weights(NamedTuple):
-    """The part of a source that can be carried over."""
+    """Model, weights and tokenizer of a source."""
 
     kind: str
     config: ModelConfig
@@ -53,11 +53,13 @@ class Weights(NamedTuple):
 
 
 class Imported(NamedTuple):
+    """The published checkpoint, and facts about its source."""
+
     checkpoint: Checkpoint
     kind: str
     num_parameters: int
     notes: list[str]
-    """A line for everything the user might not expect."""
+    """A line for everything that the user might not expect."""
 
 
 def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, config: Sequence[str] = ()) -> Imported:
@@ -69,21 +71,20 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     """
     store = open_empty_store(out)
     weights = read_source(source, trust_pickle, config)
-    notes, tokenizer = list(weights.notes), weights.tokenizer
-    where = source if source.startswith(HUB) else str(Path(source).resolve())
+    notes = list(weights.notes)
+    origin = source if source.startswith(HUB) else str(Path(source).resolve())
     about = About(  # only what is known: no data, no optimizer, no hardware, batch 0
         timestamp=Timestamp(batch=0),
         config={"model": asdict(weights.config)},
-        scalars={"imported_from": {"kind": weights.kind, "source": where}},
+        scalars={"imported_from": {"kind": weights.kind, "source": origin}},
     )
     narrow = sorted({str(t.dtype).removeprefix("torch.") for t in weights.tensors.values() if t.dtype in NARROW})
     if narrow:
         notes.append(f"{' and '.join(narrow)} weights became fp32, which holds each of them exactly")
     model = build_model(weights)
     saver = Saver(store)
-    if tokenizer:
-        about, note = keep_tokenizer(tokenizer, store.root, about)
-        notes += [note] if note else []
+    if weights.tokenizer and (problem := keep_tokenizer(weights.tokenizer, store.root, about)):
+        notes.append(problem)
     saver.save(model, None, about)
     saver.wait()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -91,7 +92,7 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
 
 
 def open_empty_store(out: str) -> CheckpointStore:
-    """Before anything is read. What is imported must not become the newest checkpoint of another run."""
+    """Open the store at `out`. Raises CheckpointError unless it is empty: the import must not be resumed by a run."""
     store = CheckpointStore(out)
     path = store.root.path_here
     if path is not None and path.exists() and not path.is_dir():
@@ -103,21 +104,20 @@ def open_empty_store(out: str) -> CheckpointStore:
     for candidate in store.candidates():
         raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
     names = store.root.names()
-    for name in names:
-        if name.startswith((DAMAGED, REPLACED)):
-            raise CheckpointError(
-                f"{store.root.url}: holds {name}, which may be all that is left of a run; give another folder"
-            )
-    for name in ("ba0", TOKENIZER, HINT):
-        if name in names:
-            raise CheckpointError(
-                f"{store.root.url}: already holds {name}, which the import would replace; give another folder, or "
-                "remove it"
-            )
+    if leftover := next((name for name in names if name.startswith((DAMAGED, REPLACED))), None):
+        raise CheckpointError(
+            f"{store.root.url}: holds {leftover}, which may be all that is left of a run; give another folder"
+        )
+    if replaced := next((name for name in ("ba0", TOKENIZER, HINT) if name in names), None):
+        raise CheckpointError(
+            f"{store.root.url}: already holds {replaced}, which the import would replace; give another folder, or "
+            "remove it"
+        )
     return store
 
 
 def read_source(source: str, trust_pickle: bool, config: Sequence[str]) -> Weights:
+    """Find out what `source` is, and read it. Raises CheckpointError, ExportError or ConfigError."""
     if source.startswith(HUB):
         return read_hugging_face(download(source.removeprefix(HUB), trust_pickle), source, trust_pickle, config)
     if "://" in source:
@@ -139,7 +139,7 @@ def read_source(source: str, trust_pickle: bool, config: Sequence[str]) -> Weigh
         return read_hugging_face(path, source, trust_pickle, config)
     raise CheckpointError(
         f"{path}: neither a Hugging Face folder (config.json) nor a checkpoint of Composer (ep0-ba10-rank0.pt, or a "
-        f"folder with .metadata){_near(path)}"
+        f"folder with .metadata){_suggest_checkpoint(path)}"
     )
 
 
@@ -151,7 +151,7 @@ def require_trust(path: Path, trust_pickle: bool) -> None:
         )
 
 
-def _near(folder: Path) -> str:
+def _suggest_checkpoint(folder: Path) -> str:
     batches = [(int(match[1]), path) for path in folder.glob("ep*-ba*") if (match := re.search(r"-ba(\d+)", path.name))]
     return f"; did you mean {max(batches)[1]}?" if batches else ""
 
@@ -166,7 +166,7 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
 
     def read_pickle(path: Path) -> Any:
         unpickled = read_torch_file(path, str(path), is_trusted=True)
-        notes.append(_how(path.name, unpickled.refused))
+        notes.append(_describe_reader(path.name, unpickled.refused))
         return unpickled.content
 
     model_config, tensors = import_model(folder, read_pickle if trust_pickle else None)
@@ -175,7 +175,7 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
 
 
 def download(name: str, trust_pickle: bool) -> Path:
-    """The repository's files on this machine: fetched, or from the cache if the Hub cannot be reached."""
+    """Download a repository's files, or take them from the cache without a network. Raises CheckpointError."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -202,31 +202,31 @@ def download(name: str, trust_pickle: bool) -> Path:
 
 
 def read_composer_file(path: Path, config: Sequence[str]) -> Weights:
-    """`ep0-ba10-rank0.pt`: {"state": {"model": {name: tensor}, "integrations": …}, "rng": …}."""
+    """Read `ep0-ba10-rank0.pt`: {"state": {"model": {name: tensor}, "integrations": …}, "rng": …}."""
     content, refused = read_torch_file(path, str(path), is_trusted=True)
-    return _from_composer(path, _dig(content, "state"), config, [_how(path.name, refused)])
+    return _from_composer(path, _get(content, "state"), config, [_describe_reader(path.name, refused)])
 
 
 def read_composer_folder(folder: Path, config: Sequence[str]) -> Weights:
-    """`ep0-ba10/`: the same dictionary as torch.distributed.checkpoint flattens it, `.metadata` and `__0_0.distcp`."""
+    """Read `ep0-ba10/`: the same dictionary as torch.distributed.checkpoint flattens it into several files."""
     metadata = read_dcp_metadata(folder / ".metadata")
     state: dict[Any, Any] = {}
     try:
         for key, path in metadata.planner_data.items():
             if path[:2] == ("state", "model"):
-                _put(state, ("model", ".".join(path[2:])), read_tensor(folder, metadata, key))
+                _set(state, ("model", ".".join(path[2:])), read_tensor(folder, metadata, key))
             elif path[:3] == ("state", "integrations", "huggingface"):
-                _put(state, path[1:], _read_item(folder, metadata, MetadataIndex(key)))
+                _set(state, path[1:], _read_item(folder, metadata, MetadataIndex(key)))
     except CheckpointError:
         raise
     except Exception as error:  # damaged or hostile metadata makes torch and Python raise whatever they like
         words = str(error).split("\n")[0]
         raise CheckpointError(f"{folder}: damaged: {type(error).__name__} {words}") from None
-    return _from_composer(folder, _with_lists(state), config, [f"{folder.name} was {STOOD_IN}"])
+    return _from_composer(folder, _restore_lists(state), config, [f"{folder.name} was {STOOD_IN}"])
 
 
 def read_tensor(folder: Path, metadata: Metadata, key: str) -> Any:
-    """A tensor out of its pieces, all of which must be there. Raises CheckpointError."""
+    """Read a tensor from its pieces; None for what is no tensor. Raises CheckpointError if values are missing."""
     record = metadata.state_dict_metadata[key]
     if not isinstance(record, TensorStorageMetadata):
         return None
@@ -259,12 +259,13 @@ def _read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
 
 
 def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[str]) -> Weights:
-    model = _dig(state, "model")
+    """Find model, weights and tokenizer in the state of Composer's Trainer. Raises CheckpointError."""
+    model = _get(state, "model")
     if not isinstance(model, dict) or not model:
         raise CheckpointError(f"{path}: no state/model in it; expected a checkpoint of Composer's Trainer")
     tensors = {_plain_name(str(name)): tensor for name, tensor in model.items() if isinstance(tensor, torch.Tensor)}
-    hugging_face = _dig(state, "integrations", "huggingface")
-    stored = _dig(hugging_face, "model", "config", "content")
+    hugging_face = _get(state, "integrations", "huggingface")
+    stored = _get(hugging_face, "model", "config", "content")
     if config:
         model_config = load_train_config(list(config)).config.model
         tensors = fit_weights(tensors, model_config, str(path))
@@ -272,9 +273,9 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
         model_config, tensors = from_hugging_face(tensors, stored, str(path))
     else:
         raise CheckpointError(f"{path}: does not say what model it is; add --config and the YAML it was trained with")
-    contents = {name: _dig(hugging_face, "tokenizer", name, "content") for name in tokenizers.FILES}
+    contents = {name: _get(hugging_face, "tokenizer", name, "content") for name in tokenizers.FILES}
     tokenizer = {
-        name: json.dumps(_with_special_tokens(value)).encode()
+        name: json.dumps(_restore_special_tokens(value)).encode()
         for name, value in contents.items()
         if isinstance(value, dict)
     }
@@ -282,44 +283,46 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
 
 
 def _plain_name(name: str) -> str:
-    """Less what wrappers put in, and less the attribute in which HuggingFaceModel keeps its model."""
+    """Remove what wrappers put in, and the attribute in which HuggingFaceModel keeps its model."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.").removeprefix("model.")
 
 
-def _dig(value: Any, *keys: str) -> Any:
+def _get(value: Any, *keys: str) -> Any:
+    """Return the value under nested keys; None if there is none."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+def _set(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Set the value under nested keys."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
 
 
-def _with_lists(tree: Any) -> Any:
-    """Flattening left numbers as keys where lists were."""
+def _restore_lists(tree: Any) -> Any:
+    """Turn dictionaries with numbers as keys into lists: flattening turned lists into those."""
     if not isinstance(tree, dict):
         return tree
     if tree and all(isinstance(key, int) for key in tree):
-        return [_with_lists(tree[key]) for key in sorted(tree)]
-    return {key: _with_lists(value) for key, value in tree.items()}
+        return [_restore_lists(tree[key]) for key in sorted(tree)]
+    return {key: _restore_lists(value) for key, value in tree.items()}
 
 
-def _with_special_tokens(value: Any) -> Any:
-    """Flattening drops empty dictionaries, and `tokenizers` does not read a template without this one."""
+def _restore_special_tokens(value: Any) -> Any:
+    """Add the empty `special_tokens` that flattening dropped: `tokenizers` reads no template without."""
     if isinstance(value, list):
-        return [_with_special_tokens(item) for item in value]
+        return [_restore_special_tokens(item) for item in value]
     if not isinstance(value, dict):
         return value
     added = {"special_tokens": {}} if value.get("type") == "TemplateProcessing" else {}
-    return added | {key: _with_special_tokens(item) for key, item in value.items()}
+    return added | {key: _restore_special_tokens(item) for key, item in value.items()}
 
 
-def _how(name: str, refused: str | None) -> str:
+def _describe_reader(name: str, refused: str | None) -> str:
     if refused is None:
         return f"{name} was read by torch's weights-only reader"
     return f"{name} holds {refused}, so it was {STOOD_IN}"
@@ -329,7 +332,7 @@ def _how(name: str, refused: str | None) -> str:
 
 
 def build_model(weights: Weights) -> MPT:
-    """Parameters are the tensors themselves, so that a memory-mapped file is not copied."""
+    """Build a model whose parameters are the tensors themselves: a memory-mapped file is not copied."""
     with torch.device("meta"):
         model = MPT(weights.config)
     tensors = {name: t.float() if t.dtype in NARROW else t for name, t in weights.tensors.items()}
@@ -344,10 +347,10 @@ def build_model(weights: Weights) -> MPT:
     return model
 
 
-def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> tuple[About, str]:
-    """Its files beside the checkpoint, its fingerprint and folder in the manifest; or why not."""
+def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> str:
+    """Write a tokenizer's files beside the checkpoint, and note it in `about`. Returns why not; empty if done."""
     if out.path_here is None:
-        return about, "its tokenizer is not carried to a URL"
+        return "its tokenizer is not carried to a URL"
     folder = out.path_here.resolve() / TOKENIZER
     folder.mkdir(parents=True)
     for name, content in files.items():
@@ -355,11 +358,8 @@ def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> tuple[
     try:
         fingerprint = tokenizers.load_tokenizer(folder).fingerprint
     except DataError as error:
-        for name in files:
-            (folder / name).unlink()
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return about, f"its tokenizer is left out: {error}"
+        shutil.rmtree(folder)
+        return f"its tokenizer is left out: {error}"
     about.fingerprints["tokenizer"] = fingerprint
     about.config["tokenizer"] = {"name": str(folder)}
-    return about, ""
+    return ""

@@ -25,6 +25,7 @@ from tests.helpers.models import (
     SMALL,
     random_model,
     random_tokens,
+    to_hugging_face,
     with_activation,
     with_attention,
     with_scaling,
@@ -408,7 +409,7 @@ ROPE = "rope_parameters"
 def test_what_cannot_be_read_is_named_in_one_line(base, change, message):
     hf_config = {**huggingface.build_hf_config(base), **change}
     with pytest.raises(ExportError) as error:
-        from_hugging_face(huggingface.to_hugging_face(random_model(base).state_dict(), base), hf_config, "folder")
+        from_hugging_face(to_hugging_face(random_model(base)), hf_config, "folder")
     assert str(error.value).startswith(f"folder: {message}") and "\n" not in str(error.value)
 
 
@@ -452,7 +453,7 @@ def test_what_llama_3_does_to_angles_changes_logits():
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
 def test_weights_that_are_packed_are_not_taken_for_numbers(dtype):
-    hf_state = huggingface.to_hugging_face(random_model(LLAMA).state_dict(), LLAMA)
+    hf_state = to_hugging_face(random_model(LLAMA))
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ExportError) as error:
         from_hugging_face({**hf_state, name: hf_state[name].to(dtype)}, huggingface.build_hf_config(LLAMA), "folder")
@@ -486,13 +487,13 @@ def test_json_of_any_depth_is_refused_in_one_line(tmp_path):
 def test_the_older_spelling_of_rope_is_read(config, scaling):
     hf_config = {**huggingface.build_hf_config(config), **scaling}
     del hf_config["rope_parameters"]
-    hf_state = huggingface.to_hugging_face(random_model(LLAMA).state_dict(), LLAMA)
+    hf_state = to_hugging_face(random_model(LLAMA))
     assert from_hugging_face(hf_state, hf_config)[0] == config
 
 
 def test_a_head_that_should_be_the_embedding_is_dropped_or_refused():
     model = random_model(SMALL)
-    hf_state = huggingface.to_hugging_face(model.state_dict(), SMALL)
+    hf_state = to_hugging_face(model)
     head = hf_state["transformer.wte.weight"].clone()
     _, state_dict = from_hugging_face({**hf_state, "lm_head.weight": head}, huggingface.build_hf_config(SMALL))
     assert "lm_head.weight" not in state_dict
@@ -643,7 +644,7 @@ def test_heads_that_do_not_divide_one_another_are_refused():
 
 def test_biases_trained_elsewhere_after_our_export_are_kept():
     config = replace(SMALL, no_bias=True)
-    hf_state = huggingface.to_hugging_face(random_model(config).state_dict(), config)
+    hf_state = to_hugging_face(random_model(config))
     hf_state["transformer.ln_f.bias"] = torch.ones(48)
     imported_config, state_dict = from_hugging_face(hf_state, huggingface.build_hf_config(config))
     assert not imported_config.no_bias and state_dict["transformer.norm_f.bias"].sum() == 48

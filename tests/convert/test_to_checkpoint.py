@@ -441,9 +441,7 @@ def test_a_pickle_sets_no_attribute_of_what_is_torchs_or_ours(tmp_path, target, 
     before = attributes()
     (tmp_path / "old.pt").write_bytes(with_attribute(target, name, named("torch", "Size")))
     message = refusal(tmp_path / "old.pt", tmp_path / "out", trust_pickle=True)
-    assert re.search(
-        "old.pt: cannot be read: (it sets attributes of |the state of .* is no dict of its fields)", message
-    )
+    assert "old.pt: cannot be read: it sets attributes of " in message
     assert attributes() == before
 
 

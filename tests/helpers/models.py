@@ -5,6 +5,8 @@ from dataclasses import replace
 import torch
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.convert.huggingface import layout_sources
+from llmfoundry_lite.convert.layout import layout_tensor
 from llmfoundry_lite.models.mpt import MPT
 
 SMALL = ModelConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97)
@@ -33,6 +35,12 @@ def random_model(config: ModelConfig, seed: int = 0) -> MPT:
             is_norm = "norm" in name or "_ln" in name
             parameter.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.2)
     return model
+
+
+def to_hugging_face(model: MPT) -> dict[str, torch.Tensor]:
+    """The tensors of a model under the names, and in the orientation, of the layout that fits it."""
+    state = model.state_dict()
+    return {name: layout_tensor(state, model.config, source) for name, source in layout_sources(model.config).items()}
 
 
 def normal_model(config: ModelConfig, seed: int = 0, std: float = 0.3, attn_impl: str = "sdpa") -> MPT:

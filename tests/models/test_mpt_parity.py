@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert.huggingface import build_hf_config, layout_sources, to_hugging_face
+from llmfoundry_lite.convert.huggingface import build_hf_config, layout_sources
 from llmfoundry_lite.convert.layout import layout_tensor
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.models import (
@@ -25,6 +25,7 @@ from tests.helpers.models import (
     SMALL,
     random_model,
     random_tokens,
+    to_hugging_face,
     with_activation,
     with_attention,
     with_scaling,
@@ -46,7 +47,7 @@ def build_theirs(model: MPT) -> torch.nn.Module:
         theirs = LlamaForCausalLM(LlamaConfig(**hf_config))
     else:
         theirs = GPT2LMHeadModel(GPT2Config(**hf_config))
-    result = theirs.load_state_dict(to_hugging_face(model.state_dict(), model.config), strict=False)
+    result = theirs.load_state_dict(to_hugging_face(model), strict=False)
     assert not result.unexpected_keys and result.missing_keys in ([], ["lm_head.weight"])
     theirs.tie_weights()
     return theirs
