@@ -77,11 +77,8 @@ class FastEncoder:
         for probe in itertools.chain(probes(added), marks() if self.tokenizer.backend.normalizer else ()):
             self.check(probe, self.ids_of(probe), repr(probe[:60]))
 
-    def encode(self, documents: Sequence[Document]) -> list[np.ndarray]:
-        """Return the token ids of documents, uint32. Raises Unequal."""
-        return [self.encode_one(document) for document in documents]
-
-    def encode_one(self, document: Document) -> np.ndarray:
+    def encode(self, document: Document) -> np.ndarray:
+        """Return the token ids of a document, uint32; check some by the other library. Raises Unequal."""
         self.encoded_bytes += document.num_bytes
         if self.encoded_bytes > RECYCLE_BYTES:
             self.load()

@@ -247,7 +247,7 @@ class TokenFiles:
         read = read_documents(unit, self.request, skipped)
         for batch, _ in group_by_size(read, lambda document: document.num_bytes, ENCODE_BATCH_BYTES):
             if self.encoder:
-                encoded = self.encoder.encode(batch)
+                encoded = [self.encoder.encode(document) for document in batch]
             else:
                 encoded = self.tokenizer.encode_to_arrays([document.text for document in batch])
             for document, ids in zip(batch, encoded, strict=True):

@@ -65,7 +65,7 @@ def test_the_tokenizers_trained_here_prove_equal(tokenizer: Tokenizer, tmp_path:
     backends = {id(encoder.backend): encoder.backend}
     texts = [*make_documents(120), "a<|endoftext|>b", "<|endoftext|>"]
     for document in documents_of(*texts):
-        assert encoder.encode([document])[0].tolist() == tokenizer.encode(document.text)
+        assert encoder.encode(document).tolist() == tokenizer.encode(document.text)
         backends[id(encoder.backend)] = encoder.backend
     assert encoder.num_checked == fast_encoder.FIRST_CHECKED
     assert len(backends) > 1, "it begins anew before its memory grows"
@@ -83,7 +83,7 @@ def test_other_tokenizers_are_used_only_if_they_prove_equal(make, tmp_path: Path
         assert (tmp_path / VERDICT).read_text() == f"{error}\n"
         return
     texts = ["".join(chr(code) for code in range(start, start + 100)) for start in range(0, 0xD700, 100)]
-    assert [ids.tolist() for ids in encoder.encode(documents_of(*texts))] == tokenizer.encode_batch(texts)
+    assert [encoder.encode(document).tolist() for document in documents_of(*texts)] == tokenizer.encode_batch(texts)
 
 
 @needs_gigatoken
@@ -205,7 +205,7 @@ def test_the_end_of_the_longest_documents_alone_goes_unchecked(
     chosen = [d for d in documents_of(*texts) if d.split_key % fast_encoder.CHECKED_ONE_IN == 0]
     assert chosen
     with pytest.raises(Unequal, match="differ on the document that begins with 'wrong word"):
-        encoder.encode(chosen)
+        encoder.encode(chosen[0])
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_with_and_without_it_the_shards_are_the_same(tmp_path: Path, tokenizer_f
     monkeypatch.setattr(fast_encoder, "WORTH_PROVING_BYTES", 0)
     used = []
     encode = FastEncoder.encode
-    monkeypatch.setattr(FastEncoder, "encode", lambda self, docs: used.append(len(docs)) or encode(self, docs))
+    monkeypatch.setattr(FastEncoder, "encode", lambda self, document: used.append(1) or encode(self, document))
     for num_workers in (1, 2):
         said_by_preparing(text, tokenizer_folder, tmp_path / str(num_workers), num_workers)
         for name in ("train", "val"):
