@@ -24,9 +24,9 @@ from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.search import find_sizes
 from llmfoundry_lite.rehearse.device import find_device
+from llmfoundry_lite.rehearse.fork_server import ForkServer
 from llmfoundry_lite.rehearse.rehearse import rank_of_fullest
 from llmfoundry_lite.rehearse.search import sized_batch
-from llmfoundry_lite.rehearse.stage import Stage
 from llmfoundry_lite.report.tables import Table
 
 LARGE = 1024
@@ -143,14 +143,14 @@ def run(
     deadline, left_out, rows = time.monotonic() + 60 * minutes, [], []
     known = measured_before(out)
     print(*HEADINGS, sep="  ", flush=True)
-    with Stage() as stage:
+    with ForkServer() as server:
         cases = [case for model in models for case in find_cases([model], with_layouts(model, overlays), devices)]
         for case in sorted(cases, key=turn_of):
             row = known.get(case.run)
             if row is None and time.monotonic() > deadline:
                 left_out.append(f"{case.model} on {case.num_devices} x {', '.join(case.overlays)}")
                 continue
-            rows.append(describe(case, row["rehearsed"]) if row else compare(stage, case))
+            rows.append(describe(case, row["rehearsed"]) if row else compare(server, case))
             print(*cells(rows[-1]), sep="  ", flush=True)
             if out is not None:
                 write_report(rows, out)
@@ -159,13 +159,13 @@ def run(
     return EXIT_DONE if all(is_sound(row) for row in rows) else EXIT_USER
 
 
-def compare(stage: Stage, case: Case) -> dict[str, Any]:
+def compare(server: ForkServer, case: Case) -> dict[str, Any]:
     config = load_train_config(case.arguments).config
     layout = layout_of(config, case.num_devices, min(PER_NODE, case.num_devices))
     rank = case.num_devices - 1 if case.num_devices == LARGE else 0
     if layout.pipeline > 1:
         rank = rank_of_fullest(config, layout)
-    outcome = stage.rehearse(
+    outcome = server.rehearse(
         case.arguments,
         case.device,
         num_devices=case.num_devices,

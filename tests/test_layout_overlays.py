@@ -15,7 +15,7 @@ from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.network import find_node
 from llmfoundry_lite.plan.search import AS_FAST, find_sizes, search_layouts, usable_bytes
 from llmfoundry_lite.plan.step import step_time
-from llmfoundry_lite.rehearse.stage import Stage
+from llmfoundry_lite.rehearse.fork_server import ForkServer
 from tests.helpers.launch import ROOT
 
 COUNTS = (8, 64, 512)
@@ -131,7 +131,7 @@ def test_its_fullest_rank_is_rehearsed_at_its_first_count(monkeypatch, name):
     overlay = f"{OVERLAYS[size][-1]} + {name}"
     case = find_case(model, overlay, accelerator_named(OVERLAYS[size][-1]), load(name, OVERLAYS[size][-1]), count)
     assert case is not None
-    with Stage() as stage:
-        row = compare(stage, case)
+    with ForkServer() as server:
+        row = compare(server, case)
     assert not row["error"]
     assert 0 <= difference(row) <= MOST, row["rehearsed"]["at_peak_bytes"]

@@ -37,7 +37,8 @@ from llmfoundry_lite.bench.frame import describe_conditions, measured_table, ope
 from llmfoundry_lite.bench.steps import write_run
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.islands.messages import TOKEN
-from llmfoundry_lite.launch.launcher import World, free_port, places
+from llmfoundry_lite.launch.launcher import World
+from llmfoundry_lite.launch.processes import rendezvous
 from llmfoundry_lite.launch.server import open_channel
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.training.lean_imports import HEAVY
@@ -151,8 +152,7 @@ class Keeper:
     def launch(self) -> int:
         """To its end: the exit code."""
         self.world = World(self.channel, lambda: self.server.poll() is not None, self.num_ranks)
-        environment = {**places(self.num_ranks), **NO_GPU, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environment |= {"OMP_NUM_THREADS": "1", TOKEN: SECRET}
+        environment = {**NO_GPU, **rendezvous(), "OMP_NUM_THREADS": "1", TOKEN: SECRET}
         self.world.start(self.arguments, environment, self.folder / f"{self.name}-logs")
         return self.world.wait().code
 
@@ -215,7 +215,7 @@ class Scene:
         self.yaml = write_run(folder, SETTINGS, "fp32")
         self.links = folder / "links.json"
         set_links(self.links, "open")
-        self.port = free_port()
+        self.port = int(rendezvous()["MASTER_PORT"])
         self.said = folder / "coordinator.txt"
         self.start_coordinator()
         self.ways = Ways(folder, self.port)

@@ -17,8 +17,8 @@ from llmfoundry_lite.devices import accelerator, device_name
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, ConfigError
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.memory import estimate_training_memory
+from llmfoundry_lite.rehearse.fork_server import ForkServer, run_for_real
 from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, short_batch
-from llmfoundry_lite.rehearse.stage import Stage, run_for_real
 
 PER_NODE = 8
 MODELS = ("mpt-125m", "mpt-350m", "mpt-1b")
@@ -38,7 +38,7 @@ def run(models: Sequence[str] = (), minutes: float = 3, out: Path | None = None)
         )
     console, deadline = open_console(), time.monotonic() + 60 * minutes
     rows, left_out = list[dict[str, Any]](), []
-    with Stage() as stage:
+    with ForkServer() as server:
         for model in models or MODELS:
             size = max(n for n in (1, 2, 4, 8) if fits(load_train_config([model]).config, device, n, 1))
             for variant, overrides in VARIANTS.items():
@@ -47,7 +47,7 @@ def run(models: Sequence[str] = (), minutes: float = 3, out: Path | None = None)
                     left_out.append(name)
                     continue
                 console.print(name)
-                rows.append(compare(stage, name, [model, *overrides, *short_batch(size, 2 * size, 1)], device, size))
+                rows.append(compare(server, name, [model, *overrides, *short_batch(size, 2 * size, 1)], device, size))
     tell(
         describe_conditions() | {"rows": rows},
         measured_table(f"memory on one {device.name}", COLUMNS, [describe(row) for row in rows], num_keys=2),
@@ -68,9 +68,9 @@ def fits(config: TrainConfig, device: Accelerator, size: int, num_devices: int) 
     return needed <= device.free_bytes - UNREHEARSED_BYTES
 
 
-def compare(stage: Stage, name: str, arguments: list[str], device: Accelerator, size: int) -> dict[str, Any]:
+def compare(server: ForkServer, name: str, arguments: list[str], device: Accelerator, size: int) -> dict[str, Any]:
     real = run_for_real(arguments)
-    rehearsed = stage.rehearse(arguments, device, num_devices=1, per_node=1, counts_operations=False)
+    rehearsed = server.rehearse(arguments, device, num_devices=1, per_node=1, counts_operations=False)
     failed = next((outcome for outcome in (real, rehearsed) if outcome.exit_code != EXIT_DONE), None)
     return {
         "model": name,

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite bench`: measurements of this machine. A command has a parameter for each of its options."""
+"""`llmfoundry-lite bench`: measurements of this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,6 @@ Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
 SampleTokens = Annotated[int, typer.Option(min=2, help="Tokens in a sample.")]
 Minutes = Annotated[float, typer.Option(help="Begin nothing after this long.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value for the runs.")]
-Counts = Annotated[str, typer.Option(help="Counts, with commas.")]
 LayerDtypes = Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")]
 LayerAttention = Annotated[str, typer.Option(help="Implementations [all that this device has].")]
 LayerWidth = Annotated[int, typer.Option(min=1, help="Of the residual stream.")]
@@ -172,7 +171,7 @@ def bench_seqlen(
 
 @bench.command("accumulation")
 def bench_accumulation(
-    microbatches: Counts = "1,2,4,8,16,32,64",
+    microbatches: Annotated[str, typer.Option(help="Counts, with commas.")] = "1,2,4,8,16,32,64",
     shape: Shape = "125m",
     seq_len: SampleTokens = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,

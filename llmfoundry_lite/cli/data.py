@@ -1,9 +1,8 @@
 """`llmfoundry-lite data`: text, Hub data sets and public tasks -> files that training and evaluation read."""
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,18 +10,6 @@ from llmfoundry_lite.errors import EXIT_INTERRUPTED
 from llmfoundry_lite.files import check_is_path
 
 data = typer.Typer(help="Prepare training data.", no_args_is_help=True, rich_markup_mode=None)
-
-
-class OnError(StrEnum):
-    """Answer to a document that cannot be read."""
-
-    stop = "stop"
-    skip = "skip"
-
-
-@data.callback()
-def data_commands() -> None:
-    """Prepare training data."""
 
 
 # A parameter for each option: typer makes the command from them.
@@ -48,7 +35,7 @@ def data_prepare(
         float | None, typer.Option(help="Share held out for validation [0.005; python-stdlib: 0.05].")
     ] = None,
     num_workers: Annotated[int | None, typer.Option(min=1, help="Processes [one per core].")] = None,
-    on_error: Annotated[OnError, typer.Option(help="At a document that cannot be read.")] = OnError.stop,
+    on_error: Annotated[Literal["stop", "skip"], typer.Option(help="At a document that cannot be read.")] = "stop",
     size_limit: Annotated[int, typer.Option(help="Bytes of a shard.")] = 64 * 1024 * 1024,
     compression: Annotated[str | None, typer.Option(help="Of the shards: zstd, zstd:9, gz, …")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in OUT.")] = False,
@@ -66,7 +53,7 @@ def data_prepare(
         text_key=tuple(text_key) if text_key and len(text_key) > 1 else (text_key or ["text"])[0],
         split=split,
         encoding=encoding,
-        on_error=on_error.value,
+        on_error=on_error,
         val_fraction=val_fraction,
         size_limit_bytes=size_limit,
         compression=compression,

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite islands …`."""
+"""`llmfoundry-lite islands coordinate`: the process that islands of one run agree through."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ islands = typer.Typer(help="Several launches that train one run at once.", no_ar
 
 @islands.callback()
 def about() -> None:
-    """Several launches that train one run at once, each with a process group of its own."""
+    """Keep `coordinate` a subcommand: typer would make the only command of a group the group itself."""
 
 
 @islands.command("coordinate")

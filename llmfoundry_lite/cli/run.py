@@ -65,13 +65,14 @@ def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = Non
 
 
 def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = False) -> bool:
-    """Whether there are ranks to start. One runs in this process unless `is_asked`, and so do help and dry runs."""
+    """Return whether there are ranks to start. One runs in this process unless `is_asked`, as do help and dry runs."""
     if num_ranks == 1 and not is_asked:
         return False
-    from llmfoundry_lite.launch.launcher import places, refuse_other_launchers
+    from llmfoundry_lite.launch.launcher import refuse_other_launchers
+    from llmfoundry_lite.launch.processes import rank_variables
 
     refuse_other_launchers()
-    os.environ.update(places(num_ranks) | {"RANK": "0", "LOCAL_RANK": "0"})
+    os.environ.update(rank_variables(0, num_ranks))
     return not {"-h", "--help", *DRY_RUNS} & set(arguments)
 
 

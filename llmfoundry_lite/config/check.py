@@ -1,4 +1,4 @@
-"""How the blocks of a training configuration go together, and what is allowed but perhaps not meant.
+"""Checks of keys of a training configuration against each other, and warnings of what is perhaps not meant.
 
 `build.py` has checked each key by itself. `check_layout.py` checks how devices divide the model.
 """
@@ -36,7 +36,7 @@ MAX_GRACE_SECONDS = 25
 
 
 def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
-    """Check how keys go together that are right by themselves; the planner asks often. Raises ConfigError."""
+    """Check combinations of keys that are valid by themselves. Raises ConfigError. The planner calls this often."""
     try:
         check_model(config.model)
         _check_data(config)
@@ -200,7 +200,7 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 
 
 def _check_only(block: Any, path: str) -> None:
-    """Refuse a key that another kind of optimizer or schedule alone would use."""
+    """Refuse a key that belongs to another optimizer or schedule."""
     for name, key in keys_of(type(block)).items():
         only = key.setting.only
         if only and block.name != only and getattr(block, name) != key.default:
@@ -309,7 +309,7 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
 
 
 def _check_islands(config: TrainConfig) -> None:
-    """Refuse what one island of several does not do yet."""
+    """Refuse features that islands do not support yet."""
     if config.islands is None:
         return
     model = config.model

@@ -25,9 +25,9 @@ def check_layout(config: TrainConfig) -> None:
 
 
 def find_undivided(config: TrainConfig) -> dict[str, str]:
-    """Return block -> what it says about a division that a degree of 1 does not make.
+    """Return block -> its keys that have no effect because its degree is 1.
 
-    Allowed, for the same YAML may run on a smaller cluster with nothing but its degree set to 1.
+    They are allowed: the same YAML may run on a smaller cluster with nothing but its degree set to 1.
     """
     found = {}
     for degree_key in DEGREE_KEYS.values():

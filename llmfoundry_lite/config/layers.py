@@ -71,7 +71,7 @@ def is_key_value(argument: str) -> bool:
 
 
 def is_yaml(argument: str) -> bool:
-    """Whether it names a file, or a YAML that comes with the package: `mpt-1b`, `h100-8`."""
+    """Return whether it names a file, or a YAML that comes with the package: `mpt-1b`, `h100-8`."""
     return argument.endswith((".yaml", ".yml")) or find_yaml(argument) is not None
 
 
@@ -124,7 +124,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def is_for_hardware(key: str) -> bool:
-    """Whether an overlay may set a dotted key: how and from which disks the run is computed, never what is computed."""
+    """Return whether an overlay may set a dotted key: how and from which disks a run is computed, never what."""
     return any(setting.hardware for setting in settings_along(TrainConfig, key))
 
 

@@ -105,7 +105,7 @@ class Layout:
         return [self.rank_at(place._replace(**{dimension: index})) for index in range(degree)]
 
     def spans_nodes(self, dimension: str) -> bool:
-        """Whether a group of this dimension has ranks in several nodes."""
+        """Return whether a group of this dimension has ranks in several nodes."""
         faster = self.degrees[DIMENSIONS.index(dimension) :]
         return self.world_size > self.node_size and faster[0] > 1 and self.node_size % math.prod(faster) != 0
 

@@ -248,7 +248,7 @@ def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], lis
 
 
 def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
-    """Stand in for a YAML file."""
+    """Return a layer with all tasks whose data are here, where no YAML file was given. Raises ConfigError for none."""
     folder = str(values.get("task_folder") or "evals")
     if values.get("icl_tasks"):
         return Layer(folder, {})

@@ -51,7 +51,7 @@ def describe_stages(stages: list[Stage]) -> str:
 
 
 def takes_microbatches(pipeline: PipelineConfig, count: int) -> bool:
-    """Whether the schedule runs with so many: one for each stage or more, and in equal rounds."""
+    """Return whether the schedule runs with `count` microbatches: at least one for each stage, in equal rounds."""
     degree = pipeline.pipeline_parallel_degree
     if pipeline.schedule == "gpipe":
         return count >= 1

@@ -41,7 +41,7 @@ class Leg:
     to_batch: int | None = None
     """Batch of the newest save at the end."""
     code: int | None = None
-    """Exit code of the launch command; None: it left none."""
+    """Exit code of the launch command; None if it was killed before it could write one."""
     ended: str | None = None
     reason: str | None = None
 
@@ -51,12 +51,12 @@ class Leg:
 
     @property
     def is_in_vain(self) -> bool:
-        """True if it ended early and saved nothing."""
+        """Whether it ended early and saved nothing."""
         return self.is_early and (self.to_batch or 0) <= self.from_batch
 
 
 BEGUN = {"number", "place", "turn", "began", "from_batch", "host"}
-"""Keys of a whole line of a beginning."""
+"""Keys that the first line of every leg has."""
 
 
 def read_legs(folder: Path) -> list[Leg]:

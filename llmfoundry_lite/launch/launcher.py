@@ -35,6 +35,7 @@ from llmfoundry_lite.errors import (
     ConfigError,
     printable,
 )
+from llmfoundry_lite.launch.processes import Ending, is_running, rank_variables, rendezvous
 from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
@@ -53,13 +54,12 @@ GRACE_SECONDS = {
     EXIT_INTERRUPTED: 5.0,
     EXIT_BUG: 1.0,
 }
-"""Time for the other ranks, once one has left with that code. The first of these codes that any rank has is the
-launch's: a mistake comes again with every try, then a wish to leave. A signal or any other code counts as EXIT_BUG.
-Preempted ranks save, and end themselves when that takes too long."""
+"""Exit code of the first rank that leaves -> time for the others. The launch's own code is the first in this order that
+any rank has: a user's error, which every try would repeat, goes before a preemption. A signal or any other code counts
+as EXIT_BUG. Preempted ranks save, and end themselves when that takes too long."""
 SILENCE_SECONDS = 10.0
 """Time without a beat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
-SLEEP_SECONDS = 0.05
 
 
 class Program(NamedTuple):
@@ -73,13 +73,8 @@ class Program(NamedTuple):
     """Packages to import before it, lean."""
 
 
-def places(num_ranks: int) -> dict[str, str]:
-    """Return the variables that are equal on all ranks of one node."""
-    return {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "NODE_RANK": "0"}
-
-
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError inside of another launcher, each of whose ranks would begin as many again."""
+    """Raise ConfigError inside another launcher: each of its ranks would start all ranks again."""
     under_srun = int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
     if under_srun or "RANK" in environment:
         other = "srun" if under_srun else "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "composer"
@@ -88,10 +83,10 @@ def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
 
 @dataclass
 class Restarts:
-    """Whether and when ranks that have failed start again.
+    """Decides whether and when failed ranks start again.
 
-    `max_restarts` times after they died; within `retry_seconds` after transient faults. Progress ends the pauses and
-    begins that time anew.
+    After a death: at most `max_restarts` times. After transient faults: within `retry_seconds`. Progress resets the
+    pauses and that time.
     """
 
     max_restarts: int
@@ -104,7 +99,7 @@ class Restarts:
     failing_since: float | None = None
 
     def pause(self, is_transient: bool, progress: Any, now: float) -> float | None:
-        """Return the seconds until the next try, or None for no try. `now` is of a monotonic clock."""
+        """Return the seconds until the next try; None if there is none. `now`: seconds of a monotonic clock."""
         if progress != self.progress:
             self.progress, self.num_in_vain, self.failing_since = progress, 0, None
             self.has_progressed = True
@@ -138,8 +133,7 @@ class Launcher:
     retry_seconds: float = 0.0
     _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
     _world: "World | None" = None
-    _is_asked: bool = False
-    """A signal has asked to leave. An Event would deadlock: the handler runs in the thread that waits for it."""
+    _ending: Ending = field(init=False)
 
     def run(self, arguments: Sequence[str]) -> int:
         """Return the exit code of the launch.
@@ -149,17 +143,15 @@ class Launcher:
         """
         make_room_for_logs(self.logs)
         ignore_output_errors()
-        for number in LEAVING_SIGNALS:
-            signal.signal(number, self._hand_on)
-        launched_at = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
-        environment = {**places(self.num_ranks), **launched_at, "MASTER_ADDR": "127.0.0.1"}
+        self._ending = Ending(LEAVING_SIGNALS, self._forward)
+        environment = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
         restarts, again = Restarts(self.max_restarts, self.retry_seconds, self.progress()), []
         try:
             while True:
-                outcome = self._try([*arguments, *again], {**environment, "MASTER_PORT": str(free_port())})
+                outcome = self._try([*arguments, *again], {**environment, **rendezvous()})
                 is_transient = outcome.code in CODES
                 code = CODES.get(outcome.code, outcome.code)
-                if (outcome.code != EXIT_BUG and not is_transient) or self._is_asked:
+                if (outcome.code != EXIT_BUG and not is_transient) or self._ending.num_asked:
                     if outcome.was_killed:
                         say(f"{outcome.culprit}; the newest save stands")
                     return code
@@ -176,10 +168,8 @@ class Launcher:
                 # Where nothing had begun yet, a run that is there already is still to be refused.
                 if restarts.num_restarts or restarts.has_progressed:
                     again = ["autoresume=true"]
-                end = time.monotonic() + pause
-                while not self._is_asked and (left := end - time.monotonic()) > 0:
-                    time.sleep(min(SLEEP_SECONDS, left))
-                if self._is_asked:
+                self._ending.sleep(pause)
+                if self._ending.num_asked:
                     return code if is_transient else EXIT_PREEMPTED
         finally:
             self._stop_server()
@@ -187,13 +177,13 @@ class Launcher:
     def _try(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "Outcome":
         server, channel = self._server = self._running_server()
         self._world = World(channel, lambda: server.poll() is not None, self.num_ranks)
-        if self._is_asked:  # meanwhile
+        if self._ending.num_asked:  # meanwhile
             self._world.asked_by = signal.SIGTERM
         self._world.start(arguments, environment, self.logs)
         outcome = self._world.wait()
         if self._world.is_server_gone:
             self._stop_server()
-        if self._is_asked and not self._world.processes:
+        if self._ending.num_asked and not self._world.processes:
             say("asked to leave before the ranks had begun; run the same command again")
         return outcome
 
@@ -222,8 +212,7 @@ class Launcher:
         process.kill()  # it has no rank left, and nothing to lose
         process.wait()
 
-    def _hand_on(self, number: int, frame: Any) -> None:
-        self._is_asked = True
+    def _forward(self, number: int) -> None:
         if self._world is not None:
             self._world.ask_to_leave(number)
 
@@ -257,12 +246,6 @@ def make_room_for_logs(folder: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{folder}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 # ----------------------------------------------------------------------------------------------------------- one try
@@ -314,10 +297,10 @@ class World:
         """Start the ranks. Rank 0 prints where the launcher does, rank R into `logs`/rankR.txt. Raises ConfigError for
         arguments that are too long to be handed on."""
         for rank in range(self.num_ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {**environment, **rank_variables(rank, self.num_ranks)}
             output = str(log_of(logs, rank)) if rank else None
             try:
-                send(self.channel, Start(rank, list(arguments), {**environment, **place}, output))
+                send(self.channel, Start(rank, list(arguments), own, output))
             except ConnectionError:
                 return  # `wait` finds that the server is gone
             except OSError as error:
@@ -394,8 +377,8 @@ class World:
             used = cpu_seconds(process.pid)
             if used > process.cpu_seconds:  # since its last beat; or something long holds the interpreter's lock
                 process.cpu_seconds, process.heard_at = used, now
-            elif silence >= SILENCE_SECONDS and has_ended(process.pid):  # and the server, with which all end, is mute
-                self.is_server_gone = True
+            elif silence >= SILENCE_SECONDS and not is_running(process.pid):
+                self.is_server_gone = True  # or it would have told
                 self._blame("the process that starts the ranks is frozen: it does not tell of one that has ended", None)
                 return
             elif silence >= SILENCE_SECONDS:
@@ -427,12 +410,6 @@ def describe_end(rank: int, code: int) -> str:
     with suppress(ValueError):  # a real-time signal has no name
         return f"rank {rank} was killed by {signal.Signals(-code).name}"
     return f"rank {rank} was killed by signal {-code}"
-
-
-def has_ended(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 def cpu_seconds(pid: int) -> float:

@@ -69,7 +69,7 @@ def merge_logs(here: bytes, carried: bytes) -> list[bytes]:
 
 
 def console_line(record: Record, max_duration: Duration) -> str:
-    """`batch 20/800 · loss 4.1234 · …`"""
+    """Write a record as `batch 20/800 · loss 4.1234 · …`."""
     total = f"/{int(max_duration.value)}" if max_duration.unit == "ba" else ""
     parts = [f"batch {record['batch']}{total}"]
     if max_duration.unit != "ba":

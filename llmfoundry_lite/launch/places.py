@@ -85,7 +85,7 @@ class Relay:
 
 
 def load_relay(path: str) -> Relay:
-    """Raises ConfigError, in one line: the file, the key, what was given, what was expected."""
+    """Read relay.yaml. Raises ConfigError, in one line: the file, the key, what was given, what was expected."""
     layers = read_layers([path])
     values = merge_layers(layers)
     if isinstance(policy := values.get("policy"), str):

@@ -1,15 +1,17 @@
-"""A launch of the relay as processes of this machine: they outlive the relay, and another relay finds them.
+"""Processes of this machine, for the launcher, the relay and rehearsals: starting, watching and ending them.
 
-A shell runs the command and writes its exit code into a file. All processes of a launch carry the name of that file in
-their environment, so that ranks that outlive their launcher are found too.
+Ranks end with their launcher (`server.py`). A launch of the relay outlives the relay, and another relay finds it: a
+shell runs the command and writes its exit code into a file. All its processes have the name of that file in their
+environment, so that ranks that outlive their launcher are found too.
 """
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -95,8 +97,10 @@ def _is_shell(process: psutil.Process, code_file: Path) -> bool:
     return False
 
 
-def is_running(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process | int) -> bool:
+    """Return whether a process, or the one with this id, runs; a zombie does not."""
     with suppress(psutil.Error):
+        process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
@@ -114,14 +118,34 @@ def terminate(processes: Sequence[psutil.Process], number: int = signal.SIGTERM)
             process.send_signal(number)
 
 
-class Ending:
-    """Counts how often this process is asked to end by SIGINT or SIGTERM."""
+def rank_variables(rank: int, num_ranks: int, ranks_per_node: int | None = None) -> dict[str, str]:
+    """Return the environment variables by which a process knows its rank, under torch's names. Default: one node."""
+    per_node = ranks_per_node or num_ranks
+    numbers = {"RANK": rank, "WORLD_SIZE": num_ranks, "NODE_RANK": rank // per_node}
+    numbers |= {"LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    return {name: str(number) for name, number in numbers.items()}
 
-    def __init__(self) -> None:
+
+def rendezvous() -> dict[str, str]:
+    """Return the variables by which the ranks of this machine find each other: a port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+
+
+class Ending:
+    """Counts signals that ask this process to end. As a context manager, it puts the former handlers back."""
+
+    def __init__(
+        self,
+        numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
+        forward: Callable[[int], None] = lambda number: None,
+    ) -> None:
         self.num_asked = self._num_seen = 0
+        self._forward = forward
+        self._handlers = {number: signal.signal(number, self._count) for number in numbers}
 
     def __enter__(self) -> "Ending":
-        self._handlers = {number: signal.signal(number, self._count) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -138,4 +162,5 @@ class Ending:
         self._num_seen = self.num_asked
 
     def _count(self, number: int, frame: object) -> None:
-        self.num_asked += 1
+        self.num_asked += 1  # an Event would deadlock: the handler runs in the thread that waits for it
+        self._forward(number)

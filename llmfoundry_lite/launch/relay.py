@@ -59,12 +59,12 @@ TAIL_BYTES = 1 << 16
 """End of a launch's output in which its last line is looked for."""
 NOT_FOUND = (126, 127)
 """A shell's codes for a command that cannot be run, or is not there."""
-NO_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
-"""Errors of a folder that was usable before; waiting does not end them."""
+PERMANENT_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors of a folder that do not pass, though it was usable before."""
 
 
 class GivenUp(UserError):
-    """A transient fault has lasted for longer than the user waits."""
+    """Raised when a transient fault has lasted for longer than `retry_for`."""
 
     def __init__(self, text: str, exit_code: int = EXIT_BUG):
         super().__init__(text)
@@ -124,7 +124,7 @@ class Runner:
             return (self.folder / LOCK).open("a")
 
         try:
-            file = self._patiently(open_lock, is_transient)
+            file = self._retry(open_lock, is_transient)
         except OSError as error:
             raise UserError(
                 f"run: {self.folder} cannot be reached from here ({error.strerror}); name the run folder on a disk "
@@ -138,12 +138,12 @@ class Runner:
                 raise UserError(words) from None
             yield
 
-    def _patiently(
+    def _retry(
         self,
         call: Callable[[], T],
-        may_pass: Callable[[Exception], bool] = lambda error: getattr(error, "errno", 0) not in NO_PLACE,
+        may_pass: Callable[[Exception], bool] = lambda error: getattr(error, "errno", 0) not in PERMANENT_ERRORS,
     ) -> T:
-        """Call again after an error that may pass: by default any but NO_PLACE, of a folder that was usable before.
+        """Call again after an error that may pass: by default any but PERMANENT_ERRORS.
 
         Raises GivenUp after `retry_for`, or when asked to leave.
         """
@@ -229,7 +229,7 @@ class Runner:
         return rest_of(self.relay, place, legs) - (time.monotonic() - self.ended_at[last.number])
 
     def _check_progress(self, leg: Leg) -> None:
-        """Raises GivenUp when no launch has saved anything for longer than the user waits."""
+        """Raise GivenUp when no launch has saved anything for longer than `retry_for`."""
         if not leg.is_in_vain:
             self.in_vain_since = self.in_vain_since if leg.ended == REFUSED else None
             return
@@ -246,7 +246,7 @@ class Runner:
 
     def _newest_batch(self) -> int:
         """Return the batch of the newest save that a launch can carry on from; 0 without one."""
-        search = self._patiently(
+        search = self._retry(
             lambda: CheckpointStore(self.relay.store).newest_intact(check_present),
             lambda error: is_transient(error) or (self.has_read_saves and not isinstance(error, NewerFormatError)),
         )
@@ -260,7 +260,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------------ one launch
 
     def _begin(self, turn: int) -> Leg:
-        """Launch. The journal knows of it first: should the relay be killed here, the next one looks for the launch."""
+        """Launch the run at that place. The journal knows first, so that a relay after this one finds the launch."""
         name, batch = self.relay.order[turn], self._newest_batch()
         place = self.relay.places[name]
         number = max((leg.number for leg in self._legs()), default=0) + 1
@@ -274,30 +274,30 @@ class Runner:
             "price": place.price,
             "status_before": self._status(place),
         }
-        self._patiently(lambda: journal.append(self.folder, **begun))
+        self._retry(lambda: journal.append(self.folder, **begun))
         leg = Leg(**begun)
         arguments = ["autoresume=true"]
         if self.relay.every is not None:
             arguments.append(f"stop_after={self.relay.every - batch % self.relay.every}ba")
         say(f"leg {number} at {name}, from batch {batch}; its output: {self._output(leg)}")
         command = place.launch.replace(ARGUMENTS, " ".join(arguments))
-        self.launched = self._patiently(lambda: processes.begin(command, self._code_file(leg), self._output(leg)))
+        self.launched = self._retry(lambda: processes.begin(command, self._code_file(leg), self._output(leg)))
         return leg
 
     def _wait(self, leg: Leg) -> None:
         """Wait until the launcher has ended and nothing of the launch is left, or until asked for a second time."""
-        is_told = False
+        has_asked = False
         shell = processes.find_shell(self._code_file(leg))
         while shell is not None and processes.is_running(shell) and self.ending.num_asked < 2:
-            if self.ending.num_asked and not is_told:
-                is_told = True
+            if self.ending.num_asked and not has_asked:
+                has_asked = True
                 self._ask(leg, shell)
             self.ending.sleep(math.inf, shell)
         if self.ending.num_asked < 2 and self.launched is not None:
             self.launched.wait()
             self.launched = None
-        self._wait_for_remains(leg)
-        self._wait_for_silence(leg, is_told)
+        self._end_orphans(leg)
+        self._wait_for_remote(leg, has_asked)
 
     def _ask(self, leg: Leg, shell: psutil.Process | None) -> None:
         """Ask the launch to save and leave."""
@@ -312,8 +312,8 @@ class Runner:
         elif shell is not None:
             processes.terminate(processes.find_launcher(shell, self._code_file(leg)))
 
-    def _wait_for_remains(self, leg: Leg) -> None:
-        """Ask ranks of this machine whose launcher is gone to leave, and kill them at last."""
+    def _end_orphans(self, leg: Leg) -> None:
+        """Ask ranks of this machine whose launcher is gone to leave; kill them after KILL_SECONDS."""
         kill_at = None
         while self.ending.num_asked < 2 and (left := processes.find(self._code_file(leg))):
             now = time.monotonic()
@@ -324,9 +324,9 @@ class Runner:
                 processes.terminate(left, signal.SIGKILL)
             self.ending.sleep(LOOK_SECONDS)
 
-    def _wait_for_silence(self, leg: Leg, is_told: bool) -> None:
-        """Wait for a launch on another machine, by status.json: it goes on when ssh has lost it, or when the relay was
-        started again elsewhere. One that has not written its status yet may still be about to begin."""
+    def _wait_for_remote(self, leg: Leg, has_asked: bool) -> None:
+        """Wait for a launch on another machine, by its status.json. It may go on though ssh has lost it, or though the
+        relay was started again elsewhere. One that has not written its status yet may still begin."""
         place, is_mine = self.relay.places[leg.place], leg.host == socket.gethostname()
         may_begin = processes.exit_code(self._code_file(leg)) is None and (not is_mine or place.leave is not None)
         status, heard_at = self._status(place), time.monotonic()
@@ -337,8 +337,8 @@ class Runner:
                 return
             if not has_begun and (not may_begin or processes.exit_code(self._code_file(leg)) is not None):
                 return
-            if has_begun and not is_told and (is_mine or self.ending.num_asked):  # else its launcher may live elsewhere
-                is_told = True
+            if has_begun and not has_asked and (is_mine or self.ending.num_asked):
+                has_asked = True  # otherwise its launcher may live elsewhere
                 self._ask(leg, None)
             if not has_begun and not is_waiting:
                 is_waiting = True
@@ -363,7 +363,7 @@ class Runner:
                 "stopped; name the run's save_folder"
             )
         end = {"over": time.time(), "to_batch": batch, "code": code, "ended": ended, "reason": reason}
-        self._patiently(lambda: journal.append(self.folder, number=leg.number, **end))
+        self._retry(lambda: journal.append(self.folder, number=leg.number, **end))
         self.ended_at[leg.number] = time.monotonic()
         say(f"leg {leg.number} at {leg.place}: {ended} at batch {batch}" + (f": {reason}" if reason else ""))
         if ended == REFUSED:
@@ -371,13 +371,13 @@ class Runner:
         return self._legs()[-1]
 
     def _legs(self) -> list[Leg]:
-        return self._patiently(lambda: read_legs(self.folder))
+        return self._retry(lambda: read_legs(self.folder))
 
     def _status(self, place: Place) -> dict[str, Any] | None:
         if place.status is None:
             return read_status(self.folder)
         command = place.status
-        answer = self._patiently(lambda: processes.ask(command, ANSWER_SECONDS))
+        answer = self._retry(lambda: processes.ask(command, ANSWER_SECONDS))
         if answer.code is None:
             say(f"{place.status}: not done in {ANSWER_SECONDS:.0f} s")
         with contextlib.suppress(ValueError, RecursionError):
@@ -414,10 +414,10 @@ def rest_of(relay: Relay, place: str, legs: list[Leg]) -> float:
 def how_it_ended(
     code: int | None, status: dict[str, Any] | None, before: dict[str, Any] | None
 ) -> tuple[str, str | None]:
-    """Return (how, why), from the launch command's exit code and status.json.
+    """Return (how, why) a leg ended, from the launch command's exit code and status.json.
 
-    status.json counts where this launch has written it: torchrun makes 1 of every code, and ssh 255 of a lost
-    connection.
+    status.json takes precedence if this launch has written it: torchrun turns every code into 1, and ssh turns a lost
+    connection into 255.
     """
     if code in (EXIT_USER, *NOT_FOUND):
         return REFUSED, (status or {}).get("reason") if status != before else None

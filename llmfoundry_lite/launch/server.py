@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when its parent ends, however that ends."""
+    """Let Linux kill this process when its parent ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we could ask
@@ -130,7 +130,7 @@ def serve(channel: socket.socket) -> Start:
         ready, _, _ = select.select([channel, ended], [], [])
         if ended in ready:
             os.read(ended, 4096)
-            tell_of_ended(channel)
+            report_ended(channel)
         if channel not in ready:
             continue
         message = receive(channel)
@@ -148,7 +148,8 @@ def serve(channel: socket.socket) -> Start:
         return message
 
 
-def tell_of_ended(channel: socket.socket) -> None:
+def report_ended(channel: socket.socket) -> None:
+    """Send `Left` for each rank that has ended."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -51,7 +51,7 @@ def build_library() -> Path:
 
 
 def compile_library(compiler: str, torch_folder: Path, headers: Path, place: Path) -> Path:
-    """Compile in `place`, which other builds do not use."""
+    """Compile `cuda.c` in `place`, a folder of this build alone. Raises ConfigError."""
     write_stubs(torch_folder, place / "stubs.inc")
     made = place / NAME
     # Torch's own headers leave out `crt`, which Triton brings.

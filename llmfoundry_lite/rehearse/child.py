@@ -1,8 +1,8 @@
 """The process that rehearses: the run's own `train()`, as one rank of many, on devices that are not there.
 
-Started by `stage.py` with the library of `cuda.c` preloaded; each rehearsal is a fork of it. Replaced are: the process
-group by torch's `fake` one, data by made-up samples, and numbers that the host reads by sound ones. Weights are not
-drawn and nothing is saved. All else is the run's own code.
+Started by `fork_server.py` with the library of `cuda.c` preloaded; each rehearsal is a fork of it. Replaced are: the
+process group by torch's `fake` one, data by made-up samples, and numbers that the host reads by plausible ones. Weights
+are not initialised and nothing is saved. All else is the run's own code.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def main(parent: int, folder: str) -> None:
 
 
 def rehearse_in_this_process(place: Path, folder: str) -> None:
-    """Never returns."""
+    """Train one rank, with `place` as its folder, and end this process."""
     nothing = os.open(os.devnull, os.O_RDWR)
     said = os.open(place / "stderr.txt", os.O_WRONLY | os.O_CREAT)
     for descriptor, target in ((nothing, 0), (nothing, 1), (said, 2)):
@@ -59,7 +59,7 @@ def rehearse_in_this_process(place: Path, folder: str) -> None:
 
 
 def rehearse(arguments: Sequence[str]) -> None:
-    """`arguments`: the folder of a `request.json`, as `stage.py` writes it."""
+    """Train one rank and write result.json. `arguments`: the folder of its request.json, by `fork_server.py`."""
     import torch
 
     from llmfoundry_lite.rehearse.measure import Measure, record
@@ -139,7 +139,7 @@ def replace(owner: Any, **new: Any) -> None:
 
 
 def replace_the_world() -> None:
-    """Replace what is not there. Called before the run's own modules import it by name."""
+    """Replace devices, other ranks and numbers, before the run's own modules import them by name."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend

@@ -24,7 +24,7 @@ class MadeUp(Dataset):
 def load(
     device_batch_size: int, num_workers: int, drop_last: bool, *, num_tokens: int, vocab_size: int, num_data_ranks: int
 ) -> DataLoader:
-    """The run's `train_loader` during a rehearsal."""
+    """Return the `train_loader` of a rehearsal."""
     dataset = MadeUp(NUM_BATCHES * device_batch_size * num_data_ranks, num_tokens, vocab_size)
     sampler = DistributedSampler(dataset, num_data_ranks, rank=0, shuffle=False)
     return DataLoader(dataset, device_batch_size, sampler=sampler, drop_last=drop_last, pin_memory=True)

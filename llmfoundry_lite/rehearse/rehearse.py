@@ -10,9 +10,9 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_DONE, ConfigError
 from llmfoundry_lite.plan.memory import estimate_stages
 from llmfoundry_lite.rehearse.device import find_device
+from llmfoundry_lite.rehearse.fork_server import ForkServer, Job
 from llmfoundry_lite.rehearse.report import describe
 from llmfoundry_lite.rehearse.search import search
-from llmfoundry_lite.rehearse.stage import Job, Stage
 
 MAX_COUNTS_APART = 64
 """A count that fits is looked for among so many nodes (or devices of one node) more, and as many fewer."""
@@ -47,11 +47,11 @@ def rehearse(
     else:
         ranks = [rank_of_fullest(config, layout)] if searches else find_kinds(layout, all_kinds)
     job = Job(list(arguments), config, device, num_devices, min(per_node, num_devices))
-    with Stage() as stage:
+    with ForkServer() as server:
         if searches:
-            return search(stage, job, ranks[0])
+            return search(server, job, ranks[0])
         for rank in ranks:
-            outcome = stage.rehearse(
+            outcome = server.rehearse(
                 *(job.arguments, device),
                 num_devices=num_devices,
                 per_node=job.per_node,
@@ -81,7 +81,7 @@ def rank_of_fullest(config: TrainConfig, layout: Layout) -> int:
 
 
 def check_count(config: TrainConfig, num_devices: int, per_node: int) -> None:
-    """Raises ConfigError for a number of devices that nodes, batch or mesh do not divide, with the nearest that fit."""
+    """Raise ConfigError for a number of devices that nodes, batch or mesh do not divide, with the nearest that fit."""
     error = find_refusal(config, num_devices, per_node)
     if error is None:
         return

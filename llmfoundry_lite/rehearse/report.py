@@ -11,7 +11,7 @@ from llmfoundry_lite.hardware import FREE_FRACTION, GIB, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.model_memory import MemoryEstimate
-from llmfoundry_lite.rehearse.stage import Job, Outcome
+from llmfoundry_lite.rehearse.fork_server import Job, Outcome
 
 CANNOT_PROMISE = (
     "not rehearsed: numbers (nothing is computed), speed, overlap, deadlocks, NCCL's and the driver's own memory "

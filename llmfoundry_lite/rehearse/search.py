@@ -10,13 +10,13 @@ from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.search import find_sizes
-from llmfoundry_lite.rehearse.stage import Job, Outcome, Stage
+from llmfoundry_lite.rehearse.fork_server import ForkServer, Job, Outcome
 
 UNREHEARSED_BYTES = 2 * GIB
 """Kept free for NCCL's buffers and the driver's context, which a rehearsal does not have."""
 
 
-def search(stage: Stage, job: Job, rank: int = 0) -> int:
+def search(server: ForkServer, job: Job, rank: int = 0) -> int:
     """Print each trial, and the answer as an override. Returns the exit code: 2 if not even one sample fits."""
     arguments, config, device, num_devices, per_node = job
     layout = layout_of(config, num_devices, per_node)
@@ -45,7 +45,7 @@ def search(stage: Stage, job: Job, rank: int = 0) -> int:
     def attempt(size: int) -> bool | None:
         """Return None if it fails in another way."""
         nonlocal outcome
-        outcome = stage.rehearse(
+        outcome = server.rehearse(
             [*arguments, *sized_batch(config, size, device_batch_size, num_ranks)],
             device,
             num_devices=num_devices,

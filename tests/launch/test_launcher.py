@@ -265,7 +265,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launched):
     run = launched(2, 3, "0.0=wait", "1.0=wait")
     pids = [run.pid(0), run.pid(1)]
     run.process.kill()
-    wait_until(lambda: all(map(module.has_ended, pids)))
+    wait_until(lambda: not any(map(module.is_running, pids)))
 
 
 def test_ranks_start_again_when_the_process_that_forks_them_is_killed(launched):

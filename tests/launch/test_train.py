@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmfoundry_lite.launch.launcher import has_ended
+from llmfoundry_lite.launch.processes import is_running
 from llmfoundry_lite.launch.status import read_status
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config, write_data
@@ -100,7 +100,7 @@ def test_after_a_killed_launcher_the_next_launch_carries_on_and_leaves_when_aske
     ranks = ranks_of(launcher)
     launcher.kill()
     launcher.communicate(timeout=DEADLINE_SECONDS)  # rank 0 has the other end, too
-    wait_until(lambda: all(has_ended(rank.pid) for rank in ranks))
+    wait_until(lambda: not any(is_running(rank.pid) for rank in ranks))
 
     launcher = begin(folder, "run_name=left", "autoresume=true")
     wait_for_batch(run, 16)

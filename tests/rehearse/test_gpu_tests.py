@@ -15,7 +15,7 @@ import pytest
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.rehearse.build import build_library
 from llmfoundry_lite.rehearse.device import describe_device
-from llmfoundry_lite.rehearse.stage import cuda_release, preload
+from llmfoundry_lite.rehearse.fork_server import cuda_release, preload
 from tests.helpers.launch import ROOT
 
 FILES = ["tests/test_gpu.py", "tests/evaluation/test_scoring.py"]

@@ -18,9 +18,9 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
+from llmfoundry_lite.rehearse.fork_server import ForkServer, Job
 from llmfoundry_lite.rehearse.report import describe
 from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, search
-from llmfoundry_lite.rehearse.stage import Job, Stage
 from tests.helpers.launch import ROOT
 from tests.helpers.published import Published, published
 
@@ -31,19 +31,19 @@ RUN = ["mpt-125m", "h100-8", "device_train_microbatch_size=8", "global_train_bat
 
 
 @pytest.fixture(scope="module")
-def stage():
+def server():
     """Of which each rehearsal is a fork; one import for all."""
     before = os.getcwd()
     os.chdir(ROOT)
-    with Stage() as stage:
-        yield stage
+    with ForkServer() as server:
+        yield server
     os.chdir(before)
-    assert not stage.folder.exists()
+    assert not server.folder.exists()
 
 
-def rehearse(stage, *overrides, device=H100, **options):
+def rehearse(server, *overrides, device=H100, **options):
     options = {"num_devices": 8, "per_node": 8, "counts_operations": False, **options}
-    return stage.rehearse([*RUN, *overrides], device, **options)
+    return server.rehearse([*RUN, *overrides], device, **options)
 
 
 def with_mistake(name):
@@ -68,8 +68,8 @@ def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd, monkeypa
     assert not list(tmp_path.glob("rehearse-*"))
 
 
-def test_out_of_memory_is_the_allocators_own_and_one_line(stage):
-    outcome = rehearse(stage, "device_train_microbatch_size=16", "model.n_layers=64", device=ACCELERATORS["A100-40GB"])
+def test_out_of_memory_is_the_allocators_own_and_one_line(server):
+    outcome = rehearse(server, "device_train_microbatch_size=16", "model.n_layers=64", device=ACCELERATORS["A100-40GB"])
     assert outcome.exit_code == EXIT_USER and outcome.found["is_out_of_memory"]
     assert outcome.said.count("\n") == 1, outcome.said
     assert "out of memory on rank 0 in batch 1" in outcome.said and "of 39.20 GiB in use" in outcome.said
@@ -77,17 +77,17 @@ def test_out_of_memory_is_the_allocators_own_and_one_line(stage):
 
 
 @pytest.mark.parametrize(("duration", "counts_operations"), [("1ba", False), ("2ba", True)])
-def test_a_run_too_short_to_be_measured_says_so(stage, duration, counts_operations):
+def test_a_run_too_short_to_be_measured_says_so(server, duration, counts_operations):
     overrides = ("model.n_layers=1", f"max_duration={duration}")
-    outcome = rehearse(stage, *overrides, counts_operations=counts_operations)
+    outcome = rehearse(server, *overrides, counts_operations=counts_operations)
     assert outcome.exit_code == EXIT_USER
     assert outcome.said.endswith("give it a longer one: max_duration=100ba\n")
 
 
-def test_documents_are_rehearsed_without_the_tokenizer(stage):
+def test_documents_are_rehearsed_without_the_tokenizer(server):
     overrides = ("model.n_layers=1", "model.attn_config.attn_uses_sequence_id=true")
     overrides += ("device_train_microbatch_size=auto", "global_train_batch_size=64")
-    outcome = rehearse(stage, *overrides, counts_operations=True)
+    outcome = rehearse(server, *overrides, counts_operations=True)
     assert outcome.exit_code == EXIT_DONE, outcome.said
     compiled = outcome.found["compiled"]
     assert compiled["attention"] == ["FlexAttention"] and compiled["kernels"]["sm_90"] > 1
@@ -95,8 +95,8 @@ def test_documents_are_rehearsed_without_the_tokenizer(stage):
     assert outcome.found["collectives"] and outcome.found["flops"]
 
 
-def test_a_device_between_those_that_torch_was_built_for_is_rehearsed(stage):
-    outcome = rehearse(stage, "model.n_layers=1", device=ACCELERATORS["L4"])
+def test_a_device_between_those_that_torch_was_built_for_is_rehearsed(server):
+    outcome = rehearse(server, "model.n_layers=1", device=ACCELERATORS["L4"])
     assert outcome.exit_code == EXIT_DONE, outcome.said
 
 
@@ -108,42 +108,42 @@ def test_a_device_between_those_that_torch_was_built_for_is_rehearsed(stage):
         ("CutsColumn", "mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
-def test_what_a_device_refuses_is_refused(stage, name, words):
-    outcome = rehearse(stage, with_mistake(name), "model.n_layers=2")
+def test_what_a_device_refuses_is_refused(server, name, words):
+    outcome = rehearse(server, with_mistake(name), "model.n_layers=2")
     assert outcome.exit_code == EXIT_BUG
     assert words in outcome.said
 
 
-def test_the_search_finds_the_largest_microbatch_that_fits(stage, capfd):
+def test_the_search_finds_the_largest_microbatch_that_fits(server, capfd):
     arguments = ["mpt-350m", "h100-8"]  # 32 samples on a device
     config = load_train_config(arguments).config
-    assert search(stage, Job(arguments, config, ACCELERATORS["A100-40GB"], 8, 8)) == EXIT_DONE
+    assert search(server, Job(arguments, config, ACCELERATORS["A100-40GB"], 8, 8)) == EXIT_DONE
     text = capfd.readouterr().out
     assert re.search(r"\n +16 +\d+\.\d\d +\d+\.\d\d", text) and re.search(r"\n +32 +out of +memory", text)
     assert text.endswith("device_train_microbatch_size=16\n")
 
 
-def test_a_search_measures_the_optimizer_too_where_the_batch_is_not_cut(stage, capfd):
+def test_a_search_measures_the_optimizer_too_where_the_batch_is_not_cut(server, capfd):
     arguments = [*RUN, "model.n_layers=1"]
     config = load_train_config(arguments).config
-    assert search(stage, Job(arguments, config, H100, 8, 8)) == EXIT_DONE
+    assert search(server, Job(arguments, config, H100, 8, 8)) == EXIT_DONE
     found = re.search(r"\n +16 +([\d.]+) ", capfd.readouterr().out)
-    whole = rehearse(stage, "model.n_layers=1", "device_train_microbatch_size=16").found
+    whole = rehearse(server, "model.n_layers=1", "device_train_microbatch_size=16").found
     assert whole["at_peak_bytes"]["optimizer"] > 0.04 * GIB
     assert found and float(found[1]) == round(whole["allocated_bytes"] / GIB, 2)
 
 
-def test_an_island_is_rehearsed_without_its_coordinator(stage):
+def test_an_island_is_rehearsed_without_its_coordinator(server):
     outcome = rehearse(
-        stage, "model.n_layers=1", "islands.coordinator=127.0.0.1:1", "islands.name=a", "save_folder=nowhere"
+        server, "model.n_layers=1", "islands.coordinator=127.0.0.1:1", "islands.name=a", "save_folder=nowhere"
     )
     assert outcome.exit_code == EXIT_DONE, outcome.said
 
 
 @pytest.mark.parametrize(("device", "target"), [("H100-80GB", "sm_90"), ("A100-80GB", "sm_80")])
-def test_compiled_blocks_are_built_for_the_device_that_is_named(stage, device, target):
+def test_compiled_blocks_are_built_for_the_device_that_is_named(server, device, target):
     overrides = ["compile_config={}", "model.n_layers=2", "model.attn_config.alibi=true"]
-    outcome = rehearse(stage, *overrides, device=ACCELERATORS[device], counts_operations=True)
+    outcome = rehearse(server, *overrides, device=ACCELERATORS[device], counts_operations=True)
     assert outcome.exit_code == EXIT_DONE, outcome.said
     compiled = outcome.found["compiled"]
     assert set(compiled["kernels"]) == {target} and compiled["kernels"][target] > 5
@@ -152,12 +152,12 @@ def test_compiled_blocks_are_built_for_the_device_that_is_named(stage, device, t
     assert not compiled["breaks"] and not compiled["again"]
 
 
-def test_graph_breaks_and_recompilations_are_counted(stage):
+def test_graph_breaks_and_recompilations_are_counted(server):
     overrides = ["compile_config={backend: eager}", "model.n_layers=1"]
-    broken = rehearse(stage, *overrides, with_mistake("BreaksGraph"), counts_operations=True)
+    broken = rehearse(server, *overrides, with_mistake("BreaksGraph"), counts_operations=True)
     assert broken.exit_code == EXIT_DONE, broken.said
     assert sum(broken.found["compiled"]["breaks"].values()) >= 1
-    shortened = rehearse(stage, *overrides, with_mistake("ShortensBatch"), counts_operations=True)
+    shortened = rehearse(server, *overrides, with_mistake("ShortensBatch"), counts_operations=True)
     assert shortened.exit_code == EXIT_DONE, shortened.said
     assert any("2048" in reason or "size" in reason for reason in shortened.found["compiled"]["again"])
 
@@ -174,7 +174,7 @@ STAGES = {
 @pytest.mark.parametrize(
     "schedule", [name if name == "zero_bubble" else pytest.param(name, marks=pytest.mark.long) for name in STAGES]
 )
-def test_each_stage_of_a_pipeline_computes_and_sends_its_part(stage, schedule):
+def test_each_stage_of_a_pipeline_computes_and_sends_its_part(server, schedule):
     """Two stages of eight layers on four devices each, eight microbatches: nothing is left out, FLOPs say."""
     overrides = (
         *("model.n_layers=8", "global_train_batch_size=256", "pp_config.pipeline_parallel_degree=2"),
@@ -183,7 +183,7 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(stage, schedule):
     # A rank sends something of each microbatch so often. With zbv it holds stages 0 and 3, or 1 and 2.
     num_links = {"interleaved": 3, "zbv": 2}.get(schedule, 1)
     for rank in (0, 4):
-        outcome = rehearse(stage, *overrides, rank=rank, counts_operations=True)
+        outcome = rehearse(server, *overrides, rank=rank, counts_operations=True)
         assert outcome.exit_code == EXIT_DONE, outcome.said
         config = load_train_config([*RUN, *overrides]).config
         text = describe(Job([*RUN], config, H100, 8, 8), rank, outcome)
@@ -210,9 +210,9 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(stage, schedule):
         ("mpt-quickstart", "a100-40gb-8", "1"),
     ],
 )
-def test_the_estimate_is_at_most_five_percent_above_the_rehearsal_and_never_below(stage, model, overlay, devices):
+def test_the_estimate_is_at_most_five_percent_above_the_rehearsal_and_never_below(server, model, overlay, devices):
     (case,) = find_cases([model], [overlay], [devices])
-    row = compare(stage, case)
+    row = compare(server, case)
     assert not row["error"]
     assert 0 <= difference(row) <= MOST, row["rehearsed"]["at_peak_bytes"]
 
@@ -244,7 +244,7 @@ PIPELINES = {
 @pytest.mark.parametrize(
     "name", [name if name.endswith("8 1f1b") else pytest.param(name, marks=pytest.mark.long) for name in PIPELINES]
 )
-def test_so_it_is_for_each_stage_of_a_pipeline(stage, name):
+def test_so_it_is_for_each_stage_of_a_pipeline(server, name):
     model, num_devices, schedule, *overrides = name.split()
     degree = {"64": 8, "16": 4}.get(num_devices, 2)
     num_data_ranks = int(num_devices) // degree
@@ -258,12 +258,12 @@ def test_so_it_is_for_each_stage_of_a_pipeline(stage, name):
     config = load_train_config(arguments).config
     estimates = estimate_stages(config, layout_of(config, int(num_devices), 8))
     for place in PIPELINES[name]:
-        check_estimate(stage, arguments, int(num_devices), estimates[place][1], rank=place * num_data_ranks)
+        check_estimate(server, arguments, int(num_devices), estimates[place][1], rank=place * num_data_ranks)
 
 
-def check_estimate(stage, arguments, num_devices, estimate, rank=0):
+def check_estimate(server, arguments, num_devices, estimate, rank=0):
     options = {"num_devices": num_devices, "per_node": min(8, num_devices), "counts_operations": False}
-    outcome = stage.rehearse(arguments, H100, rank=rank, **options)
+    outcome = server.rehearse(arguments, H100, rank=rank, **options)
     assert outcome.exit_code == EXIT_DONE, outcome.said
     above = estimate.total_bytes / outcome.found["allocated_bytes"] - 1
     assert 0 <= above <= MOST, (rank, above, outcome.found["at_peak_bytes"])
@@ -291,7 +291,7 @@ SMALL = ("mpt-125m 8 cp_config.context_parallel_degree=2", "mpt-125m 8 loss_chun
 @pytest.mark.parametrize(
     "name", [name if name in SMALL else pytest.param(name, marks=pytest.mark.long) for name in DIVIDED]
 )
-def test_so_it_is_for_every_way_to_divide_a_run(stage, name):
+def test_so_it_is_for_every_way_to_divide_a_run(server, name):
     model, num_devices, *overrides = name.split()
     overrides = [text.replace(":", ": ").replace(",", ", ") for text in overrides]
     arguments, size = [model, "h100-8", *overrides], DIVIDED[name]
@@ -301,7 +301,7 @@ def test_so_it_is_for_every_way_to_divide_a_run(stage, name):
         f"global_train_batch_size={2 * size * layout.num_data_ranks}",
     ]
     estimate = estimate_training_memory(load_train_config(arguments).config, layout)
-    check_estimate(stage, arguments, int(num_devices), estimate)
+    check_estimate(server, arguments, int(num_devices), estimate)
 
 
 def tightest(device: str) -> list[Published]:
@@ -317,11 +317,11 @@ def tightest(device: str) -> list[Published]:
 
 @pytest.mark.parametrize("device", [pytest.param("A100-40GB", marks=pytest.mark.long), "H100-80GB"])
 @pytest.mark.parametrize("which", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.long)], ids=["one", "all"])
-def test_published_microbatches_fit(stage, device, which):
+def test_published_microbatches_fit(server, device, which):
     """2 GiB are kept free for what is not rehearsed."""
     for row in tightest(device)[which]:
         options = {"num_devices": row.num_devices, "per_node": 8, "counts_operations": False}
-        outcome = stage.rehearse(row.arguments, ACCELERATORS[device], spare_bytes=UNREHEARSED_BYTES, **options)
+        outcome = server.rehearse(row.arguments, ACCELERATORS[device], spare_bytes=UNREHEARSED_BYTES, **options)
         assert outcome.exit_code == EXIT_DONE, (row.name, outcome.said)
 
 

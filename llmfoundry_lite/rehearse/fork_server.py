@@ -1,11 +1,10 @@
-"""A process that imports the training code on a CUDA that is not there, and its forks, the rehearsals. No torch."""
+"""The server of rehearsals: a process that imports the training code on a CUDA that is absent, and forks. No torch."""
 
 import contextlib
 import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import Accelerator
+from llmfoundry_lite.launch.processes import rank_variables, rendezvous
 from llmfoundry_lite.rehearse.build import NAME, build_library
 from llmfoundry_lite.rehearse.device import describe_device
 
@@ -46,10 +46,13 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-class Stage:
-    """`with Stage() as stage: stage.rehearse(...)`. Leaves nothing behind, however this process ends."""
+class ForkServer:
+    """`with ForkServer() as server: server.rehearse(...)`. Leaves nothing behind, however this process ends.
 
-    def __enter__(self) -> "Stage":
+    The launcher's server (`launch/server.py`) does not fit: Linux kills it with this process, and folders would stay.
+    """
+
+    def __enter__(self) -> "ForkServer":
         self._place = tempfile.TemporaryDirectory(prefix="rehearse-", ignore_cleanup_errors=True)
         self.folder = Path(self._place.name)
         self._num_rehearsals = 0
@@ -98,7 +101,8 @@ class Stage:
             folder,
             arguments,
             describe_device(device, per_node, cuda_release(), spare_bytes)
-            | place_in_launch(rank, num_devices, per_node),
+            | rank_variables(rank, num_devices, per_node)
+            | rendezvous(),
             num_devices=num_devices,
             per_node=per_node,
             num_batches=num_batches,
@@ -112,37 +116,21 @@ class Stage:
             answer = self._process.stdout.readline()
         said = folder / "stderr.txt"
         text = said.read_text(errors="replace") if said.is_file() else ""
-        # Without an answer the stage itself is gone, with its reason on our standard error.
+        # Without an answer the server itself is gone, with its reason on our standard error.
         code = int(answer) if answer.strip() else self._process.wait() or EXIT_BUG
         last = "collectives" if counts_operations else "allocated_bytes"
         return read_outcome(folder, code, text, time.monotonic() - began, last)
 
 
 def run_for_real(arguments: list[str]) -> Outcome:
-    """Measure the same on this machine's own device, alone."""
+    """Measure the same on this machine's own device, as a single rank."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="measure-", ignore_cleanup_errors=True) as name:
         options = {"num_devices": 1, "per_node": 1, "num_batches": 2, "counts_operations": False}
-        write_request(Path(name), arguments, place_in_launch(0, 1, 1), **options)
+        write_request(Path(name), arguments, rank_variables(0, 1) | rendezvous(), **options)
         command = [sys.executable, "-m", "llmfoundry_lite.rehearse.child", name]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         return read_outcome(Path(name), done.returncode, done.stderr, time.monotonic() - began)
-
-
-def place_in_launch(rank: int, num_devices: int, per_node: int) -> dict[str, str]:
-    """Return the environment that a launcher would set."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_devices),
-        "LOCAL_RANK": str(rank % per_node),
-        "LOCAL_WORLD_SIZE": str(per_node),
-        "NODE_RANK": str(rank // per_node),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
 
 
 def write_request(folder: Path, arguments: list[str], environment: dict[str, str], **options: Any) -> None:
@@ -153,7 +141,7 @@ def write_request(folder: Path, arguments: list[str], environment: dict[str, str
 
 
 def read_outcome(folder: Path, code: int, said: str, seconds: float, last: str = "allocated_bytes") -> Outcome:
-    """`last`: the last thing that a run of enough batches finds."""
+    """Read a rehearsal's result.json. `last`: the last measurement of a run that is long enough."""
     if code < 0:
         reason = "; this machine may be out of memory" if code == -signal.SIGKILL else ""
         said += f"error: rehearse: the process was killed by {signal.Signals(-code).name}{reason}\n"
