@@ -39,7 +39,7 @@ PROGRESS_BYTES = 1 << 28
 """Less is verified before a bar could be read."""
 
 
-# --------------------------------------------------------------------------------------- what a path means
+# ----------------------------------------------------------------------------------- paths -> checkpoints
 
 
 def find(where: str) -> Checkpoint:

@@ -117,7 +117,7 @@ def _amd(root: Path) -> list[Found]:
 
 
 def _read(file: Path) -> str:
-    """Read nothing of a device that a container does not have: its file is there, and reading it is refused."""
+    """Read one of the kernel's files; empty where a container may not read it."""
     try:
         return file.read_text(errors="replace")
     except OSError:
@@ -167,8 +167,8 @@ def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> l
 
 
 def _index_of(word: str, devices: list[Found], position: int) -> int | None:
-    """Return the device of a number, or of the beginning of one UUID. Where a UUID is not known, any device will do:
-    all are alike, or an error follows."""
+    """Return the index of the device that a number, or the beginning of a UUID, names. Where a UUID is not known, any
+    device will do: all are alike, or an error follows."""
     if not word.startswith("GPU-"):
         number = re.match(r"\+?(\d+)", word)
         return int(number[1]) if number and int(number[1]) < len(devices) else None

@@ -38,7 +38,7 @@ def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule
 
 
 def find_model_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
-    """Return changes by which weights, though they fit, are another function of the tokens."""
+    """Return changes that make the same weights another function of the tokens."""
     then, now = there.get("model"), here.get("model")
     if not isinstance(then, Mapping) or not isinstance(now, Mapping):
         return []

@@ -281,7 +281,7 @@ def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
 
 
 def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | None:
-    """Convert exactly, or not at all: the configuration does not tell how many samples an epoch has."""
+    """Convert a span exactly, or return None: the configuration does not tell how many samples an epoch has."""
     seq_len = config.train_loader.dataset.max_seq_len or config.max_seq_len
     num_tokens = {"tok": 1, "sp": seq_len, "ba": seq_len * config.global_train_batch_size}
     if span.unit not in num_tokens or unit not in num_tokens:
@@ -341,7 +341,7 @@ def _check_islands(config: TrainConfig) -> None:
 
 
 def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: bool = False) -> list[str]:
-    """Return a line for each thing that is allowed, and perhaps not meant."""
+    """Return a warning for each setting that is allowed and perhaps not meant."""
     given = {key for key in ("max_duration", "eval_interval", "save_interval") for one in layers if key in one.values}
     return [f"{source_of(key, layers)}: {key}{text}" for key, text in _surprises(config, given, under_srun)]
 

@@ -1,4 +1,4 @@
-"""Whether tp_config, cp_config and pp_config can divide a run, and its batch among so many devices.
+"""Checks that tp_config, cp_config and pp_config can divide a model, and that the devices can share a batch.
 
 `layout.py` has the arithmetic of a division, `stages.py` that of stages.
 """
@@ -64,7 +64,7 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
 
 
 def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -> None:
-    """Check for as many microbatches as there are stages; interleaved schedules need equal rounds."""
+    """Check that there are microbatches for all stages; interleaved schedules need equal rounds."""
     pipeline, size = config.pipeline, config.device_train_microbatch_size
     what = f"{num_samples} samples of a data rank through {layout.pipeline} stages of {pipeline.schedule}"
     fitting = [count for count in divisors(num_samples) if takes_microbatches(pipeline, count)]

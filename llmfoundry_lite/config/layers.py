@@ -1,6 +1,6 @@
 """YAML files and `key=value` arguments as layers, laid over each other: files in order < arguments, then `${…}`.
 
-A layer keeps its source, so that every message can name the file. A hardware overlay is held to what it may set.
+A layer keeps its source, so that every message can name the file. An overlay may set only what hardware decides.
 """
 
 import difflib
@@ -27,7 +27,7 @@ class Layer(NamedTuple):
     """A file's name, or `command line`."""
     values: dict[str, Any]
     note: str = ""
-    """Reason for this file, where the machine has chosen it."""
+    """Why `hardware=auto` has chosen this file; else empty."""
 
 
 HARDWARE = "hardware="
@@ -129,7 +129,7 @@ def is_for_hardware(key: str) -> bool:
 
 
 def hardware_keys() -> list[str]:
-    """Return the keys and whole blocks that an overlay may set, short ones first; a stream's are a data set's."""
+    """Return the keys and whole blocks that an overlay may set, short ones first; a stream's as its data set's."""
     found: dict[str, None] = {}
     for key in schema_keys(TrainConfig):
         parts = key.replace(".streams.*", "").split(".")
@@ -246,7 +246,7 @@ def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the blocks for which `later` has a list, and the other way round, which OmegaConf does not merge."""
+    """Drop blocks where `later` has a list, and lists where it has a block, which OmegaConf does not merge."""
     kept = {}
     for key, value in values.items():
         other = later.get(key)

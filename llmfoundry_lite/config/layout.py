@@ -1,6 +1,6 @@
-"""How the devices of a launch are divided: five dimensions, derived once from the configuration and their number.
+"""The layout of a launch's devices: five dimensions, derived from the configuration and the number of devices.
 
-Says which rank holds which part of the model, which ranks see the same samples, and what cannot be divided.
+It says which rank holds which part of the model, which ranks see the same samples, and what cannot be divided.
 """
 
 import math
@@ -71,8 +71,8 @@ class Layout:
 
     @property
     def of_parameters(self) -> "Layout":
-        """Layout for parameters: the ranks of a context group, which compute with the same ones on other tokens, are so
-        many more shares of a copy, or copies."""
+        """Layout of parameters. Ranks of a context group use the same ones on other tokens, so they count as further
+        shares of a copy, or as further copies."""
         dimension = "replicate" if self.has_whole_copies else "shard"
         return replace(self, context=1, **{dimension: getattr(self, dimension) * self.context})
 

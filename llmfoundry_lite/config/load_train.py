@@ -68,7 +68,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
 
 
 def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where the run of these arguments lies, though they be refused; None where not even that can be told."""
+    """Return the run folder of these arguments, even if they are refused; None if they do not tell it."""
     try:
         layers = read_layers([a for a in arguments if not a.startswith("-")], check_overlays=False)
         values = merge_layers(layers)
@@ -95,7 +95,7 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
 
 
 def _gather_extras(values: dict[str, Any]) -> None:
-    """Move what belongs to a user's own `python:` object out of the way of the key checks."""
+    """Move the arguments of a user's own `python:` object into a block whose keys are not checked, in place."""
     several = values.get("eval_loaders")
     blocks = [values.get(block) for block in ("optimizer", "train_loader", "eval_loader")]
     for block in [*blocks, *(several.values() if isinstance(several, dict) else ())]:

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline has which blocks, and which device has which stage: arithmetic, without torch.
+"""Stages of a pipeline: the blocks of each, and the device that holds it. Arithmetic, without torch.
 
 Blocks stay in order. A stage is one run of them; interleaved schedules give each device several.
 """

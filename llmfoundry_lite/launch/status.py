@@ -85,6 +85,7 @@ def start_guard(folder: Path) -> None:
 
 
 def guard(folder: Path, pid: int) -> None:
+    """Wait until process `pid` has ended, and write its status if it has not."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the process that is guarded
     with contextlib.suppress(ProcessLookupError):
@@ -107,13 +108,13 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
 
 
 def is_running(content: dict[str, Any]) -> bool:
-    """Return whether the process that wrote it lives; true where that cannot be told from here."""
+    """Return whether the process that wrote it is alive; true where that cannot be told from here."""
     process = content.get("process")
     return process is not None and lives(process) is not False
 
 
 def is_sound(content: Any) -> bool:
-    """Return whether it is what a launch writes: a file that is not, or is cut off, counts as none."""
+    """Return whether a launch can have written this; other content counts as no status."""
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         return False
     kinds = {"host": str, "pid": int}
