@@ -16,10 +16,11 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.fields import REQUIRED, matches, must_be, setting
 from llmfoundry_lite.config.layers import merge_layers, read_layers
 from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.errors import ConfigError
@@ -45,25 +46,25 @@ class Place:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Policy:
-    every: str | None = None
+    every: str | None = setting(None, matches("batches, such as 200ba", "[1-9][0-9_]*ba"))
     """Batches after which the run moves (200ba). None: it moves when a place is preempted or fails."""
-    order: list[str] = field(default_factory=list)
+    order: list[str] = setting(list)
     """Names of places, repeated from the first. By default all of them in the order of the file."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Relay:
-    run: str
+    run: str = setting(REQUIRED, must_be("a folder", lambda run: run and "\0" not in run and "://" not in run))
     """The run folder, as the relay sees it; its journal and the launches' output lie here."""
     checkpoints: str | None = None
     """The run's save_folder, if it has one: a folder or a URL. By default `checkpoints` in the run folder."""
     policy: Policy
     places: dict[str, Place]
-    rest: str = "5s"
+    rest: str = setting("5s", parse_seconds)
     """Rest of a place that has left early; twice as long each time in a row that it saved nothing, at most an hour."""
-    silence: str = "10m"
+    silence: str = setting("10m", parse_seconds)
     """Time without a change of status.json after which a launch whose launcher has ended is given up."""
-    retry_for: str = "12h"
+    retry_for: str = setting("12h", parse_seconds)
     """Time after which the relay gives up, while no launch saves anything or a folder cannot be used."""
 
     @property
@@ -116,8 +117,6 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             yield "places", f"{name[:100]!r} given, expected {expected}"
         for key, problem in _problems_of_place(place):
             yield f"places.{name}.{key}", problem
-    if not relay.run or "\0" in relay.run or "://" in relay.run:
-        yield "run", f"{relay.run!r} given, expected a folder"
     if os.path.expanduser(relay.run).startswith("~"):
         yield "run", f"{relay.run!r} given; there is no such user here"
     if "\0" in relay.store or os.path.isfile(os.path.expanduser(relay.store)):
@@ -127,13 +126,6 @@ def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
             near = difflib.get_close_matches(name, relay.places, n=1, cutoff=0.6)
             meant = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(relay.places)}"
             yield "policy.order", f"{name!r} is not a place; {meant}"
-    if relay.policy.every is not None and not re.fullmatch(r"[1-9][0-9_]*ba", relay.policy.every):
-        yield "policy.every", f"{relay.policy.every!r} given, expected batches, such as 200ba"
-    for key in ("rest", "silence", "retry_for"):
-        try:
-            parse_seconds(getattr(relay, key))
-        except ValueError as error:
-            yield key, f"{getattr(relay, key)!r} given, expected {error}"
 
 
 def _problems_of_place(place: Place) -> Iterator[tuple[str, str]]:
