@@ -32,7 +32,7 @@ def bench_mfu(
     out: Annotated[Path | None, out_folder("Also write mfu.json and mfu.md to this folder.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
 ) -> None:
-    """Model FLOPs utilisation of one device in bf16.
+    """Measure model FLOPs utilisation of one device in bf16.
 
     Shapes, attention, compiled or not, beside a plain step.
     """
@@ -56,7 +56,7 @@ def bench_scaling(
     out: Annotated[Path | None, out_folder("Also write scaling.json, .md and .png to this folder.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Speed-up, efficiency and MFU over counts of devices.
+    """Measure speed-up, efficiency and MFU over counts of devices.
 
     At a fixed batch (strong) and at a fixed share of it (weak).
     """
@@ -77,7 +77,7 @@ def bench_compare(
     second: Annotated[Path, typer.Argument(help="The same bench's of another machine, or another torch.")],
     out: Annotated[Path | None, out_folder("Also write compare-BENCH.json and .md to this folder.")] = None,
 ) -> None:
-    """Two machines or two software stacks side by side. Refuses what cannot be compared, and says why."""
+    """Compare two machines or two software stacks. Refuses what cannot be compared, and says why."""
     from llmfoundry_lite.bench.compare import run
 
     run(first, second, out)
@@ -92,7 +92,7 @@ def bench_profile(
     active: Annotated[int, typer.Option(min=1, help="Batches of a run that are traced.")] = 3,
     out: Annotated[Path | None, out_folder("Also write profile.json, .md and a run's traces here.")] = None,
 ) -> None:
-    """Where a step's time goes, from a trace.
+    """Show where a step's time goes, from a trace.
 
     One table that adds up. Given a run, a few of its batches are traced.
     """
@@ -113,7 +113,7 @@ def bench_block(
     minutes: Minutes = 60,
     out: Annotated[Path | None, out_folder("Also write block.json, .md and .png to this folder.")] = None,
 ) -> None:
-    """One transformer layer, forward and backward.
+    """Measure one transformer layer, forward and backward.
 
     GPT-2 XL's by default, in each dtype, batch and attention.
     """
@@ -148,7 +148,7 @@ def bench_seqlen(
     minutes: Minutes = 60,
     out: Annotated[Path | None, out_folder("Also write seqlen.json, .md and .png to this folder.")] = None,
 ) -> None:
-    """The same layer over lengths of a sample.
+    """Measure the same layer over lengths of a sample.
 
     1K to 64K tokens, also divided where one device is too small.
     """
@@ -181,7 +181,7 @@ def bench_accumulation(
     out: Annotated[Path | None, out_folder("Also write accumulation.json, .md and .png here.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """One batch in 1 to 64 microbatches.
+    """Measure one batch in 1 to 64 microbatches.
 
     Through the Trainer: what they cost, and the memory that they save.
     """
@@ -198,7 +198,7 @@ def bench_memory(
     minutes: Minutes = 3,
     out: Annotated[Path | None, out_folder("Also write memory.json and .md to this folder.")] = None,
 ) -> None:
-    """Memory of real runs on this GPU.
+    """Measure memory of real runs on this GPU.
 
     Beside the rehearsal and the estimate.
     """

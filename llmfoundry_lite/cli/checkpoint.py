@@ -76,7 +76,7 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
 
 @checkpoint.command("ls")
 def list_checkpoints(where: Where) -> None:
-    """The checkpoints of a run, newest first."""
+    """List the checkpoints of a run, newest first."""
     store, candidates = find_some(where)
     rows = [(candidate, describe_row(candidate)) for candidate in candidates]
     say(store.root.url)
@@ -164,7 +164,7 @@ def verify(where: Where) -> None:
 
 @checkpoint.command("diff")
 def diff_checkpoints(a: Where, b: Where) -> None:
-    """Each tensor's largest difference, and numbers that differ."""
+    """Show tensors and numbers that differ, and by how much."""
     first, second = find(a), find(b)
 
     from llmfoundry_lite.checkpoint.full_tensors import diff, diff_scalars

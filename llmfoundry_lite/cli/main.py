@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def is_output_read() -> bool:
-    """Whether standard output has a reader; a pipe may have lost it."""
+    """Return whether standard output has a reader; a pipe may have lost it."""
     if sys.stdout is None:
         return True
     output = select.poll()

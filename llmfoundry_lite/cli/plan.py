@@ -86,7 +86,7 @@ def plan_command(context: typer.Context, given: PlanOptions) -> None:
 
 
 def check_options(given: PlanOptions) -> None:
-    """Raises ConfigError for an option that needs another, and for numbers that are not finite."""
+    """Raise ConfigError for an option that needs another, and for numbers that are not finite."""
     from llmfoundry_lite.errors import ConfigError
 
     for option, value, needs, other in (

@@ -1,8 +1,8 @@
 """What differs from the committed record on purpose."""
 
 INTENDED: dict[str, str] = {
-    "commands/help/bench*": "proofs and races beside peers moved to `python -m benchmarks`",
-    "commands/help/checkpoint*": "the help of inspect begins with a verb",
+    "commands/help/bench*": "proofs and races moved to `python -m benchmarks`; each help begins with a verb",
+    "commands/help/checkpoint*": "each help begins with a verb",
     "commands/help/top": "bench measures this machine alone",
     "commands/doctor/checks": "gone: three checks of the clock, and leftovers in /dev/shm, which the next run removes",
     "errors/command/plan-hardware": "a new device also needs its node in plan/network.py",
