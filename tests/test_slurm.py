@@ -3,11 +3,14 @@
 Ranks are stand-ins that write down what they are told; a requeued job's two minutes are skipped.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,45 @@ def test_ranks_that_are_dealt_out_node_by_node_are_refused(slurm, folder):
         f"error: srun: node 0 has the ranks 0, 2, expected 0, 1; {fix}",
         f"error: srun: node 1 has the ranks 1, 3, expected 2, 3; {fix}",
     ]
+
+
+def test_a_heterogeneous_step_of_unlike_nodes_is_refused(slurm, folder):
+    write_program(folder, TELLS)
+    program = (sys.executable, "scripts/train.py")
+    result = slurm.run("srun", "-n2", "-w", NODES[0], *program, ":", "-n1", "-w", NODES[1], *program, cwd=folder)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    said = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
+    fix = "every node must have as many as the others (--ntasks-per-node)"
+    assert said == {f"error: srun: nodes with 2, 1 tasks; {fix}"}
+
+
+def test_a_cluster_ends_with_the_process_that_has_it(tmp_path):
+    """However that dies, and with the jobs."""
+    program = (
+        "import os, signal, sys, pathlib, tests.helpers.slurm as helper\n"
+        "slurm = helper.Slurm(pathlib.Path(sys.argv[1])).__enter__()\n"
+        "job = slurm.submit('--wrap', 'exec sleep 600', cwd=slurm.folder)\n"
+        "slurm.wait(lambda: slurm.show(job)['JobState'] == 'RUNNING')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "slurm")]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    configuration = f"SLURM_CONF={tmp_path}/slurm/slurm.conf\0"
+    deadline = time.monotonic() + 30
+    while processes_with(configuration) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert (tmp_path / "slurm/slurmctld.log").exists()
+    assert processes_with(configuration) == []
+
+
+def processes_with(variable: str) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if variable in (process / "environ").read_text(errors="replace"):
+                found.append((process / "cmdline").read_text())
+    return found
 
 
 def test_ranks_meet_on_rank_0_s_node(slurm, folder):

@@ -80,7 +80,8 @@ def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.en
 
 def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Mapping[str, str]) -> None:
     """Name the run and its folders, in place. Every rank must come to the same names, so nothing here is random."""
-    name = values.get("run_name") or environ.get("RUN_NAME") or Path(layers[0].source).stem
+    names = (values.get("run_name"), environ.get("RUN_NAME"), Path(layers[0].source).stem)
+    name = next(name for name in names if name not in (None, ""))  # an array's first task is 0
     if isinstance(name, bool) or not re.fullmatch(r"\w[\w.\-]*", str(name)):
         raise ConfigError(
             f"{source_of('run_name', layers)}: run_name: {name!r} given, expected the name of a folder: "

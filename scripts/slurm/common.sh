@@ -28,6 +28,11 @@ fi
 # Since 22.05 srun does not read sbatch's --cpus-per-task from SLURM_CPUS_PER_TASK any more.
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
+# A job that was requeued on fewer nodes still has the number of tasks of its submission, which srun would ask for.
+if ((${SLURM_NTASKS:-0} > ${SLURM_NNODES:-1} * ${SLURM_NTASKS_PER_NODE:-${SLURM_NTASKS:-0}})); then
+    unset SLURM_NTASKS SLURM_NPROCS
+fi
+
 # `sbatch --export=NONE`, some sites' default, would keep this shell's environment from the ranks.
 export SLURM_EXPORT_ENV=ALL
 

@@ -228,6 +228,8 @@ def test_an_overlay_needs_a_run_and_a_known_kind():
 def test_the_run_is_named_by_its_key_the_environment_or_its_file():
     assert load().config.run_name == "run"
     assert load(RUN_NAME="from-env").config.run_name == "from-env"
+    assert load("run_name=0", RUN_NAME="from-env").config.run_name == "0"
+    assert load("run_name=", RUN_NAME="from-env").config.run_name == "from-env"
     config = load("run_name=7", RUN_NAME="from-env").config
     assert (config.run_name, config.run_folder) == ("7", "runs/7")
     assert load("run_name=a", "run_folder=/scratch/{run_name}/x").config.run_folder == "/scratch/a/x"
