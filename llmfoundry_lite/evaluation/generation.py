@@ -27,8 +27,10 @@ def generate_answers(
     share: tuple[int, int],
     on_progress: Callable[[str, int, int], None],
 ) -> list[str]:
-    """Return the model's answer to each item; `share` is (rank, ranks) that divide them. Raises DataError on all ranks
-    where the model gives no numbers."""
+    """Generate the answer to each item; `share` is (rank, ranks) that divide them.
+
+    Raises DataError on all ranks where the model's logits are NaN or infinite.
+    """
     (rank, world_size), num_items = share, len(task.items)
     found: list[tuple[int, str]] = []
     for start in range(0, num_items, world_size):
@@ -48,8 +50,10 @@ def generate_answers(
 
 
 def generate_answer(model: Scorable, tokenizer: Tokenizer, context: Sequence[int], config: TaskConfig) -> str | None:
-    """Return the likeliest continuation, to the end of text, a stopping text or `max_new_tokens`; None where the model
-    gives no numbers. Ranks go on until all are done or one has failed: those of a sharded model compute together."""
+    """Generate greedily up to the end of text, a stop sequence or `max_new_tokens`; None for logits of NaN or infinity.
+
+    Ranks go on until all are done or one has failed: those of a sharded model compute together.
+    """
     assert config.max_new_tokens is not None, "tasks.prepare fills it in"
     tokens: Iterator[int] | None = model.generate(context, config.max_new_tokens)
     written: list[int] = []
@@ -105,8 +109,10 @@ def generate_text(
     device: torch.device | None = None,
     **sampling: Any,
 ) -> Iterator[str]:
-    """Yield pieces of text that follow `prompt`, up to `num_tokens` tokens or the end of text; `sampling` is for
-    `models.generate`: temperature, top_k, top_p and seed."""
+    """Yield pieces of text that follow `prompt`, up to `num_tokens` tokens or the end of text.
+
+    `sampling` is for `models.generate`: temperature, top_k, top_p and seed.
+    """
     asked = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
     written: list[int] = []
     shown = ""

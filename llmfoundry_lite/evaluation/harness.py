@@ -1,6 +1,6 @@
-"""(model, tokenizer, tasks) -> Results, on one rank or several.
+"""Evaluation of one model on tasks, on one rank or several.
 
-After every task `results` writes the files, so that an evaluation that was killed does no finished task again.
+Files are written after every task, so that an evaluation that was killed repeats no finished task.
 """
 
 import math
@@ -100,7 +100,7 @@ def _prepare_task(
 
 
 def _refuse_unknown_tokens(model: Scorable, prepared: Sequence[Prepared]) -> None:
-    """Raises DataError where the tokenizer is another model's: it has tokens beyond the vocabulary."""
+    """Raise DataError for tokens beyond the vocabulary: the tokenizer is another model's."""
     for task in prepared:
         largest = max(max(*r.context, *r.continuation, -1) for item in task.items for r in item.requests)
         if largest >= model.vocab_size:

@@ -1,4 +1,4 @@
-"""A name -> a model ready to be scored, with its tokenizer: from a checkpoint, a run, an exported folder, the Hub.
+"""Loading of models to evaluate, with their tokenizer: from a checkpoint, a run, an exported folder, the Hub.
 
 Portable checkpoints and folders of the model types mpt, gpt2 and llama become our MPT, which shares prefixes, or are
 refused: transformers' models of these types ignore what they do not know. A causal language model of another type runs
@@ -60,8 +60,8 @@ FAULTS = {
     "mismatched_keys": "has weights of other shapes than its model",
 }
 FLOATS = ("F32", "BF16", "F16", "F64")
-PROBED_TOKENS = 1024
-"""Beyond these a model may look ahead unnoticed; five rows of them cost less than a small task."""
+MAX_PROBED_TOKENS = 1024
+"""Beyond these a model may attend to later tokens unnoticed; five such rows cost less than a small task."""
 
 Shard = Callable[[nn.Module], None]
 """Spreads a model over all ranks, in place."""
@@ -92,7 +92,9 @@ class Subject:
 
 def find_checkpoint(where: str) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one.
-    Raises DamagedCheckpointError when none is intact."""
+
+    Raises DamagedCheckpointError when none is intact.
+    """
     notes: list[str] = []
     for url in _places_of(where):
         if is_checkpoint(url):
@@ -136,8 +138,10 @@ def find_subject(
     device: torch.device,
     shard: Shard | None = None,
 ) -> Subject:
-    """Return what can be known without reading weights. Raises CheckpointError where no checkpoint is whole, DataError
-    when there is nothing or no tokenizer."""
+    """Find a model without reading its weights.
+
+    Raises CheckpointError where no checkpoint is whole, DataError when there is none, or no tokenizer.
+    """
     at = Placement(DTYPES[precision], device, shard)
     if where.startswith("hf:"):
         return _find_folder(where, _fetch(where.removeprefix("hf:")), tokenizer, at)
@@ -238,14 +242,14 @@ def _load_folder(folder: Path, at: Placement) -> Any:
 
 
 def _identify(folder: Path) -> str:
-    """Return what changes when anything is written there, so that no result of other weights is taken for theirs."""
+    """Hash the names, sizes and times of the files, so that results of other weights are told apart."""
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     return f"files:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _fetch(name: str) -> Path:
-    """Fetch what is read here, not all that a repository may hold, such as ONNX or GGUF."""
+    """Download what is read here from the Hub, not all that a repository may hold, such as ONNX or GGUF."""
     if Path(name).is_dir():
         return Path(name)
     import huggingface_hub
@@ -330,7 +334,7 @@ def read_plain_config(folder: Path) -> Any:
 
 @contextmanager
 def _refuse_what_fails(folder: Path) -> Iterator[None]:
-    """Raises DataError for whatever transformers, its readers and such models raise."""
+    """Turn whatever transformers, its readers and such models raise into a DataError."""
     try:
         yield
     except Exception as error:
@@ -345,7 +349,7 @@ def _refuse_what_fails(folder: Path) -> Iterator[None]:
 
 
 def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "PlainModel":
-    """Raises DataError or ExportError for what is no causal language model, or not the one that it says."""
+    """Load a model of transformers. Raises DataError or ExportError unless it is the causal model that it claims."""
     from transformers import AutoModelForCausalLM
 
     config, dtypes = read_plain_config(folder), read_dtypes(folder)
@@ -381,7 +385,7 @@ def _sees_ahead(model: "PlainModel") -> bool:
 
     The places are odd, so that a block whose tokens all see each other is cut in two.
     """
-    length = min(PROBED_TOKENS, model.max_seq_len)
+    length = min(MAX_PROBED_TOKENS, model.max_seq_len)
     places = {place for place in (1, length // 4 | 1, length // 2 | 1, length - 1) if 0 < place < length}
     if not places:
         return False

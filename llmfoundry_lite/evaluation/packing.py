@@ -1,8 +1,8 @@
-"""Requests -> rows of tokens in which nothing that several of them begin with is computed twice.
+"""Packing of requests into rows of tokens that compute each shared prefix once. No torch.
 
 The requests of an item share their context, and where a task fixes its examples all items share those. A row holds the
-prefix trees of its requests, laid out so that every token comes after the one it follows: its position is its depth,
-and it may see its ancestors and itself. Short items stand in one row, so that there is next to no padding. No torch.
+prefix trees of its requests, in an order where each token follows its parent: its position is its depth, and it attends
+to its ancestors and itself. Short items are packed into one row, so that there is next to no padding.
 """
 
 import bisect
@@ -15,12 +15,12 @@ import numpy as np
 
 from llmfoundry_lite.evaluation.tasks import Request
 
-SHORT = 128
-"""Tokens that a row is filled up to at least."""
+MIN_ROW_TOKENS = 128
+"""Tokens that a row is filled up to at least, beside the shared ones."""
 
 
 class Separator(NamedTuple):
-    """A token between documents that do not see each other."""
+    """A token between documents that do not attend to each other."""
 
     token: int
     begins: bool = False  # it is the first token of a document, not the last
@@ -61,13 +61,15 @@ class Row:
         return len(self.tokens)
 
     def attention_mask(self, length: int, separator: Separator | None = None) -> np.ndarray:
-        """Return bool [length, length]. Beyond the row's end a token sees itself, or softmax would divide by 0. With a
-        separator, a token sees its own document only."""
-        sight = np.eye(length, dtype=bool)
+        """Return bool [length, length]. With a separator, a token attends to its own document only.
+
+        Padding attends to itself, or softmax would divide by 0.
+        """
+        mask = np.eye(length, dtype=bool)
         for index, parent in enumerate(self.parents):
             if parent >= 0 and not self._divides(separator, parent, index):
-                sight[index] |= sight[parent]
-        return sight
+                mask[index] |= mask[parent]
+        return mask
 
     def is_plain(self, separator: Separator | None = None) -> bool:
         """Return whether the row has no branches, and one document."""
@@ -134,7 +136,7 @@ def _row(requests: Iterable[Numbered]) -> Row:
 
 
 def _num_shared(groups: Sequence[Sequence[Request]]) -> int:
-    """Return how many tokens all requests begin with."""
+    """Return the length of the prefix of all requests."""
     contexts = [request.context for group in groups for request in group]
     if len(groups) < 2:
         return 0
@@ -143,8 +145,10 @@ def _num_shared(groups: Sequence[Sequence[Request]]) -> int:
 
 
 def _fill_rows(groups: list[list[Numbered]], shared: int, max_tokens: int) -> list[Row]:
-    """Put several groups into a row, where that pays: there is nothing to pad, and the shared beginning is computed
-    less often. The longest group that is left opens a row, and the longest that fit fill it."""
+    """Pack several groups into a row where they fit: it needs no padding, and computes the shared prefix once.
+
+    The longest group that is left opens a row, and the longest that fit fill it.
+    """
     room = min(_room(shared), max_tokens - shared)
     sizes = [len(_row(group)) - shared for group in groups]
     left = sorted(range(len(groups)), key=lambda i: (sizes[i], -i))
@@ -164,6 +168,6 @@ def _room(shared: int) -> int:
 
     A row of p shared and n other tokens costs about (p + n)(1 + (p + n)/c) for n tokens' worth of answers, where c is
     the length at which attention costs as much as everything else (6 times the model's width, some thousand tokens);
-    that is least near n = sqrt(p (p + c)). Below SHORT, attention costs next to nothing.
+    that is least near n = sqrt(p (p + c)). Below MIN_ROW_TOKENS, attention costs next to nothing.
     """
-    return max(SHORT, int((shared * (shared + 4000)) ** 0.5))
+    return max(MIN_ROW_TOKENS, int((shared * (shared + 4000)) ** 0.5))

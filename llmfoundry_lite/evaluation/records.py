@@ -1,4 +1,4 @@
-"""A result and its items: what their JSON holds, how it is computed, and what no evaluation writes.
+"""Records of a result and its items: their JSON schema, how they are computed and validated.
 
 `<suite>/<model>.json` has the keys of RESULT and under `tasks` those of TASK for each task. `<model>.items.jsonl` has a
 line with the keys of ITEM for each item.
@@ -25,8 +25,8 @@ Record = dict[str, Any]
 
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 BITS = "bits_per_byte"
-LARGEST = 1e30
-"""Nats or bytes beyond which no sum of squares is to be trusted."""
+MAX_MAGNITUDE = 1e30
+"""Nats or bytes beyond which sums of squares may overflow."""
 
 RESULT = {
     **dict.fromkeys(("model", "suite", "source"), str),
@@ -64,8 +64,10 @@ ITEM = {
     "index": lambda value: type(value) is int and value >= 0,
     **dict.fromkeys(ACCURACIES, lambda value: _is_within(value, 0, 1)),
     **dict.fromkeys(("category", "cluster"), lambda value: isinstance(value, str)),
-    "log_probability": lambda value: isinstance(value, list) and all(_is_within(v, -LARGEST, LARGEST) for v in value),
-    "num_characters": lambda value: isinstance(value, list) and all(_is_within(v, 0, LARGEST) for v in value),
+    "log_probability": lambda value: (
+        isinstance(value, list) and all(_is_within(v, -MAX_MAGNITUDE, MAX_MAGNITUDE) for v in value)
+    ),
+    "num_characters": lambda value: isinstance(value, list) and all(_is_within(v, 0, MAX_MAGNITUDE) for v in value),
 }
 """Keys of an item that comparisons read. `index` is of its row; of a window it is its document's. Items with the same
 `cluster` are not independent. `log_probability` (nats) and `num_characters` (of a window: bytes) have a number for
@@ -73,8 +75,8 @@ each option. Besides: `task`, `num_tokens`, `num_trimmed`; of choices `gold`, `c
 generation `text`, `answers`."""
 
 
-def _is_within(value: Any, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+def _is_within(value: Any, minimum: float, maximum: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -120,7 +122,7 @@ def _groups(item: Item) -> Record:
 
 
 def asked_of(task: Prepared) -> Record:
-    """Build what a task's record says before anything is answered."""
+    """Build the part of a task's record that is known before it is answered."""
     return {
         "type": task.kind,
         "n": len(task.items),
@@ -134,7 +136,7 @@ def asked_of(task: Prepared) -> Record:
 
 
 def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
-    """Build a task's record: means with their standard errors, and counts of what was odd."""
+    """Build a task's record: means with their standard errors, and counts of irregular items."""
     record = asked_of(task)
     for name in ACCURACIES if task.kind in CHOICES else () if task.kind == "perplexity" else ("acc",):
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name, has_categories(record))
@@ -171,7 +173,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
 
 
 def _perplexity(nats: float, error: float | None) -> Record:
-    """Return exp(nats) ± exp(nats) error; nothing where no float can hold it, as of long answers."""
+    """Return exp(nats) ± exp(nats) error; nothing where it overflows a float, as for long answers."""
     with contextlib.suppress(OverflowError):
         found = math.exp(nats)
         return {"perplexity": found, **({} if error is None else {"perplexity_stderr": found * error})}
@@ -191,7 +193,7 @@ def hash_of_lines(lines: Sequence[str]) -> str:
 
 
 def check_result(facts: Any, path: object) -> None:
-    """Raises DataError for what no evaluation writes."""
+    """Raise DataError for a file that no evaluation has written."""
     if not isinstance(facts, dict) or "model" not in facts or not isinstance(facts.get("tasks"), dict):
         raise DataError(
             f"{path} is no result: expected a MODEL.json with 'model' and 'tasks', as scripts/eval.py writes"
@@ -212,13 +214,13 @@ def check_result(facts: Any, path: object) -> None:
 def _check_kinds(values: Record, kinds: Mapping[Any, Any], whose: str) -> None:
     for key, expected in kinds.items():
         value = values.get(key)
-        is_huge = isinstance(value, int | float) and abs(value) > LARGEST
+        is_huge = isinstance(value, int | float) and abs(value) > MAX_MAGNITUDE
         if isinstance(value, bool) or not isinstance(value, expected) or is_huge:
             raise DataError(f"{whose} has {key} {value!r}, which no result has; evaluate it again with redo=true")
 
 
 def check_items(record: Record, lines: Sequence[str], whose: str) -> list[Record]:
-    """Return the items in a task's lines. Raises DataError for those that its result was not made from."""
+    """Return the items in a task's lines. Raises DataError unless its result was made from these."""
     items, metric, found = [json.loads(line) for line in lines], record["metric"], None
     with contextlib.suppress(KeyError, TypeError, IndexError, ValueError, ZeroDivisionError):
         found = _score_of(record, items) if record["items_hash"] == hash_of_lines(lines) else None
@@ -233,7 +235,7 @@ def check_items(record: Record, lines: Sequence[str], whose: str) -> list[Record
 
 
 def _score_of(record: Record, items: Sequence[Record]) -> float | None:
-    """Return the task's number from its items; None for items that no evaluation writes."""
+    """Recompute the task's score from its items; None for items that no evaluation has written."""
     if not all(is_sound(item[key]) for item in items for key, is_sound in ITEM.items() if key in item):
         return None
     if 0 < sum("cluster" in item for item in items) < len(items):
@@ -252,7 +254,7 @@ def _score_of(record: Record, items: Sequence[Record]) -> float | None:
 
 
 def cut_at(record: Record) -> int | None:
-    """Return the `limit` that ended a task before its data did: such a task is a try, not a result."""
+    """Return the `limit` if it left items out: such a task is a try, not a result."""
     limit = record["settings"].get("limit")
     num_seen = record["n"] + sum((record.get("skipped") or {}).values())
     is_text = record.get("type") == "perplexity"  # whose limit is of windows
@@ -320,7 +322,7 @@ def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = Fal
 
 
 def text_row(item: Record) -> tuple[float, float]:
-    """(nats, bytes) of a window."""
+    """Return (nats, bytes) of a window."""
     return -item["log_probability"][0], max(item["num_characters"][0], 1)
 
 
@@ -330,7 +332,7 @@ def document_of(item: Record) -> int | str:
 
 
 def by_document(items: Sequence[Record]) -> Floats:
-    """(n, [nats, bytes]) of documents; equal ones are one."""
+    """Return (n, [nats, bytes]) of documents; equal documents are one."""
     sums = _sum_by_document(items, map(text_row, items))
     return np.array([sums[document] for document in sorted(sums)])  # pyright: ignore[reportArgumentType]
 

@@ -1,4 +1,4 @@
-"""Requests -> log-probabilities: one forward pass for many of them, logits only where an answer stands.
+"""Log-probabilities of requests: one forward pass for many of them, logits at answer tokens only.
 
 Whatever the model's dtype, logits are made in fp32 from its hidden states and summed in fp32.
 
@@ -27,8 +27,7 @@ class Inputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The tokens whose probability is wanted, and where the hidden states are that predict them. Choices that follow
-    one context are predicted from one position."""
+    """Tokens whose probability is wanted, and the positions that predict them; choices may share a position."""
 
     rows_u: torch.Tensor
     columns_u: torch.Tensor
@@ -49,7 +48,7 @@ class Scorable(Protocol):
     max_seq_len: int
     vocab_size: int
     shares_prefixes: bool  # whether a row may be a tree, not plain text alone
-    separates_documents: bool  # whether it was trained so that the documents of a sample do not see each other
+    separates_documents: bool  # whether it was trained with attention within documents only
     separator: Separator | None  # the token between them. None: the tokenizer's end of text.
 
     @property
@@ -78,9 +77,8 @@ def score(
 ) -> Iterator[dict[int, Score]]:
     """Yield scores by number of request (in order over all groups), batch by batch: those of this rank's share.
 
-    With several ranks each yields as many times as the others, so that a sharded model's ranks stay together; a rank
-    without work left repeats the last batch and yields nothing of it. With a `separator`, a token sees its own document
-    only.
+    All ranks yield as often, so that a sharded model's ranks stay together; a rank without work left repeats the last
+    batch and yields nothing of it. With a `separator`, a token attends to its own document only.
     """
     batches = pack(groups, max_batch_tokens, shares=model.shares_prefixes)
     for start in range(0, len(batches), world_size):
@@ -91,6 +89,7 @@ def score(
 
 @torch.no_grad()
 def score_batch(model: Scorable, batch: Batch, separator: Separator | None = None) -> dict[int, Score]:
+    """Return the scores of a batch by number of request."""
     width = batch.width
     tokens_bt = np.array([row.tokens + [0] * (width - len(row)) for row in batch.rows], np.int64)
     positions_bt = attention_mask_bts = None
@@ -118,14 +117,14 @@ def score_batch(model: Scorable, batch: Batch, separator: Separator | None = Non
 
 
 def score_hidden(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, wanted: Wanted) -> Scores:
-    """Score from fp32 logits of the wanted positions alone, a part of the vocabulary at a time."""
+    """Compute scores from fp32 logits of the wanted positions alone, a part of the vocabulary at a time."""
     hidden_ud = hidden_btd[wanted.rows_u, wanted.columns_u].float()
     with torch.autocast(hidden_ud.device.type, enabled=False):
         return score_logits(logits_in_parts(hidden_ud, unembedding_vd), wanted)
 
 
 def score_logits(parts_uw: Iterable[torch.Tensor], wanted: Wanted) -> Scores:
-    """Score from fp32 logits of the positions, part by part of the vocabulary; they are overwritten."""
+    """Compute scores from fp32 logits of the positions, by parts of the vocabulary, which are overwritten."""
     highest_u = total_u = likeliest_u = expected_logit_n = torch.zeros(())
     start = 0
     for logits_uw in parts_uw:

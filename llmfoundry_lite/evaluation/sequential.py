@@ -1,7 +1,7 @@
-"""Items asked in a random order until the difference to a stored result is decided: the order, the looks, the rule.
+"""Group-sequential comparison: items in random order, until the difference to a stored result is decided.
 
-The order is a function of seed and item, so that whoever asks goes through the same items. Items of a cluster, and
-windows of a document, come together.
+The order is a function of seed and item, the same for every model. Items of a cluster, and windows of a document, are
+asked together.
 
 At each look the p of `compare` is held against a group-sequential boundary. The interval is the repeated confidence
 interval (Jennison and Turnbull, Journal of the Royal Statistical Society B 51, 1989): what the boundary of that look
@@ -42,9 +42,9 @@ SPENDING: dict[str, Callable[[float, float], float]] = {
 """(share of the information, level) -> what of the level is spent."""
 NUM_NODES = 96
 """Enough for 20 looks at any level: more change no boundary by 1e-12."""
-FARTHEST = 9.0
+MAX_DEVIATIONS = 9.0
 """Standard deviations beyond which nothing is left to integrate."""
-LEAST_SPENT = 1e-250
+MIN_SPENT = 1e-250
 """A look that may spend less than this decides nothing."""
 LOOKS = tuple(number / 10 for number in range(1, 11))
 """Shares of the items after which it is seen whether enough are asked."""
@@ -58,7 +58,7 @@ SEED = 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The rule by which a task has been asked enough."""
+    """Error level, spending function and margin at which a task has been asked enough."""
 
     level: float = 0.05  # the chance that equal models are called different, at whichever look
     spending: str = OBRIEN_FLEMING
@@ -71,7 +71,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A rule for one task: after how many units it is looked."""
+    """A rule applied to one task: the units after which it looks at the difference."""
 
     looks: tuple[int, ...]  # units, ascending up to all
     num_items: int
@@ -113,7 +113,7 @@ class Stage:
 
 
 def unit_of(index: int, cluster: str | None) -> str:
-    """Return what is asked as a whole."""
+    """Name the unit that is asked as a whole."""
     return f"item {index}" if cluster is None else f"cluster {cluster}"
 
 
@@ -122,21 +122,21 @@ def unit_of_record(item: Record) -> str:
 
 
 def in_order(units: Sequence[str]) -> list[str]:
-    """Return the different units, as they are asked."""
+    """Return the distinct units in the order in which they are asked."""
     return sorted(set(units), key=lambda unit: hashlib.blake2b(f"{SEED} {unit}".encode(), digest_size=16).digest())
 
 
 def plan_task(name: str, noun: str, units: Sequence[str], rule: Rule) -> Plan:
     """Plan a task whose items belong to these units, each a `noun`. Raises DataError for too few for any verdict."""
-    num_units, least = len(set(units)), MIN_DOCUMENTS if noun == "document" else MIN_UNITS
-    if num_units < least:
+    num_units, minimum = len(set(units)), MIN_DOCUMENTS if noun == "document" else MIN_UNITS
+    if num_units < minimum:
         raise DataError(
             f"{name}: {num_units} {noun}{'' if num_units == 1 else 's'}, too few to be asked until a difference is "
-            f"decided, which takes {least}; leave the task out"
+            f"decided, which takes {minimum}; leave the task out"
         )
     numbers = sorted({math.ceil(share * num_units - 1e-9) for share in LOOKS})
     return Plan(
-        looks=tuple(number for number in numbers if number >= least),
+        looks=tuple(number for number in numbers if number >= minimum),
         num_items=len(units),
         caution=TEXT_CAUTION if noun == "document" else 1.0,
         **asdict(rule),
@@ -154,7 +154,7 @@ def cut_to(result: Results, task: str, units: Sequence[str]) -> Results:
 
 
 def describe_plan(plan: Plan, reference: Results, task: str) -> Record:
-    """Return what a task's record says of its plan: two that say the same are the same comparison."""
+    """Return what a task's record says of its plan. Equal plans are the same comparison."""
     return {"against_items": reference.tasks[task]["items_hash"], **asdict(plan), "looks": list(plan.looks)}
 
 
@@ -172,8 +172,10 @@ def from_record(record: Record) -> Stage:
 
 @lru_cache(maxsize=1024)
 def boundaries(shares: tuple[float, ...], level: float, spending: str = OBRIEN_FLEMING) -> tuple[float, ...]:
-    """Return for each look, at these shares of the information, how many standard errors a difference must exceed; inf
-    where a look may spend nothing yet."""
+    """Return for each look the standard errors that a difference must exceed; inf where it may spend nothing yet.
+
+    `shares` are those of the information at each look.
+    """
     found: list[float] = []
     nodes_i, mass_i = np.zeros(1), np.ones(1)
     spent = before = 0.0
@@ -184,7 +186,7 @@ def boundaries(shares: tuple[float, ...], level: float, spending: str = OBRIEN_F
         limit = _crossed_with(to_spend, nodes_i, mass_i, deviation, math.sqrt(share))
         found.append(limit / math.sqrt(share))
         spent, before = spent + to_spend, share
-        inside = min(limit, FARTHEST * math.sqrt(share))
+        inside = min(limit, MAX_DEVIATIONS * math.sqrt(share))
         steps_ji = (inside * unit_nodes[:, None] - nodes_i) / deviation
         density_j = np.exp(-(steps_ji**2) / 2) @ mass_i / (deviation * math.sqrt(2 * math.pi))
         nodes_i, mass_i = inside * unit_nodes, inside * unit_weights * density_j
@@ -192,9 +194,12 @@ def boundaries(shares: tuple[float, ...], level: float, spending: str = OBRIEN_F
 
 
 def _crossed_with(chance: float, nodes_i: np.ndarray, mass_i: np.ndarray, deviation: float, whole: float) -> float:
-    """Return the limit that a step of this deviation crosses, on either side, with `chance`; `whole` is the sum's. By
-    Newton's method on the logarithm, which comes from outside and stays there: the tail is log-concave."""
-    if chance < LEAST_SPENT:
+    """Return the limit that a step of this deviation crosses, on either side, with `chance`.
+
+    `whole` is the deviation of the sum. Found by Newton's method on the logarithm, which converges from outside,
+    because the tail is log-concave.
+    """
+    if chance < MIN_SPENT:
         return math.inf
     limit = -NormalDist().inv_cdf(chance / 2) * whole
     for _ in range(100):
@@ -209,14 +214,16 @@ def _crossed_with(chance: float, nodes_i: np.ndarray, mass_i: np.ndarray, deviat
 
 
 def nominal_level(shares: tuple[float, ...], level: float, spending: str = OBRIEN_FLEMING) -> float:
-    """Return what a single test's p must be below at the last of these looks."""
+    """Return the level of a single test at the last of these looks."""
     return math.erfc(boundaries(shares, level, spending)[-1] / math.sqrt(2))
 
 
 def adjusted_p(p: float, shares: tuple[float, ...], spending: str = OBRIEN_FLEMING) -> float:
-    """Return the smallest level at which a single test's `p` would be enough at the last of these looks: a p-value that
-    stopping when it pleases does not spoil (Liu and Anderson, Journal of the American Statistical Association 103,
-    2008). By bisection of the level's logarithm."""
+    """Return the smallest level at which a single test's `p` is significant at the last of these looks.
+
+    This p-value stays valid under optional stopping (Liu and Anderson, Journal of the American Statistical Association
+    103, 2008). Found by bisection of the level's logarithm.
+    """
     if p in (0.0, 1.0) or nominal_level(shares, p, spending) >= p:  # a single look
         return p
     low, high = math.log(p), math.log(0.999)  # looking often never makes it smaller

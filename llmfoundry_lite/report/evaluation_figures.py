@@ -1,4 +1,4 @@
-"""Figures of evaluations, from plain numbers.
+"""Figures of evaluations, drawn from numbers.
 
 plot_curves(panels, path, x_label=…)       a score along a run, in a panel for each task
 plot_differences(panels, path, title=…)    how far models are from a first one, with their intervals
@@ -28,7 +28,7 @@ class Panel:
 
 
 def plot_curves(panels: Sequence[Panel], path: Path, *, x_label: str) -> None:
-    """Plot small multiples."""
+    """Plot small multiples, at most three to a row."""
     num_columns = min(3, len(panels))
     num_rows = -(-len(panels) // num_columns)
     figure, grid = plt.subplots(

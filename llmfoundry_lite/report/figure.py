@@ -1,4 +1,4 @@
-"""Parts of every figure: pyplot without a screen, panels, colours, and files. PNG, PDF or SVG, by the path's suffix."""
+"""What all figures share: pyplot without a screen, panels, colours, and files (PNG, PDF or SVG by their suffix)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
 
 
 def color(number: int) -> str:
+    """Return the colour of a curve, counted from 0."""
     return CURVES[number % len(CURVES)]
 
 
@@ -40,14 +41,14 @@ def clean(panels: Sequence[Any], *, grid: str = "both", hidden: Sequence[str] = 
 def escape_texts(figure: Any) -> None:
     """Escape control characters in all texts but labels of ticks, which their formatter makes anew.
 
-    Names may come from anybody, and an SVG with a control character is no XML.
+    Names are untrusted, and an SVG with a control character is no XML.
     """
     for text in figure.findobj(Text):
         text.set_text(printable(text.get_text(), keep="\n"))
 
 
 def write(figure: Any, path: Path) -> None:
-    """Write text as text in SVG and PDF, and the same figure as the same bytes."""
+    """Write and close a figure. Equal figures are equal bytes; text stays text in SVG and PDF."""
     escape_texts(figure)
     with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "llmfoundry-lite"}):
         undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}

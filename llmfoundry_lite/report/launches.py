@@ -1,8 +1,8 @@
-"""Launches of a run: how each ended, what failures cost, how often to save; and which place of a relay had the run.
+"""Launches of a run, the cost of failures, the interval of saves that they suggest, and the legs of a relay.
 
-A launch is known from the lines of metrics.jsonl that it wrote, and from launches.jsonl, which only the run directory
-has where it ran. The two meet by where a launch began. A failure is a launch that had begun and ended as `failed`, or
-without a word (killed, or its machine went down); of launches that ran elsewhere, one that lost batches.
+A launch is known from its lines in metrics.jsonl, and from launches.jsonl, which only the run directory has where it
+ran. They are matched by the batch where a launch began. A failure is a launch that had begun and ended as `failed`, or
+without a record (killed, or its machine went down); of launches that ran elsewhere, one that lost batches.
 
     hours           `time/elapsed_seconds` of all launches, lost batches included, start-up not
     between         these over the number of failures
@@ -39,7 +39,7 @@ class Launch:
     """A launch; None is unknown."""
 
     first_batch: int | None = None
-    """The first that it trained; None if it ended before."""
+    """The first batch that it trained; None if it ended before."""
     last_batch: int | None = None
     ended: str = ELSEWHERE
     reason: str | None = None
@@ -53,7 +53,8 @@ class Launch:
 
 
 def describe_failures(run: Run) -> dict[str, Any]:
-    launches = match(find_trained(run.log), find_told(run))
+    """Return each launch, what failures cost in all, and the interval of saves that they suggest."""
+    launches = match(find_logged(run.log), find_recorded(run))
     failures = [launch for launch in launches if launch.is_failure]
     hours = sum(launch.hours for launch in launches)
     between = hours / len(failures) if failures and hours else None
@@ -76,8 +77,8 @@ def describe_failures(run: Run) -> dict[str, Any]:
     }
 
 
-def find_trained(log: Log) -> list[Launch]:
-    """Return each launch that wrote lines, in order."""
+def find_logged(log: Log) -> list[Launch]:
+    """Return each launch that logged batches, in order."""
     branches: list[Rows] = [log, *log.dead]
     batch, number = (np.concatenate([getattr(rows, name) for rows in branches]) for name in ("batch", "launch"))
     clock = np.concatenate([rows[ELAPSED] for rows in branches])
@@ -100,45 +101,45 @@ def find_trained(log: Log) -> list[Launch]:
     return launches
 
 
-def find_told(run: Run) -> list[tuple[Record, Record]]:
-    """Return (beginning, end) of each launch in launches.jsonl. One that never began has nothing but its end."""
-    told: list[tuple[Record, Record]] = []
+def find_recorded(run: Run) -> list[tuple[Record, Record]]:
+    """Return (beginning, end) of each launch in launches.jsonl. A launch that never began has only its end."""
+    recorded: list[tuple[Record, Record]] = []
     begun: Record | None = None
     for event in run.launches:
         if event.get("status") == RUNNING:
             if begun is not None:
-                told.append((begun, {"status": KILLED}))
+                recorded.append((begun, {"status": KILLED}))
             begun = event
         elif begun is None or not event.get("has_begun"):
-            told.append((event, {**event, "status": NEVER_BEGAN}))
+            recorded.append((event, {**event, "status": NEVER_BEGAN}))
         else:
-            told.append((begun, event))
+            recorded.append((begun, event))
             begun = None
     if begun is not None:
         path = run.folder.path_here
         lives = path is not None and is_running(read_status(path) or {})
-        told.append((begun, {"status": RUNNING if lives else KILLED}))
-    return told
+        recorded.append((begun, {"status": RUNNING if lives else KILLED}))
+    return recorded
 
 
-def match(trained: list[Launch], told: list[tuple[Record, Record]]) -> list[Launch]:
-    """Join both, in order, so that a launch that was told of is the next that trained from the batch where it began."""
+def match(logged: list[Launch], recorded: list[tuple[Record, Record]]) -> list[Launch]:
+    """Join both, in order: a recorded launch is the next of `logged` that began at the same batch."""
     launches, next_one = [], 0
-    for begun, end in told:
+    for begun, end in recorded:
         ended, reason = end["status"], end.get("reason")
         found = None
         if ended != NEVER_BEGAN:
             begins = (begun["batch"], begun["batch"] + 1)  # an evaluation before the first batch has a line too
-            found = next((i for i in range(next_one, len(trained)) if trained[i].first_batch in begins), None)
+            found = next((i for i in range(next_one, len(logged)) if logged[i].first_batch in begins), None)
         if found is None:
             launches.append(Launch(ended=ended, reason=reason))
             continue
-        launches += trained[next_one:found]
-        launch = trained[found]
+        launches += logged[next_one:found]
+        launch = logged[found]
         launch.ended, launch.reason = ended, reason
         launches.append(launch)
         next_one = found + 1
-    return launches + trained[next_one:]
+    return launches + logged[next_one:]
 
 
 # ---------------------------------------------------------------------------------------------------- relays

@@ -1,4 +1,4 @@
-"""Sections of a report for people, on the console and as Markdown, made of the facts that report.json holds."""
+"""Sections of a report, as console text and as Markdown, built from the facts in report.json."""
 
 import math
 import re
@@ -13,14 +13,15 @@ from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 Facts = dict[str, Any]
 
 UNKNOWN = "-"
-MOST_LAUNCHES = 20
-"""Newest launches in the table."""
-FEW_FAILURES = 5
+MAX_LAUNCHES = 20
+"""Launches in a table: the newest ones."""
+MIN_FAILURES = 5
+"""Failures below which their mean time is called rough."""
 
 
 @dataclass(slots=True)
 class Section:
-    """A table, lines below it, and text that is shown to the letter."""
+    """A table, lines below it, and verbatim text."""
 
     table: Table
     lines: Sequence[str] = ()
@@ -28,6 +29,7 @@ class Section:
 
 
 def build_sections(facts: Facts) -> list[Section]:
+    """Build the sections of every run, then comparisons and samples."""
     sections = []
     for run in facts["runs"]:
         sections.append(losses(run))
@@ -46,6 +48,7 @@ def build_sections(facts: Facts) -> list[Section]:
 
 
 def losses(run: Facts) -> Section:
+    """Show training and validation loss beside those of the baselines, and how much was trained."""
     tail = run["training_loss_batches"]
     rows: list[Sequence[str]] = [
         (name, f"{nats:.4f}", f"{nats / math.log(2) / per_byte:.3f}" if per_byte else "")
@@ -73,6 +76,7 @@ def losses(run: Facts) -> Section:
 
 
 def launches(run: Facts) -> Section:
+    """Show how each launch ended, and the batches and device-hours lost with it."""
     facts = run["failures"]
     numbered = list(enumerate(facts["launches"], start=1))
     rows: list[Sequence[str]] = [
@@ -84,11 +88,11 @@ def launches(run: Facts) -> Section:
             shown(launch["batches_lost"]),
             small(launch["device_hours_lost"]),
         )
-        for number, launch in numbered[-MOST_LAUNCHES:]
+        for number, launch in numbered[-MAX_LAUNCHES:]
     ]
     lines = []
-    if len(numbered) > MOST_LAUNCHES:
-        lines.append(f"the {len(numbered) - MOST_LAUNCHES:,} launches before are in report.json")
+    if len(numbered) > MAX_LAUNCHES:
+        lines.append(f"the {len(numbered) - MAX_LAUNCHES:,} launches before are in report.json")
     causes = ", ".join(f"{number} {ended}" for ended, number in facts["causes"].items())
     lost = f"{shown(facts['batches_lost'])} batches and {small(facts['device_hours_lost'])} device-hours lost"
     lines.append(f"{len(numbered)} launches: {causes}; {lost}")
@@ -97,6 +101,7 @@ def launches(run: Facts) -> Section:
 
 
 def advise_saves(run: Facts) -> list[str]:
+    """Say how often the run failed, and how often to save at that rate."""
     facts, num = run["failures"], run["failures"]["num_failures"]
     if not num:
         return [f"no failure in {clock(facts['hours'])} of training"]
@@ -104,8 +109,8 @@ def advise_saves(run: Facts) -> list[str]:
     if between is None:
         return [f"{num} failure{'s' * (num > 1)}; the log has no time/elapsed_seconds, so no mean time between them"]
     text = f"mean time between failures {clock(between)}: {num} failure{'s' * (num > 1)} in {clock(facts['hours'])}"
-    if num < FEW_FAILURES:
-        text += f"; fewer than {FEW_FAILURES} make a rough mean"
+    if num < MIN_FAILURES:
+        text += f"; fewer than {MIN_FAILURES} make a rough mean"
     if facts["save_every_seconds"] is None:
         return [text, "no interval of saves to suggest: no save was timed"]
     every = f"save every {clock(facts['save_every_seconds'] / 3600)}"
@@ -116,6 +121,7 @@ def advise_saves(run: Facts) -> list[str]:
 
 
 def segments(run: Facts, *, with_cost: bool) -> Section:
+    """Show devices, speed, time and energy of each span of batches, and their cost where prices are given."""
     facts, total = run["segments"], run["total"]
     has_energy = any(fact["energy_kwh"] is not None for fact in facts)
     rows = [
@@ -155,6 +161,7 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
 
 
 def places(run: Facts) -> Section:
+    """Show what each place of a relay contributed."""
     facts = run["relay"]
     rows = [
         (
@@ -175,13 +182,14 @@ def places(run: Facts) -> Section:
 
 
 def legs(run: Facts) -> Section:
+    """Show the legs of a relay in order of time."""
     facts = run["relay"]["legs"]
     rows = [
         (
             *(f"{leg['number']}", leg["place"], span(leg["first_batch"], leg["last_batch"])),
             *(clock(leg["began_hours"]), clock(leg["hours"]), ending(leg["ended"] or "running", leg["reason"])),
         )
-        for leg in facts[-MOST_LAUNCHES:]
+        for leg in facts[-MAX_LAUNCHES:]
     ]
     more = len(facts) - len(rows)
     lines = [f"the {more:,} legs before are in report.json"] if more else []
@@ -190,6 +198,7 @@ def legs(run: Facts) -> Section:
 
 
 def comparisons(facts: Sequence[Facts]) -> Section:
+    """Show how far the losses of other runs are from those of the first."""
     rows, lines = [], []
     for pair in facts:
         rows.append(
@@ -211,6 +220,7 @@ def comparisons(facts: Sequence[Facts]) -> Section:
 
 
 def digests(pair: Facts) -> str:
+    """Say whether two runs saw the same data."""
     if not pair["num_digests"]:
         return "none to compare"
     if pair["digests_part_at"] is None:
@@ -219,6 +229,7 @@ def digests(pair: Facts) -> str:
 
 
 def remarks(pair: Facts) -> list[str]:
+    """Say what the numbers of a pair of runs leave out."""
     other, first = pair["other"], pair["first"]
     if not pair["num_common"]:
         return [f"{other} and {first} have no batch in common: nothing can be said of their difference"]
@@ -238,23 +249,27 @@ def remarks(pair: Facts) -> list[str]:
 
 
 def listed(batches: Sequence[int], most: int = 8) -> str:
+    """Format `batches 1, 2 and 7 more`."""
     text = ", ".join(f"{batch:,}" for batch in batches[:most])
     more = f" and {len(batches) - most:,} more" if len(batches) > most else ""
     return f"batch{'' if len(batches) == 1 else 'es'} {text}{more}"
 
 
 def shown(value: float | None, form: str = "{:,.0f}", batch: int | None = None) -> str:
+    """Format a number and the batch it was measured at; UNKNOWN for None."""
     if value is None:
         return UNKNOWN
     return form.format(value) + ("" if batch is None else f" at {batch:,}")
 
 
 def span(first_batch: int | None, last_batch: int | None) -> str:
+    """Format `1-100`; UNKNOWN for no batches."""
     is_known = first_batch is not None and last_batch is not None and first_batch <= last_batch
     return f"{first_batch:,}-{last_batch:,}" if is_known else UNKNOWN
 
 
 def ending(ended: str, reason: str | None) -> str:
+    """Format `preempted: SIGTERM`."""
     return f"{ended}: {reason}" if reason else ended
 
 
@@ -266,6 +281,7 @@ def small(value: float | None) -> str:
 
 
 def clock(hours: float | None) -> str:
+    """Format hours as `1:02:03`."""
     if hours is None:
         return UNKNOWN
     minutes, seconds = divmod(round(hours * 3600), 60)
@@ -276,7 +292,7 @@ def clock(hours: float | None) -> str:
 
 
 def print_sections(sections: Sequence[Section], width: int | None) -> None:
-    """`width`: of a line whose width nothing else says."""
+    """Print sections on the console; `width` is its columns where it is no terminal."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -293,7 +309,7 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
 
 
 def markdown(sections: Sequence[Section], figure: str, relay_figure: str | None = None) -> str:
-    """Render GitHub's dialect, with the figure after the first section, and a relay's after its time line."""
+    """Render sections in GitHub's dialect, with the figure after the first, and a relay's after its time line."""
     blocks = []
     for i, section in enumerate(sections):
         blocks.append(f"## {markdown_text(section.table.title)}")

@@ -1,4 +1,4 @@
-"""Reading of a run for reports: its log, its configuration, where it ran. No torch.
+"""Readers of a run for reports: its log, its configuration, the hardware it ran on. No torch.
 
 A run is a run directory (runs/mpt-1b), here or behind a URL, or a folder of checkpoints that carry the log with them.
 """
@@ -39,7 +39,7 @@ class Rows:
 
     batch: NDArray[np.int64]
     launch: NDArray[np.int64]
-    """Counted anew, 1 for the first that wrote a line: in several folders, launches may bear the same number."""
+    """Numbered again from 1 in the log's order: in several folders, launches may have the same number."""
     columns: dict[str, Floats]
 
     def __getitem__(self, column: str) -> Floats:
@@ -103,7 +103,7 @@ class Run:
 
 
 def read_run(where: str) -> Run:
-    """Raises DataError if there is no log of a run at `where`, CheckpointError if a URL cannot be reached."""
+    """Read a run. Raises DataError if there is no log at `where`, CheckpointError if a URL cannot be reached."""
     notes: list[str] = []
     folder = open_folder(where)
     try:
@@ -157,7 +157,7 @@ def runs_within(where: Path) -> str:
 
 
 def read_launches(content: bytes) -> list[Record]:
-    """Return lines that tell how a launch stands."""
+    """Return the lines that have a launch's status."""
     return [record for _, record in read_lines(content) if isinstance(record.get("status"), str)]
 
 
@@ -214,11 +214,11 @@ def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> lis
 
 
 class Line(NamedTuple):
-    """A line, less what a report has no use for."""
+    """A line of the log, without what no report uses."""
 
     batch: int
     launch: int
-    """Counted anew."""
+    """Numbered as in `Rows`."""
     launch_in_file: int
     digest: str | None
     is_not_finite: bool
@@ -232,12 +232,12 @@ class Line(NamedTuple):
 
     @property
     def training(self) -> tuple[int, int, float | None]:
-        """Equal in a line that was written again to add to it: its clock shows the same to the last bit."""
+        """Identify the training of a batch: equal in a line that was written again to add to it, clock included."""
         return self.batch, self.launch_in_file, self.clock
 
 
 def parse_log(lines: list[bytes]) -> Log:
-    """Tell lines that count from those that a later launch voided."""
+    """Split lines into the live branch and the dead ones, from before which a later launch carried on."""
     # A log that came with a checkpoint may have repeated lines of ours: each counts where it stands last.
     lines = [*reversed(dict.fromkeys(line for line in reversed(lines) if line.strip()))]
     live: list[Line] = []  # batches ascend

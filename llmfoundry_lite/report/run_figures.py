@@ -1,11 +1,11 @@
-"""Figures of runs, from plain arrays.
+"""Figures of runs, drawn from arrays.
 
     plot_run(path, curve, spans, title=…)          loss and throughput, shaded where the hardware changed
     plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
     plot_relay(path, legs, title=…)                which place had a run when, and how far it came
 
-A hundred thousand batches are thinned before they are drawn: of each stretch its lowest and its highest value.
-Batches are placed by `Axis`: tokens or FLOPs may stand along it as well.
+Curves of more than MAX_POINTS are thinned to the lowest and the highest value of each stretch. `Axis` places batches
+along the figure by number, tokens or FLOPs.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogFormatter
 from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
@@ -25,7 +25,7 @@ from llmfoundry_lite.report.figure import REFERENCE, TRAIN, VALIDATION, clean, c
 SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
 MAX_POINTS = 4000
 """Points drawn of one curve; a figure is a quarter as many pixels wide."""
-CROWD = 400
+MAX_DISTINCT_POINTS = 400
 """Points of one curve that can still be told apart."""
 
 Floats = NDArray[np.float64]
@@ -43,9 +43,9 @@ class Axis:
     """Tokens or FLOPs after each of `batches`."""
 
     def place(self, batches: Any) -> Any:
-        """Place batches without a total between their neighbours, and 0 where the run began.
+        """Return the place of each batch. Batches without a total are interpolated, from 0 where the run began.
 
-        Dead branches go on at the run's mean pace behind its last batch.
+        Dead branches go on at the run's mean pace after its last batch.
         """
         if self.batches is None or self.totals is None:
             return batches
@@ -60,8 +60,8 @@ class Axis:
     def draw_with_mean(
         self, axes: Any, batches: Ints, values: Floats, reach: int | None, *, linewidth: float, label: str, **look: Any
     ) -> None:
-        """Draw each value; if they are too many to be told apart, the mean of neighbours over them."""
-        if reach == 0 or (reach is None and len(values) <= CROWD):
+        """Draw each value; where they are too many to be told apart, draw a running mean over them."""
+        if reach == 0 or (reach is None and len(values) <= MAX_DISTINCT_POINTS):
             self.draw(axes, batches, values, linewidth=linewidth, label=label, **look)
             return
         self.draw(axes, batches, values, color=look["color"], linewidth=0.6, alpha=0.35)
@@ -98,7 +98,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Absolute differences of a run's losses from the first one's, at the batches that both have."""
+    """Absolute differences of a run's losses from the first run's, at the batches that both have."""
 
     name: str
     batches: Ints
@@ -143,7 +143,9 @@ def plot_run(
     speed.yaxis.set_major_formatter("{x:,.0f}")
     _finish_axes((loss, speed), [curve])
     if spans:
-        _shade((loss, speed), spans, axis, _shades([spans]), zorder=0)
+        shades = _shades([spans])
+        for panel, span in itertools.product((loss, speed), spans):
+            panel.axvspan(*_ends(span, axis), color=shades[span.label], linewidth=0, zorder=0)
         _label_strips(figure, strip, [spans], [""], [axis])
     figure.axes[0].set_title(title, fontsize=11)
     write(figure, path)
@@ -180,6 +182,8 @@ def plot_comparison(
     for i, difference in enumerate(differences, start=1):
         _plot_difference(gap, curves[0].axis, difference, color(i), reach)
     gap.set_yscale("log")
+    gap.yaxis.set_major_formatter(LogFormatter())  # the scale's own writes formulas, and texts are not parsed as such
+    gap.yaxis.set_minor_formatter(LogFormatter())
     if not gap.lines:
         gap.set_ylim(1e-7, 1)
     gap.set_ylabel(f"|difference| from\n{curves[0].name}")
@@ -270,12 +274,6 @@ def _finish_axes(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
 # ------------------------------------------------------------------------------------------------ hardware
 
 
-def _shade(panels: Sequence[Any], spans: Sequence[Span], axis: Axis, shades: Mapping[str, str], **look: Any) -> None:
-    for axes in panels:
-        for span in spans:
-            axes.axvspan(*_ends(span, axis), color=shades[span.label], linewidth=0, **look)
-
-
 def _ends(span: Span, axis: Axis) -> tuple[float, float]:
     return axis.place(span.first_batch - 0.5), axis.place(span.last_batch + 0.5)
 
@@ -289,45 +287,31 @@ def _label_strips(
     figure: Any, strips: Sequence[Any], rows: Sequence[Sequence[Span]], names: Sequence[str], scales: Sequence[Axis]
 ) -> None:
     """Fill a bar for each run with its hardware: labels if all of them fit, else numbers and a legend."""
-    shades = _shades(rows)
+    shades, bars = _shades(rows), []
+    look = {"ha": "center", "va": "center", "fontsize": 8, "color": "#333333", "in_layout": False}
     for axes, spans, name, scale in zip(strips, rows, names, scales, strict=True):
-        _shade([axes], spans, scale, shades)
         axes.spines[:].set_visible(False)
         axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
-        axes.set_ylim(0, 1)
-        if name:
-            axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+        for span in spans:
+            bar = axes.axvspan(*_ends(span, scale), color=shades[span.label], linewidth=0)
+            text = span.label.replace(" · ", "\n", 1) if len(rows) == 1 else span.label
+            bars.append((span.label, bar, axes.annotate(text, (0.5, 0.5), xycoords=bar, **look)))
     escape_texts(figure)
     figure.draw_without_rendering()  # which gives every panel its place
-    numbers = {label: str(i) for i, label in enumerate(shades, start=1)}
-    texts = {label: label.replace(" · ", "\n", 1) if len(rows) == 1 else label for label in shades}
-    wide = {text: _width(figure, text) for text in (*texts.values(), *numbers.values())}
-    bars = [
-        (axes, _ends(span, scale), span.label)
-        for axes, spans, scale in zip(strips, rows, scales, strict=True)
-        for span in spans
-    ]
 
-    def fits(axes: Any, ends: tuple[float, float], text: str) -> bool:
-        (left, _), (right, _) = axes.transData.transform([(end, 0) for end in ends])
-        return wide[text] + 6 < right - left
+    def fits(bar: Any, text: Any) -> bool:
+        return text.get_window_extent().width + 6 < bar.get_window_extent().width
 
-    all_fit = all(fits(axes, ends, texts[label]) for axes, ends, label in bars)
-    for axes, ends, label in bars:
-        text = texts[label] if all_fit else numbers[label]
-        if fits(axes, ends, text):
-            axes.text(sum(ends) / 2, 0.5, text, ha="center", va="center", fontsize=8, color="#333333")
-    if not all_fit:
-        handles = [Patch(color=shades[label], label=f"{numbers[label]}  {label}") for label in shades]
-        figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
-
-
-def _width(figure: Any, text: str) -> float:
-    """Measure a text in pixels."""
-    drawn = figure.text(0, 0, printable(text, keep="\n"), fontsize=8)
-    width = drawn.get_window_extent(figure.canvas.get_renderer()).width
-    drawn.remove()
-    return width
+    if all(fits(bar, text) for _, bar, text in bars):
+        return
+    numbers = {label: i for i, label in enumerate(shades, start=1)}
+    for label, bar, text in bars:
+        text.set_text(f"{numbers[label]}")
+        if not fits(bar, text):
+            text.remove()
+    handles = [Patch(color=shades[label], label=f"{number}  {label}") for label, number in numbers.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
 
 
 # ------------------------------------------------------------------------------------------------- numbers
@@ -336,7 +320,7 @@ def _width(figure: Any, text: str) -> float:
 def thin(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> tuple[NDArray[Any], Floats]:
     """Keep at most `max_points`, among these the lowest and the highest of every stretch.
 
-    NaN stays a gap only if a whole stretch is NaN.
+    A gap of NaN stays only where a whole stretch is NaN.
     """
     if len(values) <= max_points:
         return batches, values

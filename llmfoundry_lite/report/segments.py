@@ -1,4 +1,4 @@
-"""Place, speed, energy and cost of each span of batches.
+"""Hardware, speed, energy and cost of each span of batches.
 
 The spans are the segments of the newest checkpoint's manifest; their numbers come from metrics.jsonl, the last line of
 each batch:
@@ -41,6 +41,7 @@ def segment_facts(run: Run, prices: Mapping[str, float]) -> list[Facts]:
 
 
 def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
+    """Return the facts of one segment."""
     here = log.within(segment.first_batch, segment.last_batch)
     tokens, seconds = log.tokens[here], log[SECONDS][here]
     hours, num_devices = elapsed_hours(log, here), segment.num_devices
@@ -75,6 +76,7 @@ def total(facts: Sequence[Facts]) -> Facts:
 
 
 def elapsed_hours(log: Log, here: slice) -> float | None:
+    """Sum the hours of each launch from the start of its first batch here; None where no clock was logged."""
     launches, elapsed, seconds = log.launch[here], log[ELAPSED][here], log[SECONDS][here]
     hours = 0.0
     for launch in np.unique(launches):
@@ -133,7 +135,7 @@ def names_of(segment: Segment, row: Accelerator | None) -> list[str]:
 
 
 def unused_prices(runs: Sequence[Run], prices: Mapping[str, float]) -> list[str]:
-    """Return prices of devices on which no segment ran: a misspelt name must not pass in silence."""
+    """Return devices with a price on which no segment ran: their names may be misspelt."""
     used = set()
     for run in runs:
         for segment in run.segments:
@@ -146,7 +148,7 @@ def unused_prices(runs: Sequence[Run], prices: Mapping[str, float]) -> list[str]
 
 
 def spans_of(facts: Sequence[Facts]) -> list[Span]:
-    """Return what the figure shades: neighbours of one kind are one span, and two kinds never bear one label."""
+    """Return the spans that the figure shades: neighbours of one kind are merged, and kinds have different labels."""
     spans: list[Span] = []
     for fact, label in zip(facts, label_kinds([kind_of(fact) for fact in facts]), strict=True):
         if spans and spans[-1].label == label and spans[-1].last_batch + 1 == fact["first_batch"]:
@@ -164,7 +166,7 @@ def kind_of(fact: Facts) -> Facts:
 
 
 def label_kinds(kinds: Sequence[Facts]) -> list[str]:
-    """Return `8 x H100-80GB · FULL_SHARD · amp_bf16 PURE`, and for kinds equal so far, what tells them apart."""
+    """Return `8 x H100-80GB · FULL_SHARD · amp_bf16 PURE` for each kind, and what tells equal ones apart."""
     bases = [base_label(kind) for kind in kinds]
     labels = []
     for kind, base in zip(kinds, bases, strict=True):
@@ -193,6 +195,6 @@ def short_device(kind: Facts) -> str:
 
 
 def short_precision(precision: str | None) -> str | None:
-    """Leave out the mode of fp32 and tf32, which are the same in all."""
+    """Drop the mode of fp32 and tf32, where all modes are the same."""
     first = precision.split()[0] if precision else None
     return first if first in ("fp32", "tf32") else precision

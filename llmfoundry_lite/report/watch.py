@@ -1,4 +1,4 @@
-"""A running run, live: batch, loss, rate, remaining time, last checkpoint.
+"""Live view of a run: batch, loss, rate, remaining time, last checkpoint.
 
     llmfoundry-lite watch runs/mpt-1b
 
@@ -60,6 +60,7 @@ class Watched:
             raise DataError(f"{folder}: no status.json here; {expected}")
 
     def look(self) -> None:
+        """Read the status, and what the log has since the last look."""
         self.status = read_status(self.folder) or {"status": "unknown", "batch": 0, "reason": None}
         if self.max_duration is None:
             self.max_duration = self._read_duration()

@@ -72,6 +72,7 @@ def test_differences_of_zero_are_counted_and_not_drawn_on_the_scale(tmp_path, dr
         "d: no common batch",
     ]
     assert gap.get_yscale() == "log"
+    assert all(label.get_text()[:2] == "1e" for label in gap.get_yticklabels())
     assert np.nansum(np.isfinite(gap.lines[0].get_ydata())) == 40
 
 
