@@ -82,9 +82,11 @@ class Segment:
     precision: str | None = None
     attention: str | None = None
     reduction: str | None = None
-    """`each microbatch` or `each batch`: when gradients are summed over devices."""
+    """`each microbatch` or `each batch`: when gradients are summed over devices; `each batch, exactly`: whenever."""
     compile_config: dict[str, Any] | None = None
     """None: not compiled."""
+    num_threads: int | None = None
+    """Threads of each rank, on a CPU."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the hardware overlay sets, such as NCCL's, as the processes had them."""
     tokens_per_second: float | None = None

@@ -46,6 +46,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_compilation(config.compile_config or {})
         check_layout(config)
         _check_islands(config)
+        _check_exact_sums(config)
         _check_only(config.scheduler, "scheduler")
         _check_schedule_units(config, any(get(layer.values, "scheduler.t_scale")[0] for layer in layers))
         _check_schedule_spans(config.scheduler, Duration.parse(config.max_duration))
@@ -334,6 +335,28 @@ def _check_islands(config: TrainConfig) -> None:
     if config.save_folder is None:
         raise ConfigError(
             "save_folder: missing; islands take turns to save, so name a folder or URL that all of them reach"
+        )
+
+
+def _check_exact_sums(config: TrainConfig) -> None:
+    """Refuse what computes a microbatch otherwise on other ranks."""
+    if not config.exact_sums:
+        return
+    reasons = {
+        "tp_config": (config.tensor_parallel_degree > 1, "tensor parallelism divides the sums within a product"),
+        "cp_config": (config.context.context_parallel_degree > 1, "context parallelism divides the sums over a sample"),
+        "precision: amp_fp16": (config.precision == "amp_fp16", "the loss scale changes what is rounded"),
+        "model.attn_config.attn_pdrop": (bool(config.model.attn_config.attn_pdrop), "kernels draw it for each rank"),
+        "train_loader.name": (config.train_loader.name != "text", "nothing is known of the rows of its microbatches"),
+        "optimizer.name": (config.optimizer.name.startswith("python:"), "nothing is known of its arithmetic on shards"),
+    }
+    for what, (is_asked_for, why) in reasons.items():
+        if is_asked_for:
+            raise ConfigError(f"exact_sums: does not go with {what}: {why}; remove one of them")
+    if config.device_train_microbatch_size is None:
+        raise ConfigError(
+            "exact_sums: needs device_train_microbatch_size, which becomes part of the run: auto, or a number that "
+            "divides the samples of a device wherever the run goes on, such as 1"
         )
 
 

@@ -59,6 +59,11 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
             f"device_train_microbatch_size: {microbatch} is more than the {batch // num_ranks} samples "
             f"each device gets ({batch} / {num_ranks} {devices}); set it to {batch // num_ranks} or less"
         )
+    if config.exact_sums and isinstance(microbatch, int) and batch // num_ranks % microbatch:
+        raise ConfigError(
+            f"device_train_microbatch_size: {microbatch} does not divide the {batch // num_ranks} samples of each "
+            "device; with exact_sums every microbatch has as many"
+        )
     if layout.pipeline > 1:
         _check_microbatches(config, layout, batch // num_ranks)
 

@@ -21,6 +21,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.context import Context
+from llmfoundry_lite.parallel.exact import ExactSums, round_tied_gradients
 from llmfoundry_lite.parallel.mesh import names_of, within_stage
 from llmfoundry_lite.parallel.pipeline import Loss, Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import Precision
@@ -40,6 +41,7 @@ def build_parallel_model(
     attn_impl: str = "sdpa",
     *,
     sequence_parallel: bool = False,
+    sums: ExactSums | None = None,
 ) -> MPT:
     """Build an initialised, sharded MPT on this rank's device. No rank ever holds more than its shards.
 
@@ -48,7 +50,7 @@ def build_parallel_model(
     check_compiler(compile_config)
     with torch.device("meta"):
         model = MPT(config, attn_impl)
-    return materialise(model, fsdp, precision, mesh, seed, compile_config, sequence_parallel)
+    return materialise(model, fsdp, precision, mesh, seed, compile_config, sequence_parallel, sums)
 
 
 def build_pipeline(
@@ -95,9 +97,10 @@ def materialise(
     seed: int,
     compile_config: dict[str, Any] | None,
     sequence_parallel: bool = False,
+    sums: ExactSums | None = None,
 ) -> Model:
     """Shard a model that is on the meta device, allocate this rank's shards, and initialise them."""
-    shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel)
+    shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel, sums)
     on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     model.to_empty(device=device)
@@ -112,18 +115,26 @@ def shard_model(
     mesh: DeviceMesh,
     compile_config: dict[str, Any] | None = None,
     sequence_parallel: bool = False,
+    sums: ExactSums | None = None,
 ) -> None:
     """Divide each block among the tensor group, checkpoint its activations, compile it and shard it; then shard the
-    embeddings and the last norm. In place."""
+    embeddings and the last norm. In place. Their gradients go to `sums`, if given."""
     data_mesh = within_stage(mesh)
-    if data_mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer:
+    if sums and model.config.tie_word_embeddings and model.stage.is_first:
+        round_tied_gradients(model.transformer.wte)
+    # Exact sums see each use of a parameter in its own dtype, which a copy for the block would add up.
+    sees_copies = sums is not None and precision.parameters != torch.float32
+    if data_mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer and not sees_copies:
         prepare_for_one_device(model, fsdp, precision)
+        if sums:
+            sums.watch(model)
         return
     is_divided = "tensor" in names_of(mesh)
     if is_divided:
         data_mesh = within_stage(mesh, without=("tensor",))
         divide_layers(model, mesh["tensor"], sequence_parallel)
-    policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=precision.reduction)
+    reduction = torch.float64 if sums else precision.reduction
+    policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=reduction)
     is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
     shard = partial(
         fully_shard, mp_policy=policy, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
@@ -143,6 +154,9 @@ def shard_model(
             block.compile(**compile_config)
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=data_mesh, reshard_after_forward=False)
+    if sums:
+        for module in (model, *model.transformer.blocks):
+            sums.watch(module)
     if data_mesh.size() > 1:
         # FSDP2 gathers a block's parameters when the block begins. Each block also prefetches its successor's, so that
         # the gather overlaps with computation. Backward passes prefetch by default.

@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,15 +199,18 @@ def replace_numbers() -> None:
     """Replace numbers that the host reads: nothing is computed. Each read is still made."""
     from llmfoundry_lite.training import builders, trainer
     from llmfoundry_lite.training.agreement import Agreement
-    from llmfoundry_lite.training.trainer import ParallelTrainer
+    from llmfoundry_lite.training.trainer import Measured, ParallelTrainer
 
-    real_measure, real_count = trainer.measure, builders.DataSpec.get_num_tokens_in_batch
+    real_count = builders.DataSpec.get_num_tokens_in_batch
     real_load, real_iterate = builders.load_tokenizer, ParallelTrainer._iter_dataloader
     real_agree = Agreement._agree
 
-    def measure(*args: Any) -> tuple[float, float, int]:
-        real_measure(*args)
-        return GRADIENT_NORM, 1.0, 0
+    def measuring(real: Callable[..., Any]) -> Callable[..., Measured]:
+        def measure(*args: Any) -> Measured:
+            real(*args)
+            return Measured(GRADIENT_NORM, 1.0, 0)
+
+        return measure
 
     def count(self: Any, batch: Any, token_type: str = "total") -> int:
         real_count(self, batch, token_type)
@@ -232,7 +235,7 @@ def replace_numbers() -> None:
     replace(ParallelTrainer, _iter_dataloader=iterate)
     replace(Agreement, _agree=agree)
     replace(builders, load_tokenizer=load_tokenizer)
-    replace(trainer, measure=measure)
+    replace(trainer, measure=measuring(trainer.measure), measure_exactly=measuring(trainer.measure_exactly))
     replace(builders.DataSpec, get_num_tokens_in_batch=count)
 
 

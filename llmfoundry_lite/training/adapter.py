@@ -13,6 +13,7 @@ from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.models.dropout import row_keys
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.context import Context
+from llmfoundry_lite.parallel.exact import ExactSums, round_loss
 from llmfoundry_lite.parallel.pipeline import Pipeline
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels, row_weights
@@ -49,6 +50,8 @@ class LanguageModel(ComposerModel):
         """Each row of a training batch has the same weight, not each token. A row counts as full."""
         self.drop_seed: int | None = None
         """Seed of this batch's dropout, where the residual stream is dropped."""
+        self.sums: ExactSums | None = None
+        """Set where gradients do not depend on the number of ranks."""
         self.loss_scale: float = 1.0
         """Multiplies the gradient, never the reported loss (training/trainer.py sets it)."""
 
@@ -56,6 +59,8 @@ class LanguageModel(ComposerModel):
     def num_parts(self) -> int:
         """Ranks that divide each sample."""
         return 1 if self.context is None else self.context.size
+
+    has_first_stage = True
 
     @property
     def shared_parameters(self) -> list[torch.nn.Parameter]:
@@ -110,6 +115,11 @@ class LanguageModel(ComposerModel):
             mean.register_hook(lambda gradient: gradient * scale)
         return mean
 
+    def weight_of_loss(self, tokens_bt: torch.Tensor, share: float) -> float:
+        """Return the weight in a batch of each nat of `loss_sum`. `share`: see `PipelinedLanguageModel.train_on`."""
+        full_row = max(tokens_bt.size(1) - 1, 1) if self.by_rows else 1
+        return self.num_parts / (share * full_row)
+
     def eval_forward(self, batch: Any, outputs: Any | None = None) -> dict[str, torch.Tensor]:
         return outputs if outputs is not None else self(batch)
 
@@ -126,6 +136,7 @@ class PipelinedLanguageModel(LanguageModel):
     def __init__(self, model: Pipeline, *arguments: Any, **options: Any):
         super().__init__(model, *arguments, **options)
         self.num_stages = model.num_ranks
+        self.has_first_stage = model.has_first
 
     @property
     def shared_parameters(self) -> list[torch.nn.Parameter]:
@@ -150,7 +161,8 @@ class PipelinedLanguageModel(LanguageModel):
     def train_on(
         self, batch: dict[str, torch.Tensor], num_microbatches: int, num_samples: int, share: float
     ) -> torch.Tensor:
-        """Add up the gradient of a batch, in microbatches of so many samples; returns its weighted loss.
+        """Add up the gradient of a batch, in m microbatches of so many samples. Returns their weighted losses: [m], or
+        [0] where the last stage is not.
 
         `share` is what a data rank has of the global batch on average, in tokens with a loss or in samples. A batch
         that is too small is filled up with rows of padding.
@@ -159,8 +171,7 @@ class PipelinedLanguageModel(LanguageModel):
         missing = num_microbatches * num_samples - len(tokens_bt)
         tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
         labels_bt = next_token_labels(tokens_bt)
-        full_row = max(tokens_bt.size(1) - 1, 1) if self.by_rows else 1
-        weights_m = torch.full((num_microbatches,), self.num_parts / (share * full_row), device=tokens_bt.device)
+        weights_m = torch.full((num_microbatches,), self.weight_of_loss(tokens_bt, share), device=tokens_bt.device)
         losses_m = self.model.train_on(
             self.part(tokens_bt.clamp(min=0)),
             self.part(labels_bt),
@@ -169,7 +180,11 @@ class PipelinedLanguageModel(LanguageModel):
             weights_bt=self.part(row_weights(labels_bt)) if self.by_rows else None,
             drop_keys_b=self.drop_keys(tokens_bt),
         )
-        return losses_m.sum() / self.loss_scale
+        return losses_m / self.loss_scale
+
+
+EVAL_LOSS_BITS = 20
+"""Sums of an evaluation are multiples of 2^-20 nats, so that they are the same on any number of ranks: up to 2^33."""
 
 
 class TokenCrossEntropy(Metric):
@@ -185,7 +200,7 @@ class TokenCrossEntropy(Metric):
         self.add_state("num_tokens", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        self.loss_sum += loss_sum.double()
+        self.loss_sum += round_loss(loss_sum, bits=EVAL_LOSS_BITS)
         self.num_tokens += num_tokens
 
     def compute(self) -> torch.Tensor:

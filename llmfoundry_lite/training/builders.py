@@ -28,6 +28,7 @@ from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel.context import build_context
+from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding
 from llmfoundry_lite.parallel.fsdp import build_parallel_model, build_pipeline
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
@@ -64,6 +65,7 @@ def build_trainer(
         max_skipped_batches=config.max_skipped_batches,
         scaler=LossScaler() if model.precision.loss_scaling else None,
         reduces_every_microbatch=config.reduces_every_microbatch,
+        sums=model.sums,
     )
     agreement = Agreement(ranks, preemption, partners.move_on)
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners)
@@ -164,18 +166,25 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         "compile_config": config.compile_config,
         "attn_impl": attn_impl,
         "sequence_parallel": config.sequence_parallel,
+        "sums": ExactSums() if config.exact_sums else None,
     }
     separator, begins = find_separator(config)
     context = build_context(config.context, layout, device_type) if layout.context > 1 else None
     loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB)
+    if config.exact_sums and config.model.tie_word_embeddings:
+        loss = round_unembedding(loss)
     weighting: Any = {"separator_begins": begins, "by_rows": not config.accumulate_train_batch_on_tokens}
     if layout.pipeline > 1:
         loss = partial(loss, backward_runs_once=not config.pipeline.splits_backward)
         pipeline = build_pipeline(config.model, pipeline=config.pipeline, loss=loss, context=context, **options)
-        return PipelinedLanguageModel(pipeline, precision, separator, context, **weighting)
-    model = build_parallel_model(config.model, **options)
-    language_model: Any = LanguageModel(model, precision, separator, context, loss, **weighting)
-    if fsdp.offload_optimizer:  # Composer moves every model to the device, and FSDP wants these parameters on the host
+        language_model: Any = PipelinedLanguageModel(pipeline, precision, separator, context, **weighting)
+    else:
+        model = build_parallel_model(config.model, **options)
+        language_model = LanguageModel(model, precision, separator, context, loss, **weighting)
+    language_model.sums = options["sums"]
+    if (
+        fsdp.offload_optimizer and layout.pipeline == 1
+    ):  # Composer moves every model to the device, and FSDP wants these parameters on the host
         language_model.to = lambda *args, **kwargs: language_model
     return language_model
 
@@ -203,15 +212,17 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
         orders = {name.removeprefix("model/"): runs for name, runs in orders.items()}
         optimizer = build_muon(named, config.optimizer, config.model, group, orders)
     else:
-        optimizer = build_optimizer_of(config.optimizer, list(named.values()))
+        optimizer = build_optimizer_of(config.optimizer, list(named.values()), fused=not config.exact_sums)
     if shares_state:
         step_together(optimizer)
     return optimizer
 
 
-def build_optimizer_of(config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+def build_optimizer_of(
+    config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter], *, fused: bool = True
+) -> Optimizer:
     if config.name in ("decoupled_adamw", "adamw"):
-        return build_adamw(parameters, config)
+        return build_adamw(parameters, config, fused=fused)
     if config.name in ("lion", "decoupled_lionw"):
         return build_lion(parameters, config)
     return call_object(config.name, "optimizer", parameters, lr=config.lr, **config.kwargs)

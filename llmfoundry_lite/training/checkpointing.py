@@ -34,6 +34,7 @@ from llmfoundry_lite.checkpoint.store import (
 )
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes, refuse_changes
+from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, is_local_or_cached, load_tokenizer
@@ -102,6 +103,8 @@ class Checkpointing(Callback):
         """The newest batch of which a save has begun."""
         self.published_batch = -1
         """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
+        self.microbatch_of_run: int | None = None
+        """Its size, where exact sums make it a part of the run that is carried on."""
         self.newest_url: str | None = None
         """The newest checkpoint that this launch has restored or saved."""
 
@@ -177,6 +180,7 @@ class Checkpointing(Callback):
         if manifest.run_name == self.config.run_name:
             self.wandb_run_id = manifest.scalars.get("wandb_run_id")
         self.segments = manifest.segments
+        self.microbatch_of_run = find_microbatch(self.config, manifest)
 
     def _read_log(self, url: str) -> Log | None:
         """Return the checkpoint's log on rank 0, None elsewhere. Raises CheckpointError on all ranks."""
@@ -425,12 +429,35 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
     # A default that differs between releases is not a change that the user asked for.
     unsaid = [] if config.optimizer.weight_decay is not None else ["optimizer.weight_decay"]
     refuse_changes(changes["never"] + [change for change in changes["logged"] if change.key in unsaid])
+    find_microbatch(config, manifest)
     here, there = fingerprints.get("tokenizer"), manifest.fingerprints.get("tokenizer")
     if here is not None and there is not None and here != there:
         raise CheckpointError(
             f"tokenizer is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was: name "
             "that tokenizer, or begin a new run with its weights (load_weights_only=true)"
         )
+
+
+def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
+    """Return the size of the checkpoint's microbatches, if this launch must have the same; else None.
+
+    Raises CheckpointError if it cannot.
+    """
+    if not (config.exact_sums and (manifest.config or {}).get("exact_sums") and manifest.segments):
+        return None
+    size, here = manifest.segments[-1].device_train_microbatch_size, config.device_train_microbatch_size
+    num_samples = config.global_train_batch_size // layout_here(config).num_data_ranks
+    if here not in ("auto", size):
+        raise CheckpointError(
+            f"device_train_microbatch_size is {here} here and {size} in the checkpoint, and exact_sums makes it a part "
+            f"of the run: set it to {size} or auto, or exact_sums=false from here on"
+        )
+    if size is not None and config.islands is None and num_samples % size:
+        raise CheckpointError(
+            f"the run's microbatches have {size} samples, which exact_sums keeps, and that does not divide the "
+            f"{num_samples} samples of a device here; start another number of devices, or exact_sums=false"
+        )
+    return size
 
 
 def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:

@@ -392,7 +392,7 @@ class Islands(Partners):
         if len(self.view.members) > 1:
             self._sum_over_islands(inside, swapped, weight)
             complete(gradients, parts, self.pieces, self.boxes)
-        norm, mean, num_bad = measure(list(self.parameters.values()), loss, self.gradient_step.bad_losses)
+        norm, mean, num_bad, _ = measure(list(self.parameters.values()), loss, self.gradient_step.bad_losses)
         return {"ok": True, "leaving": bool(leaves), "norm": norm, "loss": mean, "bad": num_bad}
 
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.config.layout import layout_here
+from llmfoundry_lite.config.layout import divisors, layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
@@ -45,6 +45,8 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
     size = config.first_microbatch_size(device_batch_size)
     if config.device_train_microbatch_size == "auto":
         sizes = range(1, device_batch_size + 1)
+        if config.exact_sums:
+            sizes = divisors(device_batch_size)
         if layout.pipeline > 1:
             sizes = [n for n in sizes if takes_microbatches(config.pipeline, -(-device_batch_size // n))]
         advise = partial(advise_less_memory, config, layout, devices.device_type())
@@ -153,6 +155,8 @@ class Search:
 def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_len: int, *, accumulates: bool) -> None:
     """Compute the gradient of one microbatch, or of all that a batch has where stages keep several."""
     model.train()
+    if model.sums:
+        model.sums.begin(model.parameters(), num_microbatches)
     is_pipeline = isinstance(model, PipelinedLanguageModel)
     num_rows = num_samples * num_microbatches if is_pipeline else num_samples
     batch = {"input_ids": torch.zeros((num_rows, seq_len), dtype=torch.int64, device=_device())}

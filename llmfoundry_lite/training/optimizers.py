@@ -10,15 +10,21 @@ from torch.optim import AdamW, Optimizer
 from llmfoundry_lite.config.schema import OptimizerConfig
 
 
-def build_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """Build AdamW, fused into one kernel.
+def build_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, fused: bool = True) -> Optimizer:
+    """Build AdamW, fused into one kernel (whose last digits on a CPU depend on where a shard ends) or operation by
+    operation.
 
     `decoupled_adamw` shrinks weights by weight_decay * (lr / initial lr) a step (Loshchilov and Hutter 2019, with
     the schedule alone as multiplier), which is torch's lr * weight_decay with weight_decay / initial lr in its place.
     """
     decay = config.decay / config.lr if config.name == "decoupled_adamw" else config.decay
     return AdamW(
-        parameters, lr=config.lr, betas=config.betas or (0.9, 0.95), eps=config.eps, weight_decay=decay, fused=True
+        parameters,
+        lr=config.lr,
+        betas=config.betas or (0.9, 0.95),
+        eps=config.eps,
+        weight_decay=decay,
+        fused=fused or None,
     )
 
 
@@ -61,8 +67,14 @@ def clear_gradients(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            getattr(parameter, "share_of", parameter).grad = None
             parameter.grad = None
+    for parameter in whole_parameters(optimizer):
+        parameter.grad = None
+
+
+def whole_parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """Return the model's parameters, where the optimizer has rows of them (ZeRO-1) or themselves."""
+    return [getattr(one, "share_of", one) for group in optimizer.param_groups for one in group["params"]]
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor:

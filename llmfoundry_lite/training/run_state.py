@@ -148,6 +148,7 @@ DIGITS_DEPEND_ON = {
     "attention": "attention",
     "reduction after": "reduction",
     "compile_config": "compile_config",
+    "threads of a rank": "num_threads",
 }
 """Display name -> field of a segment that changes the last digits of results, but not the mathematics."""
 
@@ -174,11 +175,18 @@ def build_segment(
         pipeline=f"{layout.pipeline} stages, {config.pipeline.schedule}" if layout.pipeline > 1 else None,
         precision=f"{devices.computed_precision(config.precision)} {fsdp.mixed_precision}",
         attention=model.attn_impl,
-        reduction="each microbatch" if config.reduces_every_microbatch else "each batch",
+        reduction=_describe_reduction(config),
+        num_threads=torch.get_num_threads() if devices.device_type() == "cpu" else None,
         compile_config=config.compile_config,
         environment={name: os.environ.get(name, value) for name, value in config.environment.items()},
         **measured,
     )
+
+
+def _describe_reduction(config: TrainConfig) -> str:
+    if config.exact_sums:  # whenever it happens
+        return "each batch, exactly"
+    return "each microbatch" if config.reduces_every_microbatch else "each batch"
 
 
 def find_differences(last: Segment, here: Segment) -> list[str]:

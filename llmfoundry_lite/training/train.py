@@ -63,7 +63,10 @@ def train(config: TrainConfig) -> None:
         trainer, checkpointing = build_trainer(config, run, preemption, start, partners)
         preemption.listen()
         state, max_duration = trainer.state, Duration.parse(config.max_duration)
-        state.device_train_microbatch_size = choose_microbatch(config, checkpointing.model, state.optimizers[0])
+        size = checkpointing.microbatch_of_run
+        if size is None:
+            size = choose_microbatch(config, checkpointing.model, state.optimizers[0])
+        state.device_train_microbatch_size = size
         if progress_of(state, max_duration) < 1:
             partners.enter(trainer, checkpointing, run.leave)
         run.start(trainer, checkpointing.wandb_run_id, checkpointing.history)

@@ -25,9 +25,18 @@ from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.data.loader import format_digest
 from llmfoundry_lite.errors import NonFiniteError
+from llmfoundry_lite.parallel.exact import (
+    ExactSums,
+    as_summands,
+    is_first_copy,
+    norm_of,
+    round_loss,
+    round_to_fp32,
+    sum_squares,
+)
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_filled
-from llmfoundry_lite.training.optimizers import clear_gradients, local
+from llmfoundry_lite.training.optimizers import clear_gradients, local, whole_parameters
 from llmfoundry_lite.training.partners import Partners
 
 LOSS = "loss/train/total"
@@ -110,14 +119,18 @@ class ParallelTrainer(Trainer):
         assert spec is not None and isinstance(state.device_train_microbatch_size, int)
         batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
         total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_filled
-        share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
+        # All rows of one launch among several may be padding. Exact sums are no means over ranks.
+        share = max(total, 1) / (1 if self.gradient_step.sums else self.ranks.size)
         is_pipeline = isinstance(model, PipelinedLanguageModel)
         device = state.device._device
         assert device is not None
         self.partners.begin_batch()
-        self.gradient_step.begin(-(-len(batch["input_ids"]) // size), device)
+        num_microbatches = -(-len(batch["input_ids"]) // size)
+        self.gradient_step.begin(num_microbatches, device)
         run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
+        if self.gradient_step.sums:
+            self.gradient_step.sums.begin(whole_parameters(state.optimizers[0]), num_microbatches * self.ranks.size)
         loss_sum = torch.zeros((), device=device)
         for microbatch in [batch] if is_pipeline else spec.split_batch(batch, size):
             state.batch = state.device.batch_to_device(microbatch)
@@ -128,20 +141,30 @@ class ParallelTrainer(Trainer):
             run_event(Event.AFTER_FORWARD)
             run_event(Event.BEFORE_LOSS)
             if is_pipeline:  # forward and backward passes of all microbatches
-                state.loss = model.train_on(state.batch, -(-self.device_batch_size // size), size, share)
+                losses = model.train_on(state.batch, -(-self.device_batch_size // size), size, share)
+                state.loss = losses.sum()
             else:
                 state.loss = model.loss(state.outputs, state.batch)
             assert isinstance(state.loss, torch.Tensor)
             self.gradient_step.after_loss(state.loss)
             run_event(Event.AFTER_LOSS)
             run_event(Event.BEFORE_BACKWARD)
-            weighted = state.loss if is_pipeline else state.loss * (self._count(microbatch) / share)
             if not is_pipeline:
-                weighted.backward()
+                losses = self._weigh(microbatch, share)
+                losses.backward()
             run_event(Event.AFTER_BACKWARD)
-            loss_sum += weighted.detach()
+            loss_sum = loss_sum + self.gradient_step.sum_losses(losses.detach())
         state.batch = batch
         return loss_sum
+
+    def _weigh(self, microbatch: Any, share: float) -> torch.Tensor:
+        """Return the microbatch's loss times its weight in the batch."""
+        if self.gradient_step.sums:  # as a pipeline does, to the bit
+            outputs: Any = self.state.outputs
+            model: Any = self._original_model
+            return outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], share)
+        assert isinstance(self.state.loss, torch.Tensor)
+        return self.state.loss * (self._count(microbatch) / share)
 
     def _count(self, microbatch: Any) -> int:
         """Count the tokens that have a loss, or the samples, whichever the loss is a mean of."""
@@ -170,6 +193,8 @@ class Measured(NamedTuple):
     """Mean of the data ranks' losses."""
     num_bad_losses: int
     """Microbatches whose loss is not finite."""
+    is_out_of_range: bool = False
+    """An element of the gradient is larger than exact sums can hold."""
 
 
 @dataclass
@@ -216,6 +241,8 @@ class GradientStep:
     max_skipped_batches: int
     scaler: LossScaler | None = None
     reduces_every_microbatch: bool = True
+    sums: ExactSums | None = None
+    """Where the gradient does not depend on the number of ranks."""
     num_skipped_batches: int = 0
     agreed: Measured | None = None
     """Measured by `partners` over all launches; None: `finish` measures."""
@@ -238,7 +265,10 @@ class GradientStep:
             self.model.model.set_requires_all_reduce(is_last or self.model.precision.reduction != torch.float32)
 
     def after_loss(self, loss: torch.Tensor) -> None:
-        self.bad_losses += (~torch.isfinite(loss.detach())).float()
+        self.bad_losses += (~torch.isfinite(loss.detach())).float().sum()
+
+    def sum_losses(self, losses: torch.Tensor) -> torch.Tensor:
+        return (round_loss(losses) if self.sums else losses).sum()
 
     def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
         """Unscale and clip the gradient, or drop it if it is not finite. Returns the global batch's loss.
@@ -246,14 +276,14 @@ class GradientStep:
         `loss` is this rank's; messages name the batch's `digest`. Raises NonFiniteError.
         """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if self.sums:
+            self.sums.finish(parameters)
         gradients = [local(p.grad) for p in parameters]
         if self.scaler:
             torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
-        norm, mean_loss, num_bad_losses = self.agreed or measure(
-            parameters, loss, self.bad_losses, self.model.num_stages, self.model.shared_parameters
-        )
+        norm, mean_loss, num_bad_losses, is_out_of_range = self.agreed or self.measure(parameters, loss)
         metrics = {LOSS: mean_loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
-        finite = math.isfinite(norm) and num_bad_losses == 0
+        finite = math.isfinite(norm) and num_bad_losses == 0 and not is_out_of_range
         if finite and self.clipping is not None:
             clip(gradients, norm, self.clipping)
         if self.scaler:
@@ -267,11 +297,22 @@ class GradientStep:
         logger.log_metrics(metrics)
         if not finite:
             where = f"batch {int(state.timestamp.batch) + 1} (data/digest {digest})"
-            self._skip_or_stop(where, norm, num_bad_losses, overflowed)
+            what = "the loss is not finite" if num_bad_losses else f"the gradient's norm is {norm}"
+            if self.sums and is_out_of_range and math.isfinite(norm) and not num_bad_losses:
+                limit = self.sums.largest_element
+                what = f"a microbatch's gradient has an element above {limit:g}, which exact_sums cannot add"
+            self._skip_or_stop(where, what, overflowed)
         return mean_loss
 
-    def _skip_or_stop(self, where: str, norm: float, num_bad_losses: int, overflowed: bool) -> None:
-        what = "the loss is not finite" if num_bad_losses else f"the gradient's norm is {norm}"
+    def measure(self, parameters: list[torch.nn.Parameter], loss: torch.Tensor) -> Measured:
+        model = self.model
+        if self.sums:
+            shared = () if model.has_first_stage else [id(p) for p in model.shared_parameters]
+            counted = [p for p in parameters if id(p) not in shared]
+            return measure_exactly(counted, loss, self.bad_losses, self.sums.count_out_of_range())
+        return measure(parameters, loss, self.bad_losses, model.num_stages, model.shared_parameters)
+
+    def _skip_or_stop(self, where: str, what: str, overflowed: bool) -> None:
         if overflowed:
             assert self.scaler is not None
             what = f"the fp16 gradient overflowed; the loss scale is now {self.scaler.scale:g}"
@@ -311,6 +352,30 @@ def measure(
     squares, loss_sum, num_bad_losses = sums.tolist()
     norm = math.sqrt(squares) if squares >= 0 else squares
     return Measured(norm, loss_sum / stage_size, int(num_bad_losses))
+
+
+def measure_exactly(
+    parameters: list[torch.nn.Parameter], loss: torch.Tensor, bad_losses: torch.Tensor, num_too_large: torch.Tensor
+) -> Measured:
+    """Do the same so that no order of summation matters. `parameters` are those that this rank counts.
+
+    The unit of the squares follows from the largest element on any rank, which takes a collective of its own.
+    """
+    device = bad_losses.device
+    gradients = [g for p in parameters if is_first_copy(p.grad) and (g := local(p.grad)).numel()]
+    norms = torch._foreach_norm(gradients, math.inf) if gradients else ()
+    largest = torch.stack([torch.zeros((), device=device), *(n.to(device) for n in norms)]).amax()
+    is_finite = torch.isfinite(largest)
+    largest = torch.where(is_finite, largest, 1.0)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    exponent = torch.frexp(largest).exponent
+    squares = as_summands(sum_squares(gradients, exponent))
+    counts = torch.stack([loss.double(), bad_losses.double(), num_too_large.to(device), (~is_finite).double()])
+    found = torch.cat([squares, counts])
+    dist.all_reduce(found)
+    *summands, loss_sum, num_bad_losses, num_too_large_found, num_infinite = found.tolist()
+    norm = math.nan if num_infinite else norm_of(summands, int(exponent))
+    return Measured(norm, round_to_fp32(loss_sum), int(num_bad_losses), num_too_large_found > 0)
 
 
 def _by_replicas(

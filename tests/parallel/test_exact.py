@@ -1,0 +1,95 @@
+"""Sums of gradients, losses and squares are the same in any order and any grouping."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from llmfoundry_lite.parallel.exact import (
+    GRID_BITS,
+    LARGEST_SUM,
+    ExactSums,
+    as_summands,
+    norm_of,
+    round_loss,
+    sum_squares,
+)
+
+
+def gradients(count: int = 24, size: int = 4096) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    scales = torch.logspace(-9, 0, size)
+    return [torch.randn(size, generator=generator) * scales for _ in range(count)]
+
+
+def collected(parts: list[torch.Tensor], sums: ExactSums) -> torch.Tensor:
+    """The gradient of a parameter whose microbatches have these gradients, in float64."""
+    layer = torch.nn.Linear(len(parts[0]), 1, bias=False)
+    sums.watch(layer)
+    sums.begin(layer.parameters(), len(parts))
+    for part in parts:
+        layer(part[None]).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float64
+    return layer.weight.grad[0]
+
+
+def test_microbatches_add_up_to_the_same_bits_in_any_order_and_grouping():
+    parts = gradients()
+    whole = collected(parts, ExactSums())
+    backwards = collected(parts[::-1], ExactSums())
+    by_ranks = sum((collected(parts[rank::3], ExactSums()) for rank in (2, 0, 1)), torch.zeros_like(whole))
+    assert torch.equal(whole, backwards) and torch.equal(whole, by_ranks)
+    exact = sum(map(torch.Tensor.double, parts), torch.zeros_like(whole))
+    assert (whole - exact).abs().max() <= len(parts) * 2.0 ** -(GRID_BITS + 1)
+
+
+def test_one_microbatch_that_is_not_rounded_breaks_it():
+    parts = gradients()
+    rest = collected(parts[1:], ExactSums())
+    one = (parts[0] * math.pi).double() / math.pi  # more bits than the grid has
+    assert not torch.equal(one + rest, collected(parts, ExactSums()))
+    in_fp32 = sum(parts[::-1], torch.zeros_like(parts[0]))
+    assert not torch.equal(sum(parts, torch.zeros_like(parts[0])), in_fp32)
+
+
+@pytest.mark.parametrize("value", [40.0, -40.0, math.inf, math.nan])
+def test_an_element_that_cannot_be_added_exactly_is_counted(value):
+    parts, sums = [torch.full((3,), 0.5), torch.tensor([0.0, value, 0.0])], ExactSums()
+    collected(parts[:1], sums)
+    assert sums.count_out_of_range() == 0
+    collected(parts, sums)
+    assert sums.count_out_of_range() == 1
+
+
+def test_the_most_that_an_element_may_be_follows_from_the_number_of_microbatches():
+    sums = ExactSums()
+    sums.begin([], 1024)
+    assert sums.largest_element * 1024 == LARGEST_SUM
+
+
+def test_the_norm_is_the_root_of_an_exact_sum_however_it_is_divided():
+    numbers = torch.cat(gradients(6))
+    largest = numbers.abs().max()
+    exponent = torch.frexp(largest).exponent
+    whole = as_summands(sum_squares([numbers], exponent))
+    pieces = [as_summands(sum_squares([piece], exponent)) for piece in (numbers[:7], numbers[7:5000], numbers[5000:])]
+    norm = norm_of(whole.tolist(), int(exponent))
+    assert norm_of(sum(pieces, torch.zeros(3).double()).tolist(), int(exponent)) == norm
+    exact = math.sqrt(sum(Fraction(number) ** 2 for number in numbers.tolist()))
+    assert norm == pytest.approx(exact, rel=2e-7)
+
+
+def test_small_elements_count_in_the_norm_beside_large_ones():
+    numbers = torch.full((1 << 22,), 2.0**-20)
+    numbers[0] = 1.0
+    exponent = torch.frexp(numbers.max()).exponent
+    norm = norm_of(as_summands(sum_squares([numbers], exponent)).tolist(), int(exponent))
+    assert norm**2 - 1 == pytest.approx((len(numbers) - 1) * 2.0**-40, rel=0.1)
+
+
+def test_losses_add_up_in_any_order():
+    losses = [torch.tensor(value) for value in (0.1, 7.3, 1e-4, 11.0)]
+    rounded = [round_loss(loss) for loss in losses]
+    assert sum(rounded) == sum(rounded[::-1])
+    assert float(sum(rounded)) == pytest.approx(sum(map(float, losses)), abs=1e-8)

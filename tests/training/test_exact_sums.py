@@ -1,0 +1,145 @@
+"""`exact_sums`: the same bits on any number of ranks, sharded any way, in stages or not."""
+
+import re
+
+import pytest
+import torch
+
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from tests.helpers.covering import all_cases, cover
+from tests.helpers.runs import attempt, metrics, run, saves
+from tests.helpers.tiny import tiny_config, values, write_data
+
+pytestmark = pytest.mark.multiprocess
+
+LAYOUTS = {
+    "1 rank": (1, {"fsdp_config": {"sharding_strategy": "NO_SHARD"}}),
+    "2 whole": (2, {"fsdp_config": {"sharding_strategy": "NO_SHARD"}}),
+    "2 FULL_SHARD": (2, {}),
+    "3 FULL_SHARD": (3, {"fsdp_config": {"sharding_strategy": "FULL_SHARD", "activation_checkpointing": True}}),
+    "4 SHARD_GRAD_OP": (4, {"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}}),
+    "2 each microbatch": (2, {"fsdp_config": {"sharding_strategy": "FULL_SHARD", "reduce_every_microbatch": True}}),
+    "4 HYBRID_SHARD": (
+        4,
+        {
+            "fsdp_config": {
+                "sharding_strategy": "HYBRID_SHARD",
+                "data_parallel_shard_degree": 2,
+                "reduce_every_microbatch": True,
+            }
+        },
+    ),
+    "3 ZERO_1": (3, {"fsdp_config": {"sharding_strategy": "ZERO_1"}}),
+    "2 stages": (2, {"pp_config": {"pipeline_parallel_degree": 2}}),
+    "2 stages, zero bubble": (2, {"pp_config": {"pipeline_parallel_degree": 2, "schedule": "zero_bubble"}}),
+    "2 stages x 2": (4, {"pp_config": {"pipeline_parallel_degree": 2}}),
+}
+FACTORS = {
+    "layout": list(LAYOUTS),
+    "resumed on": ["1 rank", "2 FULL_SHARD", "2 stages"],
+    "precision": ["fp32", "amp_bf16"],
+    "optimizer": ["decoupled_adamw", "decoupled_lionw", "muon"],
+}
+OPTIMIZERS = {
+    "decoupled_adamw": {"name": "decoupled_adamw", "lr": 1e-2},
+    "decoupled_lionw": {"name": "decoupled_lionw", "lr": 1e-3},
+    "muon": {"name": "muon", "lr": 1e-2},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def exact_config(data, **changes):
+    batches = {"global_train_batch_size": 12, "device_train_microbatch_size": 1, "device_eval_batch_size": 1}
+    spans = {"eval_interval": "2ba", "max_duration": "4ba"}
+    return tiny_config(data, exact_sums=True, **batches | spans | changes)
+
+
+def start(folder, config, name, layout, **changes):
+    num_ranks, settings = LAYOUTS[layout]
+    run(folder, config, name, num_ranks, **settings | changes)
+
+
+def bits(folder, name):
+    """What a run has recorded and saved, as it is to the last bit."""
+    records = metrics(folder, name)
+    newest = max(saves(folder, name).glob("ba*"), key=lambda path: int(path.name[2:]))
+    keys = ("loss/train/total", "grad_norm", "eval/loss", "data/digest")
+    found = {key: [v.hex() if isinstance(v, float) else v for v in values(records, key)] for key in keys}
+    return found, {name: tensor.view(torch.int32) for name, tensor in load_full_tensors(str(newest)).items()}
+
+
+def check_equal(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert [name for name, tensor in one[1].items() if not torch.equal(tensor, other[1][name])] == []
+
+
+def check_case(folder, data, case, references):
+    config = exact_config(data, precision=case["precision"], optimizer=OPTIMIZERS[case["optimizer"]])
+    key = (case["precision"], case["optimizer"])
+    if key not in references:
+        start(folder, config, f"reference-{len(references)}", "1 rank")
+        references[key] = bits(folder, f"reference-{len(references)}")
+    name = "-".join(re.sub(r"\W+", "_", str(value)) for value in case.values())
+    start(folder, config, name, case["layout"], stop_after="3ba")
+    start(folder, config, name, case["resumed on"], autoresume=True)
+    check_equal(references[key], bits(folder, name))
+
+
+def test_one_rank_and_two_shards_train_the_same_bits_and_without_it_they_do_not(tmp_path, data):
+    config = exact_config(data, max_duration="2ba")
+    for name, layout in (("one", "1 rank"), ("two", "2 FULL_SHARD")):
+        start(tmp_path, config, name, layout)
+    check_equal(bits(tmp_path, "one"), bits(tmp_path, "two"))
+    for name, layout in (("plain-one", "1 rank"), ("plain-two", "2 FULL_SHARD")):
+        start(tmp_path, config, name, layout, exact_sums=False)
+    assert bits(tmp_path, "plain-one")[0] != bits(tmp_path, "plain-two")[0]
+
+
+@pytest.mark.slow
+def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data):
+    references = {}
+    for case in cover(FACTORS, lambda case: True, seed=1):
+        check_case(tmp_path, data, case, references)
+
+
+@pytest.mark.long
+def test_every_combination(tmp_path, data):
+    references = {}
+    for case in all_cases(FACTORS, lambda case: case["optimizer"] == "decoupled_adamw"):
+        check_case(tmp_path, data, case, references)
+
+
+def test_the_microbatch_stays_with_the_run(tmp_path, data):
+    config = exact_config(data, max_duration="2ba", eval_interval=0)
+    run(tmp_path, config, "auto", 2, device_train_microbatch_size="auto", stop_after="1ba")
+    refused = attempt(tmp_path, config, "auto", 2, autoresume=True, device_train_microbatch_size=1)
+    assert refused.exit_codes == [2, 2]
+    assert "device_train_microbatch_size is 1 here and 6 in the checkpoint" in refused.output
+    run(tmp_path, config, "auto", 1, device_train_microbatch_size="auto", autoresume=True)
+    refused = attempt(tmp_path, config, "other", 3, device_train_microbatch_size=3)
+    assert "3 does not divide the 4 samples of each device" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp_config": {"tensor_parallel_degree": 2}}, "tensor parallelism divides the sums within a product"),
+        ({"cp_config": {"context_parallel_degree": 2}}, "context parallelism divides the sums over a sample"),
+        ({"precision": "amp_fp16"}, "the loss scale changes what is rounded"),
+        ({"device_train_microbatch_size": None}, "needs device_train_microbatch_size"),
+    ],
+)
+def test_what_computes_a_microbatch_otherwise_is_refused(tmp_path, data, changes, message):
+    refused = attempt(tmp_path, exact_config(data), "refused", 2, **changes)
+    assert set(refused.exit_codes) == {2} and message in refused.output
+
+
+def test_an_element_beyond_the_grid_is_named_like_one_that_is_not_finite(tmp_path, data):
+    config = exact_config(data, eval_interval=0, model__logit_scale=1e6)
+    refused = attempt(tmp_path, config, "large")
+    assert refused.exit_codes != [0] and "which exact_sums cannot add; the weights were not touched" in refused.output
