@@ -37,7 +37,10 @@ def run(
     overrides: Sequence[str] = (),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure until all is done or `minutes` have passed, print a table, write mfu.json and mfu.md to `out`."""
+    """Measure until all is done or `minutes` have passed, print a table, write mfu.json and mfu.md to `out`.
+
+    A process that still measures when the time is up is ended.
+    """
     check_shapes("--shapes", shapes)
     console, deadline = open_console(), time.monotonic() + 60 * minutes
     known = accelerator()
@@ -52,11 +55,12 @@ def run(
     }
     for name, settings in variants().items():
         for shape in shapes:
-            if time.monotonic() > deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 report["left_out"].append(f"{shape}, {name}")
                 continue
             console.print(f"{shape}: {name}")
-            report["rows"].append(_measure(report, shape, name, settings, overrides))
+            report["rows"].append(_measure(report, shape, name, settings, overrides, left))
     tell(
         report,
         build_table(report),
@@ -76,19 +80,23 @@ def variants() -> dict[str, dict[str, Any]]:
     if device_type() == "cuda":
         attentions = ["sdpa", "flex", *(["flash"] if importlib.util.find_spec("flash_attn") else [])]
     found: dict[str, dict[str, Any]] = {PRODUCTS: {"side": "matmul bf16"}}
-    for compiled in (True, False):
-        for attention in attentions:
+    for attention in attentions:
+        for compiled in (True, False):
             changes = [f"model.attn_config.attn_impl={attention}", "device_train_microbatch_size=auto"]
             changes += ["compile_config={}"] if compiled else []
             name = f"{attention}, {'compiled' if compiled else 'not compiled'}"
             found[name] = {"side": "trainer bf16", "overrides": changes}
-        if compiled:
-            found[PLAIN] = {"side": "plain bf16", "compiled": True}
+        found.setdefault(PLAIN, {"side": "plain bf16", "compiled": True})
     return found
 
 
 def _measure(
-    report: dict[str, Any], shape: str, name: str, settings: dict[str, Any], overrides: Sequence[str]
+    report: dict[str, Any],
+    shape: str,
+    name: str,
+    settings: dict[str, Any],
+    overrides: Sequence[str],
+    limit_seconds: float,
 ) -> dict[str, Any]:
     """The plain model takes a batch of 4: it has no microbatches. Products are of as many tokens."""
     is_trainer = settings["side"].startswith("trainer")
@@ -97,7 +105,7 @@ def _measure(
     row: dict[str, Any] = {"shape": shape, "step": name, "batch_size": batch_size}
     try:
         changes = [*settings.get("overrides", ()), *(overrides if is_trainer else ())]
-        result = measure_in_a_process({**task, **settings, "overrides": changes})
+        result = measure_in_a_process({**task, **settings, "overrides": changes}, limit_seconds=limit_seconds)
     except RuntimeError as error:
         return row | {"error": str(error).strip().splitlines()[-1]}
     seconds = statistics.median(result["step_seconds"])

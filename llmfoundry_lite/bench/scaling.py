@@ -33,6 +33,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.ranks.rank import count_usable_cores
 from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, read_run
 from llmfoundry_lite.report.tables import Table
 
@@ -95,7 +96,7 @@ def run(
     points = dict.fromkeys([*((n, batch_size) for n in counts), *((n, n * share) for n in counts)])
     settings = {"shape": shape, "seq_len": seq_len, "num_steps": num_steps, "overrides": list(overrides)}
     if device_type() == "cpu":  # every rank of every count gets as many cores
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // counts[-1])))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cores() // counts[-1])))
     products = {**settings, "side": f"matmul {dtype}", "batch_size": share}
     sides: dict[str, Any] = {
         **{
@@ -306,12 +307,12 @@ def build_title(report: dict[str, Any]) -> str:
 
 def build_notes(report: dict[str, Any]) -> list[str]:
     notes = [PUBLISHED]
-    cores, most = os.cpu_count() or 1, max(row["num_devices"] for row in report["rows"])
+    cores, most = count_usable_cores(), max(row["num_devices"] for row in report["rows"])
     if report["products_flops_per_sec"]:
         notes.append(f"One device multiplies at {report['products_flops_per_sec'] / 1e9:,.1f} GFLOP/s alone.")
         if device_type() == "cpu":
             threads = os.environ.get("OMP_NUM_THREADS")
-            notes.append(f"A device is a rank over gloo with {threads} thread. This machine has {cores} cores.")
+            notes.append(f"A device is a rank over gloo with {threads} thread. {cores} cores may be used.")
             if most > cores:
                 notes.append(f"{most} ranks share {cores} cores: their efficiency is at most {cores / most:.0%}.")
     return notes

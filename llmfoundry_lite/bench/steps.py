@@ -4,7 +4,10 @@
 side ("trainer bf16"), shape, seq_len, batch_size, num_steps and overrides.
 """
 
+import contextlib
+import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -99,16 +102,29 @@ def random_tokens(num_samples: int, seq_len: int, vocab_size: int) -> np.ndarray
 
 
 def measure_in_a_process(
-    settings: dict[str, Any], program: Sequence[str] = (sys.executable, "-m", __name__)
+    settings: dict[str, Any],
+    program: Sequence[str] = (sys.executable, "-m", __name__),
+    limit_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Measure one side in a process of its own. Raises RuntimeError with its output if it fails."""
-    result = subprocess.run([*program, json.dumps(settings)], capture_output=True, text=True, check=False)
-    if result.returncode == -signal.SIGKILL:
+    """Measure one side in a process of its own. Raises RuntimeError with its output if it fails, or without if
+    `limit_seconds` have passed: then it is ended, with all that it has started."""
+    command = [*program, json.dumps(settings)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        output, errors = process.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{settings['side']}: ended after {limit_seconds:.0f} s, no time is left") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode == -signal.SIGKILL:
         raise RuntimeError(f"{settings['side']}: killed, for want of memory as a rule")
-    if result.returncode != 0:
-        raise RuntimeError(f"{settings['side']} failed:\n{result.stdout}\n{result.stderr}")
-    measured = json.loads(result.stdout.splitlines()[-1])
-    if found := re.search(r"^device_train_microbatch_size: auto is (\d+)", result.stdout, re.MULTILINE):
+    if process.returncode != 0:
+        raise RuntimeError(f"{settings['side']} failed:\n{output}\n{errors}")
+    measured = json.loads(output.splitlines()[-1])
+    if found := re.search(r"^device_train_microbatch_size: auto is (\d+)", output, re.MULTILINE):
         measured["microbatch_size"] = int(found[1])
     return measured
 
@@ -149,20 +165,40 @@ def measure_products(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
         weight = torch.randn(rows, columns, device=device, dtype=DTYPES[dtype])
         x, gradient = (torch.randn(num_tokens, n, device=device, dtype=DTYPES[dtype]) for n in (columns, rows))
         flops += count * 3 * 2 * num_tokens * rows * columns
-        for step in range(-2, settings["num_steps"]):
-            started = time.perf_counter()
-            _, _, last = multiply(x, weight), multiply(gradient, weight.T), multiply(gradient.T, x.T)
-            last.flatten()[0].item()
-            if step >= 0:
-                seconds[step] += count * (time.perf_counter() - started)
+        found = time_calls(
+            lambda: (multiply(x, weight), multiply(gradient, weight.T), multiply(gradient.T, x.T)),  # noqa: B023
+            settings["num_steps"] + 2,
+        )
+        seconds = [total + count * one for total, one in zip(seconds, found[2:], strict=True)]
     return {"step_seconds": seconds, "flops": flops, "peak_bytes": peak_memory_bytes()}
 
 
+def time_calls(work: Callable[[], object], num_calls: int) -> list[float]:
+    """Return the seconds of each call. On a GPU all are enqueued, between events of its own clock: were each one waited
+    for, the host's way there and back would count as theirs, and what is held against them would look faster."""
+    if device_type() == "cpu":
+        marks = [time.perf_counter()]
+        for _ in range(num_calls):
+            work()
+            marks.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    events[-1].synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+
+
 def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
-    """Seconds of each step of a real run: shards, loader, Composer's loop, metrics."""
+    """Seconds of each step of a real run: shards, loader, Composer's loop, metrics. Nothing is saved: of a model of 7
+    billion parameters that would be 74 GiB."""
     from llmfoundry_lite.config.load_train import load_train_config
+    from llmfoundry_lite.training.checkpointing import Checkpointing
     from llmfoundry_lite.training.train import train
 
+    Checkpointing._save = lambda self, state, logger: None  # this process is for one measurement
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), settings, dtype)
         train(load_train_config([str(path), *settings.get("overrides", ())]).config)

@@ -16,7 +16,6 @@ The column has a fixed shape, so MDS stores neither size nor shape with each sam
 """
 
 import itertools
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +46,7 @@ from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
 from llmfoundry_lite.prepare.sources import Source, open_source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
 from llmfoundry_lite.prepare.token_files import origin_of_tokens, token_dtype, tokenize
+from llmfoundry_lite.ranks.rank import count_usable_cores
 
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
 """A tokenizer is trained on at most this much text, taken evenly from the source."""
@@ -90,7 +90,7 @@ def prepare(
         partial = open_partial(out, record, given, notify)
         with progress_bars(show_progress) as bars:
             tokenizer = provide_tokenizer(partial, given, request, source, bars)
-            work = tokenize(source, request, tokenizer, partial, num_workers or usable_cores(), bars, notify)
+            work = tokenize(source, request, tokenizer, partial, num_workers or count_usable_cores(), bars, notify)
             splits, skipped, named = pack(partial, work.num_units, request, token_dtype(tokenizer), bars)
         check_unchanged(source, record)
         seconds = time.monotonic() - started
@@ -172,11 +172,6 @@ def sample_for_training(source: Source, request: Request) -> list[str]:
     if threshold > 0:
         threshold = raise_threshold(threshold, keys, sizes, request.max_seq_len * RESERVED_BYTES_PER_TOKEN)
     return [document.text for document, held_out in zip(documents, keys < threshold, strict=True) if not held_out]
-
-
-def usable_cores() -> int:
-    """Count the cores that this process may use, fewer than the machine's in a container or a batch job."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def progress_bars(show: bool) -> Progress:

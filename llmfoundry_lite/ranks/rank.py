@@ -37,8 +37,9 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
         "LOCAL_WORLD_SIZE": str(per_node[0]),
         "NODE_RANK": environment["SLURM_NODEID"],
         "MASTER_ADDR": host_of_rank_0(environment),
-        # Steps of one job share its nodes, jobs may too: the port comes from both numbers.
-        "MASTER_PORT": str(20000 + (int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])) % 20000),
+        # Steps of one job share its nodes, jobs may too: the port comes from both numbers. Linux gives programs that
+        # ask for any port those from 32768.
+        "MASTER_PORT": str(20000 + (int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])) % 12000),
     }
     for name, value in defaults.items():
         environment.setdefault(name, value)
@@ -97,6 +98,11 @@ def _numbers(ranges: str) -> list[str]:
     """Parse `003-005,012` as 003, 004, 005, 012."""
     bounds = [part.split("-") for part in ranges.split(",")]
     return [str(i).zfill(len(b[0])) for b in bounds for i in range(int(b[0]), int(b[-1]) + 1)]
+
+
+def count_usable_cores() -> int:
+    """Count the cores that this process may use, fewer than the machine's in a container or a batch job."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def this_rank() -> Rank:

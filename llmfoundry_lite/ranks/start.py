@@ -11,7 +11,7 @@ import torch.distributed as dist
 from llmfoundry_lite.errors import EXIT_BUG, ConfigError
 from llmfoundry_lite.ranks.ending import ending_after, leaving_within
 from llmfoundry_lite.ranks.exchange import open_host_group
-from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 
 RENDEZVOUS_GRACE_SECONDS = 5.0
 """How long a rank that is asked to leave still waits for others: they may have left without it."""
@@ -61,9 +61,12 @@ def check_address(address: str) -> None:
 
 
 def choose_device(device_type: str) -> torch.device:
-    """Return this rank's device; on a CPU, divide the cores among the node's ranks. Raises ConfigError, on all of a
+    """Return this rank's device, and divide the cores among the node's ranks: with GPUs too, a save checks and hashes
+    on them. Raises ConfigError, on all of a
     node's ranks, if they see too few devices."""
     here = this_rank()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, count_usable_cores() // here.local_world_size))
     if device_type == "cuda":
         count = torch.cuda.device_count()
         if count < here.local_world_size:
@@ -76,6 +79,4 @@ def choose_device(device_type: str) -> torch.device:
         device = torch.device("cuda", here.local_rank)
         torch.cuda.set_device(device)
         return device
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
     return torch.device("cpu")

@@ -30,6 +30,10 @@ LIMITS = {
 """Compute capability -> bytes of shared memory of a block and of a multiprocessor, threads of a multiprocessor.
 Source: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
 
+PREFERS_CUDNN = ((9, 0), (10, 0))
+"""Capabilities for which scaled_dot_product_attention takes cuDNN's kernel first. Source: torch,
+`check_prefer_cudnn_attention`."""
+
 AMD_STAND_IN = (9, 0)
 """An AMD device is rehearsed with its own memory on NVIDIA's runtime, as an H100 would be."""
 
@@ -55,10 +59,7 @@ def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
 
 def describe_device(device: Accelerator, num_devices: int, cuda_release: int, spare_bytes: int = 0) -> dict[str, str]:
     """Return the environment of `cuda.c`. `spare_bytes` of the memory are out of reach."""
-    capability = AMD_STAND_IN
-    if device.vendor == "nvidia":
-        family = max((name for name in CAPABILITIES if device.name.startswith(name)), key=len)
-        capability = CAPABILITIES[family]
+    capability = find_capability(device)
     block, unit, threads = LIMITS[capability]
     facts = {
         "NAME": device_name(device),
@@ -73,6 +74,13 @@ def describe_device(device: Accelerator, num_devices: int, cuda_release: int, sp
         "CUDA": cuda_release,
     }
     return {f"REHEARSED_{key}": str(value) for key, value in facts.items()}
+
+
+def find_capability(device: Accelerator) -> tuple[int, int]:
+    """Return the compute capability of a row; an AMD device's is that of its stand-in."""
+    if device.vendor != "nvidia":
+        return AMD_STAND_IN
+    return CAPABILITIES[max((name for name in CAPABILITIES if device.name.startswith(name)), key=len)]
 
 
 def choose_kernels(built_for: str, environment: Mapping[str, str]) -> dict[str, str]:

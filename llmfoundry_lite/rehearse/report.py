@@ -11,12 +11,14 @@ from llmfoundry_lite.hardware import FREE_FRACTION, GIB, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.model_memory import MemoryEstimate
+from llmfoundry_lite.rehearse.device import PREFERS_CUDNN, find_capability
 from llmfoundry_lite.rehearse.fork_server import Job, Outcome
 
 CANNOT_PROMISE = (
     "not rehearsed: numbers (nothing is computed), speed, overlap, deadlocks, NCCL's and the driver's own memory "
     "(0.5 to 2 GiB), sizes that depend on data"
 )
+CUDNN = "assumed: torch prefers cuDNN's there, which cannot be rehearsed; its workspace is not counted"
 NAMES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "logits")
 
 
@@ -54,7 +56,8 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
         f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
         f"formula's {formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
-    lines += describe_kernels(found["attention"], found["compiled"])
+    is_cudnn_preferred = device.vendor == "nvidia" and find_capability(device) in PREFERS_CUDNN
+    lines += describe_kernels(found["attention"], found["compiled"], is_cudnn_preferred=is_cudnn_preferred)
     for kind, group, dtype, calls, num_bytes in sorted(found["collectives"], key=lambda row: -row[4]):
         times = "1 call" if calls == 1 else f"{calls:,} calls"
         lines.append(f"collective     {kind} {dtype}, {group}: {times}, {in_bytes(num_bytes)} in a batch")
@@ -88,9 +91,11 @@ def count_rank_flops(config: TrainConfig, layout: Layout, stages: list[Stage]) -
     return count_flops_per_token(part, config.max_seq_len) / (layout.context * layout.tensor)
 
 
-def describe_kernels(eager: list[str], compiled: dict[str, Any]) -> list[str]:
+def describe_kernels(eager: list[str], compiled: dict[str, Any], *, is_cudnn_preferred: bool) -> list[str]:
     attention = [*eager, *(f"{name}, compiled" for name in compiled["attention"] if name not in eager)]
     lines = [f"attention      {', '.join(attention) or 'no kernel of its own: products and softmax'}"]
+    if is_cudnn_preferred and "of scaled_dot_product" in lines[0]:
+        lines.append(f"               {CUDNN}")
     if not compiled["functions"]:
         return lines
     before = f", {compiled['num_before']} of them while auto tried sizes" if compiled["num_before"] else ""

@@ -1,12 +1,18 @@
 """What the train benchmark reports of what it has measured."""
 
+import contextlib
 import json
+import sys
+import tempfile
+import time
 
+import psutil
 import pytest
 
 from benchmarks.__main__ import run_benchmark
 from benchmarks.train import growth, train
-from llmfoundry_lite.bench import mfu
+from llmfoundry_lite.bench import mfu, steps
+from tests.helpers.launch import launch
 
 
 def rows_where(measure, monkeypatch, tmp_path):
@@ -45,7 +51,8 @@ def test_off_the_line_it_is_told_what_the_products_have_to_do_with_it(monkeypatc
 
 
 def test_utilisation_is_held_against_the_products_of_the_same_shapes(monkeypatch, tmp_path):
-    def measure(task):
+    def measure(task, limit_seconds):
+        assert 0 < limit_seconds <= 60
         if task["side"].startswith("plain"):
             raise RuntimeError("plain failed:\nCUDA out of memory.")
         seconds = flops_of(task) / (1e13 if task["side"].startswith("trainer") else 2e13)
@@ -60,6 +67,50 @@ def test_utilisation_is_held_against_the_products_of_the_same_shapes(monkeypatch
     assert f"{mfu.PLAIN}: CUDA out of memory." in [row[1] for row in cells]
     assert "| tiny | matrix products |" in (tmp_path / "mfu.md").read_text()
     assert mfu.run(["tiny"], 64, 8, 1, minutes=0)["left_out"] == [f"tiny, {name}" for name in mfu.variants()]
+
+
+def test_a_side_for_which_no_time_is_left_is_ended_with_all_that_it_has_started(tmp_path):
+    told = tmp_path / "told"
+    program = f"import subprocess, time; subprocess.run('sleep 99 & echo $! > {told}', shell=True); time.sleep(99)"
+    with pytest.raises(RuntimeError, match="plain: ended after 2 s, no time is left"):
+        steps.measure_in_a_process({"side": "plain"}, (sys.executable, "-c", program), limit_seconds=2)
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(int(told.read_text())) and psutil.Process(int(told.read_text())).status() != "zombie":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def measure_in(folder: str) -> None:
+    tempfile.TemporaryDirectory = lambda: contextlib.nullcontext(folder)  # type: ignore[assignment, misc]
+    print(len(steps.measure_trainer({"shape": "tiny", "seq_len": 32, "batch_size": 2, "num_steps": 1}, "fp32")))
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_is_measured_saves_nothing(tmp_path):
+    assert launch(measure_in, (str(tmp_path),), tmp_path).check().output.splitlines()[-1] == "3"
+    assert (tmp_path / "run/metrics.jsonl").is_file() and not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_products_of_a_gpu_are_enqueued_between_events_and_waited_for_once(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("event")
+
+        def synchronize(self):
+            done.append("waits")
+
+        def elapsed_time(self, other):
+            return 2000.0
+
+    monkeypatch.setattr(steps, "device_type", lambda: "cuda")
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    assert steps.time_calls(lambda: done.append("product"), 2) == [2.0, 2.0]
+    assert done == ["event", "product", "event", "product", "event", "waits"]
 
 
 @pytest.mark.long

@@ -55,6 +55,12 @@ def test_the_rendezvous_of_a_heterogeneous_step_is_on_its_first_component(word, 
     assert adopted(None, **step, **lists)["MASTER_ADDR"] == "n9"
 
 
+@pytest.mark.parametrize("job", [1, 387, 12345, 4294901759])
+def test_the_port_is_not_one_that_linux_gives_to_programs_that_ask_for_any(job):
+    ports = [int(adopted(JOB_ID=str(job), STEP_ID=str(step))["MASTER_PORT"]) for step in range(400)]
+    assert min(ports) >= 20000 and max(ports) < 32000 and len(set(ports)) == 400
+
+
 def test_components_of_another_job_do_not_count():
     """A job that another one has submitted inherits them."""
     assert adopted(JOB_NODELIST_HET_GROUP_0="n[2,7]")["MASTER_ADDR"] == "n1"

@@ -62,3 +62,18 @@ def test_ranks_that_see_one_device_each_are_refused(monkeypatch, local_rank):
         ConfigError, match=f"4 ranks on .*, and rank {local_rank} sees 1 device, expected 4: .*per-task"
     ):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_ranks_of_a_node_share_the_cores_that_they_may_use(monkeypatch, device_type):
+    """With GPUs too: else the check that a save makes takes all cores, in each of 8 ranks."""
+    threads = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert choose_device(device_type).type == device_type
+    assert threads == [3]
