@@ -1,16 +1,16 @@
-"""Where the time of a training step goes: one table from a trace of torch's profiler, which adds up to the step.
+"""Time of a training step by what it went into: a table from a trace of torch's profiler, which adds up to the step.
 
 llmfoundry-lite bench profile mpt-125m variables.data=data/c4 --out results
 llmfoundry-lite bench profile runs/mpt-1b/traces/rank0.ba6.json
 
-Owns the table. Leaves the tracing to `training/monitor.py`. At each moment of a step one thing alone is counted:
+`training/monitor.py` makes the trace. Each moment of a step counts for one kind:
 
     computing      what the device computes; on a CPU, the operation of the main thread
     exposed        nothing is computed, and a collective is under way
-    data           none of the two, and the main thread waits for the loader
-    host           none of the three
+    data           neither of these, and the main thread waits for the loader
+    host           none of these
 
-Hidden collectives run beside the computing. They are told, and are no part of the sum.
+Hidden collectives run beside the computing. The table names them below the sum.
 """
 
 import json
@@ -20,7 +20,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, save_figure, tell
 from llmfoundry_lite.bench.steps import train_on_ranks
@@ -50,61 +52,36 @@ IS_OPERATION = re.compile(r"^(?!autograd::|torch::autograd::|FSDP::)\w+::\w+|^To
 """Operations of torch or a library, without the wrappers around them."""
 
 Interval = tuple[float, float]
+"""Begin and end, in microseconds."""
+Steps = list[dict[str, float]]
+"""Part -> seconds, for each step of a trace."""
 
 
-class Breakdown(NamedTuple):
-    """Seconds of each step of one trace."""
+def run(arguments: Sequence[str], num_ranks: int = 1, active: int = 3, out: Path | None = None) -> None:
+    """Print a table of each trace, or of a training run that is started here and traced for `active` batches.
 
-    steps: list[dict[str, float]]
-    """Every part of each step, and what was hidden."""
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(self.mean(part) for part in PARTS)
-
-    def mean(self, part: str) -> float:
-        return statistics.fmean(step[part] for step in self.steps)
-
-
-def run(
-    arguments: Sequence[str], num_ranks: int = 1, active: int = 3, out: Path | None = None
-) -> list[tuple[str, Breakdown]]:
-    """Tables of traces, or of a training run that is started here and traced for `active` batches.
-
-    Prints each, writes profile.json, .md and .png to `out`, beside the traces of a run that was started.
+    Writes profile.json, .md and .png to `out`, beside the traces of a run that was started.
     Raises DataError for traces that hold no step, and for a run that fails.
     """
     traces = [Path(name) for name in arguments if name.endswith(".json") and Path(name).is_file()]
-    if traces:
-        found, unprofiled = [(path.name, break_down(read_trace(path))) for path in traces], None
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
+    unprofiled = None
+    with tempfile.TemporaryDirectory() as scratch:
+        if not traces:
             folder = out or Path(scratch)
             unprofiled = trace_run(arguments, num_ranks, active, Path(scratch) / "run", folder)
-            paths = sorted(folder.glob("rank*.ba*.json"))
-            found = [(path.name, break_down(read_trace(path))) for path in paths]
-    tell_breakdowns(found, unprofiled, arguments, num_ranks, out)
-    return found
-
-
-def tell_breakdowns(
-    found: Sequence[tuple[str, Breakdown]],
-    unprofiled: float | None,
-    arguments: Sequence[str],
-    num_ranks: int,
-    out: Path | None,
-) -> None:
+            traces = sorted(folder.glob("rank*.ba*.json"))
+        found = {path.name: break_down(read_trace(path)) for path in traces}
     names = [Path(argument).name if Path(argument).is_file() else argument for argument in arguments]
     report = describe_conditions() | {
         "arguments": names,
         "num_ranks": num_ranks,
         "unprofiled_seconds": unprofiled,
-        "traces": {name: breakdown.steps for name, breakdown in found},
+        "traces": found,
     }
     ranks = f" --num-ranks {num_ranks}" if unprofiled is not None else ""
     tell(
         report,
-        *(build_table(name, breakdown) for name, breakdown in found),
+        *(build_table(name, steps) for name, steps in found.items()),
         notes=build_notes(found, unprofiled),
         name="profile",
         heading="Where a step's time goes",
@@ -116,9 +93,9 @@ def tell_breakdowns(
 
 
 def trace_run(arguments: Sequence[str], num_ranks: int, active: int, run_folder: Path, traces: Path) -> float:
-    """A short run through the real code with a trace of each rank. Returns the median of its batches before that.
+    """Train a few batches with a trace of each rank. Return the median seconds of the batches before the traced ones.
 
-    The run is its own, whatever the YAML says: nothing is exported, and its folder is a scratch folder.
+    Whatever the YAML says, nothing is exported and the run's folder is `run_folder`. Raises DataError if it fails.
     """
     before = 3
     changes = [
@@ -138,29 +115,36 @@ def trace_run(arguments: Sequence[str], num_ranks: int, active: int, run_folder:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events with a duration. Raises DataError for what is no trace."""
+    """Read the events that have a duration. Raises DataError for a file that is no trace."""
     try:
-        text = path.read_text()
-        events = json.loads(text)["traceEvents"]
+        events = json.loads(path.read_text())["traceEvents"]
         return [event for event in events if event.get("ph") == "X" and {"name", "dur"} <= event.keys()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise DataError(f"{path}: is no trace of torch's profiler (export_chrome_trace)") from None
 
 
-def break_down(events: Sequence[dict[str, Any]]) -> Breakdown:
-    """Raises DataError where there is no step in it."""
+def break_down(events: Sequence[dict[str, Any]]) -> Steps:
+    """Divide each step into its parts. Raises DataError for events without a step."""
     spans = [event for event in events if STEP.fullmatch(event["name"]) and event.get("cat") == "user_annotation"]
     if not spans:
         raise DataError("the trace has no ProfilerStep: call the profiler's step() after each batch")
     intervals = classify(events, (spans[0]["pid"], spans[0]["tid"]))
-    return Breakdown([divide(intervals, (span["ts"], span["ts"] + span["dur"])) for span in spans])
+    return [divide(intervals, interval_of(span)) for span in spans]
+
+
+def mean(steps: Steps, part: str) -> float:
+    return statistics.fmean(step[part] for step in steps)
+
+
+def mean_step(steps: Steps) -> float:
+    return sum(mean(steps, part) for part in PARTS)
 
 
 # ------------------------------------------------------------------------------------------ events -> intervals
 
 
 def classify(events: Sequence[dict[str, Any]], main: tuple[Any, Any]) -> dict[str, list[Interval]]:
-    """Kind -> intervals in microseconds. With kernels of a device in the trace, these compute; else the main thread."""
+    """Return kind -> intervals. With kernels of a device in the trace, these compute; else the main thread."""
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     found: dict[str, list[Interval]] = {kind: [] for kind in (*COMPUTING, COLLECTIVE, DATA)}
     kinds = dict[Any, str | None]()
@@ -177,11 +161,11 @@ def classify(events: Sequence[dict[str, Any]], main: tuple[Any, Any]) -> dict[st
     for kernel in kernels:
         kind = kind_of_kernel(kernel["name"], kinds.get(kernel.get("args", {}).get("External id")))
         found[kind].append(interval_of(kernel))
-    return {kind: union(intervals) for kind, intervals in found.items()}
+    return found
 
 
 def with_kinds(calls: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], str | None]]:
-    """Each call of a thread with its kind, or that of what it was called by where this says more."""
+    """Yield each call of a thread with its kind, or with its caller's kind if that comes first in COMPUTING."""
     above: list[tuple[float, str | None]] = []
     for event in sorted(calls, key=lambda event: (event["ts"], -event["dur"])):
         while above and above[-1][0] <= event["ts"]:
@@ -210,7 +194,7 @@ def kind_of_call(name: str) -> str | None:
 
 
 def kind_of_kernel(name: str, launched_by: str | None) -> str:
-    """By its own name where this says it, else by the call that launched it."""
+    """Return a kernel's kind: collective by its name, else its launching call's, else by its name."""
     if IS_COLLECTIVE.search(name):
         return COLLECTIVE
     if launched_by in (OPTIMIZER, ATTENTION, PRODUCTS):
@@ -226,84 +210,57 @@ def interval_of(event: dict[str, Any]) -> Interval:
 
 
 def divide(intervals: dict[str, list[Interval]], span: Interval) -> dict[str, float]:
-    """Seconds of each part of one step. All but the hidden collectives add up to the span."""
-    left, parts = [span], dict[str, float]()
+    """Return seconds of each part of one step. All but the hidden collectives add up to the span."""
+    times = [time for kind in intervals.values() for interval in kind for time in interval]
+    edges = np.unique(np.clip([*span, *times], *span))
+    seconds, is_free = np.diff(edges) / 1e6, np.ones(len(edges) - 1, bool)
+    parts = {}
     for kind, part in (*((kind, kind) for kind in COMPUTING), (COLLECTIVE, EXPOSED), (DATA, DATA)):
-        rest = subtract(left, intervals[kind])
-        parts[part] = (length(left) - length(rest)) / 1e6
-        left = rest
-    parts[HOST] = length(left) / 1e6
-    inside = length(subtract([span], subtract([span], intervals[COLLECTIVE]))) / 1e6
-    parts[HIDDEN] = inside - parts[EXPOSED]
-    return parts
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def subtract(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """Both sorted and without overlaps."""
-    left, first = list[Interval](), 0
-    for begin, end in intervals:
-        while first < len(taken) and taken[first][1] <= begin:
-            first += 1
-        for other_begin, other_end in taken[first:]:
-            if other_begin >= end:
-                break
-            if other_begin > begin:
-                left.append((begin, other_begin))
-            begin = max(begin, other_end)
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+        begins, ends = np.searchsorted(edges, np.clip(np.reshape(intervals[kind], (-1, 2)), *span)).T
+        num_open = np.cumsum(np.bincount(begins, minlength=len(edges)) - np.bincount(ends, minlength=len(edges)))
+        is_covered = num_open[:-1] > 0
+        parts[part] = float(seconds[is_covered & is_free].sum())
+        if kind == COLLECTIVE:
+            parts[HIDDEN] = float(seconds[is_covered & ~is_free].sum())
+        is_free &= ~is_covered
+    return {**parts, HOST: float(seconds[is_free].sum())}
 
 
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def build_table(name: str, breakdown: Breakdown) -> Table:
-    total = breakdown.step_seconds
-    rows = [[part, *cells_of(breakdown.mean(part), total)] for part in PARTS]
+def build_table(name: str, steps: Steps) -> Table:
+    total = mean_step(steps)
+    rows = [[part, *cells_of(mean(steps, part), total)] for part in PARTS]
     rows.append(["a step", *cells_of(total, total)])
-    rows.append([f"{HIDDEN}: beside the computing", *cells_of(breakdown.mean(HIDDEN), total)])
-    return measured_table(f"{name}, the mean of {len(breakdown.steps)} steps", ["part", "seconds", "share"], rows)
+    rows.append([f"{HIDDEN}: beside the computing", *cells_of(mean(steps, HIDDEN), total)])
+    return measured_table(f"{name}, the mean of {len(steps)} steps", ["part", "seconds", "share"], rows)
 
 
 def cells_of(seconds: float, total: float) -> tuple[str, str]:
     return f"{seconds:.4f}", f"{seconds / total:.1%}"
 
 
-def build_notes(found: Sequence[tuple[str, Breakdown]], unprofiled: float | None) -> list[str]:
+def build_notes(found: dict[str, Steps], unprofiled: float | None) -> list[str]:
     if unprofiled is None:
         return []
-    traced = statistics.fmean(breakdown.step_seconds for _, breakdown in found)
+    traced = statistics.fmean(map(mean_step, found.values()))
     return [
         f"Without the profiler, a step of the same run took {unprofiled:.4f} s (the median): "
         f"tracing took {traced / unprofiled - 1:+.0%}."
     ]
 
 
-def plot(found: Sequence[tuple[str, Breakdown]], path: Path) -> None:
-    """A bar for each trace, its parts one after the other."""
+def plot(found: dict[str, Steps], path: Path) -> None:
+    """Draw a bar for each trace, its parts one after the other."""
     from llmfoundry_lite.report.figure import plt
 
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.6 * len(found)), layout="constrained", dpi=150)
-    left = [0.0] * len(found)
+    left = np.zeros(len(found))
     for part, colour in zip(PARTS, COLOURS, strict=True):
-        widths = [breakdown.mean(part) for _, breakdown in found]
-        axes.barh([name.removesuffix(".json") for name, _ in found], widths, 0.6, left, color=colour, label=part)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        widths = np.array([mean(steps, part) for steps in found.values()])
+        axes.barh([name.removesuffix(".json") for name in found], widths, 0.6, left, color=colour, label=part)
+        left += widths
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step")
     axes.spines[["top", "right"]].set_visible(False)

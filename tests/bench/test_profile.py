@@ -41,7 +41,7 @@ CPU = [
 
 
 def test_every_moment_of_a_step_is_counted_once():
-    (parts,) = profile.break_down(CPU).steps
+    (parts,) = profile.break_down(CPU)
     assert {part: round(seconds * 1e3) for part, seconds in parts.items()} == {
         PRODUCTS: 30,
         ATTENTION: 10,
@@ -74,7 +74,7 @@ def test_on_a_device_its_kernels_compute_and_the_host_is_what_keeps_it_waiting()
         ("multi_tensor_apply_kernel", 600, 700, 5),
     ]
     device = [event(n, b, e, thread=STREAM, cat="kernel", **{"External id": i}) for n, b, e, i in kernels]
-    (parts,) = profile.break_down([step(0, 1000), *calls, *device]).steps
+    (parts,) = profile.break_down([step(0, 1000), *calls, *device])
     assert {part: round(seconds * 1e6) for part, seconds in parts.items()} == {
         PRODUCTS: 150,
         ATTENTION: 100,
@@ -89,10 +89,10 @@ def test_on_a_device_its_kernels_compute_and_the_host_is_what_keeps_it_waiting()
 
 def test_steps_of_one_trace_are_averaged():
     events = [step(0, 100, 3), event("aten::mm", 0, 50), step(100, 300, 4), event("aten::mm", 100, 250)]
-    breakdown = profile.break_down(events)
-    assert [round(one[PRODUCTS] * 1e6) for one in breakdown.steps] == [50, 150]
-    assert breakdown.step_seconds == pytest.approx(150e-6)
-    rows = profile.build_table("a trace", breakdown).rows
+    steps = profile.break_down(events)
+    assert [round(one[PRODUCTS] * 1e6) for one in steps] == [50, 150]
+    assert profile.mean_step(steps) == pytest.approx(150e-6)
+    rows = profile.build_table("a trace", steps).rows
     assert rows[0] == ["matrix products", "0.0001", "66.7%"] and rows[-2][2] == "100.0%"
 
 
