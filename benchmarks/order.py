@@ -209,10 +209,5 @@ def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
 
 
 def _own_bytes(pids: list[int]) -> int:
-    """Resident memory of the processes, a page that n of them share counted as 1/n in each (Linux)."""
-    total = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1]) * 1024
-    return total
+    """Return the processes' resident memory; a page that n of them share counts as 1/n in each (Linux)."""
+    return sum(psutil.Process(pid).memory_full_info().pss for pid in pids)

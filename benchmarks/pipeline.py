@@ -16,22 +16,29 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, spread, write_report
+from llmfoundry_lite.bench.frame import (
+    check_names,
+    describe_conditions,
+    format_command,
+    label_axes,
+    measured_table,
+    open_console,
+    save_figure,
+    spread,
+    tell,
+)
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.parallel.pipeline import SCHEDULES, TAKES_ONE_STAGE
 from llmfoundry_lite.plan.schedule import simulate_bubble
+from llmfoundry_lite.report.figure import plt
 from llmfoundry_lite.report.tables import Table
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 HEADINGS = ["schedule", "stages", "microbatches", "runs of blocks", "measured", "formula", "played", "step, s"]
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
@@ -55,12 +62,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure all schedules on so many stages, print a table, write pipeline.json, .md and .png to `out`.
 
-    `milliseconds`: of a pass through all blocks of a device. Raises ConfigError for a schedule that is not there and
-    for one stage.
+    `milliseconds`: a pass through all blocks of a device. Raises ConfigError for an unknown schedule and for one stage.
     """
-    unknown = [name for name in schedules if name not in SCHEDULES]
-    if unknown:
-        raise ConfigError(f"--schedules: {unknown[0]!r} given, expected some of {', '.join(SCHEDULES)}")
+    check_names("--schedules", schedules, SCHEDULES)
     if min(stages) < 2:
         raise ConfigError(f"--stages: {min(stages)} given, expected 2 or more")
     console = open_console()
@@ -84,17 +88,19 @@ def run(
             taken, measure(degree, taken, milliseconds / 1e3, num_repeats), strict=True
         ):
             report["rows"].append(row_of(schedule, degree, count, num_runs, seconds, milliseconds / 1e3))
-    table, notes = table_of(report), [*report["left_out"], *NOTES]
-    show(console, table, notes=notes)
-    if out is not None:
-        asked = ("milliseconds",)
-        figure = "![the figure](pipeline.png)"
-        lists = {"stages": stages, "microbatches": microbatches, "schedules": schedules}
-        options = [f"--{option} {','.join(map(str, values))}" for option, values in lists.items()]
-        options.append(f"--milliseconds {milliseconds:g} --num-repeats {num_repeats}")
-        command = " ".join(["python -m benchmarks pipeline", *options])
-        write_report(out, "pipeline", "What stages wait", command, report, table, notes, figure, asked=asked)
-        plot(report, out / "pipeline.png")
+    lists = {"stages": stages, "microbatches": microbatches, "schedules": schedules}
+    options = {"milliseconds": milliseconds, "num_repeats": num_repeats}
+    tell(
+        report,
+        table_of(report),
+        notes=[*report["left_out"], *NOTES],
+        name="pipeline",
+        heading="What stages wait",
+        command=format_command("python -m benchmarks pipeline", **lists, **options),
+        asked=("milliseconds",),
+        plot=plot,
+        out=out,
+    )
     return report
 
 
@@ -105,8 +111,10 @@ def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages
 
 
 def is_alike(pipeline: PipelineConfig, count: int) -> bool:
-    """Whether the schedule takes so many microbatches, and the formula is about them: torch's interleaved one also
-    takes counts that are no multiple of the stages."""
+    """Return whether schedule and formula take so many microbatches.
+
+    torch's interleaved schedule alone also takes counts that are no multiple of the stages.
+    """
     in_rounds = pipeline.schedule != "interleaved" or count % pipeline.pipeline_parallel_degree == 0
     return in_rounds and takes_microbatches(pipeline, count)
 
@@ -114,7 +122,7 @@ def is_alike(pipeline: PipelineConfig, count: int) -> bool:
 def row_of(
     schedule: str, degree: int, count: int, num_runs: int, seconds: Sequence[float], pass_seconds: float
 ) -> dict[str, Any]:
-    """Shares are of the time that a device computes."""
+    """Return a row of the report. Shares are of the time that a device computes."""
     busy = count * NUM_PASSES * pass_seconds
     return {
         "schedule": schedule,
@@ -132,7 +140,7 @@ def row_of(
 
 
 def measure(degree: int, cases: Sequence[Sequence[Any]], pass_seconds: float, num_repeats: int) -> list[list[float]]:
-    """Seconds of each step of (schedule, runs of blocks, microbatches), on `degree` processes."""
+    """Time the steps of each (schedule, runs of blocks, microbatches) on `degree` processes, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(
             play, args=(degree, cases, pass_seconds, num_repeats, folder), nprocs=degree, join=True
@@ -143,7 +151,7 @@ def measure(degree: int, cases: Sequence[Sequence[Any]], pass_seconds: float, nu
 def play(
     rank: int, degree: int, cases: Sequence[Sequence[Any]], pass_seconds: float, num_repeats: int, folder: str
 ) -> None:
-    """One rank. A step lasts as long as the slowest rank's."""
+    """Play one rank of each case. A step lasts as long as the slowest rank's."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", degree)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=degree, timeout=timedelta(minutes=5))
@@ -171,7 +179,7 @@ def play(
 
 
 def indices_of(schedule: str, rank: int, degree: int, num_runs: int) -> list[int]:
-    """The stages of a rank, counted through the model, as `config/stages.py` gives them out."""
+    """Return a rank's stages, counted through the model, as `config/stages.py` assigns them."""
     if schedule == "zbv":
         return [rank, 2 * degree - 1 - rank]
     return list(range(rank, degree * num_runs, degree))
@@ -196,7 +204,7 @@ def build_schedule(name: str, rank: int, degree: int, num_runs: int, count: int,
 
 
 class SleepingStage(nn.Module):
-    """Its inputs' gradient and its weight's can be asked for apart, as zero-bubble schedules do."""
+    """A stage that sleeps. Gradients of inputs and weight can be computed apart, as zero-bubble schedules do."""
 
     def __init__(self, seconds: float):
         super().__init__()
@@ -239,7 +247,7 @@ def table_of(report: dict[str, Any]) -> Table:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """A panel for each number of stages: measured as points, played as lines."""
+    """Draw a panel for each number of stages: measured as points, played as lines."""
     stages = sorted({row["num_stages"] for row in report["rows"]})
     names = list(dict.fromkeys(row["schedule"] for row in report["rows"]))
     figure, panels = plt.subplots(
@@ -253,21 +261,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
             axes.plot(x, [100 * row["played"] for row in rows], "-", color=colour, lw=1)
             axes.plot(x, [100 * row["measured"]["median"] for row in rows], "o", color=colour, ms=5, label=name)
         ticks = sorted({row["num_microbatches"] for row in report["rows"]})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set_xlabel("microbatches")
+        label_axes(axes, ticks, "microbatches", from_zero=False)
         axes.set_title(f"{degree} stages", fontsize=10)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylim(bottom=0)  # when all panels are drawn: it fixes the upper end for all of them
     panels[0][0].set_ylabel("waiting over computing, %")
-    panels[0][-1].legend(
-        frameon=False,
-        fontsize=8,
-        title="points: measured\nlines: played",
-        title_fontsize=8,
-        loc="center left",
-        bbox_to_anchor=(1, 0.5),
-    )
-    figure.savefig(path)
-    plt.close(figure)
+    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    title = "points: measured\nlines: played"
+    panels[0][-1].legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)
+    save_figure(figure, path)

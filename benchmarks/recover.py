@@ -1,4 +1,4 @@
-"""Cost of a fault: ranks and launchers are killed and frozen at random while a run trains.
+"""Time and batches lost to a fault: ranks and launchers are killed and frozen at random while a run trains.
 
 python -m benchmarks recover --num-faults 50 --peer-faults 6 --out results
 
@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 import psutil
 
 from llmfoundry_lite.bench.frame import (
+    check_names,
     describe_conditions,
+    format_command,
     measured_table,
     open_console,
     spread,
     tell,
 )
-from llmfoundry_lite.bench.steps import check_shapes, write_run
+from llmfoundry_lite.bench.steps import SHAPES, write_run
 from llmfoundry_lite.errors import DataError
 
 KILL_RANK, FREEZE_RANK = "a rank killed", "a rank frozen"
@@ -43,12 +45,10 @@ BATCHES_BETWEEN = (3, 10)
 COLLECTIVE_SECONDS = 30
 """`dist_timeout` of both sides; torchrun learns of a frozen rank by it."""
 DEADLINE_SECONDS = 300.0
-MOST_BATCHES = 20_000
-"""A run has more than are trained: it ends soon after its last fault."""
+MAX_BATCHES = 20_000
+"""More than are trained: a run ends soon after its last fault."""
 LOOK_SECONDS = 0.02
 COMPARED = ("loss/train/total", "grad_norm", "data/digest")
-
-
 PEER_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it torchrun's restarted ranks meet the addresses of those before them. Ours has no use for it."""
 
@@ -106,7 +106,7 @@ class Log:
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """All records so far. A line that a killed process left unfinished is passed over by its successor."""
+        """Return all records so far. A line that a killed process left unfinished waits for its successor."""
         if self.path.exists():
             with self.path.open() as file:
                 file.seek(self._offset)
@@ -120,7 +120,7 @@ class Log:
 
 
 class Disturbed:
-    """A run under one launcher, and what is done to it."""
+    """A run under one launcher, and its faults."""
 
     def __init__(self, side: Side, folder: Path, settings: dict[str, Any], num_faults: int, seed: int):
         self.side = side
@@ -136,7 +136,7 @@ class Disturbed:
         """That it has come back from."""
 
     def run(self, note: Callable[[str], None]) -> None:
-        """Until the last fault is over; with none, to the end. Raises DataError when the run does not come back."""
+        """Train until the last fault is over; without faults, to the end. Raises DataError if the run stays away."""
         faults = self.faults
         self.process = self.launch()
         try:
@@ -189,7 +189,7 @@ class Disturbed:
         return Fault(kind, now - started, now - noticed[0] if noticed else None, finished - first["batch"] + 1)
 
     def words(self) -> int:
-        """How often the launcher has said so far that it starts again."""
+        """Count how often the launcher has printed that it starts again."""
         return self.output.read_text(errors="replace").count(self.side.word) if self.side.word else 0
 
     def wait(self, num_batches: int) -> None:
@@ -212,7 +212,7 @@ class Disturbed:
 
 
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
-    """Ranks of composer and torchrun outlive their launcher."""
+    """Kill a launcher and its ranks, which outlive the launchers of composer and torchrun."""
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.kill()
     for one in family:
@@ -231,12 +231,14 @@ def run(
     seed: int = 17,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Returns the report. Raises ConfigError for a shape nobody knows, and, once what was found is told, DataError for
-    a run of ours that does not come back."""
-    check_shapes("--shape", [shape])
+    """Disturb both sides, print and write the table, return the report.
+
+    Raises ConfigError for an unknown shape, and, after the report, DataError for a run of ours that does not come back.
+    """
+    check_names("--shape", [shape], SHAPES)
     console = open_console()
     conditions = describe_conditions()
-    settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": MOST_BATCHES}
+    settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": MAX_BATCHES}
     found: dict[str, list[Fault]] = {}
     differing: dict[str, int] = {}
     lost: dict[str, DataError] = {}
@@ -257,15 +259,17 @@ def run(
             except DataError as error:
                 console.print(str(error), highlight=False)
                 lost[side.name] = error
-    options = f"--num-faults {num_faults} --peer-faults {peer_faults}"
-    report = tell_faults(conditions | settings, found, differing, list(lost), options, out)
+    command = format_command(
+        "python -m benchmarks recover", shape=shape, num_faults=num_faults, peer_faults=peer_faults
+    )
+    report = tell_faults(conditions | settings, found, differing, list(lost), command, out)
     if OURS.name in lost:
         raise lost[OURS.name]
     return report
 
 
 def count_differing(disturbed: dict[int, dict[str, Any]], alone: dict[int, dict[str, Any]]) -> int:
-    """Batches whose loss, gradient norm or digest is not the same to the bit, those that one lacks included."""
+    """Count batches whose loss, gradient norm or digest differs in a bit, and batches that one run lacks."""
     batches = disturbed.keys() | alone.keys()
     return sum(
         any(disturbed.get(batch, {}).get(key) != alone.get(batch, {}).get(key) for key in COMPARED) for batch in batches
@@ -277,7 +281,7 @@ def tell_faults(
     found: dict[str, list[Fault]],
     differing: dict[str, int],
     lost: list[str],
-    options: str,
+    command: str,
     out: Path | None,
 ) -> dict[str, Any]:
     rows, records = [], []
@@ -304,9 +308,6 @@ def tell_faults(
     notes.append("a killed launcher: the same command is given again at once, and imports anew")
     notes.append(f"a frozen launcher: its ranks train on; it goes on after {FROZEN_SECONDS:g} s")
     report |= {"faults": records, "differing": differing, "lost": lost}
-    asked = ("shape", "seq_len")
-    command = f"python -m benchmarks recover --shape {report['shape']} {options}"
-    tell(
-        report, table, notes=notes, name="recover", heading="What a fault costs", command=command, asked=asked, out=out
-    )
+    heading, asked = "What a fault costs", ("shape", "seq_len")
+    tell(report, table, notes=notes, name="recover", heading=heading, command=command, asked=asked, out=out)
     return report

@@ -1,4 +1,4 @@
-"""How long is it from the command to the first batch of a run that is carried on, under each launcher?
+"""Seconds from the command to the first batch of a resumed run, under each launcher.
 
     python -m benchmarks start --num-rounds 5 --out results
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.recover import LOOK_SECONDS, Log, kill_with_children
 from llmfoundry_lite.bench.frame import (
+    check_names,
     describe_conditions,
     measured_table,
     open_console,
@@ -27,7 +28,7 @@ from llmfoundry_lite.bench.frame import (
     take_turns,
     tell,
 )
-from llmfoundry_lite.bench.steps import check_shapes, write_run
+from llmfoundry_lite.bench.steps import SHAPES, write_run
 from llmfoundry_lite.errors import DataError
 
 IMPORT = "import composer"
@@ -45,8 +46,11 @@ DEADLINE_SECONDS = 300.0
 
 
 def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path | None = None) -> dict[str, Any]:
-    """Returns the report. Raises ConfigError for a shape nobody knows, DataError for a launcher that fails."""
-    check_shapes("--shape", [shape])
+    """Time all launchers, print and write the table, return the report.
+
+    Raises ConfigError for an unknown shape, DataError for a launcher that fails.
+    """
+    check_names("--shape", [shape], SHAPES)
     console, conditions = open_console(), describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": 2, "num_steps": 1000}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -88,7 +92,7 @@ def time_import(environment: dict[str, str]) -> float:
 
 
 def time_until(is_there: Callable[[], bool], command: list[str], environment: dict[str, str], output: Path) -> float:
-    """Seconds from the command until `is_there`; then all of its processes are killed. Raises DataError if they end."""
+    """Return seconds from the command until `is_there`, and kill all its processes. Raises DataError if they end."""
     with output.open("wb") as file:
         started = time.monotonic()
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)

@@ -1,4 +1,4 @@
-"""Cost of saving for the training loop, and how fast it is durable and back, beside peers and this machine's limits.
+"""Stall, durable write and load of checkpoints, beside peers and this machine's limits.
 
     python -m benchmarks checkpoint --folder /data/scratch --out .
 
@@ -20,9 +20,8 @@ Nothing is left in `--folder` unless this process is killed with SIGKILL.
 
 A save after every batch: real training, with saves and without in turns (`interval.py`).
 
-Owns what is measured in which order, and starts the ranks. Leaves a rank's part to `rank_program.py`, what it
-measures with to `meters.py`, who saves to `sides.py`, and targets and tables to
-`report.py`.
+This file starts the ranks (`rank_program.py`) in order. They measure with `meters.py` how `sides.py` saves;
+`report.py` has the targets and tables.
 """
 
 import json
@@ -51,8 +50,8 @@ from benchmarks.checkpoint.report import (
     table_of_sides,
     table_of_targets,
 )
-from llmfoundry_lite.bench.frame import describe_conditions, open_console, show, write_report
-from llmfoundry_lite.bench.steps import check_shapes
+from llmfoundry_lite.bench.frame import check_names, describe_conditions, open_console, show, write_report
+from llmfoundry_lite.bench.steps import SHAPES
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
@@ -136,7 +135,7 @@ def size_bytes(size: str) -> int:
 
 
 def _check(sizes: Sequence[str], num_rounds: int) -> None:
-    check_shapes("--sizes", sizes)
+    check_names("--sizes", sizes, SHAPES)
     if num_rounds < 1:
         raise UserError(f"--num-rounds: {num_rounds} is fewer than 1")
 

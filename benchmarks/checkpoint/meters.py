@@ -1,4 +1,4 @@
-"""Meters of the checkpoint benchmark: a clock of all ranks, the page cache, memory, the machine's limits.
+"""Meters of the checkpoint benchmark: a clock for all ranks, the page cache, memory, the machine's limits.
 
 Everything here but `available_bytes` runs in a rank.
 """
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -25,7 +26,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def timed(work: Callable[[], Any], needs_bytes: int) -> float:
-    """All ranks at once; seconds of the slowest."""
+    """Do the work on all ranks at once; return the seconds of the slowest."""
     warm_up(needs_bytes)
     dist.barrier()
     started = time.perf_counter()
@@ -51,8 +52,7 @@ def warm_up(num_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) << 10
+    return psutil.virtual_memory().available
 
 
 class Limits:
@@ -66,7 +66,7 @@ class Limits:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def measure(self) -> dict[str, float]:
-        """Seconds. Memory that is copied into has been touched before; the best of three copies counts."""
+        """Return seconds. Memory that is copied into has been touched before; the best of three copies counts."""
         path = self.folder / "bytes"
         found = {"copy_seconds": min(timed(self._copy, 0) for _ in range(3))}
         found["write_seconds"] = timed(lambda: self._write(path), self.buffer.numel())
@@ -100,7 +100,7 @@ class Limits:
 
 
 def drop_from_cache(folder: Path) -> float:
-    """Have the page cache forget the files; the share of their pages that it kept nevertheless. They must be synced."""
+    """Drop synced files from the page cache; return the share of their pages that it kept nevertheless."""
     dist.barrier()
     kept = pages = 0
     for path in folder.rglob("*"):
@@ -116,7 +116,7 @@ def drop_from_cache(folder: Path) -> float:
 
 
 def resident_pages(path: Path) -> bytes:
-    """A byte for each page of a file, 1 if it is in the page cache (mincore)."""
+    """Return a byte for each page of a file, 1 if it is in the page cache (mincore)."""
     libc = ctypes.CDLL(None, use_errno=True)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
         found = ctypes.create_string_buffer(-(-len(mapped) // mmap.PAGESIZE))
@@ -129,7 +129,7 @@ def resident_pages(path: Path) -> bytes:
 
 
 class Memory:
-    """How much more of it a side takes at its highest than before its first save, what it keeps included."""
+    """Peak memory of a side beyond what the rank held before the side's first save."""
 
     def __init__(self, local_bytes: int) -> None:
         self.local_bytes = local_bytes

@@ -1,15 +1,12 @@
-"""Targets and tables of `python -m benchmarks checkpoint`.
-
-Owns the names of the sides, which are keys of the report. Leaves measuring to `rank_program.py`.
-"""
+"""Targets and tables of `python -m benchmarks checkpoint`. The names of the sides are keys of the report."""
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.checkpoint.interval import SAVES
-from llmfoundry_lite.bench.frame import measured_table
+from llmfoundry_lite.bench.frame import measured_table, ratios
 from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table
@@ -20,61 +17,34 @@ SIDES = (OURS, ASYNC_SAVE, SAVE, COMPOSER)
 
 
 def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets: what was measured, what was wanted. Ratios are medians over the warm rounds of ratios within one."""
-    rounds, local_bytes = report["rounds"][1:], max(report["local_bytes"])
-
-    def ratio(above: Callable[[dict[str, Any]], float], below: Callable[[dict[str, Any]], float]) -> float:
-        return statistics.median(above(one) / below(one) for one in rounds)
-
-    wanted = [
-        (
-            "stall / copying the local state in memory",
-            ratio(lambda r: r[OURS]["stall_seconds"], lambda r: r["copy_seconds"]),
-            "<=",
-            1.3,
-        ),
-        (
-            "stall / async_save's",
-            ratio(lambda r: r[OURS]["stall_seconds"], lambda r: r[ASYNC_SAVE]["stall_seconds"]),
-            "<=",
-            1.0,
-        ),
-        (
-            "durable write, hashes included / plain write+fsync (bandwidth, after the stall)",
-            ratio(
-                lambda r: r["write_seconds"],
-                lambda r: r[OURS]["durable_seconds"] - r[OURS]["stall_seconds"],
-            ),
-            ">=",
-            0.8,
-        ),
-        (
-            "the same, counted from the beginning of the save",
-            ratio(lambda r: r["write_seconds"], lambda r: r[OURS]["durable_seconds"]),
-            ">=",
-            0.8,
-        ),
-        (
-            "verified load / unverified load, cold (seconds)",
-            ratio(lambda r: r["load_verified_seconds"], lambda r: r["load_unverified_seconds"]),
-            "<=",
-            1.3,
-        ),
-        (
-            "peak extra memory / local state",
-            max(r[OURS]["extra_bytes"] for r in report["rounds"]) / local_bytes,
-            "<=",
-            1.05,
-        ),
+    """Hold measurements against the targets. Ratios are medians, over the warm rounds, of ratios within a round."""
+    rounds = report["rounds"][1:]
+    copy, write, verified, unverified = (
+        [one[f"{name}_seconds"] for one in rounds] for name in ("copy", "write", "load_verified", "load_unverified")
+    )
+    stall, durable = ([one[OURS][f"{name}_seconds"] for one in rounds] for name in ("stall", "durable"))
+    their_stall = [one[ASYNC_SAVE]["stall_seconds"] for one in rounds]
+    behind = [end - begin for end, begin in zip(durable, stall, strict=True)]
+    bandwidth = "durable write, hashes included / plain write+fsync (bandwidth, after the stall)"
+    extra_bytes = max(one[OURS]["extra_bytes"] for one in report["rounds"])
+    targets = [
+        ("stall / copying the local state in memory", ratios(stall, copy).median, "<=", 1.3),
+        ("stall / async_save's", ratios(stall, their_stall).median, "<=", 1.0),
+        (bandwidth, ratios(write, behind).median, ">=", 0.8),
+        ("the same, counted from the beginning of the save", ratios(write, durable).median, ">=", 0.8),
+        ("verified load / unverified load, cold (seconds)", ratios(verified, unverified).median, "<=", 1.3),
+        ("peak extra memory / local state", extra_bytes / max(report["local_bytes"]), "<=", 1.05),
     ]
     return [
-        {"what": what, "measured": value, "sign": sign, "target": target, "met": _holds(value, sign, target)}
-        for what, value, sign, target in wanted
+        {
+            "what": what,
+            "measured": value,
+            "sign": sign,
+            "target": target,
+            "met": value <= target if sign == "<=" else value >= target,
+        }
+        for what, value, sign, target in targets
     ]
-
-
-def _holds(value: float, sign: str, target: float) -> bool:
-    return value <= target if sign == "<=" else value >= target
 
 
 def table_of_sides(report: dict[str, Any]) -> Table:
@@ -109,15 +79,8 @@ def table_of_sides(report: dict[str, Any]) -> Table:
         f"posix_fadvise dropped the files from the page cache, where mincore then found "
         f"{report['resident_after_drop']:.1%} of them"
     )
-    headings = [
-        "",
-        "first stall",
-        "first durable",
-        "stall: min / median",
-        "durable: min / median",
-        "GiB/s",
-        "extra GiB a rank",
-    ]
+    headings = ["", "first stall", "first durable", "stall: min / median", "durable: min / median"]
+    headings += ["GiB/s", "extra GiB a rank"]
     return measured_table(title, headings, rows)
 
 
@@ -153,16 +116,8 @@ def table_of_intervals(report: dict[str, Any]) -> Table:
                 f"{fewest}ba",
             ]
         )
-    headings = [
-        "batch",
-        "seconds",
-        "lost to a save, s: min / median",
-        "its processor time, s: min / median",
-        "after every batch",
-        "target",
-        "",
-        "smallest interval",
-    ]
+    headings = ["batch", "seconds", "lost to a save, s: min / median", "its processor time, s: min / median"]
+    headings += ["after every batch", "target", "", "smallest interval"]
     return measured_table(f"a save after every batch, at most {MAX_SAVE_FRACTION:.0%} of training", headings, rows)
 
 
@@ -173,30 +128,17 @@ def table_of_growth(report: dict[str, Any]) -> Table:
             rows.append([size, f"left out: {found['left_out']}", "", "", "", "", ""])
             continue
         warm = found["rounds"][1:]
-        medians = {
-            key: statistics.median(one[key] for one in warm)
-            for key in ("stall_seconds", "durable_seconds", "load_verified_seconds")
-        }
+        stall, durable, load = (
+            statistics.median(one[f"{key}_seconds"] for one in warm) for key in ("stall", "durable", "load_verified")
+        )
         total = sum(found["local_bytes"])
         extra = max(one["extra_bytes"] for one in found["rounds"])
         rows.append(
             [
-                f"{found['parameters']:,}",
-                f"{total / GIB:.2f}",
-                f"{medians['stall_seconds']:.3f}",
-                f"{medians['durable_seconds']:.3f}",
-                f"{total / GIB / medians['durable_seconds']:.2f}",
-                f"{medians['load_verified_seconds']:.3f}",
-                f"{extra / max(found['local_bytes']):.2f}",
+                *(f"{found['parameters']:,}", f"{total / GIB:.2f}", f"{stall:.3f}", f"{durable:.3f}"),
+                *(f"{total / GIB / durable:.2f}", f"{load:.3f}", f"{extra / max(found['local_bytes']):.2f}"),
             ]
         )
-    headings = [
-        "parameters",
-        "GiB",
-        "stall, s",
-        "durable, s",
-        "GiB/s",
-        "cold verified load, s",
-        "extra memory / local state",
-    ]
+    headings = ["parameters", "GiB", "stall, s", "durable, s", "GiB/s", "cold verified load, s"]
+    headings += ["extra memory / local state"]
     return measured_table("growth, ours (medians of the warm saves)", headings, rows)

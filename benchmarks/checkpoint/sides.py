@@ -1,4 +1,4 @@
-"""Those who save in the checkpoint benchmark: our `Saver`, and what torch and Composer offer for sharded state."""
+"""Savers of the checkpoint benchmark: our `Saver`, and what torch and Composer offer for sharded state."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from llmfoundry_lite.devices import device_type
 
 Finish = Callable[[], Any]
 Start = Callable[[Path, int], Finish]
-"""(folder, batch) -> what waits until all of it is written; how long the first call takes is the stall."""
+"""(folder, batch) -> a function that waits until all is written. The stall is the time of the first call."""
 
 
 def our_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Start:
@@ -65,7 +65,7 @@ def _torch_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def composer_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Start:
-    """The function that Composer's CheckpointSaver calls, on a state that says: FSDP2, sharded."""
+    """Call what Composer's CheckpointSaver calls, with a state that says: FSDP2, sharded."""
     from composer.core import State
     from composer.devices import DeviceCPU, DeviceGPU
     from composer.utils import checkpoint
@@ -88,7 +88,7 @@ def composer_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> S
 
 
 def sync(folder: Path) -> None:
-    """fsync of everything in a folder, on rank 0; all ranks return when it is done."""
+    """Let rank 0 fsync everything in a folder; all ranks return when it is done."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in (*folder.rglob("*"), folder, folder.parent):

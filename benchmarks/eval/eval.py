@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llmfoundry_lite.bench.frame import (
+    check_names,
     describe_conditions,
     measured_table,
     open_console,
@@ -39,7 +40,7 @@ from llmfoundry_lite.bench.frame import (
     take_turns,
     write_report,
 )
-from llmfoundry_lite.bench.steps import check_shapes, model_of
+from llmfoundry_lite.bench.steps import SHAPES, model_of
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
@@ -93,7 +94,7 @@ def run(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
-    check_shapes("--shape", [shape])
+    check_names("--shape", [shape], SHAPES)
     console = open_console()
     report: dict[str, Any] = describe_conditions() | {
         "shape": Path(model).name if model else shape,
@@ -157,14 +158,7 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Sui
 
 
 HEADINGS = (
-    "items",
-    "ours",
-    "lm-eval",
-    "times",
-    "in CPU time",
-    "wanted",
-    "of the floor",
-    "with logits",
+    *("items", "ours", "lm-eval", "times", "in CPU time", "wanted", "of the floor", "with logits"),
     "other decisions",
 )
 HEADING, COMMAND = "Evaluation in context, beside lm-evaluation-harness", "python -m benchmarks eval"
@@ -215,7 +209,7 @@ def read_real(path: Path) -> list[dict[str, Any]]:
 
 
 def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, path: Path) -> None:
-    """Contexts with their examples already in them, so that both sides are asked the very same."""
+    """Write contexts with their examples already in them, so that both sides get the same prompts."""
     task = TaskConfig(
         label="bench",
         icl_task_type="multiple_choice",
@@ -235,7 +229,7 @@ def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, pat
 
 
 def make_model(shape: str, texts: list[str], folder: Path) -> str:
-    """Random weights and a tokenizer for these texts, as plain transformers loads them."""
+    """Write random weights and a tokenizer for these texts, as plain transformers loads them."""
     train_tokenizer(texts, VOCAB_SIZE).save(folder / "tokenizer")
     config = model_of(shape, 2048, no_bias=False)
     model = MPT(replace(config, vocab_size=max(VOCAB_SIZE, config.vocab_size)))
@@ -252,15 +246,14 @@ Ask = Callable[..., dict[str, Any]]
 
 @contextmanager
 def peer_of(python: str, model: str) -> Iterator[Ask]:
-    """Calls with items=FILE, and kind and delimiter of the task, are answered by lm-evaluation-harness."""
+    """Have lm-evaluation-harness answer calls with items=FILE, and kind and delimiter of the task."""
     with _worker([python, str(Path(__file__).with_name("peer.py")), model]) as ask:
         yield ask
 
 
 @contextmanager
 def _worker(command: list[str]) -> Iterator[Ask]:
-    """A process that has loaded the model, and answers a line of JSON with another until there are no more. It is idle
-    while the other side works."""
+    """Start a process that loads the model and answers each line of JSON with another. It idles meanwhile."""
     with tempfile.TemporaryFile("w+") as told:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told, text=True)
         assert process.stdin is not None and process.stdout is not None
@@ -335,7 +328,7 @@ def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
 
 
 def _forward_rate(model: Any) -> float:
-    """Tokens per second of plain text, without logits."""
+    """Measure tokens per second of plain text, without logits."""
     tokens = torch.randint(0, 1000, (16, 128), device=model.device)
     one = torch.zeros(1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
@@ -345,7 +338,7 @@ def _forward_rate(model: Any) -> float:
 
 
 def _logits_seconds(model: TreeModel, num_positions: int) -> float:
-    """Count the product that makes logits of so many positions, and of nothing that is made of them."""
+    """Time the product that makes logits of so many positions, without a softmax or loss."""
     config = model.model.config
     hidden_ud = torch.randn(num_positions, config.d_model, device=model.device)
     unembedding_vd = torch.randn(config.vocab_size, config.d_model, device=model.device)
@@ -356,7 +349,7 @@ def _logits_seconds(model: TreeModel, num_positions: int) -> float:
 
 
 def _elapsed(model: Any, seconds: float, cpu_seconds: float) -> float:
-    """Seconds that count for the share of the floor: on a CPU processor time."""
+    """Return the seconds that count for the share of the floor: on a CPU, processor time."""
     return cpu_seconds if model.device.type == "cpu" else seconds
 
 

@@ -36,8 +36,7 @@ TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40
 """The task whose rows become documents, and how many become one: more than a window of tokens."""
 TASKS = ("arc_easy", "piqa", "copa", "winograd", "lambada_openai")
 TOLERANCE_NATS, TOLERANCE_SHARE = 1e-4, 1e-6
-"""Whichever is more: the log-probability of a long answer is a sum of thousands of nats in fp32."""
-"""Tolerance of a summed log-probability."""
+"""Tolerance of a summed log-probability, whichever is more: a long answer's is thousands of nats in fp32."""
 
 Record = dict[str, Any]
 
@@ -118,19 +117,16 @@ def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
 
 
 def compare(ours: Record, theirs: Record, kind: str) -> Record:
-    distances = [
-        max(abs(a - b) for a, b in zip(x, y, strict=True))
-        for x, y in zip(ours["log_probability"], theirs["log_probability"], strict=True)
-    ]
     pairs = [
-        pair
-        for x, y in zip(ours["log_probability"], theirs["log_probability"], strict=True)
-        for pair in zip(x, y, strict=True)
+        list(zip(x, y, strict=True)) for x, y in zip(ours["log_probability"], theirs["log_probability"], strict=True)
     ]
+    distances = [max(abs(a - b) for a, b in item) for item in pairs]
     found: Record = {
         "n": len(distances),
         "largest_difference_nats": max(distances),
-        "are_close": all(math.isclose(*pair, rel_tol=TOLERANCE_SHARE, abs_tol=TOLERANCE_NATS) for pair in pairs),
+        "are_close": all(
+            math.isclose(*pair, rel_tol=TOLERANCE_SHARE, abs_tol=TOLERANCE_NATS) for item in pairs for pair in item
+        ),
     }
     for metric in ("acc", "acc_norm"):
         if metric not in ours or metric not in theirs:
@@ -159,11 +155,8 @@ def is_same(found: Record) -> bool:
     same_perplexity = "perplexity" not in found or math.isclose(
         found["perplexity"], found["peer_perplexity"], rel_tol=TOLERANCE_NATS
     )
-    return (
-        all(found[f"{metric}_differ"] == found[f"{metric}_differ_by_rounding"] for metric in metrics)
-        and found["are_close"]
-        and same_perplexity
-    )
+    same_decisions = all(found[f"{metric}_differ"] == found[f"{metric}_differ_by_rounding"] for metric in metrics)
+    return same_decisions and found["are_close"] and same_perplexity
 
 
 HEADINGS = ("task", "items", "acc", "lm-eval", "differ", "acc_norm", "lm-eval", "differ", "perplexity", "lm-eval")

@@ -11,7 +11,6 @@ Owns the faults and the report. Links that can be cut, frozen or dead one way ar
 """
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -29,9 +28,9 @@ import psutil
 
 from benchmarks import with_root
 from benchmarks.islands.launches import SECRET
-from benchmarks.islands.links import Links
+from benchmarks.islands.links import Links, set_links
 from benchmarks.recover import Log
-from benchmarks.switch.band import Series, judge
+from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.legs import NO_GPU
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, spread, write_report
 from llmfoundry_lite.bench.steps import write_run
@@ -200,10 +199,6 @@ class Ways:
     def set(self, state: str, names: Sequence[str] = tuple(SIZES)) -> None:
         for name in names:
             set_links(self.paths[name], state)
-
-
-def set_links(path: Path, state: str, bits_per_second: float | None = None) -> None:
-    path.write_text(json.dumps({"state": state, "bits_per_second": bits_per_second}))
 
 
 class Scene:
@@ -449,18 +444,9 @@ def check(logs: dict[str, list[dict[str, Any]]], worlds: Sequence[list[dict[str,
     missing = sorted(set(digests) ^ set(joined))
     found = {"missing": missing, "other_data": sorted(other), "bands": 0.0, "deviation": 0.0}
     if not missing:
-        verdict = judge(series_of([joined[batch] for batch in sorted(joined)]), [series_of(world) for world in worlds])
+        verdict = judge(read_series([joined[batch] for batch in sorted(joined)]), list(map(read_series, worlds)))
         found |= {"bands": verdict.largest_ratio, "deviation": verdict.final_deviation}
     return found
-
-
-def series_of(records: Sequence[dict[str, Any]]) -> Series:
-    return Series(
-        losses=[record["loss/train/total"] for record in records],
-        digests=[record["data/digest"] for record in records],
-        learning_rates=[record["lr"] for record in records],
-        validation={},
-    )
 
 
 def table_of(faults: Sequence[Fault]) -> Table:

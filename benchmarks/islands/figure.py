@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 from benchmarks.switch.figure import COLOURS, INK, QUIET
+from llmfoundry_lite.report.figure import plt, write
 
 WRONG = {"weights": "a share weighted twice", "lost": "a batch lost at a repeat", "stale": "an old gradient counted"}
 WRONG_COLOURS = ("#c44e52", "#da8bc3", "#ccb974")
@@ -55,8 +51,7 @@ def plot_islands(report: dict[str, Any], path: Path) -> None:
         fontsize=8,
         color=QUIET,
     )
-    figure.savefig(path)
-    plt.close(figure)
+    write(figure, path)
 
 
 def _draw_rows(axes: Any, report: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from rich.console import Console
 from benchmarks.islands.figure import plot_islands
 from benchmarks.islands.launches import Islands, last_batch, running
 from benchmarks.islands.wrong import DIES_AT
-from benchmarks.switch.band import Series, Verdict, judge, measure_band, measure_deviation
+from benchmarks.switch.band import Series, Verdict, judge, measure_band, measure_deviation, read_series
 from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Workshop, probe
 from benchmarks.switch.switch import (
     GLOBAL_BATCH,
@@ -196,11 +196,7 @@ def records_of(islands: Islands, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def series_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "losses": [record["loss/train/total"] for record in records],
-        "digests": [record["data/digest"] for record in records],
-        "learning_rates": [record["lr"] for record in records],
-    }
+    return dataclasses.asdict(read_series(records))
 
 
 def count_differing(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> int:
@@ -234,7 +230,6 @@ def first_batches(content: dict[str, Any], count: int) -> Series:
         losses=content["losses"][:count],
         digests=content["digests"][:count],
         learning_rates=content["learning_rates"][:count],
-        validation={},
     )
 
 

@@ -24,6 +24,10 @@ LOOK_SECONDS = 0.05
 CHUNK_BYTES = 1 << 16
 
 
+def set_links(path: Path, state: str = "open", bits_per_second: float | None = None) -> None:
+    path.write_text(json.dumps({"state": state, "bits_per_second": bits_per_second}))
+
+
 class Direction:
     """Bytes of one way, all connections together."""
 

@@ -7,7 +7,6 @@ cores, so only what both do at once can be compared. Then one rank each, over li
 much faster the two train than the faster one alone, beside what `plan` expects of these rates (`join_clusters`).
 """
 
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from benchmarks.islands.islands import build_shop, default_clusters
 from benchmarks.islands.launches import Islands, last_batch, running
+from benchmarks.islands.links import set_links
 from benchmarks.recover import Log
 from benchmarks.switch.legs import Cluster, Workshop, probe
 from benchmarks.switch.switch import SEQ_LEN, describe_cluster, prepare_data, table_of_clusters
@@ -133,7 +133,7 @@ def train_linked(
     """One run of islands; batches at each rate of the links (Mbit/s; None: as fast as the machine)."""
     console.print(f"training: {' and '.join(c.letter for c in clusters)} as islands")
     links = shop.folder / f"{run}-links.json"
-    set_rate(links, None)
+    set_links(links)
     found = []
     with running(shop, run, len(clusters), links, global_train_batch_size=rows) as islands:
         for cluster in clusters:
@@ -141,17 +141,12 @@ def train_linked(
         logs = [islands.log(cluster) for cluster in clusters]
         begin = MOVES
         for rate in rates:
-            set_rate(links, rate)
+            set_links(links, bits_per_second=rate and rate * 1e6)
             until = begin + WARM_UP + num_batches
             islands.wait_for(lambda until=until: all(last_batch(log) >= until for log in logs), "batches to time")
             found.append({"megabits": rate, **describe(logs, until - num_batches, until, rows)})
             begin = last_batch(logs[0])
     return found
-
-
-def set_rate(links: Path, megabits: float | None) -> None:
-    rate = megabits * 1e6 if megabits else None
-    links.write_text(json.dumps({"state": "open", "bits_per_second": rate}))
 
 
 def describe(logs: Sequence[Log], begin: int, until: int, rows: int) -> dict[str, Any]:

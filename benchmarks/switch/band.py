@@ -1,4 +1,4 @@
-"""Statistics of the switch benchmark: is a run that moved the run it would have been? No torch.
+"""Statistics of the switch benchmark: is a run that moved still the same run? No torch.
 
 Runs of one configuration on different hardware see the same batches and differ in rounding alone, which training
 amplifies. How far that takes two runs apart is measured, not chosen: the *band*. With l_i(t) the loss of uninterrupted
@@ -21,7 +21,8 @@ The validation loss, measured a few times, is compared with the same two formula
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,8 +37,18 @@ class Series:
     losses: Sequence[float]
     digests: Sequence[str]
     learning_rates: Sequence[float]
-    validation: Mapping[int, float]
-    """Batch -> loss; of a run that was never validated, nothing."""
+    validation: Mapping[int, float] = field(default_factory=dict)
+    """Batch -> loss; empty for a run that was never validated."""
+
+
+def read_series(records: Sequence[Mapping[str, Any]]) -> Series:
+    """Take a run's series from its records, in order of their batches."""
+    return Series(
+        losses=[record["loss/train/total"] for record in records],
+        digests=[record["data/digest"] for record in records],
+        learning_rates=[record["lr"] for record in records],
+        validation={record["batch"]: record["eval/loss"] for record in records if "eval/loss" in record},
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +107,7 @@ def judge(run: Series, uninterrupted: Sequence[Series]) -> Verdict:
 
 
 def measure_band(losses_rt: ArrayLike) -> Floats:
-    """[t], from [runs, t]: see the module."""
+    """Return the band [t] of losses [runs, t]: see the module."""
     losses_rt = np.asarray(losses_rt, np.float64)
     num_runs = len(losses_rt)
     assert num_runs > 1
@@ -106,14 +117,14 @@ def measure_band(losses_rt: ArrayLike) -> Floats:
 
 
 def measure_deviation(losses_t: ArrayLike, losses_rt: ArrayLike) -> Floats:
-    """[t], of one run from the mean of the others: see the module."""
+    """Return the deviation [t] of one run from the mean of the others: see the module."""
     return _running_rms(np.asarray(losses_t) - np.asarray(losses_rt).mean(0))
 
 
 def leave_one_out(uninterrupted: Sequence[Series]) -> list[float]:
-    """The largest ratio that `judge` finds for each uninterrupted run beside the others: how sound runs fare.
+    """Return the largest ratio that `judge` finds for each uninterrupted run beside the others: how sound runs fare.
 
-    Nothing for two runs, of which one has no others to span a band.
+    Empty for two runs, because one other run spans no band.
     """
     if len(uninterrupted) < 3:
         return []

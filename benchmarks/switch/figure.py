@@ -5,10 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from llmfoundry_lite.report.figure import plt, write
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#64b5cd")
 INK, QUIET, VALIDATION = "#222222", "#777777", "#c44e52"
@@ -63,8 +60,7 @@ def plot_switch(report: dict[str, Any], path: Path) -> None:
         fontsize=8,
         color=QUIET,
     )
-    figure.savefig(path)
-    plt.close(figure)
+    write(figure, path)
 
 
 def _draw_losses(axes: Any, series: dict[str, Any], colour: str) -> None:

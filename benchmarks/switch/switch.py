@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.switch import tamper
-from benchmarks.switch.band import Series, Verdict, judge, leave_one_out, measure_band, measure_deviation
+from benchmarks.switch.band import Series, Verdict, judge, leave_one_out, measure_band, measure_deviation, read_series
 from benchmarks.switch.figure import plot_switch
 from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Leg, Machine, Workshop, probe
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
@@ -281,18 +281,12 @@ def checkpoint(shop: Workshop, batch: int) -> Path:
 
 
 def read(shop: Workshop, name: str, before: tuple[str, int] | None = None) -> Series:
-    """Read what a run did; with `before`, another run's batches up to that one go before its own."""
+    """Read a run's series; with `before`, another run's batches up to that one go before its own."""
     records = shop.records(name)
     if before is not None:
         other, until = before
         records = {batch: record for batch, record in shop.records(other).items() if batch <= until} | records
-    ordered = [records[batch] for batch in sorted(records)]
-    return Series(
-        losses=[record["loss/train/total"] for record in ordered],
-        digests=[record["data/digest"] for record in ordered],
-        learning_rates=[record["lr"] for record in ordered],
-        validation={record["batch"]: record["eval/loss"] for record in ordered if "eval/loss" in record},
-    )
+    return read_series([records[batch] for batch in sorted(records)])
 
 
 # ------------------------------------------------------------------------------------------------------- what it says

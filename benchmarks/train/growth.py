@@ -13,22 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from llmfoundry_lite.bench.frame import (
     describe_conditions,
     measured_table,
     open_console,
+    save_figure,
     take_turns,
     tell,
 )
 from llmfoundry_lite.bench.steps import count_step_flops, measure_in_a_process, model_of
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.report.figure import clean, plt
 from llmfoundry_lite.report.tables import Table
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 Point = tuple[str, int, int]
 """Shape, tokens in a sample, samples."""
@@ -78,7 +75,7 @@ def run(dtype: str = "bf16", num_steps: int = 3, num_rounds: int = 2, out: Path 
         heading="How the cost of a step grows",
         command=f"python -m benchmarks growth --dtype {dtype}",
         asked=["dtype"],
-        plot=partial(plot_growth, report),
+        plot=plot_growth,
         out=out,
     )
     return report
@@ -158,10 +155,7 @@ def plot_growth(report: dict[str, Any], path: Path) -> None:
         axes.set_xlabel(words[kind])
         axes.set_xticks(x, [f"{value / 1e6:.0f}M" if kind == "parameters" else str(value) for value in x])
         axes.minorticks_off()
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    clean(panels)
     panels[0].set_ylabel("seconds")
     panels[0].legend(frameon=False, fontsize=9)
-    figure.suptitle(title_of(report), fontsize=11)
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path, title_of(report))

@@ -1,10 +1,10 @@
-"""A training step through our Trainer path beside what it is made of and beside its peers.
+"""Seconds of a training step: our Trainer beside a bare loop, its own matrix products, and its peers.
 
 python -m benchmarks train --seq-len 512 --batch-size 4 --peer-python foundry/bin/python --out results
 
 Every measurement is a process of its own, and the processes take turns, so that a machine that is slow for a while
-is slow for all of them. Reported is the median step. What the steps are held against is the rate of matrix products
-of the model's own shapes, forward and backward, measured in the same turns.
+is slow for all of them. The table has the median step, and its rate beside that of matrix products of the model's own
+shapes, forward and backward, measured in the same turns.
 """
 
 import json
@@ -20,6 +20,7 @@ import torch
 from benchmarks.train import peer
 from llmfoundry_lite.bench.frame import (
     Spread,
+    check_names,
     describe_conditions,
     measured_table,
     open_console,
@@ -30,11 +31,10 @@ from llmfoundry_lite.bench.frame import (
 from llmfoundry_lite.bench.steps import (
     DTYPES,
     SHAPES,
-    check_shapes,
     count_step_flops,
-    made_up_batches,
     measure_in_a_process,
     model_of,
+    random_batches,
     run_steps,
 )
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
@@ -67,7 +67,7 @@ def run(
 
     `overrides` (key=value) go to the Trainer's side.
     """
-    check_shapes("--shape", [shape])
+    check_names("--shape", [shape], SHAPES)
     console, report = open_console(), describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
     tasks = {
@@ -105,7 +105,7 @@ def run(
 
 
 def summarise(rounds: Sequence[dict[str, Any]], flops: int, num_tokens: int | None) -> dict[str, Any]:
-    """One side: medians of all its steps, and for ratios its rate and memory in each round."""
+    """Summarise one side: the median of all its steps, and for ratios its rate and memory in each round."""
     seconds = statistics.median(value for result in rounds for value in result["step_seconds"])
     flops = rounds[0].get("flops", flops)
     return {
@@ -121,7 +121,7 @@ def summarise(rounds: Sequence[dict[str, Any]], flops: int, num_tokens: int | No
 
 
 def compare(report: dict[str, Any]) -> list[tuple[str, Spread, str]]:
-    """(what, how many times or what share, the aim): what the table says in numbers that travel between machines."""
+    """Return (what, ratio, aim) for ratios of two sides, which compare between machines."""
     sides, found = report["sides"], []
 
     def ratio(what: str, key: str, above: str, below: str, aim: str) -> None:
@@ -206,7 +206,7 @@ def measure_bare(settings: dict[str, Any]) -> dict[str, Any]:
         labels_bt = next_token_labels(tokens_bt)
         return model(tokens_bt, head=partial(cross_entropy_sum, labels_bt=labels_bt)) / labels_bt.numel()
 
-    steps = run_steps(model, compute_loss, made_up_batches(settings))
+    steps = run_steps(model, compute_loss, random_batches(settings))
     return {"step_seconds": steps[2:], "peak_bytes": peak_memory_bytes()}
 
 

@@ -1,4 +1,4 @@
-"""Cost of microbatches: one batch through the Trainer in 1, 2, 4 ... parts, and the memory that they save.
+"""Cost of microbatches: time and memory of one batch through the Trainer in 1, 2, 4 ... parts.
 
 llmfoundry-lite bench accumulation --microbatches 1,2,4,8,16,32,64 --out results
 """
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bench.frame import (
+    check_names,
     describe_conditions,
+    format_command,
     label_axes,
     measured_table,
     open_console,
@@ -19,7 +21,7 @@ from llmfoundry_lite.bench.frame import (
     take_turns,
     tell,
 )
-from llmfoundry_lite.bench.steps import check_dtype, check_shapes, count_step_flops, measure_in_a_process
+from llmfoundry_lite.bench.steps import DTYPES, SHAPES, count_step_flops, measure_in_a_process
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table
@@ -42,8 +44,8 @@ def run(
 
     Raises ConfigError for counts that do not divide the batch.
     """
-    check_shapes("--shape", [shape])
-    check_dtype(dtype)
+    check_names("--shape", [shape], SHAPES)
+    check_names("--dtype", [dtype], DTYPES)
     counts = sorted(set(counts))
     if odd := [count for count in counts if batch_size % count]:
         raise ConfigError(f"--microbatches: {odd[0]} do not divide a batch of {batch_size} samples")
@@ -56,19 +58,18 @@ def run(
     found, failed = take_turns(sides, num_rounds, open_console())
     base = next(iter(found.values()))
     rows = [describe(n, settings, rounds, base) for n, rounds in zip(counts, found.values(), strict=True) if rounds]
-    report = describe_conditions() | settings | {"dtype": dtype, "overrides": list(overrides)}
-    report |= {"num_rounds": num_rounds, "rows": rows, "failed": failed}
-    options = [f"--microbatches {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len}"]
-    options += [f"--batch-size {batch_size} --dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}"]
+    options = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "dtype": dtype}
+    options |= {"num_steps": num_steps, "num_rounds": num_rounds}
+    report = describe_conditions() | options | {"overrides": list(overrides), "rows": rows, "failed": failed}
     tell(
         report,
         build_table(report),
         notes=[f"{name}: not measured: {reason}" for name, reason in failed.items()],
         name="accumulation",
         heading="What microbatches cost",
-        command=" ".join(["llmfoundry-lite bench accumulation", *options, *overrides]),
+        command=format_command("llmfoundry-lite bench accumulation", overrides, microbatches=counts, **options),
         asked=("shape", "seq_len", "batch_size", "dtype", "overrides"),
-        plot=partial(plot, report),
+        plot=plot,
         out=out if rows else None,
     )
     return report
@@ -77,7 +78,7 @@ def run(
 def describe(
     count: int, settings: dict[str, Any], rounds: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Describe one count. `times`: its step over that of the fewest parts, in each round that both have."""
+    """Describe one count. `times`: its step time over that of the fewest parts, within each round that has both."""
     shape, seq_len, batch_size = (settings[key] for key in ("shape", "seq_len", "batch_size"))
     seconds, firsts = ([statistics.median(one["step_seconds"]) for one in side] for side in (rounds, base))
     return {

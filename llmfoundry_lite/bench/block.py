@@ -4,16 +4,16 @@ llmfoundry-lite bench block --batches 8,16,32,64 --out results
 llmfoundry-lite bench seqlen --lengths 1024,4096,16384,65536 --out results
 
 GPT-2 XL's layer by default. Rates are of model FLOPs, beside the rate of the layer's own matrix products, measured in
-turns with it. `none` is the layer without attention: its projections, and nothing between them. No data, no optimizer.
-Several devices divide the tokens of each sample, as `cp_config` does: rates are of each device, times of the slowest.
-What the time does not suffice for is named.
+turns with it. `none` is the layer without attention: its projections alone. No data, no optimizer. Several devices
+divide the tokens of each sample, as `cp_config` does: rates are per device, times the slowest device's. Points without
+time are named.
 """
 
 import importlib.util
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 from llmfoundry_lite.bench.frame import (
+    check_names,
     describe_conditions,
+    format_command,
     label_axes,
     measured_table,
     open_console,
@@ -76,8 +78,8 @@ def run(
     """
     keep_freed_memory()
     implementations = list(implementations or available())
-    check("--dtypes", dtypes, DTYPES)
-    check("--attention", implementations, [*available(), NONE])
+    check_names("--dtypes", dtypes, DTYPES)
+    check_names("--attention", implementations, [*available(), NONE])
     if d_model % n_heads:
         raise ConfigError(f"--heads: {n_heads} do not divide a width of {d_model}")
     if device_type() == "cuda" and max(devices) > torch.cuda.device_count():
@@ -98,29 +100,29 @@ def run(
         rows.append(row | {"attention": implementation} | measure_on(num_devices, *case))
     report = describe_conditions() | {"d_model": d_model, "n_heads": n_heads, "num_repeats": num_repeats}
     report |= {"rows": rows, "left_out": left_out}
-    lists = {"dtypes": dtypes, "attention": implementations} | ({} if name == "block" else {"devices": devices})
+    batches, lengths = (list(dict.fromkeys(column)) for column in zip(*points, strict=True))
+    asked: dict[str, Any] = {"dtypes": dtypes, "attention": implementations}
+    if name == "block":
+        asked = {"batches": batches, "seq_len": lengths} | asked
+    else:
+        asked = {"lengths": lengths, "batch_size": batches} | asked | {"devices": devices}
+    asked |= {"width": d_model, "heads": n_heads, "num_repeats": num_repeats}
     tell(
         report,
         build_table(report),
         notes=[f"no time for: {'; '.join(left_out)}"] if left_out else [],
         name=name,
         heading="One transformer layer, forward and backward",
-        command=build_command(name, points, report, **lists),
+        command=format_command(f"llmfoundry-lite bench {name}", **asked),
         asked=("d_model", "n_heads"),
-        plot=partial(plot, report, name),
+        plot=partial(plot, name),
         out=out if rows else None,
     )
     return report
 
 
-def check(option: str, given: Iterable[str], known: Iterable[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{option}: {name!r} given, expected some of {', '.join(known)}")
-
-
 def available() -> list[str]:
-    """Attention implementations that can be trained with on this device."""
+    """List attention implementations that can train on this device."""
     if device_type() == "cpu":
         return ["sdpa", "blocked", "reference"]
     flash = ["flash"] if importlib.util.find_spec("flash_attn") else []
@@ -128,7 +130,7 @@ def available() -> list[str]:
 
 
 def all_devices() -> list[int]:
-    """One, and as many as this machine has."""
+    """Return one, and the number of devices of this machine."""
     return sorted({1, max(1, torch.cuda.device_count())})
 
 
@@ -136,31 +138,23 @@ def model_of(d_model: int, n_heads: int, seq_len: int) -> ModelConfig:
     return ModelConfig(d_model=d_model, n_heads=n_heads, n_layers=1, max_seq_len=seq_len, vocab_size=50257)
 
 
-class WithoutAttention(nn.Module):
-    """A layer whose tokens do not see each other: values go where attention's results would."""
-
-    def __init__(self, block: Block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
-        block = self.block
-        values_btd = block.attn.Wqkv(block.norm_1(x_btd))[..., -x_btd.size(-1) :]
-        x_btd = x_btd + block.attn.out_proj(values_btd)
-        return x_btd + block.ffn(block.norm_2(x_btd))
-
-
 def build(
     model: ModelConfig, dtype: torch.dtype, implementation: str, context: Context | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x [b, t, d] -> the layer's output, of this rank's part of the tokens."""
+    """Build a layer, or this rank's part of one, as a function from x [b, t, d] to its output [b, t, d]."""
     torch.manual_seed(0)
     block = Block(model)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
     block = block.to(device_type(), dtype)
+
+    def skip_attention(x_btd: torch.Tensor) -> torch.Tensor:
+        """Put values in the place of attention's output: tokens do not see each other."""
+        x_btd = x_btd + block.attn.out_proj(block.attn.Wqkv(block.norm_1(x_btd))[..., -model.d_model :])
+        return x_btd + block.ffn(block.norm_2(x_btd))
+
     if implementation == NONE:
-        return WithoutAttention(block)
+        return skip_attention
     if context is None:
         positions_bt = torch.arange(model.max_seq_len, device=device_type())[None]
         mask = build_mask(AttentionConfig(), implementation, None, positions_bt, model.max_seq_len)
@@ -171,21 +165,23 @@ def build(
     return lambda x_btd: block(x_btd, mask, None)
 
 
-class Products(nn.Module):
-    """The matrix products of a layer, and nothing else: each has an input of its own."""
+def build_products(d: int, shape_bt: tuple[int, int], dtype: torch.dtype) -> Callable[[], None]:
+    """Build the matrix products of a layer, forward and backward, each with an input of its own."""
+    options: dict[str, Any] = {"device": device_type(), "dtype": dtype}
+    cases = [
+        (
+            Linear(width, height, bias=False, **options),
+            torch.randn(*shape_bt, width, **options).requires_grad_(),
+            torch.randn(*shape_bt, height, **options),
+        )
+        for width, height in ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))
+    ]
 
-    def __init__(self, d: int, shape_bt: tuple[int, int], dtype: torch.dtype):
-        super().__init__()
-        shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))
-        options: dict[str, Any] = {"device": device_type(), "dtype": dtype}
-        self.layers = nn.ModuleList(Linear(*shape, bias=False, **options) for shape in shapes)
-        self.inputs = [torch.randn(*shape_bt, i, **options).requires_grad_() for i, _ in shapes]
-        self.gradients = [torch.randn(*shape_bt, o, **options) for _, o in shapes]
-
-    def forward(self) -> None:
-        """And backward."""
-        for layer, x_bti, gradient_bto in zip(self.layers, self.inputs, self.gradients, strict=True):
+    def multiply_all() -> None:
+        for layer, x_bti, gradient_bto in cases:
             layer(x_bti).backward(gradient_bto)
+
+    return multiply_all
 
 
 def measure(
@@ -196,14 +192,16 @@ def measure(
     num_repeats: int,
     context: Context | None = None,
 ) -> dict[str, Any]:
-    """Forward and backward of the slowest rank: medians, the least and the most; rates of each rank, by the medians.
-    Once more goes before, unmeasured."""
+    """Time forward and backward of the slowest rank, after one pass that is not timed.
+
+    Returns medians with the least and the most, and rates per rank by the medians.
+    """
     layer = build(model, DTYPES[dtype], implementation, context)
     num_parts = 1 if context is None else context.size
     shape_bt = batch_size, model.max_seq_len // num_parts
     x_btd = torch.randn(*shape_bt, model.d_model, device=device_type(), dtype=DTYPES[dtype]).requires_grad_()
     gradient_btd = torch.randn_like(x_btd)
-    products = Products(model.d_model, shape_bt, DTYPES[dtype])
+    products = build_products(model.d_model, shape_bt, DTYPES[dtype])
     times = []
     for _ in range(num_repeats + 1):
         began = now()
@@ -232,7 +230,7 @@ def measure(
 
 
 def divide(model: ModelConfig, num_devices: int) -> ContextParallelConfig | None:
-    """By heads where they suffice. None for one device. Raises ConfigError where a sample has no such parts."""
+    """Divide by heads where they suffice, else by tokens; None for one device. Raises ConfigError if neither works."""
     if num_devices == 1:
         return None
     kind = "heads" if model.n_heads % num_devices == 0 else "gather"
@@ -243,7 +241,7 @@ def divide(model: ModelConfig, num_devices: int) -> ContextParallelConfig | None
 
 
 def measure_on(num_devices: int, model: ModelConfig, *case: Any) -> dict[str, Any]:
-    """Run `measure` on as many processes as divide a sample; the error where one fails."""
+    """Run `measure` on as many processes as divide a sample. Returns {"error": …} if one fails."""
     try:
         config = divide(model, num_devices)
         if config is None:
@@ -275,13 +273,13 @@ def measure_part(rank: int, config: ContextParallelConfig, case: Sequence[Any], 
 
 
 def count_forward_flops(model: ModelConfig, batch_size: int, *, with_attention: bool) -> int:
-    """Count one layer: 2 for each of 12 d^2 weights and token, and 4 d for each pair of tokens, the whole square."""
+    """Count one layer's FLOPs: 2 for each token and each of 12 d^2 weights, 4 d for each pair of tokens."""
     d, num_tokens = model.d_model, batch_size * model.max_seq_len
     return num_tokens * (2 * 12 * d * d + (4 * d * model.max_seq_len if with_attention else 0))
 
 
 def now() -> float:
-    """When all that was asked of the device is done."""
+    """Wait for the device and return the time in seconds."""
     if device_type() == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -316,7 +314,7 @@ def build_table(report: dict[str, Any]) -> Table:
 
 
 def format_times(row: dict[str, Any]) -> list[str]:
-    """0.4066 (0.3990 to 0.4300)"""
+    """Format as `0.4066 (0.3990 to 0.4300)`."""
     medians = (row["forward_seconds"], row["backward_seconds"])
     return [
         f"{median:.4f} ({least:.4f} to {most:.4f})" if least < most else f"{median:.4f}"
@@ -324,19 +322,8 @@ def format_times(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def build_command(name: str, points: Sequence[tuple[int, int]], report: dict[str, Any], **lists: Iterable[Any]) -> str:
-    """Measures the same again."""
-    batches, lengths = (",".join(map(str, dict.fromkeys(column))) for column in zip(*points, strict=True))
-    chosen = (
-        {"batches": batches, "seq-len": lengths} if name == "block" else {"lengths": lengths, "batch-size": batches}
-    )
-    chosen |= {option: ",".join(map(str, values)) for option, values in lists.items()}
-    chosen |= {"width": report["d_model"], "heads": report["n_heads"], "num-repeats": report["num_repeats"]}
-    return " ".join([f"llmfoundry-lite bench {name}", *(f"--{option} {value}" for option, value in chosen.items())])
-
-
-def plot(report: dict[str, Any], name: str, path: Path) -> None:
-    """Forward and backward rates along samples (block) or tokens (seqlen), a line for each dtype and attention."""
+def plot(name: str, report: dict[str, Any], path: Path) -> None:
+    """Draw forward and backward rates over samples (block) or tokens (seqlen): a line for each dtype and attention."""
     from llmfoundry_lite.report.figure import plt
 
     key, label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")

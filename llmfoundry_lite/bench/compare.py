@@ -27,7 +27,7 @@ CONDITIONS = {
 
 
 def run(first: Path, second: Path, out: Path | None = None) -> list[Table]:
-    """Print what differs in the conditions, then a table for each of the bench's; write compare.json and .md to `out`.
+    """Print a table for each of the bench's, then what differs in the conditions; write compare-BENCH.json and .md.
 
     Raises DataError for files that cannot be compared.
     """
@@ -47,7 +47,7 @@ def run(first: Path, second: Path, out: Path | None = None) -> list[Table]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A report. Raises DataError for what is none, and for one of another schema."""
+    """Read a report. Raises DataError for a file that is none, and for one of another schema."""
     try:
         report = json.loads(path.read_text())
     except OSError as error:
@@ -75,7 +75,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_comparable(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> None:
-    """Raises DataError unless both are of one bench that was asked for the same."""
+    """Raises DataError unless both reports are of one bench with the same settings."""
     if a["bench"] != b["bench"]:
         raise DataError(f"{names[0]} is of bench {a['bench']}, {names[1]} of bench {b['bench']}; compare one bench's")
     for key in dict.fromkeys([*a["asked"], *b["asked"]]):
@@ -87,7 +87,7 @@ def check_comparable(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str
 
 
 def beside(a: dict[str, Any], b: dict[str, Any]) -> Table | None:
-    """Each number of both that stands in the same row and column, and the second over the first. None without any."""
+    """Build a table of numbers that share row and column, and the second over the first. None without any."""
     num_keys, others = a["num_keys"], rows_of(b)
     rows = []
     for key, row in rows_of(a).items():
@@ -107,13 +107,13 @@ def rows_of(table: dict[str, Any]) -> dict[tuple[str, ...], list[str]]:
 
 
 def number_of(cell: str) -> float | None:
-    """`1,234.5`, `12.3%` and the median of `1.50 (1.20 to 1.80)`; None for what is no number."""
+    """Parse `1,234.5`, `12.3%`, and the median of `1.50 (1.20 to 1.80)`; None for what is no number."""
     found = re.match(r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?=$|%|\s)", cell)
     return float(found[0].replace(",", "")) if found else None
 
 
 def describe_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """A line for each condition in which the two differ."""
+    """Return a line for each condition in which the two differ."""
     lines = [
         f"{name}: {a.get(key, 'not told')} and {b.get(key, 'not told')}"
         for key, name in CONDITIONS.items()
@@ -123,7 +123,7 @@ def describe_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def left_over(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Rows that one has and the other has not."""
+    """Return a line for each table that has rows which the other report lacks."""
     lines = []
     for name, here, there in (("first", a, b), ("second", b, a)):
         for mine, theirs in zip(here["tables"], there["tables"], strict=True):

@@ -1,4 +1,4 @@
-"""The frame of every measurement: its conditions, rounds in turns, ratios, a report on the console and in files."""
+"""Parts that all benches share: conditions, rounds in turns, ratios, a report on the console and in files."""
 
 import datetime
 import json
@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from llmfoundry_lite.devices import device_name
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import check_answer_replaceable
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table
@@ -40,7 +41,7 @@ class Spread(NamedTuple):
 
 
 def describe_conditions() -> dict[str, Any]:
-    """Describe when, where and with which versions is measured, and the machine's load."""
+    """Describe date, machine, versions and the machine's load."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
@@ -63,6 +64,23 @@ def describe_machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB"
 
 
+def check_names(option: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for a name that is not known."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{option}: {name!r} given, expected one of {', '.join(known)}")
+
+
+def format_command(command: str, more: Sequence[str] = (), **options: Any) -> str:
+    """Return the command line that measures the same again. Lists get commas, names dashes; `more` comes last."""
+    words = [command]
+    for name, value in options.items():
+        values = [value] if isinstance(value, str | int | float) else value
+        text = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+        words.append(f"--{name.replace('_', '-')} {text}")
+    return " ".join([*words, *more])
+
+
 # --------------------------------------------------------------------------------------------------------- rounds
 
 
@@ -71,7 +89,7 @@ def take_turns(
 ) -> tuple[dict[str, list[T]], dict[str, str]]:
     """Measure every side once in each round, so that a slow moment of the machine meets all of them.
 
-    Returns the results of each side, and the reasons of sides that raised RuntimeError. Those are not run again.
+    Returns each side's results, and the reason for each side that raised RuntimeError and was not run again.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     failed: dict[str, str] = {}
@@ -101,7 +119,7 @@ def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
 
 
 def measured_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 1) -> Table:
-    """Build a table whose columns without words are set to the right."""
+    """Build a table whose columns of numbers are set to the right."""
     right = [i for i in range(len(columns)) if not any(re.match(r"[^\W\d]", row[i]) for row in rows)]
     return Table(title, columns, rows, right, num_keys)
 
@@ -130,8 +148,8 @@ def write_report(
 ) -> None:
     """Write NAME.json, which holds everything, and NAME.md, which people read.
 
-    `parts` are tables, paragraphs or lists of notes. `asked` names what in `report` was asked for: two reports that
-    differ in it cannot be compared (`compare.py`).
+    `parts` are tables, paragraphs or lists of notes. `asked` names keys of `report` that the caller chose: reports
+    that differ in one of them cannot be compared (`compare.py`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     check_answer_replaceable(folder, name)
@@ -158,7 +176,7 @@ def tell(
     heading: str,
     command: str,
     asked: Sequence[str] = (),
-    plot: Callable[[Path], None] | None = None,
+    plot: Callable[[dict[str, Any], Path], None] | None = None,
     out: Path | None = None,
 ) -> None:
     """Show the tables and notes; with `out`, write NAME.json, .md and, if there is something to plot, NAME.png."""
@@ -168,7 +186,7 @@ def tell(
     figure = [f"![the figure]({name}.png)"] if plot is not None else []
     write_report(out, name, heading, command, report, *tables, notes, *figure, asked=asked)
     if plot is not None:
-        plot(out / f"{name}.png")
+        plot(report, out / f"{name}.png")
 
 
 def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "", *, from_zero: bool = True) -> None:

@@ -2,21 +2,21 @@
 
 llmfoundry-lite bench mfu --shapes 125m,350m,1b,3b,7b --minutes 8 --out results
 
-MFU is held against the rate of matrix products of the model's own shapes, measured in the same run, and against the
-datasheet where the device is in `hardware.py`. One device has nobody to talk to: these figures and those of a cluster
-do not belong into one column. What matters most is measured first; what the time does not suffice for is named.
+MFU stands beside the rate of matrix products of the model's own shapes, measured in the same run, and beside the
+datasheet's peak where `hardware.py` has the device. One device exchanges nothing: do not mix these figures with a
+cluster's. The most telling variants come first; those without time are named.
 """
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
-from llmfoundry_lite.bench.steps import check_shapes, count_step_flops, measure_in_a_process
-from llmfoundry_lite.devices import accelerator, device_type
+from llmfoundry_lite.bench.block import available
+from llmfoundry_lite.bench.frame import check_names, describe_conditions, measured_table, open_console, tell
+from llmfoundry_lite.bench.steps import SHAPES, count_step_flops, measure_in_a_process
+from llmfoundry_lite.devices import accelerator
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table
 
@@ -41,7 +41,7 @@ def run(
 
     A process that still measures when the time is up is ended.
     """
-    check_shapes("--shapes", shapes)
+    check_names("--shapes", shapes, SHAPES)
     console, deadline = open_console(), time.monotonic() + 60 * minutes
     known = accelerator()
     report: dict[str, Any] = describe_conditions() | {
@@ -75,10 +75,8 @@ def run(
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """Name -> settings of one process, the most telling first."""
-    attentions = ["sdpa", "blocked"]
-    if device_type() == "cuda":
-        attentions = ["sdpa", "flex", *(["flash"] if importlib.util.find_spec("flash_attn") else [])]
+    """Return name -> settings of one process, the most telling first."""
+    attentions = [name for name in available() if name != "reference"]
     found: dict[str, dict[str, Any]] = {PRODUCTS: {"side": "matmul bf16"}}
     for attention in attentions:
         for compiled in (True, False):
@@ -98,7 +96,7 @@ def _measure(
     overrides: Sequence[str],
     limit_seconds: float,
 ) -> dict[str, Any]:
-    """The plain model takes a batch of 4: it has no microbatches. Products are of as many tokens."""
+    """Measure one variant. The plain model, which has no microbatches, and the products take at most 4 samples."""
     is_trainer = settings["side"].startswith("trainer")
     batch_size = report["batch_size"] if is_trainer else min(4, report["batch_size"])
     task = {"shape": shape, "seq_len": report["seq_len"], "batch_size": batch_size, "num_steps": report["num_steps"]}
@@ -120,7 +118,7 @@ def _measure(
 
 
 def build_table(report: dict[str, Any]) -> Table:
-    """By model, the products first."""
+    """Build the table: grouped by model, the products first."""
     products = {row["shape"]: row.get("flops_per_sec") for row in report["rows"] if row["step"] == PRODUCTS}
     shapes = list(dict.fromkeys(row["shape"] for row in report["rows"]))
     cells = []
@@ -128,20 +126,16 @@ def build_table(report: dict[str, Any]) -> Table:
         if "error" in row:
             cells.append([row["shape"], f"{row['step']}: {row['error']}", *[""] * (len(COLUMNS) - 2)])
             continue
-        rate, is_products = row["flops_per_sec"], row["step"] == PRODUCTS
-        share = None if is_products or not products.get(row["shape"]) else rate / products[row["shape"]]
-        peak_share = rate / report["peak_flops"] if report["peak_flops"] else None
+        rate = row["flops_per_sec"]
+        share, peak_share = (
+            f"{rate / whole:.1%}" if whole else "" for whole in (products.get(row["shape"]), report["peak_flops"])
+        )
+        size, tokens, memory = str(row["microbatch_size"]), row["tokens_per_sec"], f"{row['peak_bytes'] / GIB:.1f}"
+        if row["step"] == PRODUCTS:
+            size = share = memory = ""
+        seconds, tokens = f"{row['seconds']:.3f}", f"{tokens:,.0f}" if tokens else ""
         cells.append(
-            [
-                *(row["shape"], row["step"], "" if is_products else str(row["microbatch_size"])),
-                *(
-                    f"{row['seconds']:.3f}",
-                    "" if is_products else f"{row['tokens_per_sec']:,.0f}",
-                    f"{rate / 1e12:.2f}",
-                ),
-                *("" if value is None else f"{value:.1%}" for value in (share, peak_share)),
-                "" if is_products else f"{row['peak_bytes'] / GIB:.1f}",
-            ]
+            [row["shape"], row["step"], size, seconds, tokens, f"{rate / 1e12:.2f}", share, peak_share, memory]
         )
     title = f"{report['device']}, bf16, {report['batch_size']} x {report['seq_len']} tokens, the median of "
     return measured_table(f"{title}{report['num_steps']} steps", COLUMNS, cells, num_keys=2)

@@ -18,7 +18,6 @@ import re
 import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,20 @@ COMPUTING = (OPTIMIZER, ATTENTION, PRODUCTS, REST)
 COLLECTIVE = "collective"
 
 STEP = re.compile(r"ProfilerStep#\d+")
-IS_COLLECTIVE = re.compile(r"^(gloo|nccl|rccl|c10d|_c10d_functional)(:|Dev|Kernel)", re.IGNORECASE)
-IS_DATA = re.compile(r"^enumerate\(DataLoader\)")
-IS_OPTIMIZER = re.compile(r"^Optimizer\.step#")
-IS_ATTENTION = re.compile(r"attention|flash_fwd|flash_bwd|fmha", re.IGNORECASE)
-IS_PRODUCT = re.compile(
-    r"^(aten|llmfoundry_lite|mkldnn|mkl)::(_?mm|addmm\w*|bmm|baddbmm|linear|matmul|product|_scaled_mm|_?\w*linear\w*)$"
-)
+KINDS = {
+    COLLECTIVE: re.compile(r"^(gloo|nccl|rccl|c10d|_c10d_functional)(:|Dev|Kernel)", re.IGNORECASE),
+    DATA: re.compile(r"^enumerate\(DataLoader\)"),
+    OPTIMIZER: re.compile(r"^Optimizer\.step#"),
+    ATTENTION: re.compile(r"attention|flash_fwd|flash_bwd|fmha", re.IGNORECASE),
+    PRODUCTS: re.compile(
+        r"^(aten|llmfoundry_lite|mkldnn|mkl)::"
+        r"(_?mm|addmm\w*|bmm|baddbmm|linear|matmul|product|_scaled_mm|_?\w*linear\w*)$"
+    ),
+    # Operations of torch or a library, without the wrappers around them.
+    REST: re.compile(r"^(?!autograd::|torch::autograd::|FSDP::)\w+::\w+|^Torch-Compiled Region"),
+}
+"""Names of calls; the first that fits counts."""
 IS_PRODUCT_KERNEL = re.compile(r"gemm|cutlass|nvjet|Cijk_|splitK|wgmma", re.IGNORECASE)
-IS_OPERATION = re.compile(r"^(?!autograd::|torch::autograd::|FSDP::)\w+::\w+|^Torch-Compiled Region")
-"""Operations of torch or a library, without the wrappers around them."""
 
 Interval = tuple[float, float]
 """Begin and end, in microseconds."""
@@ -87,7 +90,7 @@ def run(arguments: Sequence[str], num_ranks: int = 1, active: int = 3, out: Path
         heading="Where a step's time goes",
         command=f"llmfoundry-lite bench profile {' '.join(names)}{ranks}",
         asked=["num_ranks"],
-        plot=partial(plot, found),
+        plot=plot,
         out=out,
     )
 
@@ -180,26 +183,16 @@ def with_kinds(calls: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any]
 
 
 def kind_of_call(name: str) -> str | None:
-    for kind, pattern in (
-        (COLLECTIVE, IS_COLLECTIVE),
-        (DATA, IS_DATA),
-        (OPTIMIZER, IS_OPTIMIZER),
-        (ATTENTION, IS_ATTENTION),
-        (PRODUCTS, IS_PRODUCT),
-        (REST, IS_OPERATION),
-    ):
-        if pattern.search(name):
-            return kind
-    return None
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), None)
 
 
 def kind_of_kernel(name: str, launched_by: str | None) -> str:
     """Return a kernel's kind: collective by its name, else its launching call's, else by its name."""
-    if IS_COLLECTIVE.search(name):
+    if KINDS[COLLECTIVE].search(name):
         return COLLECTIVE
     if launched_by in (OPTIMIZER, ATTENTION, PRODUCTS):
         return launched_by
-    return ATTENTION if IS_ATTENTION.search(name) else PRODUCTS if IS_PRODUCT_KERNEL.search(name) else REST
+    return ATTENTION if KINDS[ATTENTION].search(name) else PRODUCTS if IS_PRODUCT_KERNEL.search(name) else REST
 
 
 def interval_of(event: dict[str, Any]) -> Interval:
@@ -251,10 +244,11 @@ def build_notes(found: dict[str, Steps], unprofiled: float | None) -> list[str]:
     ]
 
 
-def plot(found: dict[str, Steps], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Draw a bar for each trace, its parts one after the other."""
     from llmfoundry_lite.report.figure import plt
 
+    found = report["traces"]
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.6 * len(found)), layout="constrained", dpi=150)
     left = np.zeros(len(found))
     for part, colour in zip(PARTS, COLOURS, strict=True):

@@ -1,10 +1,10 @@
-"""Speed-up and efficiency over counts of devices: at a fixed global batch (strong), at a fixed one per device (weak).
+"""Speed-up and efficiency over counts of devices, with a fixed global batch (strong) and a fixed local one (weak).
 
 llmfoundry-lite bench scaling --devices 1,2,4 fsdp_config.sharding_strategy=FULL_SHARD --out results
 llmfoundry-lite bench scaling --runs runs/on-8,runs/on-16,runs/on-32 --out results
 
-Without `--runs`, every point is a real launch on this machine, and the launches take turns. With them, nothing is
-started: runs that other machines have made are put into one table, if batch, precision, model and layout are the same.
+Without `--runs`, every point is a real launch on this machine, and the launches take turns. With `--runs`, nothing is
+started: finished runs of any machine share one table if their batch, precision, model and layout are the same.
 """
 
 import os
@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from llmfoundry_lite.bench.frame import (
+    check_names,
     describe_conditions,
+    format_command,
     label_axes,
     measured_table,
     open_console,
@@ -27,7 +29,7 @@ from llmfoundry_lite.bench.frame import (
     take_turns,
     tell,
 )
-from llmfoundry_lite.bench.steps import check_dtype, check_shapes, measure_in_a_process, train_on_ranks, write_run
+from llmfoundry_lite.bench.steps import DTYPES, SHAPES, measure_in_a_process, train_on_ranks, write_run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.devices import device_type
@@ -37,6 +39,7 @@ from llmfoundry_lite.ranks.rank import count_usable_cores
 from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, read_run
 from llmfoundry_lite.report.tables import Table
 
+COMMAND = "llmfoundry-lite bench scaling"
 STRONG, WEAK = "strong", "weak"
 COLOURS = {STRONG: "#4c72b0", WEAK: "#dd8452"}
 WARM_UP = 2
@@ -83,13 +86,13 @@ def run(
     overrides: Sequence[str] = (),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Launch all points in turns. Strong scaling has `batch_size` samples on all devices together. Weak scaling has
-    the largest count's share of them on each. Prints the table, writes scaling.json, .md and .png to `out`.
+    """Launch all points in turns, print the table, write scaling.json, .md and .png to `out`.
 
-    Raises ConfigError for counts that this machine or the batch does not allow, DataError when a launch fails.
+    Strong scaling has `batch_size` samples on all devices together; weak scaling has the largest count's share of them
+    on each device. Raises ConfigError for counts that do not suit machine or batch, DataError when a launch fails.
     """
-    check_shapes("--shape", [shape])
-    check_dtype(dtype)
+    check_names("--shape", [shape], SHAPES)
+    check_names("--dtype", [dtype], DTYPES)
     counts = sorted(set(counts))
     check_counts(counts, batch_size)
     share = batch_size // counts[-1]
@@ -97,40 +100,40 @@ def run(
     settings = {"shape": shape, "seq_len": seq_len, "num_steps": num_steps, "overrides": list(overrides)}
     if device_type() == "cpu":  # every rank of every count gets as many cores
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cores() // counts[-1])))
-    products = {**settings, "side": f"matmul {dtype}", "batch_size": share}
     sides: dict[str, Any] = {
-        **{
-            f"{n} devices, {size} samples": partial(launch, n, {**settings, "batch_size": size}, dtype)
-            for n, size in points
-        },
-        "matrix products": partial(measure_products, products),
+        f"{n} devices, {size} samples": partial(launch, n, {**settings, "batch_size": size}, dtype)
+        for n, size in points
     }
+    products = {**settings, "side": f"matmul {dtype}", "batch_size": share}
+    sides["matrix products"] = partial(measure_in_a_process, products)
     found, failed = take_turns(sides, num_rounds, open_console())
     if failed:
         raise DataError(f"bench scaling: {next(iter(failed.values()))}")
-    products_flops = statistics.median(found.pop("matrix products"))
+    products_flops = statistics.median(
+        one["flops"] / statistics.median(one["step_seconds"]) for one in found.pop("matrix products")
+    )
     measured = [
         rounds[0]._replace(seconds=statistics.median(point.seconds for point in rounds)) for rounds in found.values()
     ]
     measured.sort(key=lambda point: point.num_devices)
     strong = [point for point in measured if point.batch_size == batch_size]
     weak = [point for point in measured if point.batch_size == share * point.num_devices]
-    options = [f"--devices {','.join(map(str, counts))} --shape {shape} --seq-len {seq_len} --batch-size {batch_size}"]
-    arguments = [*options, f"--dtype {dtype} --num-steps {num_steps} --num-rounds {num_rounds}", *overrides]
-    return tell_points({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, arguments, out)
+    options = {"devices": counts, "shape": shape, "seq_len": seq_len, "batch_size": batch_size, "dtype": dtype}
+    command = format_command(COMMAND, overrides, **options, num_steps=num_steps, num_rounds=num_rounds)
+    return tell_points({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, command, out)
 
 
 def table_runs(places: Sequence[str], out: Path | None = None) -> dict[str, Any]:
-    """The same table of finished runs. Raises DataError for runs that cannot stand in one table, and says why."""
+    """Tabulate finished runs in the same way. Raises DataError for runs that do not fit into one table, and why."""
     points = sorted((read_point(place) for place in places), key=lambda point: point.num_devices)
-    return tell_points({kind_of(points): points}, None, None, ["--runs", ",".join(places)], out)
+    return tell_points({kind_of(points): points}, None, None, format_command(COMMAND, runs=places), out)
 
 
 def tell_points(
     by_kind: dict[str, list[Point]],
     products_flops: float | None,
     num_steps: int | None,
-    arguments: Sequence[str],
+    command: str,
     out: Path | None,
 ) -> dict[str, Any]:
     for points in by_kind.values():
@@ -148,9 +151,9 @@ def tell_points(
         notes=build_notes(report),
         name="scaling",
         heading="Scaling over devices",
-        command=" ".join(["llmfoundry-lite bench scaling", *arguments]),
+        command=command,
         asked=[key for key in first.same if key != "device_name"],
-        plot=partial(plot, report),
+        plot=plot,
         out=out,
     )
     return report
@@ -169,24 +172,19 @@ def check_counts(counts: Sequence[int], batch_size: int) -> None:
 
 
 def launch(num_devices: int, settings: dict[str, Any], dtype: str) -> Point:
-    """Train on so many ranks of this machine. Raises RuntimeError with the last thing the run said."""
+    """Train on so many ranks of this machine. Raises RuntimeError with the run's error."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), settings, dtype)
         train_on_ranks(num_devices, [str(path), *settings["overrides"]])
         return read_point(f"{folder}/run")
 
 
-def measure_products(settings: dict[str, Any]) -> float:
-    """FLOP/s of one device at the model's own matrix products."""
-    result = measure_in_a_process(settings)
-    return result["flops"] / statistics.median(result["step_seconds"])
-
-
 def read_point(place: str) -> Point:
-    """Raises DataError where a run does not say what it was, or changed its count of devices."""
-    found = read_run(place)
-    config = read_config(place)
-    log = found.log
+    """Read a run. Raises DataError for one without a configuration, and one on several counts of devices."""
+    found, path = read_run(place), Path(place) / "config.yaml"
+    if not path.is_file():
+        raise DataError(f"{path}: is not there; it says what was trained")
+    config, log = load_train_config([str(path)]).config, found.log
     timed = np.isfinite(log[SECONDS]) & (log.batch > 0)
     timed[np.flatnonzero(timed)[:WARM_UP]] = False
     counts = set(log.num_devices[timed].tolist())
@@ -215,7 +213,7 @@ def read_point(place: str) -> Point:
 
 
 def name_layout(config: TrainConfig) -> str:
-    """FULL_SHARD, tensor_parallel_degree 2: all that divides a model or a sample, but for the copies."""
+    """Return `FULL_SHARD, tensor_parallel_degree 2`: all degrees but the number of copies."""
     degrees = {
         "tensor_parallel_degree": config.tensor_parallel_degree,
         "pipeline_parallel_degree": config.pipeline.pipeline_parallel_degree,
@@ -225,15 +223,8 @@ def name_layout(config: TrainConfig) -> str:
     return ", ".join([config.sharding.sharding_strategy, *divided])
 
 
-def read_config(place: str) -> TrainConfig:
-    path = Path(place) / "config.yaml"
-    if not path.is_file():
-        raise DataError(f"{path}: is not there; it says what was trained")
-    return load_train_config([str(path)]).config
-
-
 def kind_of(points: Sequence[Point]) -> str:
-    """strong or weak. Raises DataError where it is neither, or where anything but the count of devices differs."""
+    """Return strong or weak. Raises DataError for neither, and where more than the count of devices differs."""
     first = points[0]
     for point in points[1:]:
         for key, value in first.same.items():
@@ -256,7 +247,7 @@ def kind_of(points: Sequence[Point]) -> str:
 
 
 def describe(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """`speed_up` over the smallest count, `efficiency` its share of what as many devices would ideally reach."""
+    """Return rows. `speed_up` is over the smallest count, `efficiency` is its share of the ideal speed-up."""
     base = points[0]
     rows = []
     for point in points:
@@ -319,7 +310,7 @@ def build_notes(report: dict[str, Any]) -> list[str]:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Left, what one device reaches at each count, and the share of it that is left; right, the speed-up."""
+    """Draw each count's rate per device, with the efficiency (left), and the speed-up (right)."""
     from llmfoundry_lite.report.figure import plt
 
     figure, (rates, ups) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", dpi=150)

@@ -1,4 +1,4 @@
-"""Steps of known models, each side measured in a process of its own: the Trainer, a plain model, matrix products.
+"""Training steps of known models, each side in a process of its own: the Trainer, a plain model, matrix products.
 
 `python -m llmfoundry_lite.bench.steps SETTINGS` prints {"step_seconds": [...], "peak_bytes": ...} as JSON. Settings are
 side ("trainer bf16"), shape, seq_len, batch_size, num_steps and overrides.
@@ -25,7 +25,6 @@ from torch import nn
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
-from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.models.products import multiply
 
@@ -39,7 +38,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "3b": {"d_model": 2560, "n_heads": 20, "n_layers": 32, "vocab_size": 50368},
     "7b": {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50368},
 }
-NAMES = ", ".join(SHAPES)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -47,28 +45,15 @@ def model_of(shape: str, max_seq_len: int, **changes: Any) -> ModelConfig:
     return ModelConfig(**{"max_seq_len": max_seq_len, "no_bias": True, **SHAPES[shape], **changes})
 
 
-def check_shapes(option: str, names: Iterable[str]) -> None:
-    """Raises ConfigError for a name that the table does not have."""
-    for name in names:
-        if name not in SHAPES:
-            raise ConfigError(f"{option}: {name!r} given, expected one of {NAMES}")
-
-
-def check_dtype(dtype: str) -> None:
-    """Raises ConfigError for one that no run is measured in."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype: {dtype!r} given, expected one of {', '.join(DTYPES)}")
-
-
 def count_step_flops(shape: str, seq_len: int, batch_size: int) -> int:
-    """Model FLOPs of a training step."""
+    """Count model FLOPs of a training step."""
     return count_flops_per_token(model_of(shape, seq_len), seq_len) * batch_size * seq_len
 
 
 def write_run(folder: Path, settings: dict[str, Any], dtype: str) -> Path:
-    """`settings`: shape, seq_len, batch_size, num_steps; two steps more are trained. Returns the YAML's path.
+    """Write data and a YAML for a run of `num_steps` + 2 steps; return the YAML's path.
 
-    The run leaves its record in `folder`/run.
+    `settings`: shape, seq_len, batch_size, num_steps. The run folder is `folder`/run.
     """
     from streaming import MDSWriter
 
@@ -155,7 +140,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_products(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """One step's matrix products between activations and weights, three of each: forward, and both gradients."""
+    """Time one step's matrix products of activations and weights, three of each: forward, and both gradients."""
     device, num_tokens = device_type(), settings["batch_size"] * settings["seq_len"]
     d, layers = SHAPES[settings["shape"]]["d_model"], SHAPES[settings["shape"]]["n_layers"]
     weights = {(3 * d, d): layers, (d, d): layers, (4 * d, d): layers, (d, 4 * d): layers}
@@ -192,8 +177,10 @@ def time_calls(work: Callable[[], object], num_calls: int) -> list[float]:
 
 
 def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
-    """Seconds of each step of a real run: shards, loader, Composer's loop, metrics. Nothing is saved: of a model of 7
-    billion parameters that would be 74 GiB."""
+    """Return seconds of each step of a real run: shards, loader, Composer's loop, metrics.
+
+    Nothing is saved: a model of 7 billion parameters would take 74 GiB.
+    """
     from llmfoundry_lite.config.load_train import load_train_config
     from llmfoundry_lite.training.checkpointing import Checkpointing
     from llmfoundry_lite.training.train import train
@@ -208,7 +195,7 @@ def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
 
 
 def measure_plain(settings: dict[str, Any], dtype: str) -> list[float]:
-    """Seconds of each step of the plainest model and loss one would write by hand, bf16 under autocast."""
+    """Return seconds of each step of a hand-written GPT with a plain loss; bf16 is autocast."""
     model: nn.Module = BareGPT(seq_len=settings["seq_len"], **SHAPES[settings["shape"]]).to(device_type())
     if settings.get("compiled"):
         model.compile()
@@ -218,13 +205,13 @@ def measure_plain(settings: dict[str, Any], dtype: str) -> list[float]:
             logits = model(tokens_bt)[:, :-1]
             return F.cross_entropy(logits.flatten(0, 1), tokens_bt[:, 1:].flatten())
 
-    return run_steps(model, compute_loss, made_up_batches(settings))
+    return run_steps(model, compute_loss, random_batches(settings))
 
 
 def run_steps(
     model: torch.nn.Module, compute_loss: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[torch.Tensor]
 ) -> list[float]:
-    """Seconds of each step of the loop that every bare side runs; reading the loss waits for the device."""
+    """Return seconds of each step of the loop that every bare side runs. Reading the loss waits for the device."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     seconds = []
     for tokens_bt in batches:
@@ -239,7 +226,7 @@ def run_steps(
     return seconds
 
 
-def made_up_batches(settings: dict[str, Any]) -> Sequence[torch.Tensor]:
+def random_batches(settings: dict[str, Any]) -> Sequence[torch.Tensor]:
     batch_size, num_steps = settings["batch_size"], settings["num_steps"] + 2
     vocab_size = SHAPES[settings["shape"]]["vocab_size"]
     tokens = torch.from_numpy(random_tokens(num_steps * batch_size, settings["seq_len"], vocab_size))
@@ -247,7 +234,7 @@ def made_up_batches(settings: dict[str, Any]) -> Sequence[torch.Tensor]:
 
 
 class BareGPT(nn.Module):
-    """A pre-norm GPT in as few lines as it takes."""
+    """A pre-norm GPT without dropout and biases."""
 
     def __init__(self, d_model: int, n_heads: int, n_layers: int, vocab_size: int, seq_len: int):
         super().__init__()

@@ -102,8 +102,8 @@ def test_what_the_device_does_not_have_and_what_time_does_not_suffice_for_are_na
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtypes": ["fp8"]}, "--dtypes: 'fp8' given, expected some of fp32, fp16, bf16"),
-        ({"implementations": ["flex"]}, "--attention: 'flex' given, expected some of sdpa, blocked, reference, none"),
+        ({"dtypes": ["fp8"]}, "--dtypes: 'fp8' given, expected one of fp32, fp16, bf16"),
+        ({"implementations": ["flex"]}, "--attention: 'flex' given, expected one of sdpa, blocked, reference, none"),
         ({"n_heads": 7}, "--heads: 7 do not divide a width of 1600"),
     ],
 )

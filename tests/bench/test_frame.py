@@ -51,5 +51,5 @@ def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_p
 
 def test_a_shape_that_is_not_in_the_table_is_refused_with_those_that_are():
     with pytest.raises(ConfigError, match=r"^--shape: '11m' given, expected one of tiny, 10m, 40m, 125m, 350m"):
-        steps.check_shapes("--shape", ["10m", "11m"])
+        frame.check_names("--shape", ["10m", "11m"], steps.SHAPES)
     assert steps.model_of("10m", 32).max_seq_len == 32

@@ -60,7 +60,7 @@ def test_rows_and_figure_come_from_what_was_measured(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("stages", "schedules", "words"),
-    [([2], ["zb"], "--schedules: 'zb' given, expected some of gpipe, 1f1b"), ([1], ["1f1b"], "--stages: 1 given")],
+    [([2], ["zb"], "--schedules: 'zb' given, expected one of gpipe, 1f1b"), ([1], ["1f1b"], "--stages: 1 given")],
 )
 def test_what_cannot_be_played_is_refused(stages, schedules, words):
     with pytest.raises(ConfigError, match=words):
