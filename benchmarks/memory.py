@@ -33,9 +33,9 @@ LARGE = 1024
 COMMON = "h100-8"
 """Its rows come first."""
 COUNTS = [1, 2, 4, *range(8, 1025, 8)]
-MOST = 0.05
+MAX_EXCESS = 0.05
 """By which the estimate may exceed the rehearsal. It is never below it."""
-MOST_BYTES = 8 * MIB
+MAX_EXCESS_BYTES = 8 * MIB
 """Or by so much, where that is more: of a model that takes 50 MiB."""
 HEADINGS = ["model", "hardware", "devices", "microbatch", "rehearsed, GiB", "estimate, GiB", "difference"]
 
@@ -199,7 +199,7 @@ def is_sound(row: dict[str, Any]) -> bool:
     if row["error"]:
         return False
     rehearsed_bytes = row["rehearsed"]["allocated_bytes"]
-    return 0 <= row["estimated_bytes"] - rehearsed_bytes <= max(MOST * rehearsed_bytes, MOST_BYTES)
+    return 0 <= row["estimated_bytes"] - rehearsed_bytes <= max(MAX_EXCESS * rehearsed_bytes, MAX_EXCESS_BYTES)
 
 
 def difference(row: dict[str, Any]) -> float:

@@ -12,9 +12,8 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.hardware import GIB, accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.plan.network import find_node
 from llmfoundry_lite.plan.search import AS_FAST, find_sizes, search_layouts, usable_bytes
-from llmfoundry_lite.plan.step import step_time
+from llmfoundry_lite.plan.step import find_hardware, step_time
 from llmfoundry_lite.rehearse.fork_server import ForkServer
 from tests.helpers.launch import ROOT
 
@@ -104,7 +103,7 @@ def test_it_is_nearly_as_fast_as_the_fastest_that_the_planner_finds_and_says_so(
 def compare_with_fastest(name: str, overlay: str, count: int) -> tuple[float, int, int]:
     """(how many times as long a step takes as with the fastest layout of all, the largest microbatch, bytes with it)"""
     config, device = load(name, overlay), accelerator_named(overlay)
-    node, layout = find_node(device.name), layout_of(config, count, 8)
+    hardware, layout = find_hardware(device), layout_of(config, count, 8)
     sizes = {}
     for size in find_sizes(config, config.global_train_batch_size // layout.num_data_ranks):
         sized = load(name, overlay, f"device_train_microbatch_size={size}")
@@ -113,8 +112,8 @@ def compare_with_fastest(name: str, overlay: str, count: int) -> tuple[float, in
             sizes[size] = needed
     size = max(sizes)
     sized = load(name, overlay, f"device_train_microbatch_size={size}")
-    seconds = step_time(sized, layout, device, node).seconds
-    fastest = min(found.time.seconds for found in search_layouts(config_of_run(name), count, device, node)[0])
+    seconds = step_time(sized, layout, hardware).seconds
+    fastest = min(found.time.seconds for found in search_layouts(config_of_run(name), count, hardware)[0])
     return seconds / fastest, size, sizes[size]
 
 

@@ -56,7 +56,7 @@ LAUNCH_SECONDS = 120.0
 FROZEN_SECONDS = 6.0
 """Seconds that a rank is frozen. It then wakes up where the others have gone on without it."""
 LINK_SECONDS = (0.3, 1.0, 4.0)
-MOST_BANDS = 2.0
+MAX_BANDS = 2.0
 """The loss may be so many bands from that of the single worlds: rows are divided in many more ways than theirs."""
 SHARE_WHOLE = 0.8
 """Share of faults that come when all islands train; the others come while one may still be on its way."""
@@ -422,7 +422,7 @@ def run(*, num_faults: int = 50, seed: int = 17, out: Path | None = None, keep: 
         report["longest_hang_seconds"] <= DEADLINE_SECONDS
         and not report["missing"]
         and not report["other_data"]
-        and report["bands"] <= MOST_BANDS
+        and report["bands"] <= MAX_BANDS
         and not {code for some in codes.values() for code in some} - {EXIT_DONE, EXIT_BUG, EXIT_USER, EXIT_PREEMPTED}
     )
     table, notes = table_of(faults), notes_of(report)
@@ -475,7 +475,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"{DEADLINE_SECONDS:g} s",
         f"batches that are missing: {names(report['missing'])}; with other data than a single world's: "
         f"{names(report['other_data'])}",
-        f"the loss is at most {report['bands']:.2f} bands from that of {len(WORLDS)} single worlds, {MOST_BANDS:g} are "
+        f"the loss is at most {report['bands']:.2f} bands from that of {len(WORLDS)} single worlds, {MAX_BANDS:g} are "
         f"allowed: rows are divided in more ways; after the last batch {report['deviation']:.1e} nats",
         f"the coordinator leaves out who is silent for {SILENCE_SECONDS:g} s; ranks leave a coordinator that is silent "
         "for 4 s",

@@ -103,9 +103,9 @@ def check_options(given: PlanOptions) -> None:
             raise ConfigError(f"--{option}: {value} given, expected a finite number")
 
 
-def plan_on(given: PlanOptions, hardware: str, num_devices: int) -> "Plan":
+def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
     from llmfoundry_lite.config.schema import PipelineConfig
-    from llmfoundry_lite.plan.plan import DEVICE_HOURS_BETWEEN_FAILURES, Assumptions, make_plan
+    from llmfoundry_lite.plan.plan import DEVICE_HOURS_BETWEEN_FAILURES, hardware_named, make_plan
 
     assert given.arguments is not None
     batch = [] if given.samples is None else [f"global_train_batch_size={given.samples * num_devices}"]
@@ -114,32 +114,38 @@ def plan_on(given: PlanOptions, hardware: str, num_devices: int) -> "Plan":
         stages = PipelineConfig(
             pipeline_parallel_degree=given.pipeline, schedule=given.schedule or "1f1b", virtual_stages=given.virtual
         )
-    assumptions = Assumptions(
+    hardware = hardware_named(
+        name,
         per_node=given.per_node,
         link_gigabytes=given.link,
         adapter_gigabits=given.adapter,
-        products_share=given.efficiency,
+        products_efficiency=given.efficiency,
         measured=given.calibrate,
+    )
+    return make_plan(
+        [*given.arguments, *batch],
+        hardware,
+        num_devices,
         pipeline=stages,
         num_tokens=given.tokens,
         dollars_per_device_hour=given.price,
         device_hours_between_failures=given.mtbf or DEVICE_HOURS_BETWEEN_FAILURES,
         stall_seconds=given.stall,
     )
-    return make_plan([*given.arguments, *batch], hardware, num_devices, assumptions)
 
 
 def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int] | None) -> None:
     """Print one plan and exit. Refuses what cannot be done before anything is printed."""
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
-    from llmfoundry_lite.plan.plan import join, make_plan, write_overlay
+    from llmfoundry_lite.plan.plan import hardware_named, join, make_plan, write_overlay
     from llmfoundry_lite.plan.report import describe_joined, describe_plan, plan_facts
 
     assert given.arguments is not None
     second = None
     if second_cluster is not None:
         batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
-        second = make_plan([*given.arguments, batch], *second_cluster)
+        name, num_devices = second_cluster
+        second = make_plan([*given.arguments, batch], hardware_named(name), num_devices)
     if given.write is not None and plan.candidates:
         write_overlay(plan, given.write)
     print(json.dumps(plan_facts(plan), indent=1) if given.as_json else describe_plan(plan, given.top))

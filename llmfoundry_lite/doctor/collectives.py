@@ -30,7 +30,7 @@ from llmfoundry_lite.hardware import MIB
 
 READY = "process group"
 CLOCKS = "clocks of the ranks"
-MOST_APART_SECONDS = 1.0
+MAX_APART_SECONDS = 1.0
 """Largest difference of two ranks' clocks, which are read right after a barrier."""
 SPREAD = 2654435761
 """Odd, and near 2^32 over the golden ratio: its multiples, modulo 2^32, are spread evenly (Knuth, volume 3, 6.4)."""
@@ -128,7 +128,7 @@ def judge_clocks(clocks: Mapping[int, tuple[str, float]]) -> Finding:
     detail = f"{len(clocks)} ranks on {num_hosts} host{'s' * (num_hosts > 1)}, read right after a barrier"
     apart = latest - earliest
     problems = [f"rank {last} on {last_host} is {apart:,.1f} s ahead of rank {first} on {first_host}"]
-    problems = problems if apart > MOST_APART_SECONDS else []
+    problems = problems if apart > MAX_APART_SECONDS else []
     return judge(CLOCKS, problems, SET_CLOCK, Status.WARN, value=apart * 1e3, unit="ms", detail=detail)
 
 

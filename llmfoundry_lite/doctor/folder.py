@@ -36,7 +36,7 @@ NETWORK_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "virtiofs", "wekafs"),
     *("pvfs2", "afs", "daos", "panfs"),
 )
-MOST_FILE_SECONDS = 2.0
+MAX_FILE_SECONDS = 2.0
 """Largest difference to a file server; FAT, the coarsest file system, counts in two seconds."""
 STA_UNSYNC = 0x40
 """Bit of the kernel's clock status (adjtimex(2)): nothing keeps the clock right."""
@@ -98,7 +98,7 @@ def check_server_clock(folder: Path) -> Finding:
         written = os.fstat(file.fileno()).st_mtime
     difference = written - before if written < before else max(0.0, written - time.time())
     detail = f"the file server's time of a new file in {folder.resolve()} against the local clock"
-    problems = [f"expected at most {MOST_FILE_SECONDS:.0f} s"] if abs(difference) > MOST_FILE_SECONDS else []
+    problems = [f"expected at most {MAX_FILE_SECONDS:.0f} s"] if abs(difference) > MAX_FILE_SECONDS else []
     fix = f"synchronise this machine and the file server: {SET_CLOCK}"
     return judge(name, problems, fix, Status.WARN, value=difference * 1e3, unit="ms", detail=detail)
 

@@ -21,7 +21,7 @@ ROOT = Path("/")
 SHARED_MEMORY = Path("/dev/shm")
 OLDEST_TORCH = Version("2.11")
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-LEAST_SIMD_UNITS = 200
+MIN_SIMD_UNITS = 200
 """An MI100 has 480; the largest integrated GPU, which no run uses, has 80."""
 ENOUGH_FILES = 4096
 """Loader workers pass each tensor as an open file, data sets keep shards open, ranks their sockets."""
@@ -141,7 +141,7 @@ def has_amd_accelerator() -> bool:
     """Return whether the kernel's list of compute nodes has an Instinct; it also lists processors' graphics."""
     for node in ROOT.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
         units = dict(line.split() for line in node.read_text().splitlines() if len(line.split()) == 2)
-        if int(units.get("simd_count", 0)) >= LEAST_SIMD_UNITS:
+        if int(units.get("simd_count", 0)) >= MIN_SIMD_UNITS:
             return True
     return False
 

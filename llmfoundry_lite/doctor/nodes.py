@@ -40,7 +40,7 @@ SLOW_ANSWER = 3.0
 PATIENCE = timedelta(seconds=5)
 """Time for other ranks to fail too."""
 PINGS = 20
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 """Sound pairs in the table, the slowest; the JSON has all."""
 APART_FIX = (
     "a rank that is missing or has died says why in its own output; if none does, name the network between the nodes "
@@ -93,7 +93,7 @@ def examine_nodes(machine: Machine, json_file: Path | None = None) -> int:
         raise UserError(f"doctor: rank {here.rank} on {node_name()}: {words}; {APART_FIX}") from None
     if here.rank == 0:
         links = [finding for finding in findings if finding.check == "link" and finding.status is Status.PASS]
-        hidden = links[MOST_SHOWN:]
+        hidden = links[MAX_SHOWN:]
         report(findings, [finding for finding in findings if finding not in hidden], json_file)
     dist.destroy_process_group()
     return exit_code(findings)

@@ -16,14 +16,14 @@ RESTART_SECONDS = 300.0
 """From a failure to the next batch, with a spare node at hand: HyperPod says under two minutes, a queue takes more."""
 COPY_BYTES_PER_SECOND = 10e9
 """From a device to its host, while a save holds training up: half of PCIe 4.0's rate."""
-LEAST_SAVE_SECONDS = 0.1
-MOST_LOST = 0.99
+MIN_SAVE_SECONDS = 0.1
+MAX_LOST_SHARE = 0.99
 """Share of the time beyond which a plan is no plan."""
 
 
 def save_seconds(memory: MemoryEstimate) -> float:
     """Time that a save holds training up: a device copies its share of parameters and of the optimizer's state."""
-    return max(LEAST_SAVE_SECONDS, (memory.parameters_bytes + memory.optimizer_bytes) / COPY_BYTES_PER_SECOND)
+    return max(MIN_SAVE_SECONDS, (memory.parameters_bytes + memory.optimizer_bytes) / COPY_BYTES_PER_SECOND)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -54,7 +54,7 @@ def cost_of(
     between = device_hours_between_failures / num_devices * 3600
     every = suggest_save_interval(save_seconds, between)
     lost = lost_share(every, save_seconds, between, RESTART_SECONDS)
-    if lost > MOST_LOST:
+    if lost > MAX_LOST_SHARE:
         raise ConfigError(
             f"--mtbf: a failure every {between:.3g} s on {num_devices} devices, each of which costs "
             f"{RESTART_SECONDS:g} s: the run would not come forward"

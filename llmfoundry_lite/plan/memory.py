@@ -233,7 +233,7 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
         apart_bytes = model.n_layers * (hidden_bytes // d * width + 4 * sent_bytes)
         if not stage.is_first:  # of the microbatch before, until Python has forgotten it
             early_bytes += apart_bytes // model.n_layers
-        if p.has_fsdp and not p.is_whole:
+        if p.has_fsdp and not p.is_fp32:
             loose_bytes = in_loss.gradients_bytes // 2
     return _Chunk(
         *(kept_bytes, in_forward_bytes, early_bytes, late_bytes, apart_bytes),

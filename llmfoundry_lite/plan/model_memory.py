@@ -240,7 +240,7 @@ def count_block_per_token(p: Portion) -> int:
 
 def count_logits(p: Portion) -> int:
     """Count bytes of one chunk of logits, of what the loss makes of it, and of the embedding's gradient so far."""
-    most = max(128, p.config.loss_chunk_mib * MIB // (FP32_BYTES * p.num_rows))
+    most = max(128, p.config.loss_chunk_mib * MIB // (FP32_BYTES * p.num_vocab_rows))
     chunk_tokens = min(p.num_tokens, math.ceil(p.num_tokens / math.ceil(p.num_tokens / most) / 128) * 128)
     # log_softmax has its input, a copy in fp32 of one that is not, and its output.
     logits_bytes = p.compute_bytes + FP32_BYTES + (FP32_BYTES if p.compute_bytes < FP32_BYTES else 0)
@@ -248,8 +248,8 @@ def count_logits(p: Portion) -> int:
         logits_bytes = 2 * FP32_BYTES
     # The embedding's gradient begins with the first chunk, after its softmax.
     gradient = p.embedding * FP32_BYTES if chunk_tokens < p.num_tokens else 0
-    in_softmax = chunk_tokens * p.num_rows * logits_bytes + gradient
-    in_product = chunk_tokens * p.num_rows * p.compute_bytes + p.embedding * (FP32_BYTES + p.compute_bytes)
+    in_softmax = chunk_tokens * p.num_vocab_rows * logits_bytes + gradient
+    in_product = chunk_tokens * p.num_vocab_rows * p.compute_bytes + p.embedding * (FP32_BYTES + p.compute_bytes)
     return max(in_softmax, in_product)
 
 
@@ -276,7 +276,7 @@ def count_rounding(p: Portion) -> int:
 
 def shapes_outside(p: Portion) -> Shapes:
     model, d = p.model, p.model.d_model
-    shapes = [(p.num_rows, d)] * (1 if model.tie_word_embeddings else 2)
+    shapes = [(p.num_vocab_rows, d)] * (1 if model.tie_word_embeddings else 2)
     if model.uses_learned_positions:
         shapes.append((model.max_seq_len, d))
     return shapes + _shapes_of_norm(model, d, model.norm_type)

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite plan`: what a run would take on hardware that nobody has booked. No torch, under a second.
+"""`llmfoundry-lite plan`: memory, speed and cost of a run on hardware not at hand. No torch, under a second.
 
 llmfoundry-lite plan mpt-7b --hardware mi250 --devices 128
 """
@@ -19,11 +19,10 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import Accelerator, accelerator_named, find_accelerator
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, Joined, cost_of, join_clusters, save_seconds
-from llmfoundry_lite.plan.network import Node, find_node
 from llmfoundry_lite.plan.portion import FP32_BYTES
 from llmfoundry_lite.plan.schedule import check_schedule
 from llmfoundry_lite.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
-from llmfoundry_lite.plan.step import Shares, find_shares
+from llmfoundry_lite.plan.step import Efficiency, Hardware, find_hardware
 
 REPORT_SCHEMA = 1
 """Schema of reports of `bench`, which needs torch."""
@@ -33,34 +32,11 @@ PLANNED = "# Planned for "
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Assumptions:
-    """Facts that a user knows better than the planner; None is the planner's own value."""
-
-    per_node: int | None = None
-    """Devices of a node."""
-    link_gigabytes: float | None = None
-    """GB/s of a device within its node."""
-    adapter_gigabits: float | None = None
-    """Gbit/s of a node to others."""
-    products_share: float | None = None
-    """Share of the peak that matrix products reach."""
-    measured: Path | None = None
-    """mfu.json of `bench mfu`, measured on such a device."""
-    pipeline: PipelineConfig | None = None
-    """Stages other than the run's pp_config; without either, stages are searched."""
-    num_tokens: float | None = None
-    dollars_per_device_hour: float | None = None
-    device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES
-    stall_seconds: float | None = None
-    """Time that a save holds training up."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
 class Plan:
+    """Layouts of one run on a number of devices, and the cost of the best."""
+
     config: TrainConfig
-    accelerator: Accelerator
-    node: Node
-    shares: Shares
+    hardware: Hardware
     num_devices: int
     num_parameters: int
     num_tokens: float | None
@@ -73,30 +49,59 @@ class Plan:
     """Cost of the first candidate."""
 
 
-def make_plan(arguments: Sequence[str], hardware: str, num_devices: int, given: Assumptions = Assumptions()) -> Plan:
-    """Raises ConfigError for unknown hardware and counts that fit no layout, naming those that do."""
-    accelerator = accelerator_named(hardware)
-    num_tokens, stall = given.num_tokens, given.stall_seconds
+def hardware_named(
+    name: str,
+    *,
+    per_node: int | None = None,
+    link_gigabytes: float | None = None,
+    adapter_gigabits: float | None = None,
+    products_efficiency: float | None = None,
+    measured: Path | None = None,
+) -> Hardware:
+    """Return hardware of the table, with what the user knows better. Raises ConfigError for unknown hardware.
+
+    `per_node`: devices of a node. `link_gigabytes`: GB/s of a device within its node. `adapter_gigabits`: Gbit/s of a
+    node to others. `measured`: mfu.json of `bench mfu` on such a device.
+    """
+    hardware = find_hardware(accelerator_named(name))
+    changes = {
+        "num_devices": per_node,
+        "link_bytes_per_second": link_gigabytes and link_gigabytes * 1e9,
+        "adapter_bytes_per_second": adapter_gigabits and adapter_gigabits * 1e9 / 8,
+    }
+    node = replace(hardware.node, **{key: value for key, value in changes.items() if value is not None})
+    efficiency = hardware.efficiency
+    if measured is not None:
+        efficiency = calibrate(efficiency, measured, hardware.accelerator)
+    if products_efficiency is not None:
+        efficiency = replace(efficiency, products=products_efficiency, source="as given")
+    return replace(hardware, node=node, efficiency=efficiency)
+
+
+def make_plan(
+    arguments: Sequence[str],
+    hardware: Hardware,
+    num_devices: int,
+    *,
+    pipeline: PipelineConfig | None = None,
+    num_tokens: float | None = None,
+    dollars_per_device_hour: float | None = None,
+    device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
+    stall_seconds: float | None = None,
+) -> Plan:
+    """Plan the run of these arguments. Raises ConfigError for counts that fit no layout, naming those that do.
+
+    `pipeline`: stages other than the run's pp_config; without either, stages are searched. `stall_seconds`: time that
+    a save stalls training.
+    """
     if num_tokens is not None and not math.isfinite(num_tokens):
         raise ConfigError(f"--tokens: {num_tokens} given, expected a number of tokens, such as 1e12")
     config = load_train_config(arguments).config
-    node = find_node(accelerator.name)
-    changes = {
-        "num_devices": given.per_node,
-        "link_bytes_per_second": given.link_gigabytes and given.link_gigabytes * 1e9,
-        "adapter_bytes_per_second": given.adapter_gigabits and given.adapter_gigabits * 1e9 / 8,
-    }
-    node = replace(node, **{name: value for name, value in changes.items() if value is not None})
-    shares = find_shares(accelerator)
-    if given.measured is not None:
-        shares = calibrate(shares, given.measured, accelerator)
-    if given.products_share is not None:
-        shares = replace(shares, products=given.products_share, source="as given")
-    pipeline = given.pipeline or config.pp_config
-    check_devices(config, num_devices, node.num_devices, pipeline)
+    pipeline = pipeline or config.pp_config
+    check_devices(config, num_devices, hardware.node.num_devices, pipeline)
 
     def search(count: int) -> tuple[list[Candidate], list[Rejected]]:
-        return search_layouts(config, count, accelerator, node, shares, pipeline, stall)
+        return search_layouts(config, count, hardware, pipeline, stall_seconds)
 
     candidates, rejected = search(num_devices)
     num_tokens = num_tokens or count_tokens(Duration.parse(config.max_duration), config)
@@ -105,18 +110,16 @@ def make_plan(arguments: Sequence[str], hardware: str, num_devices: int, given: 
         best = candidates[0]
         cost = cost_of(
             num_tokens,
-            replace(best.time, saves=0.0).tokens_per_second,  # they are in what is lost
+            replace(best.time, saves=0.0).tokens_per_second,  # cost_of counts saves as lost time
             num_devices,
-            node,
-            dollars_per_device_hour=given.dollars_per_device_hour,
-            save_seconds=save_seconds(best.memory) if stall is None else stall,
-            device_hours_between_failures=given.device_hours_between_failures,
+            hardware.node,
+            dollars_per_device_hour=dollars_per_device_hour,
+            save_seconds=save_seconds(best.memory) if stall_seconds is None else stall_seconds,
+            device_hours_between_failures=device_hours_between_failures,
         )
     return Plan(
         config=config,
-        accelerator=accelerator,
-        node=node,
-        shares=shares,
+        hardware=hardware,
         num_devices=num_devices,
         num_parameters=count_parameters(config.model),
         num_tokens=num_tokens,
@@ -165,13 +168,15 @@ def parse_cluster(text: str) -> tuple[str, int]:
 
 
 def join(first: Plan, second: Plan, link_gigabits: float, steps_between_exchanges: int = 1) -> Joined:
-    """Weigh two clusters that train the first plan's run, their gradients in fp32 over a link.
+    """Compare two clusters that train the first plan's run together with the faster one alone.
+
+    Gradients go over the link in fp32.
 
     Raises ConfigError if it does not fit on one of them.
     """
     for plan in (first, second):
         if not plan.candidates:
-            raise ConfigError(f"--join: the run does not fit on {plan.num_devices} x {plan.accelerator.name}")
+            raise ConfigError(f"--join: the run does not fit on {plan.num_devices} x {plan.hardware.accelerator.name}")
     return join_clusters(
         first.candidates[0].time.tokens_per_second,
         second.candidates[0].time.tokens_per_second,
@@ -185,8 +190,10 @@ def join(first: Plan, second: Plan, link_gigabits: float, steps_between_exchange
 def write_overlay(plan: Plan, path: Path) -> None:
     """Write the first candidate as a YAML to lay over the run. Raises ConfigError if nothing fits."""
     if not plan.candidates:
-        raise ConfigError(f"--write: no layout of {plan.num_devices} {plan.accelerator.name} fits, nothing to write")
-    head = f"{PLANNED}{plan.num_devices} x {plan.accelerator.name}; predicted, not measured.\n"
+        raise ConfigError(
+            f"--write: no layout of {plan.num_devices} {plan.hardware.accelerator.name} fits, nothing to write"
+        )
+    head = f"{PLANNED}{plan.num_devices} x {plan.hardware.accelerator.name}; predicted, not measured.\n"
     overlay = plan.candidates[0].overlay(plan.config)
     try:
         if path.is_file() and path.stat().st_size and not path.read_bytes().startswith(PLANNED.encode()):
@@ -196,7 +203,7 @@ def write_overlay(plan: Plan, path: Path) -> None:
         raise ConfigError(f"--write: {path}: {error.strerror}; choose another file") from None
 
 
-def calibrate(shares: Shares, path: Path, accelerator: Accelerator) -> Shares:
+def calibrate(efficiency: Efficiency, path: Path, accelerator: Accelerator) -> Efficiency:
     """Take the rate of matrix products from a report of `llmfoundry-lite bench mfu --out` on this device.
 
     Raises DataError for a file that is no such report, ConfigError for another device and one of unknown peak.
@@ -228,4 +235,4 @@ def calibrate(shares: Shares, path: Path, accelerator: Accelerator) -> Shares:
         raise DataError(
             f"--calibrate: {path}: matrix products at {products:.0%} of the peak of {device}; measure again"
         )
-    return replace(shares, products=products, source=f"products measured on {device}, {path.name}")
+    return replace(efficiency, products=products, source=f"products measured on {device}, {path.name}")

@@ -47,7 +47,7 @@ class Portion:
 
     @property
     def has_fsdp(self) -> bool:
-        """False, as on one device: parameters are used and gradients summed where they lie."""
+        """False: as on one device, parameters are used and gradients summed in place."""
         is_alone = self.layout.world_size == self.layout.pipeline
         return not is_alone or self.config.compile_config is not None or self.fsdp.offload_optimizer
 
@@ -58,12 +58,12 @@ class Portion:
 
     @property
     def shares_optimizer(self) -> bool:
-        """Copies of the model divide the optimizer's step, and gather what it has changed."""
+        """True: copies of the model divide the optimizer's step and gather the new parameters."""
         return self.fsdp.sharding_strategy == "ZERO_1"
 
     @property
     def reshards(self) -> bool:
-        """Blocks' parameters are freed after the forward pass and gathered again for the backward pass."""
+        """True: blocks' parameters are freed after the forward pass and gathered again for the backward pass."""
         return self.fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.layout.pipeline == 1
 
     @property
@@ -72,17 +72,18 @@ class Portion:
         return self.config.precision.removeprefix("amp_")
 
     @property
-    def is_whole(self) -> bool:
+    def is_fp32(self) -> bool:
+        """True: matrix products read fp32, which tf32 rounds inside them. No copies in 16 bits exist."""
         return self.config.precision in ("fp32", "tf32")
 
     @property
     def has_autocast(self) -> bool:
-        return not self.is_whole and self.fsdp.mixed_precision == "FULL"
+        return not self.is_fp32 and self.fsdp.mixed_precision == "FULL"
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of a number in matrix products."""
-        return FP32_BYTES if self.is_whole else 2
+        return FP32_BYTES if self.is_fp32 else 2
 
     @property
     def reduction_bytes(self) -> int:
@@ -95,7 +96,7 @@ class Portion:
         return FP32_BYTES if self.has_autocast else self.compute_bytes
 
     @property
-    def num_rows(self) -> int:
+    def num_vocab_rows(self) -> int:
         """Rows of the vocabulary on this device."""
         return -(-self.model.vocab_size // self.layout.tensor)
 
@@ -121,4 +122,4 @@ class Portion:
     @property
     def embedding(self) -> int:
         """Numbers of this device's rows of the embedding."""
-        return self.num_rows * self.model.d_model
+        return self.num_vocab_rows * self.model.d_model

@@ -38,17 +38,17 @@ PARTS = {
 
 
 def describe_plan(plan: Plan, num_shown: int = 5) -> str:
-    config, node = plan.config, plan.node
+    config, node, efficiency = plan.config, plan.hardware.node, plan.hardware.efficiency
     tokens = f", {three_digits(plan.num_tokens / 1e9)} billion tokens" if plan.num_tokens else ""
-    half = " (half a card each)" if plan.accelerator.devices_per_card == 2 else ""
+    half = " (half a card each)" if plan.hardware.accelerator.devices_per_card == 2 else ""
     lines = [
         f"plan      {config.run_name}: {three_digits(plan.num_parameters / 1e9)} billion parameters{tokens}, "
         f"{config.global_train_batch_size} x {config.max_seq_len} a batch, {config.precision}",
-        f"hardware  {plan.num_devices} x {plan.accelerator.name}{half}, {node.num_devices} in a node; "
+        f"hardware  {plan.num_devices} x {plan.hardware.accelerator.name}{half}, {node.num_devices} in a node; "
         f"{node.link_bytes_per_second / 1e9:.0f} GB/s in it for each device, "
         f"{node.adapter_bytes_per_second / 1e9:.0f} GB/s out of it ({node.source})",
-        f"rates     products at {plan.shares.products:.1%} of the peak, attention at {plan.shares.attention:.1%} "
-        f"({plan.shares.source})",
+        f"rates     products at {efficiency.products:.1%} of the peak, attention at {efficiency.attention:.1%} "
+        f"({efficiency.source})",
         f"state     {plan.num_parameters * STATE_BYTES['adam'] / 1e12:.3g} TB at 18 bytes a parameter "
         f"({plan.num_parameters * STATE_BYTES['published'] / 1e12:.3g} TB at the 14 that papers count)",
         "",
@@ -58,7 +58,7 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
         lines += ["", *_explain(plan)]
     else:
         on = f"; {plan.would_fit} devices would do" if plan.would_fit else ""
-        lines.append(f"no layout of {plan.num_devices} {plan.accelerator.name} fits{on}")
+        lines.append(f"no layout of {plan.num_devices} {plan.hardware.accelerator.name} fits{on}")
     lines += ["", *_rejections(plan)]
     if plan.cost is not None:
         lines += ["", *_costs(plan)]
@@ -71,7 +71,7 @@ def describe_plans(plans: Sequence[Plan]) -> str:
     rows = []
     base: dict[str, float] = {}
     for plan in plans:
-        name = plan.accelerator.name
+        name = plan.hardware.accelerator.name
         head = [name, f"{plan.num_devices:,}", f"{plan.config.global_train_batch_size:,}"]
         if not plan.candidates:
             rows.append([*head, "does not fit", *[""] * (len(COLUMNS) - len(head) - 1)])
@@ -136,7 +136,7 @@ def _explain(plan: Plan) -> list[str]:
         "logits": memory.logits_bytes,
     }
     largest = sorted(parts.items(), key=lambda item: -item[1])[:2]
-    limit = usable_bytes(plan.accelerator)
+    limit = usable_bytes(plan.hardware.accelerator)
     lines = [
         f"memory    {memory.total_bytes / GIB:.1f} of {limit / GIB:.1f} GiB, most of it "
         + " and ".join(f"{name} ({num_bytes / GIB:.1f})" for name, num_bytes in largest),
@@ -199,14 +199,11 @@ def _costs(plan: Plan) -> list[str]:
 def describe_joined(first: Plan, second: Plan, joined: Joined, link_gigabits: float, steps: int) -> str:
     exchange = "every step" if steps == 1 else f"every {steps} steps"
     least = joined.least_bytes_per_second * 8 / 1e9
-    text = (
-        f"joined    with {second.num_devices} x {second.accelerator.name} over {link_gigabits:g} Gbit/s, gradients "
-        f"exchanged {exchange}: {joined.tokens_per_second:,.0f} tokens/s, {joined.gain:.2f} times the faster alone; "
-    )
+    verdict = "the second cluster does not pay, " if joined.gain <= 1 else ""
     return (
-        text
-        + ("the second cluster does not pay, " if joined.gain <= 1 else "")
-        + f"it pays from {three_digits(least)} Gbit/s on"
+        f"joined    with {second.num_devices} x {second.hardware.accelerator.name} over {link_gigabits:g} Gbit/s, "
+        f"gradients exchanged {exchange}: {joined.tokens_per_second:,.0f} tokens/s, {joined.gain:.2f} times the faster "
+        f"alone; {verdict}it pays from {three_digits(least)} Gbit/s on"
     )
 
 
@@ -229,12 +226,12 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
     return {
         "run": plan.config.run_name,
-        "hardware": plan.accelerator.name,
+        "hardware": plan.hardware.accelerator.name,
         "num_devices": plan.num_devices,
         "num_parameters": plan.num_parameters,
         "num_tokens": plan.num_tokens,
-        "usable_bytes": usable_bytes(plan.accelerator),
-        "rates": {"products": plan.shares.products, "attention": plan.shares.attention, "source": plan.shares.source},
+        "usable_bytes": usable_bytes(plan.hardware.accelerator),
+        "rates": asdict(plan.hardware.efficiency),
         "layouts": [facts(c) for c in plan.candidates],
         "would_fit": plan.would_fit,
         "rejected": [degrees(r) | {"reason": r.reason} for r in plan.rejected],

@@ -1,4 +1,4 @@
-"""The way of dividing the devices that trains a run fastest: every layout tried, each rejected one with its reason."""
+"""Search for the layout that trains a run fastest: tries every layout, and keeps the reason for each rejected one."""
 
 import bisect
 import functools
@@ -24,16 +24,15 @@ from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_lite.plan.cost import save_seconds
 from llmfoundry_lite.plan.memory import estimate_training_memory
 from llmfoundry_lite.plan.model_memory import MemoryEstimate
-from llmfoundry_lite.plan.network import Node
-from llmfoundry_lite.plan.step import Shares, StepTime, find_shares, step_time
+from llmfoundry_lite.plan.step import Hardware, StepTime, step_time
 
 CONTEXT_BYTES = 1 * GIB
 """The device's context, libraries and communication buffers, which `plan.memory` leaves out."""
 CHECKPOINTING = (False, "selective", True)
-MOST_DEVICES = 65_536
-MOST_STAGES = 64
+MAX_DEVICES = 65_536
+MAX_STAGES = 64
 SLOW = 1.1
-"""Layouts that take so much longer than the fastest are not looked at more closely."""
+"""A layout whose time over the fastest's is more than this is rejected without a search of its microbatch."""
 AS_FAST = 0.01
 """Relative difference below which two times count as equal: the model of a step is not more exact."""
 
@@ -63,7 +62,7 @@ class Candidate:
         return self.config.sharding.activation_checkpointing
 
     def overlay(self, run: TrainConfig) -> dict[str, Any]:
-        """Return the keys that make the run compute so, and null for keys of the run that say otherwise."""
+        """Return keys that give the run this layout, and null for the run's keys that contradict it."""
         layout, config, pipeline = self.layout, self.config, self.config.pipeline
         fsdp: dict[str, Any] = {"sharding_strategy": self.strategy}
         if self.strategy == "HYBRID_SHARD":
@@ -115,31 +114,30 @@ class Rejected:
 def search_layouts(
     config: TrainConfig,
     num_devices: int,
-    accelerator: Accelerator,
-    node: Node,
-    shares: Shares | None = None,
+    hardware: Hardware,
     pipeline: PipelineConfig | None = None,
     stall_seconds: float | None = None,
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """Return the layouts that fit, the fastest first, each with its best microbatch and checkpointing; and the others.
+    """Return the layouts that fit, the fastest first, each with its best microbatch and checkpointing; and the rest.
 
     The first takes the least memory among those that are as fast as the fastest. Stages and parts of a sample are
-    searched if neither `pipeline` nor the run says how many. `stall_seconds`: how long a save holds training up;
-    without it, while a device copies its state. Raises ConfigError if the hardware has no peak for the run's precision.
+    searched if neither `pipeline` nor the run says how many. `stall_seconds`: time that a save stalls training; by
+    default, the time to copy a device's state. Raises ConfigError if the hardware has no peak for the run's precision.
     """
     pipeline = pipeline or config.pp_config
-    stages = [degree for degree in divisors(num_devices) if degree <= min(MOST_STAGES, config.model.n_layers)]
+    stages = [degree for degree in divisors(num_devices) if degree <= min(MAX_STAGES, config.model.n_layers)]
     if pipeline is not None:
         stages = [pipeline.pipeline_parallel_degree]
-    parts = divisors(min(node.num_devices, num_devices))
+    node_size = hardware.node.num_devices
+    parts = divisors(min(node_size, num_devices))
     if config.cp_config is not None:
         parts = [config.context.context_parallel_degree]
     rejected: list[Rejected] = []
     trials: list[_Trial] = []
     divide = functools.cache(functools.partial(_divide, config, pipeline))
-    for layout, strategy in layouts_of(num_devices, node.num_devices, stages, parts):
+    for layout, strategy in layouts_of(num_devices, node_size, stages, parts):
         divided = divide(layout.pipeline, layout.context, layout.tensor, strategy)
-        trial = _Trial(divided, layout, strategy, accelerator, node, shares or find_shares(accelerator))
+        trial = _Trial(divided, layout, strategy, hardware)
         reason = trial.prepare()
         if reason is None:
             trials.append(trial)
@@ -162,7 +160,7 @@ def search_layouts(
 def _divide(
     config: TrainConfig, stages: PipelineConfig | None, pipeline: int, context: int, tensor: int, strategy: str
 ) -> TrainConfig | str:
-    """Return the run divided so, or the words in which a launch refuses it."""
+    """Return the run with these degrees, or the error with which a launch refuses it."""
     model = config.model
     divided = replace(
         config,
@@ -194,20 +192,20 @@ def _divide(
 
 
 def nearest_that_fits(num_devices: int, has_layout: Callable[[int], bool]) -> int | None:
-    """Find a number of devices that some layout fits: the first of twice, four times … so many, up to 65,536.
+    """Find a number of devices that some layout fits: the first of 2, 4, 8 … times `num_devices`, up to 65,536.
 
-    If there is none, as for a batch too small: the first of half, a quarter … of the power of two below.
+    If none fits, as for a small batch, find the first of half, a quarter … of the power of two below.
     """
     below = 1 << (num_devices - 1).bit_length()
-    above = (num_devices << power for power in range(1, MOST_DEVICES.bit_length()))
-    counts = itertools.chain((n for n in above if n <= MOST_DEVICES), (below >> n for n in range(1, 20)))
+    above = (num_devices << power for power in range(1, MAX_DEVICES.bit_length()))
+    counts = itertools.chain((n for n in above if n <= MAX_DEVICES), (below >> n for n in range(1, 20)))
     return next((count for count in counts if count and has_layout(count)), None)
 
 
 def layouts_of(
     num_devices: int, node_size: int, num_stages: Sequence[int] = (1,), num_parts: Sequence[int] = (1,)
 ) -> Iterator[tuple[Layout, str]]:
-    """Yield every way of dividing so many devices: stages x copies x shards x parts of a sample x parts of a layer.
+    """Yield every layout of the devices: stages x copies x shards x parts of a sample x parts of a layer.
 
     Tensor and context parallelism stay within a node, unless the parts of a sample alone do not. A copy of the model
     takes whole nodes, or a part of one that divides it.
@@ -240,10 +238,10 @@ def layouts_of(
 
 
 def find_sizes(config: TrainConfig, device_batch_size: int) -> list[int]:
-    """Return sizes that a device's batch can be cut into, ascending, and that a pipeline's schedule can play."""
-    is_whole = config.pipeline.pipeline_parallel_degree == 1
+    """Return microbatch sizes, ascending, that divide a device's batch and suit the pipeline's schedule."""
+    has_one_stage = config.pipeline.pipeline_parallel_degree == 1
     counts = {size: device_batch_size // size for size in divisors(device_batch_size)}
-    return [size for size, count in counts.items() if is_whole or takes_microbatches(config.pipeline, count)]
+    return [size for size, count in counts.items() if has_one_stage or takes_microbatches(config.pipeline, count)]
 
 
 def usable_bytes(accelerator: Accelerator) -> int:
@@ -255,12 +253,10 @@ class _Trial:
     """A run on one layout."""
 
     divided: TrainConfig | str
-    """Or why a launch refuses it."""
+    """The divided run, or why a launch refuses it."""
     layout: Layout
     strategy: str
-    accelerator: Accelerator
-    node: Node
-    shares: Shares
+    hardware: Hardware
     sizes: Sequence[int] = ()
     """Microbatches that `auto` tries."""
     least_seconds: float = math.inf
@@ -298,7 +294,7 @@ class _Trial:
             return self.reject(
                 f"takes {slower:.1f} times as long as the fastest, even with memory to spare", slower=slower
             )
-        limit = usable_bytes(self.accelerator)
+        limit = usable_bytes(self.hardware.accelerator)
 
         @functools.cache
         def memory(checkpointing: bool | str, size: int) -> MemoryEstimate:
@@ -327,7 +323,7 @@ class _Trial:
             needs = memory(choice, size)
             stall = save_seconds(needs) if stall_seconds is None else stall_seconds
             time = replace(time, saves=stall / batches_between_saves(config, time.seconds, stall))
-            mfu = time.mfu(config, layout, self.accelerator)
+            mfu = time.mfu(config, layout, self.hardware.accelerator)
             found = self._sized(choice, size)
             fitting.append(Candidate(layout=layout, config=found, memory=needs, time=time, mfu=mfu))
         return max(_as_fast_as(fitting), key=lambda c: c.microbatch_size)
@@ -337,7 +333,7 @@ class _Trial:
         return replace(self.config, device_train_microbatch_size=size, fsdp_config=fsdp)
 
     def _time(self, checkpointing: bool | str, size: int) -> StepTime:
-        return step_time(self._sized(checkpointing, size), self.layout, self.accelerator, self.node, self.shares)
+        return step_time(self._sized(checkpointing, size), self.layout, self.hardware)
 
 
 def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
@@ -357,7 +353,7 @@ def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds
 
 
 def count_tokens(span: Duration, config: TrainConfig) -> float | None:
-    """Count tokens that are trained in a span; None for epochs, whose length the data say."""
+    """Count a span's tokens; None for epochs, whose length the data say."""
     per_sample = config.max_seq_len
     each = {"ba": config.global_train_batch_size * per_sample, "tok": 1, "sp": per_sample}
     return span.value * each[span.unit] if span.unit in each else None

@@ -4,7 +4,7 @@ A device computes matrix products at a share of its peak, attention at a smaller
 memory. FSDP's gathers and reductions hide behind the computing of the same block. Exchanges for tensor, context and
 pipeline parallelism do not hide. Saves hold every step up by their share of the run's interval.
 
-Left out: stragglers, the host's own time, congestion by other jobs, storage slower than the loader.
+Left out: stragglers, the host's own time, other jobs' traffic, storage slower than the loader.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from llmfoundry_lite.plan.network import (
     Group,
     Node,
     context_exchanges,
+    find_node,
     group_of,
     parameter_exchanges,
     send_seconds,
@@ -51,7 +52,7 @@ OVERLAP_COST = 0.15
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Shares:
+class Efficiency:
     """Shares of the peak that kernels reach."""
 
     products: float
@@ -60,14 +61,23 @@ class Shares:
 
 
 _FITTED = "fitted to LLM Foundry's published throughput of MPT on 8 devices"
-SHARES: Mapping[str, Shares] = {
-    "A100": Shares(products=0.74, attention=0.3, source=_FITTED),
-    "H100": Shares(products=0.56, attention=0.2, source=_FITTED),
-    "MI250": Shares(products=0.495, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
-    "MI250X": Shares(products=0.59, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
+EFFICIENCIES: Mapping[str, Efficiency] = {
+    "A100": Efficiency(products=0.74, attention=0.3, source=_FITTED),
+    "H100": Efficiency(products=0.56, attention=0.2, source=_FITTED),
+    "MI250": Efficiency(products=0.495, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
+    "MI250X": Efficiency(products=0.59, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
 }
-"""Beginning of an accelerator's name -> shares; the longest that fits counts."""
-GUESSED = Shares(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")
+"""Beginning of an accelerator's name -> its efficiency; the longest that fits counts."""
+UNPUBLISHED = Efficiency(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Hardware:
+    """Devices and nodes that a run is planned for."""
+
+    accelerator: Accelerator
+    node: Node
+    efficiency: Efficiency
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -119,13 +129,15 @@ class StepTime:
         return flops * self.tokens_per_second / (peak * layout.world_size)
 
 
-def find_shares(accelerator: Accelerator) -> Shares:
-    fitting = [name for name in SHARES if accelerator.name.startswith(name)]
-    return SHARES[max(fitting, key=len)] if fitting else GUESSED
+def find_hardware(accelerator: Accelerator) -> Hardware:
+    """Return an accelerator in its usual node, with its published efficiency. Raises ConfigError without a node."""
+    fitting = [name for name in EFFICIENCIES if accelerator.name.startswith(name)]
+    efficiency = EFFICIENCIES[max(fitting, key=len)] if fitting else UNPUBLISHED
+    return Hardware(accelerator=accelerator, node=find_node(accelerator.name), efficiency=efficiency)
 
 
 def count_microbatches(p: Portion) -> int:
-    """Count those of one data rank in a step. Raises ConfigError if the batch does not divide."""
+    """Count a data rank's microbatches in a step. Raises ConfigError if the batch does not divide."""
     samples = p.config.global_train_batch_size
     if samples % p.layout.num_data_ranks:
         raise ConfigError(
@@ -134,12 +146,10 @@ def count_microbatches(p: Portion) -> int:
     return -(-p.device_batch_size // p.microbatch_size)
 
 
-def step_time(
-    config: TrainConfig, layout: Layout, accelerator: Accelerator, node: Node, shares: Shares | None = None
-) -> StepTime:
+def step_time(config: TrainConfig, layout: Layout, hardware: Hardware) -> StepTime:
     """Predict a step. Raises ConfigError for a batch that does not divide and a dtype whose peak is not known."""
     p = Portion(config, layout)
-    shares = shares or find_shares(accelerator)
+    accelerator, node, efficiency = hardware.accelerator, hardware.node, hardware.efficiency
     peak = accelerator.peak_flops(p.dtype)
     if peak is None:
         known = ", ".join(accelerator.peak_teraflops)
@@ -147,7 +157,7 @@ def step_time(
     memory_rate = MEMORY_SHARE * accelerator.memory_bandwidth_bytes_per_second
     num_microbatches = count_microbatches(p)
     loads = find_loads(p.model, config.pipeline, layout.pipeline)
-    block, head = _compute_seconds(p, shares.products * peak, shares.attention * peak, memory_rate)
+    block, head = _compute_seconds(p, efficiency.products * peak, efficiency.attention * peak, memory_rate)
     per_microbatch = {name: loads.num_blocks * seconds + head[name] * loads.has_head for name, seconds in block.items()}
     per_microbatch |= _exchange_seconds(p, loads.num_blocks, node)
     seconds = {name: num_microbatches * value for name, value in per_microbatch.items()}
@@ -167,7 +177,7 @@ def step_time(
     share = parts.shard if p.is_sharded else parts.replicate if p.shares_optimizer else 1
     optimizer = OPTIMIZER_BYTES * (loads.num_blocks * num_block + num_outside) / share / memory_rate
     if config.optimizer.name == "muon":
-        optimizer += _newton_schulz_seconds(p, loads.num_blocks, accelerator, node, shares)
+        optimizer += _newton_schulz_seconds(p, loads.num_blocks, hardware)
     time = StepTime(
         **seconds,
         optimizer=optimizer,
@@ -197,7 +207,7 @@ def count_passes(p: Portion) -> int:
 def _compute_seconds(
     p: Portion, products_rate: float, attention_rate: float, memory_rate: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Time one microbatch on one device: a block, and the head, in products, attention and memory."""
+    """Time one microbatch of a block, and of the head, on one device: {products, attention, memory} in seconds."""
     model, layout, num_tokens, seq_len = p.model, p.layout, p.num_tokens, p.config.max_seq_len
     is_recomputed, passes = p.fsdp.activation_checkpointing, count_passes(p)
     num_block, _ = count_block_and_outside(model)
@@ -223,7 +233,7 @@ def _compute_seconds(
 
 
 def _exchange_seconds(p: Portion, num_blocks: int, node: Node) -> dict[str, float]:
-    """Time the exchanges of one microbatch that nothing hides."""
+    """Time one microbatch's exchanges that no computing hides, in seconds."""
     layout, config, is_recomputed = p.layout, p.config, p.fsdp.activation_checkpointing
     stream_bytes = p.num_tokens * p.model.d_model * p.compute_bytes
     reductions = stream_reductions(num_blocks, is_recomputed is True, layout.pipeline)
@@ -241,7 +251,7 @@ def _exchange_seconds(p: Portion, num_blocks: int, node: Node) -> dict[str, floa
 
 
 class Loads(NamedTuple):
-    """Computing of a pipeline's stages."""
+    """Computing load of a pipeline's stages."""
 
     num_blocks: int
     """Blocks of the device that computes the longest."""
@@ -251,7 +261,7 @@ class Loads(NamedTuple):
 
 
 def find_loads(model: ModelConfig, pipeline: PipelineConfig, degree: int) -> Loads:
-    """Count in parameters; looking up embeddings takes no time."""
+    """Measure stages' loads in parameters; looking up embeddings takes no time."""
     if degree == 1:
         return Loads(model.n_layers, True, (1.0,))
     blocks = None if pipeline.blocks is None else tuple(pipeline.blocks)
@@ -288,7 +298,7 @@ def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
     return num_steps * (4 * short * short * long + 2 * short**3)
 
 
-def _newton_schulz_seconds(p: Portion, num_blocks: int, accelerator: Accelerator, node: Node, shares: Shares) -> float:
+def _newton_schulz_seconds(p: Portion, num_blocks: int, hardware: Hardware) -> float:
     """Time Muon's matrices. Ranks with the same blocks take turns: in each round every one owns a whole matrix.
 
     The largest come first. A rank gets the parts of its matrix from the others, and sends back the result.
@@ -299,6 +309,7 @@ def _newton_schulz_seconds(p: Portion, num_blocks: int, accelerator: Accelerator
     parameters = [qkv] if model.attn_config.fused_qkv else [[shape] for shape in qkv]
     parameters += [[(d, d)], *[[(model.ffn_dim, d)]] * p.num_up, [(d, model.ffn_dim)]]
     parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
+    node, accelerator = hardware.node, hardware.accelerator
     peak = accelerator.peak_flops(dtype) or accelerator.peak_flops(p.dtype)
     assert peak is not None
     num_bytes = 2 if dtype == "bf16" else FP32_BYTES
@@ -309,7 +320,7 @@ def _newton_schulz_seconds(p: Portion, num_blocks: int, accelerator: Accelerator
         shapes = parameters[first // num_blocks]
         flops = sum(newton_schulz_flops(*shape, num_steps) for shape in shapes)
         exchange = group.exchange_seconds(sum(map(math.prod, shapes)) * num_bytes)
-        seconds += flops / (shares.products * peak) + 2 * exchange
+        seconds += flops / (hardware.efficiency.products * peak) + 2 * exchange
     return seconds
 
 

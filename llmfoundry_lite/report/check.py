@@ -9,8 +9,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import ContextParallelConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
-from llmfoundry_lite.plan.network import find_node
-from llmfoundry_lite.plan.step import step_time
+from llmfoundry_lite.plan.step import find_hardware, step_time
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.segments import accelerator_of, measure
 
@@ -60,13 +59,13 @@ def predict(config: TrainConfig, segment: Segment, row: Accelerator, num_devices
         context = ContextParallelConfig(context_parallel_degree=int(degree), kind=kind)
     size = segment.device_train_microbatch_size or config.global_train_batch_size // num_devices
     config = replace(config, pp_config=pipeline, cp_config=context, fsdp_config=fsdp, device_train_microbatch_size=size)
-    node = find_node(row.name)
+    hardware = find_hardware(row)
     layout = divide_devices(
-        *(fsdp, num_devices, node.num_devices, segment.tensor_parallel_degree or 1),
+        *(fsdp, num_devices, hardware.node.num_devices, segment.tensor_parallel_degree or 1),
         pipeline=config.pipeline.pipeline_parallel_degree,
         context=config.context.context_parallel_degree,
     )
-    return step_time(config, layout, row, node).tokens_per_second / num_devices
+    return step_time(config, layout, hardware).tokens_per_second / num_devices
 
 
 def describe_unknown(device: str | None) -> str:

@@ -161,7 +161,7 @@ def test_a_batch_that_is_missing_or_has_other_data_or_another_loss_is_found():
     mixed = {**sound, "b": [*records_of(range(4, 8)), *records_of([8], **{"data/digest": "d9"})]}
     assert faults.check(mixed, worlds)["other_data"] == [8]
     other = {**sound, "b": [*records_of(range(4, 8)), *records_of([8], **{"loss/train/total": 4.3})]}
-    assert faults.check(other, worlds)["bands"] > faults.MOST_BANDS
+    assert faults.check(other, worlds)["bands"] > faults.MAX_BANDS
 
 
 def test_faults_are_told_by_kind(tmp_path):

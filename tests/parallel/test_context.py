@@ -26,8 +26,9 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.plan.network import context_exchanges, find_node
+from llmfoundry_lite.plan.network import context_exchanges
 from llmfoundry_lite.plan.search import search_layouts
+from llmfoundry_lite.plan.step import find_hardware
 from llmfoundry_lite.preflight import Preflight, describe
 from llmfoundry_lite.training.adapter import LanguageModel
 from tests.helpers import flash_attn
@@ -332,7 +333,7 @@ def test_divided_samples_take_less_memory(tmp_path, kind):
 def test_the_planner_keeps_the_samples_divided(tmp_path):
     config = load(tmp_path, "model.d_model=256", "precision=amp_bf16", "global_train_batch_size=16")
     accelerator = accelerator_named("H100-80GB")
-    candidates, rejected = search_layouts(config, 8, accelerator, find_node(accelerator.name))
+    candidates, rejected = search_layouts(config, 8, find_hardware(accelerator))
     assert {found.layout.context for found in [*candidates, *rejected]} == {2}
     written = [found.overlay(config)["cp_config"] for found in candidates]
     assert written and all(keys == {"context_parallel_degree": 2, "kind": "heads"} for keys in written)

@@ -12,7 +12,7 @@ from llmfoundry_lite.config.schema import OptimizerConfig, PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan.network import Group, Node, find_node
-from llmfoundry_lite.plan.step import StepTime, newton_schulz_flops, step_time
+from llmfoundry_lite.plan.step import StepTime, find_hardware, newton_schulz_flops, step_time
 from tests.helpers.plans import config_of
 
 SIZES = {
@@ -62,7 +62,7 @@ def predict(device, size, num_devices, microbatch_size, batch_size, recomputed, 
         mixed_precision="PURE" if pure else "DEFAULT",
         num_workers=8,  # as LLM Foundry's YAMLs have it
     )
-    time = step_time(config, Layout(shard=num_devices, node_size=8), ACCELERATORS[device], find_node(device))
+    time = step_time(config, Layout(shard=num_devices, node_size=8), find_hardware(ACCELERATORS[device]))
     return time.tokens_per_second / num_devices
 
 
@@ -95,7 +95,7 @@ def test_strong_scaling_of_mi250s():
     for cards in (4, 128):
         config = config_of(model_of("7b"), global_train_batch_size=1536, device_train_microbatch_size=6)
         layout = Layout(shard=2 * cards, node_size=8)
-        time = step_time(config, layout, ACCELERATORS["MI250"], find_node("MI250"))
+        time = step_time(config, layout, find_hardware(ACCELERATORS["MI250"]))
         teraflops[cards] = 362 * time.mfu(config, layout, ACCELERATORS["MI250"])
     assert teraflops[4] == pytest.approx(166, rel=0.02)
     assert teraflops[128] / teraflops[4] == pytest.approx(0.958, abs=0.05)
@@ -114,7 +114,7 @@ def frontier(d_model: int, n_layers: int, tensor: int, stages: int, num_devices:
     )
     copies = num_devices // tensor // stages
     layout = Layout(pipeline=stages, replicate=copies, tensor=tensor, node_size=8)
-    time = step_time(config, layout, ACCELERATORS["MI250X"], find_node("MI250X"))
+    time = step_time(config, layout, find_hardware(ACCELERATORS["MI250X"]))
     return 191.5 * time.mfu(config, layout, ACCELERATORS["MI250X"])
 
 
@@ -139,7 +139,7 @@ MUON = OptimizerConfig(name="muon", lr=1e-3)
 
 def time_of(layout: Layout, **changes) -> StepTime:
     config = config_of(**ONE_BILLION | changes)
-    return step_time(config, layout, ACCELERATORS["A100-80GB"], find_node("A100-80GB"))
+    return step_time(config, layout, find_hardware(ACCELERATORS["A100-80GB"]))
 
 
 def test_what_a_layout_costs_is_told_apart():
@@ -195,7 +195,7 @@ def test_data_are_waited_for_where_nothing_reads_ahead_or_reading_takes_longer_t
     fast = dataclasses.replace(
         ACCELERATORS["A100-80GB"], peak_teraflops={"bf16": 1e6}, memory_bandwidth_bytes_per_second=1e18
     )
-    time = step_time(config_of(**ONE_BILLION, num_workers=2), Layout(replicate=1), fast, find_node("A100-80GB"))
+    time = step_time(config_of(**ONE_BILLION, num_workers=2), Layout(replicate=1), find_hardware(fast))
     assert time.data == pytest.approx(512 * 2048 / 7e6 / 2 - (time.seconds - time.data)) and time.data > 0
 
 
@@ -218,7 +218,7 @@ def test_a_ring_is_as_slow_as_its_slowest_link():
 
 def test_a_dtype_without_a_published_peak_is_refused():
     with pytest.raises(ConfigError, match=r"MI250: no tf32 peak is published for it \(known: fp32, bf16, fp16\)"):
-        step_time(config_of(**ONE_BILLION, precision="tf32"), Layout(), ACCELERATORS["MI250"], find_node("MI250"))
+        step_time(config_of(**ONE_BILLION, precision="tf32"), Layout(), find_hardware(ACCELERATORS["MI250"]))
 
 
 def test_every_accelerator_has_a_node():
