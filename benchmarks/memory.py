@@ -60,8 +60,8 @@ def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence
     found: dict[str, Case] = {}
     for model in models:
         for overlay in overlays:
-            device = find_device(files_of(overlay), None)
-            config = load_train_config([model, *files_of(overlay)]).config
+            device = find_device(overlay.split(" + "), None)
+            config = load_train_config([model, *overlay.split(" + ")]).config
             counts = [smallest_count(config, device) if count == "smallest" else int(count) for count in devices]
             for num_devices in dict.fromkeys(filter(None, counts)):
                 case = find_case(model, overlay, device, config, num_devices)
@@ -77,16 +77,12 @@ def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence
 
 
 def turn_of(case: Case) -> tuple[bool, bool]:
-    """The commonest overlay first, layouts last."""
+    """Sort the commonest overlay first, layouts last."""
     return any(" + " in overlay for overlay in case.overlays), COMMON not in case.overlays
 
 
-def files_of(overlay: str) -> list[str]:
-    return overlay.split(" + ")
-
-
 def with_layouts(model: str, overlays: Sequence[str]) -> list[str]:
-    """Those, and each with the model's own layouts for devices of so much memory."""
+    """Return the overlays, and each with the model's own layouts for devices of so much memory."""
     found = list(overlays)
     for overlay in overlays:
         size = find_device([overlay], None).memory_bytes // GIB
@@ -96,7 +92,7 @@ def with_layouts(model: str, overlays: Sequence[str]) -> list[str]:
 
 
 def find_case(model: str, overlay: str, device: Accelerator, config: TrainConfig, num_devices: int) -> Case | None:
-    """None where not even one sample fits."""
+    """Find the largest microbatch by the estimate; None where not even one sample fits."""
     if not can_be_divided(config, num_devices):
         return None
     num_ranks = layout_of(config, num_devices, min(PER_NODE, num_devices)).num_data_ranks
@@ -109,7 +105,7 @@ def find_case(model: str, overlay: str, device: Accelerator, config: TrainConfig
     if not fitting:
         return None
     size = max(fitting)
-    arguments = [model, *files_of(overlay), *sized_batch(config, size, batch // num_ranks, num_ranks)]
+    arguments = [model, *overlay.split(" + "), *sized_batch(config, size, batch // num_ranks, num_ranks)]
     return Case(model, [overlay], device, arguments, num_devices, size)
 
 
@@ -134,8 +130,11 @@ def run(
     minutes: float = 600,
     out: Path | None = None,
 ) -> int:
-    """Rehearse all cases, but those that `out` has already, and print each as it is done. Returns the exit code: 2 when
-    an estimate is below its rehearsal or more than 5 % above it. Raises ConfigError for counts that are none."""
+    """Rehearse all cases but those that `out` has already, and print each as it is done.
+
+    Returns exit code 2 when an estimate is below its rehearsal or more than 5 % above it. Raises ConfigError for a bad
+    count.
+    """
     for count in devices:
         if count != "smallest" and not (count.isdecimal() and int(count)):
             raise ConfigError(f"--devices: {count!r} given, expected numbers, or smallest")
@@ -202,16 +201,12 @@ def is_sound(row: dict[str, Any]) -> bool:
     return 0 <= row["estimated_bytes"] - rehearsed_bytes <= max(MAX_EXCESS * rehearsed_bytes, MAX_EXCESS_BYTES)
 
 
-def difference(row: dict[str, Any]) -> float:
-    return row["estimated_bytes"] / row["rehearsed"]["allocated_bytes"] - 1
-
-
 def cells(row: dict[str, Any]) -> list[str]:
     first = [row["model"], ", ".join(row["overlays"]), f"{row['num_devices']:,}", str(row["microbatch_size"])]
     if row["error"]:
         return [*first, row["error"], f"{row['estimated_bytes'] / GIB:.2f}", ""]
-    sizes = (row["rehearsed"]["allocated_bytes"], row["estimated_bytes"])
-    return [*first, *(f"{size / GIB:.2f}" for size in sizes), f"{difference(row):+.1%}"]
+    rehearsed, estimated = row["rehearsed"]["allocated_bytes"], row["estimated_bytes"]
+    return [*first, f"{rehearsed / GIB:.2f}", f"{estimated / GIB:.2f}", f"{estimated / rehearsed - 1:+.1%}"]
 
 
 def shipped(kind: str) -> list[str]:
@@ -224,16 +219,17 @@ def read_report(folder: Path | None) -> list[dict[str, Any]]:
 
 
 def measured_before(folder: Path | None) -> dict[str, dict[str, Any]]:
-    """Digest of a run -> its row. Rehearsals that failed are not among them."""
+    """Return digest of a run -> its row, without failed rehearsals."""
     return {row["run"]: row for row in read_report(folder) if not row["error"]}
 
 
 def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
-    """memory.json and memory.md. Rows of other models, overlays or counts stay from before."""
+    """Write memory.json and memory.md. Earlier rows of other models, overlays or counts stay."""
     folder.mkdir(parents=True, exist_ok=True)
     new = {combination for row in rows for combination in combinations_of(row)}
     old = [row for row in read_report(folder) if not new & combinations_of(row)]
-    rows = sorted([*old, *rows], key=place_of)
+    keys = ("num_parameters", "model", "num_devices", "overlays")
+    rows = sorted([*old, *rows], key=lambda row: [row[key] for key in keys])
     write_atomically(folder / "memory.json", json.dumps({"rows": rows}, indent=1) + "\n")
     lines = [
         "# Memory: the estimate beside the rehearsal",
@@ -252,7 +248,3 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
 
 def combinations_of(row: dict[str, Any]) -> set[tuple[str, int, str]]:
     return {(row["model"], row["num_devices"], overlay) for overlay in row["overlays"]}
-
-
-def place_of(row: dict[str, Any]) -> tuple[int, str, int, str]:
-    return row["num_parameters"], row["model"], row["num_devices"], ", ".join(row["overlays"])

@@ -21,17 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from llmfoundry_lite.bench.frame import (
-    check_names,
-    describe_conditions,
-    format_command,
-    label_axes,
-    measured_table,
-    open_console,
-    save_figure,
-    spread,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
@@ -64,11 +54,11 @@ def run(
 
     `milliseconds`: a pass through all blocks of a device. Raises ConfigError for an unknown schedule and for one stage.
     """
-    check_names("--schedules", schedules, SCHEDULES)
+    frame.check_names("--schedules", schedules, SCHEDULES)
     if min(stages) < 2:
         raise ConfigError(f"--stages: {min(stages)} given, expected 2 or more")
-    console = open_console()
-    report: dict[str, Any] = describe_conditions() | {
+    console = frame.open_console()
+    report: dict[str, Any] = frame.describe_conditions() | {
         "milliseconds": milliseconds,
         "num_repeats": num_repeats,
         "rows": [],
@@ -90,13 +80,13 @@ def run(
             report["rows"].append(row_of(schedule, degree, count, num_runs, seconds, milliseconds / 1e3))
     lists = {"stages": stages, "microbatches": microbatches, "schedules": schedules}
     options = {"milliseconds": milliseconds, "num_repeats": num_repeats}
-    tell(
+    frame.tell(
         report,
         table_of(report),
         notes=[*report["left_out"], *NOTES],
         name="pipeline",
         heading="What stages wait",
-        command=format_command("python -m benchmarks pipeline", **lists, **options),
+        command=frame.format_command("python -m benchmarks pipeline", **lists, **options),
         asked=("milliseconds",),
         plot=plot,
         out=out,
@@ -129,8 +119,8 @@ def row_of(
         "num_stages": degree,
         "num_microbatches": count,
         "virtual_stages": num_runs,
-        "seconds": spread(seconds).median,
-        "measured": spread(one / busy - 1 for one in seconds)._asdict(),
+        "seconds": frame.spread(seconds).median,
+        "measured": frame.spread(one / busy - 1 for one in seconds)._asdict(),
         "formula": bubble(schedule, degree, count, num_runs) if schedule in WITH_FORMULA else None,
         "played": simulate_bubble(schedule, degree, count, num_runs),
     }
@@ -243,7 +233,7 @@ def table_of(report: dict[str, Any]) -> Table:
         keys = (row["schedule"], str(row["num_stages"]), str(row["num_microbatches"]), str(row["virtual_stages"]))
         rows.append([*keys, spans, *by_arithmetic, f"{row['seconds']:.3f}"])
     title = f"waiting over computing, {report['milliseconds']:g} ms a pass, the median of {report['num_repeats']} steps"
-    return measured_table(title, HEADINGS, rows, num_keys=4)
+    return frame.measured_table(title, HEADINGS, rows, num_keys=4)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -261,11 +251,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
             axes.plot(x, [100 * row["played"] for row in rows], "-", color=colour, lw=1)
             axes.plot(x, [100 * row["measured"]["median"] for row in rows], "o", color=colour, ms=5, label=name)
         ticks = sorted({row["num_microbatches"] for row in report["rows"]})
-        label_axes(axes, ticks, "microbatches", from_zero=False)
+        frame.label_axes(axes, ticks, "microbatches", from_zero=False)
         axes.set_title(f"{degree} stages", fontsize=10)
     panels[0][0].set_ylim(bottom=0)  # when all panels are drawn: it fixes the upper end for all of them
     panels[0][0].set_ylabel("waiting over computing, %")
     place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     title = "points: measured\nlines: played"
     panels[0][-1].legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)
-    save_figure(figure, path)
+    frame.save_figure(figure, path)

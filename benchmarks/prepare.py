@@ -1,10 +1,9 @@
-"""How fast is `data prepare` beside LLM Foundry's converter, on the same file, tokenizer, length and cores?
+"""Speed of `data prepare` beside LLM Foundry's converter, on the same file, tokenizer, length and cores.
 
     python -m benchmarks prepare --peer-command ~/lf-venv/bin/llmfoundry
 
-Owns the file both read, the two command lines, the clock, and the proof that both made the same samples. LLM Foundry
-is not a dependency: the peer is the `llmfoundry` program of an environment in which somebody has installed it
-(`pip install llm-foundry==0.22.0 "setuptools<80"`); without one, our figure stands alone.
+Both must make the same samples. LLM Foundry is not a dependency: the peer is the `llmfoundry` program of another
+environment (`pip install llm-foundry==0.22.0 "setuptools<80"`); without one, our figure stands alone.
 
 The same text also comes as parquet, for which the peer has no command; and one core does all that several do. What is
 timed is the whole command, start-up included, because that is what a user waits for. Documents are cut to the
@@ -26,15 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.bench.frame import (
-    describe_conditions,
-    measured_table,
-    open_console,
-    ratios,
-    spread,
-    take_turns,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.data.tokenizer import END_OF_TEXT, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.tables import Table
@@ -44,8 +35,6 @@ DOCUMENT_CHARACTERS = 2500
 """Documents are cut at the first blank line after so many: about a web page."""
 TRAINING_STRIDE = 8
 """The tokenizer is trained on every eighth document."""
-
-
 OURS, PEER = "llmfoundry-lite data prepare", "LLM Foundry convert_dataset_json"
 OURS_OF_PARQUET, OURS_ON_ONE_CORE = f"{OURS}, parquet", f"{OURS}, one core"
 ROWS_IN_A_GROUP = 1024
@@ -78,7 +67,7 @@ def run(
     """
     # Long because it is the story of the benchmark, told once from top to bottom.
     peer_command = peer_command or os.environ.get(PEER_VARIABLE) or shutil.which("llmfoundry")
-    console, report = open_console(), describe_conditions()
+    console, report = frame.open_console(), frame.describe_conditions()
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         work = Path(folder)
         documents, text_bytes = write_documents(work / "text.jsonl", text_bytes)
@@ -98,7 +87,7 @@ def run(
         if peer_command:
             command = their_command(peer_command, work, max_seq_len)
             sides[PEER] = partial(time_command, command, num_cores, work / "peer")
-        found, _ = take_turns(sides, num_rounds, console)
+        found, _ = frame.take_turns(sides, num_rounds, console)
         made = {folder.parent.name: describe_samples(folder) for folder in sorted(work.glob("* on */train"))}
         if peer_command:
             made[PEER] = describe_samples(work / "peer")
@@ -115,7 +104,7 @@ def run(
         "num_rounds": num_rounds,
         "sides": {name: [timing._asdict() for timing in timings] for name, timings in found.items()},
     }
-    tell(
+    frame.tell(
         report,
         table_of(report),
         notes=notes_of(report),
@@ -129,14 +118,14 @@ def run(
 
 
 def our_command(source: Path, work: Path, out: Path, max_seq_len: int, num_cores: int) -> list[str]:
-    """Everything into one split, as the peer does it."""
+    """Return our command, which puts everything into one split, as the peer does."""
     options = ["--source", str(source), "--tokenizer", str(work / "tokenizer"), "--val-fraction", "0"]
     target = ["--out", str(out), "--max-seq-len", str(max_seq_len), "--num-workers", str(num_cores)]
     return [sys.executable, "-m", "llmfoundry_lite.cli.main", "data", "prepare", *options, *target]
 
 
 def their_command(peer_command: str, work: Path, max_seq_len: int) -> list[str]:
-    """The peer's own command; without compression, because ours does not compress either."""
+    """Return the peer's own command, without compression, because ours does not compress either."""
     source = ["--path", str(work / "text.jsonl"), "--tokenizer", str(work / "tokenizer"), "--eos-text", END_OF_TEXT]
     target = ["--out-root", str(work / "peer"), "--concat-tokens", str(max_seq_len), "--compression", ""]
     return [peer_command, "data_prep", "convert_dataset_json", *source, *target]
@@ -174,7 +163,7 @@ def children_cpu_seconds() -> float:
 
 
 def write_documents(path: Path, text_bytes: int) -> tuple[int, int]:
-    """A JSON-lines file of Python source code from this environment. Returns its documents and their bytes."""
+    """Write Python source code of this environment as JSON lines. Returns counts of documents and their bytes."""
     num_documents = num_bytes = 0
     with path.open("w", encoding="utf-8") as file:
         for document in documents_of_this_environment():
@@ -187,7 +176,7 @@ def write_documents(path: Path, text_bytes: int) -> tuple[int, int]:
 
 
 def write_parquet(lines: Path, path: Path) -> None:
-    """The documents of a JSON-lines file as rows."""
+    """Write the documents of a JSON-lines file as rows of a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -197,7 +186,7 @@ def write_parquet(lines: Path, path: Path) -> None:
 
 
 def documents_of_this_environment() -> Iterator[str]:
-    """Pieces of every Python file that is installed here, the standard library first, no file's content twice."""
+    """Yield pieces of every installed Python file, the standard library first, no content twice."""
     seen: set[bytes] = set()
     for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
         for path in sorted(Path(folder).rglob("*.py")):
@@ -214,7 +203,7 @@ def documents_of_this_environment() -> Iterator[str]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text cut at blank lines into pieces of at least DOCUMENT_CHARACTERS."""
+    """Cut a text at blank lines into pieces of at least DOCUMENT_CHARACTERS."""
     start = 0
     while start < len(text):
         blank = text.find("\n\n", start + DOCUMENT_CHARACTERS)
@@ -224,7 +213,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def describe_samples(folder: Path) -> tuple[int, str]:
-    """The number of samples in an MDS folder, and a hash of their tokens, however they are stored."""
+    """Return the number of samples in an MDS folder, and a hash of their tokens, whatever their dtype."""
     import numpy as np
     from streaming import LocalDataset
 
@@ -244,14 +233,14 @@ def table_of(report: dict[str, Any]) -> Table:
     rows = []
     peer = report["sides"].get(PEER, [])
     for name, timings in report["sides"].items():
-        seconds, cpu_seconds = (spread(timing[key] for timing in timings) for key in Timing._fields)
+        seconds, cpu_seconds = (frame.spread(timing[key] for timing in timings) for key in Timing._fields)
         rate = report["text_bytes"] / 1e6 / seconds.median
         times = [
-            str(ratios((timing[key] for timing in peer), (timing[key] for timing in timings))) if peer else ""
+            str(frame.ratios((timing[key] for timing in peer), (timing[key] for timing in timings))) if peer else ""
             for key in Timing._fields
         ]
         rows.append([name, f"{seconds.median:.1f}", f"{rate:.2f}", f"{cpu_seconds.median:.1f}", *times])
-    return measured_table(title, ["", "seconds", "MB/s", "CPU seconds", "times as fast", "in CPU seconds"], rows)
+    return frame.measured_table(title, ["", "seconds", "MB/s", "CPU seconds", "times as fast", "in CPU seconds"], rows)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:

@@ -23,15 +23,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from llmfoundry_lite.bench.frame import (
-    check_names,
-    describe_conditions,
-    format_command,
-    measured_table,
-    open_console,
-    spread,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import SHAPES, write_run
 from llmfoundry_lite.errors import DataError
 
@@ -235,9 +227,9 @@ def run(
 
     Raises ConfigError for an unknown shape, and, after the report, DataError for a run of ours that does not come back.
     """
-    check_names("--shape", [shape], SHAPES)
-    console = open_console()
-    conditions = describe_conditions()
+    frame.check_names("--shape", [shape], SHAPES)
+    console = frame.open_console()
+    conditions = frame.describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": MAX_BATCHES}
     found: dict[str, list[Fault]] = {}
     differing: dict[str, int] = {}
@@ -259,7 +251,7 @@ def run(
             except DataError as error:
                 console.print(str(error), highlight=False)
                 lost[side.name] = error
-    command = format_command(
+    command = frame.format_command(
         "python -m benchmarks recover", shape=shape, num_faults=num_faults, peer_faults=peer_faults
     )
     report = tell_faults(conditions | settings, found, differing, list(lost), command, out)
@@ -289,12 +281,12 @@ def tell_faults(
         for kind in SHARES:
             if not (some := [fault for fault in faults if fault.kind == kind]):
                 continue
-            seconds, batches = spread(f.seconds for f in some), spread(f.batches for f in some)
+            seconds, batches = frame.spread(f.seconds for f in some), frame.spread(f.batches for f in some)
             again = f"{batches.median:g} ({batches.least:g} to {batches.most:g})"
             since = [f.since_noticed for f in some if f.since_noticed is not None]
-            rows.append((name, kind, str(len(some)), str(seconds), str(spread(since)) if since else "", again))
+            rows.append((name, kind, str(len(some)), str(seconds), str(frame.spread(since)) if since else "", again))
             records += [{"side": name, **fault._asdict()} for fault in some]
-    table = measured_table(
+    table = frame.measured_table(
         "What a fault costs",
         ("launcher", "fault", "times", "s to the next finished batch", "since it was noticed", "batches trained again"),
         rows,
@@ -309,5 +301,5 @@ def tell_faults(
     notes.append(f"a frozen launcher: its ranks train on; it goes on after {FROZEN_SECONDS:g} s")
     report |= {"faults": records, "differing": differing, "lost": lost}
     heading, asked = "What a fault costs", ("shape", "seq_len")
-    tell(report, table, notes=notes, name="recover", heading=heading, command=command, asked=asked, out=out)
+    frame.tell(report, table, notes=notes, name="recover", heading=heading, command=command, asked=asked, out=out)
     return report

@@ -274,8 +274,6 @@ def by_size(rows: Sequence[Row]) -> list[Row]:
         ]
         if not those:
             continue
-        claims = [(row.better + row.worse) * row.num_draws for row in those]
-        same = sum(row.same * claim for row, claim in zip(those, claims, strict=True) if claim)
         mean = {key: float(np.mean([getattr(row, key) for row in those])) for key in Row._fields[2:-1] if key != "same"}
         of = "exchanged at random" if low == high else f"{low:g} to {high:g} errors apart"
         found.append(
@@ -283,11 +281,17 @@ def by_size(rows: Sequence[Row]) -> list[Row]:
                 case=f"{of}: {len(those)} pair{'' if len(those) == 1 else 's'}",
                 spending=spending,
                 **mean,
-                same=same / sum(claims) if sum(claims) else math.nan,
+                same=mean_same(those, [(row.better + row.worse) * row.num_draws for row in those]),
                 num_draws=sum(row.num_draws for row in those),
             )
         )
     return found
+
+
+def mean_same(rows: Sequence[Row], claims: Sequence[float]) -> float:
+    """Return the share of the rows' claims that all items make as well; NaN without any."""
+    same = sum(row.same * claim for row, claim in zip(rows, claims, strict=True) if claim)
+    return same / sum(claims) if sum(claims) else math.nan
 
 
 # ---------------------------------------------------------------------------------------------------------- report
@@ -300,24 +304,23 @@ PROMISE = (
 )
 
 
-ENOUGH_DRAWS = 1000
-"""Below which the largest of several shares says more of chance."""
+MIN_DRAWS = 1000
+"""With fewer draws, the largest of several shares is mostly chance."""
 
 
 def summary(rows: Sequence[Row], pairs: Sequence[RealPair]) -> list[str]:
-    """The figures that issue from the tables."""
-    nothing = [row for row in rows if row.size == 0 and row.num_draws >= ENOUGH_DRAWS]
+    """Sum the tables up in sentences."""
+    nothing = [row for row in rows if row.size == 0 and row.num_draws >= MIN_DRAWS]
     notes = []
     if nothing:
         better, either = max(row.better for row in nothing), max(row.better + row.worse for row in nothing)
         notes.append(
-            f"No difference, {len(nothing)} cases of {ENOUGH_DRAWS:,} draws and more: called better in at most "
+            f"No difference, {len(nothing)} cases of {MIN_DRAWS:,} draws and more: called better in at most "
             f"{better:.1%}, called different in at most {either:.1%}."
         )
     for spending in dict.fromkeys(row.spending for row in rows):
         those = [row for row in rows if row.spending == spending and row.size > 0]
-        claims = [row.better + row.worse for row in those]
-        same = sum(row.same * claim for row, claim in zip(those, claims, strict=True) if claim) / sum(claims)
+        same = mean_same(those, [row.better + row.worse for row in those])
         large = [row for row in those if row.size >= 8]
         notes.append(
             f"{spending}: where there is a difference, {same:.1%} of the claims are those of all items; of differences "

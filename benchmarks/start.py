@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recover import LOOK_SECONDS, Log, kill_with_children
-from llmfoundry_lite.bench.frame import (
-    check_names,
-    describe_conditions,
-    measured_table,
-    open_console,
-    ratios,
-    spread,
-    take_turns,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import SHAPES, write_run
 from llmfoundry_lite.errors import DataError
 
@@ -50,8 +41,8 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
 
     Raises ConfigError for an unknown shape, DataError for a launcher that fails.
     """
-    check_names("--shape", [shape], SHAPES)
-    console, conditions = open_console(), describe_conditions()
+    frame.check_names("--shape", [shape], SHAPES)
+    console, conditions = frame.open_console(), frame.describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": 2, "num_steps": 1000}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory(prefix="bench-start-") as folder:
@@ -71,17 +62,17 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
         console.print("a round that is not timed", highlight=False)
         for measure in sides.values():
             measure()
-        found, _ = take_turns(sides, num_rounds, console)
+        found, _ = frame.take_turns(sides, num_rounds, console)
     report = conditions | settings | {"num_rounds": num_rounds, "seconds": found}
-    table = measured_table(
+    table = frame.measured_table(
         "From the command to the first batch of a run that is carried on, 2 ranks",
         ("", "seconds", "times the import"),
-        [(name, str(spread(some)), str(ratios(some, found[IMPORT]))) for name, some in found.items()],
+        [(name, str(frame.spread(some)), str(frame.ratios(some, found[IMPORT]))) for name, some in found.items()],
     )
     notes = [f"the run: {shape}, {seq_len} tokens a sample, from its save after {BATCHES_SAVED} batches"]
     heading, asked = "How long a launch takes", ("shape", "seq_len")
     command = f"python -m benchmarks start --shape {shape} --num-rounds {num_rounds}"
-    tell(report, table, notes=notes, name="start", heading=heading, command=command, asked=asked, out=out)
+    frame.tell(report, table, notes=notes, name="start", heading=heading, command=command, asked=asked, out=out)
     return report
 
 

@@ -7,8 +7,6 @@ ranks' are not there. Rank 0 saves with the real `Saver` and really writes its f
 headers and hash tables over holes, so that they take no disk. Then the checkpoints are listed, one is restored, old
 ones are pruned. These figures leave out what collectives cost between machines, and copying and writing the data. The
 main thread's time is what it computes, whatever else this machine is doing.
-
-Owns the walk and its table. Leaves the model to `parallel`, all else to `checkpoint`.
 """
 
 import json
@@ -111,7 +109,7 @@ def _rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 
 def build(config: TrainConfig, num_ranks: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Rank 0's share of the model, and an AdamW that has its slots."""
+    """Build rank 0's share of the model, and an AdamW with its slots."""
     from llmfoundry_lite.models.mpt import MPT
     from llmfoundry_lite.parallel.fsdp import shard_model
     from llmfoundry_lite.parallel.mesh import build_mesh
@@ -138,7 +136,7 @@ def build(config: TrainConfig, num_ranks: int) -> tuple[torch.nn.Module, torch.o
 
 
 def measure_plan(figures: dict[str, float], model: Any, optimizer: Any, num_ranks: int) -> None:
-    """From the tensors to all layouts and this rank's boxes."""
+    """Time the plan from tensors to all layouts and this rank's boxes."""
     found = read_state(model, optimizer)
 
     def plan() -> dict[str, float]:
@@ -152,7 +150,7 @@ def measure_plan(figures: dict[str, float], model: Any, optimizer: Any, num_rank
 
 
 def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder: Path, num_ranks: int) -> None:
-    """Rank 0's part is real. Before it publishes, the others' files and reports are put in place."""
+    """Time rank 0's saves. Before each is published, the other ranks' files and reports are put in place."""
     planned: list[float] = []
     store = CheckpointStore(
         folder, on_phase=lambda phase: planned.append(time.thread_time()) if phase == "planned" else None
@@ -192,7 +190,7 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
 
 
 def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_ranks: int, reports: list[bytes]) -> None:
-    """The files of all ranks but rank 0, over holes."""
+    """Write sparse files of all ranks but rank 0."""
     assert saver._plan is not None
     _, numbers = saver._flight.task.result()  # type: ignore[union-attr]
     zeros, seen, header_bytes = bytes(BLOCK_BYTES), {}, 0
@@ -222,7 +220,7 @@ def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_rank
 
 
 def measure_resume(figures: dict[str, float], model: Any, optimizer: Any, folder: Path) -> None:
-    """On a rank as many as saved: from the manifest's bytes to the byte ranges to read, the files' headers included."""
+    """Time a restore on one of as many ranks as saved: from the manifest's bytes to the byte ranges to read."""
     checkpoint = open_checkpoint(folder / f"ba{NUM_SAVES}")
     tensors = read_state(model, optimizer).tensors
 
@@ -325,7 +323,7 @@ def _timed(work: Callable[[], Any]) -> float:
 
 @contextmanager
 def _no_others() -> Iterator[None]:
-    """Collectives give this rank back what it said: the fake group's leave their results as they were."""
+    """Let collectives return this rank's own values: the fake group's leave their results as they were."""
     with (
         mock.patch.object(exchange, "all_gather_bytes", lambda raw, group=None: [raw]),
         mock.patch.object(exchange, "all_reduce_max", lambda values, group=None: [int(value) for value in values]),
@@ -334,7 +332,7 @@ def _no_others() -> Iterator[None]:
 
 
 def _in_child(work: Callable[[], dict[str, float]]) -> tuple[float, float, dict[str, float]]:
-    """Seconds, megabytes it grew by at the most, and what `work` found, in a process of its own."""
+    """Work in a process of its own; return seconds, the megabytes by which it grew at most, and the result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -106,14 +106,9 @@ def table_of_intervals(report: dict[str, Any]) -> Table:
             verdict = "met" if share <= MAX_SAVE_FRACTION else "MISSED"
         rows.append(
             [
-                shape,
-                f"{batch_seconds:.2f}",
-                f"{min(lost):.2f} / {statistics.median(lost):.2f}",
-                f"{min(processor):.2f} / {statistics.median(processor):.2f}",
-                f"{share:.1%}",
-                f"<= {MAX_SAVE_FRACTION:.0%} from {JUDGED_SECONDS} s a batch",
-                verdict,
-                f"{fewest}ba",
+                *(shape, f"{batch_seconds:.2f}", f"{min(lost):.2f} / {statistics.median(lost):.2f}"),
+                *(f"{min(processor):.2f} / {statistics.median(processor):.2f}", f"{share:.1%}"),
+                *(f"<= {MAX_SAVE_FRACTION:.0%} from {JUDGED_SECONDS} s a batch", verdict, f"{fewest}ba"),
             ]
         )
     headings = ["batch", "seconds", "lost to a save, s: min / median", "its processor time, s: min / median"]

@@ -29,17 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmfoundry_lite.bench.frame import (
-    check_names,
-    describe_conditions,
-    measured_table,
-    open_console,
-    ratios,
-    show,
-    spread,
-    take_turns,
-    write_report,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import SHAPES, model_of
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.convert.huggingface import export_model
@@ -94,9 +84,9 @@ def run(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
-    check_names("--shape", [shape], SHAPES)
-    console = open_console()
-    report: dict[str, Any] = describe_conditions() | {
+    frame.check_names("--shape", [shape], SHAPES)
+    console = frame.open_console()
+    report: dict[str, Any] = frame.describe_conditions() | {
         "shape": Path(model).name if model else shape,
         "num_items": num_items,
         "num_rounds": num_rounds,
@@ -118,11 +108,11 @@ def run(
                 sides = {"ours": partial(our_side, items=str(files[name]), is_fixed=suite.is_fixed)}
                 if peer is not None:
                     sides["lm-eval"] = partial(peer, items=str(files[name]))
-                found, _ = take_turns(sides, num_rounds, console)
+                found, _ = frame.take_turns(sides, num_rounds, console)
                 report["suites"][name] = compare(found["ours"], found.get("lm-eval", []), suite)
                 if out is not None:  # what has been measured is kept, whatever becomes of the rest
-                    write_report(out, "eval", HEADING, COMMAND, report, table_of(report), FLOOR, asked=["shape"])
-    show(console, table_of(report), notes=[FLOOR])
+                    frame.write_report(out, "eval", HEADING, COMMAND, report, table_of(report), FLOOR, asked=["shape"])
+    frame.show(console, table_of(report), notes=[FLOOR])
     return report
 
 
@@ -131,10 +121,10 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Sui
         return [one["n"] / one[key] for one in sides]
 
     found: dict[str, Any] = {
-        "items_per_second": spread(rates(ours)).median,
-        "items_per_cpu_second": spread(rates(ours, "cpu_seconds")).median,
-        "of_the_floor": spread(one["of_the_floor"] for one in ours).median,
-        "of_the_floor_with_logits": spread(one["of_the_floor_with_logits"] for one in ours).median,
+        "items_per_second": frame.spread(rates(ours)).median,
+        "items_per_cpu_second": frame.spread(rates(ours, "cpu_seconds")).median,
+        "of_the_floor": frame.spread(one["of_the_floor"] for one in ours).median,
+        "of_the_floor_with_logits": frame.spread(one["of_the_floor_with_logits"] for one in ours).median,
     }
     if theirs:
         different = {
@@ -142,10 +132,10 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Sui
             for metric in ("acc", "acc_norm")
         }
         found |= {
-            "peer_items_per_second": spread(rates(theirs)).median,
-            "peer_items_per_cpu_second": spread(rates(theirs, "cpu_seconds")).median,
-            "times": ratios(rates(ours), rates(theirs)),
-            "times_in_cpu_seconds": ratios(rates(ours, "cpu_seconds"), rates(theirs, "cpu_seconds")),
+            "peer_items_per_second": frame.spread(rates(theirs)).median,
+            "peer_items_per_cpu_second": frame.spread(rates(theirs, "cpu_seconds")).median,
+            "times": frame.ratios(rates(ours), rates(theirs)),
+            "times_in_cpu_seconds": frame.ratios(rates(ours, "cpu_seconds"), rates(theirs, "cpu_seconds")),
             "wanted": suite.wanted,
             "num_different": different,
             "largest_difference_nats": max(
@@ -181,7 +171,7 @@ def table_of(report: dict[str, Any]) -> Table:
         rows.append([name, f"{found['items_per_second']:.2f}", *peer[:4], *shares, peer[4]])
     threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
     title = f"{report['shape']}, {report['num_items']} items, {report['num_rounds']} round(s), fp32, {threads}"
-    return measured_table(f"{title}; items per second", HEADINGS, rows)
+    return frame.measured_table(f"{title}; items per second", HEADINGS, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ items

@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 
 
 def answer_questions(name: str) -> None:
-    """Each line that comes in is a file of items and their kind of task; each that goes out, what was found."""
+    """Read a file of items and their kind of task from each line; print a line of results for it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = HFLM(pretrained=name, dtype="float32", device=device, batch_size=16)
     for line in sys.stdin:
@@ -43,26 +43,22 @@ def measure(model: HFLM, items: str, kind: str = "multiple_choice", delimiter: s
         "seconds": seconds[0],
         "cpu_seconds": seconds[1],
         **{name: [int(sample[name]) for sample in samples] for name in names},
-        "log_probability": [
-            [
-                nats_of(tuple(response[0]) if isinstance(response[0], list) else response[0])
-                for response in sample["resps"]
-            ]
-            for sample in samples
-        ],
+        "log_probability": [[nats_of(response[0]) for response in sample["resps"]] for sample in samples],
         "perplexity": next((of_all[key] for key in ("perplexity,none", "byte_perplexity,none") if key in of_all), None),
         "versions": {"lm-eval": lm_eval.__version__, "transformers": transformers.__version__},
     }
 
 
-def nats_of(response: "float | tuple[float, bool]") -> float:
+def nats_of(response: "float | tuple[float, bool] | list") -> float:
     """Return the log-probability of an answer (a pair with whether it is the likeliest) or of a whole document."""
-    return float(response[0] if isinstance(response, tuple) else response)
+    return float(response[0] if isinstance(response, tuple | list) else response)
 
 
 def count_seconds(model: HFLM) -> list[float]:
-    """[on the clock, of the processor] for tokenising and scoring; what it does around them takes seconds, whatever the
-    number of items, and is left out."""
+    """Return [wall, processor] seconds that fill up during tokenising and scoring.
+
+    The peer's other work takes seconds whatever the number of items, and is left out.
+    """
     answer, seconds = model.loglikelihood, [0.0, 0.0]
 
     def timed(*arguments: object, **options: object) -> object:
@@ -77,7 +73,7 @@ def count_seconds(model: HFLM) -> list[float]:
 
 
 def ask(kind: str, delimiter: str) -> dict:
-    """The task's prompts as templates. White space at the delimiter's end goes before the answer."""
+    """Return the task's prompts as templates. White space at the delimiter's end goes before the answer."""
     head = delimiter.rstrip()
     space = delimiter[len(head) :]
     if kind == "multiple_choice":

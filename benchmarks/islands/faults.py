@@ -7,7 +7,7 @@ launched again, as a scheduler would. For each fault: seconds until two more bat
 had to leave have left. Nothing may take longer than the deadline. In the end every batch is there once, with the data
 of a single world, and the loss is held against the band of three single worlds.
 
-Owns the faults and the report. Links that can be cut, frozen or dead one way are `links`'.
+`links.py` has links that can be cut, frozen or dead one way.
 """
 
 import asyncio
@@ -137,19 +137,14 @@ class Keeper:
         command = [sys.executable, "-m", "llmfoundry_lite.launch.server", str(its.fileno()), str(os.getpid())]
         command += ["benchmarks.islands.paced", "llmfoundry_lite.training.train", *HEAVY]
         with (folder / f"{name}.txt").open("ab") as output:
-            self.server = subprocess.Popen(
-                command,
-                pass_fds=[its.fileno()],
-                stdout=output,
-                stderr=output,
-                env=with_root(),
-            )
+            streams = {"stdout": output, "stderr": output}
+            self.server = subprocess.Popen(command, pass_fds=[its.fileno()], env=with_root(), **streams)
         its.close()
         self.channel = mine
         self.world: World | None = None
 
     def launch(self) -> int:
-        """To its end: the exit code."""
+        """Run a launch to its end; return its exit code."""
         self.world = World(self.channel, lambda: self.server.poll() is not None, self.num_ranks)
         environment = {**NO_GPU, **rendezvous(), "OMP_NUM_THREADS": "1", TOKEN: SECRET}
         self.world.start(self.arguments, environment, self.folder / f"{self.name}-logs")
@@ -160,14 +155,14 @@ class Keeper:
             self.codes.append(self.launch())
 
     def read_newest(self) -> int:
-        """The last batch that the log has."""
+        """Return the last batch that the log has."""
         new = self.log.read()[self.num_read :]
         self.num_read += len(new)
         self.newest = max([self.newest, *(record["batch"] for record in new)])
         return self.newest
 
     def ranks(self) -> list[int]:
-        """Process ids."""
+        """Return process ids."""
         processes = list(self.world.processes.values()) if self.world is not None else []
         return [process.pid for process in processes if process.code is None]
 
@@ -178,7 +173,7 @@ class Keeper:
 
 
 class Ways:
-    """To the coordinator, one for each island: all that can happen to a network without a process that dies."""
+    """Connections to the coordinator, one for each island, which can fail without a process that dies."""
 
     def __init__(self, folder: Path, port: int):
         self.paths = {name: folder / f"way-{name}.json" for name in SIZES}
@@ -243,7 +238,7 @@ class Scene:
         self.coordinator.wait()
 
     def last_view(self) -> tuple[list[str], str]:
-        """Members and scribe."""
+        """Return members and scribe."""
         lines = [line for line in self.said.read_text().splitlines() if "; " in line and line.endswith(" saves")]
         if not lines:
             return [], ""
@@ -253,7 +248,7 @@ class Scene:
     # ------------------------------------------------------------------------------------------------------ waiting
 
     def wait_for(self, is_there: Callable[[], Any], seconds: float, what: str) -> float:
-        """How long it took. Raises UserError when it takes longer than that."""
+        """Wait, and return the seconds it took. Raises UserError after `seconds`."""
         started = time.monotonic()
         while not is_there():
             if time.monotonic() - started > seconds:
@@ -263,7 +258,7 @@ class Scene:
         return time.monotonic() - started
 
     def top(self) -> int:
-        """The last batch that any island has recorded. A launch also writes anew what its checkpoint's log had."""
+        """Return the last batch that any island has recorded. Launches also rewrite records of earlier batches."""
         return max(keeper.read_newest() for keeper in self.keepers.values())
 
     def wait_for_batches(self, count: int) -> None:
@@ -271,7 +266,7 @@ class Scene:
         self.wait_for(lambda: self.top() >= top + count, LAUNCH_SECONDS, "batches")
 
     def wait_for_all(self) -> None:
-        """Until all islands train, and have nobody's state to wait for."""
+        """Wait until all islands train and none waits for another's state."""
         self.wait_for(lambda: set(self.last_view()[0]) == set(SIZES), LAUNCH_SECONDS, "all islands")
         self.wait_for_batches(2)
 
@@ -329,7 +324,7 @@ class Scene:
         return Fault(kind, target, max(gone.values()) if gone else None, on_at, others_left)
 
     def is_saving(self, keeper: Keeper) -> bool:
-        """Its last batch is one that is saved, and has only just ended."""
+        """Return whether its last batch has just ended and is one that is saved."""
         before = keeper.newest
         return keeper.read_newest() > before and keeper.newest % SAVE_EVERY == 0 and keeper.newest == self.top()
 
@@ -350,7 +345,7 @@ class Scene:
         self.start_coordinator()
 
     def finish(self) -> None:
-        """All islands leave after a batch, and the last one saves."""
+        """Let all islands leave after a batch; the last one saves."""
         for name, keeper in self.keepers.items():
             keeper.is_over.set()
             (self.folder / name / "STOP").touch()
@@ -358,7 +353,7 @@ class Scene:
             thread.join(LAUNCH_SECONDS)
 
     def end(self) -> None:
-        """Nothing is left."""
+        """End all processes."""
         for keeper in self.keepers.values():
             keeper.is_over.set()
             keeper.end()
@@ -367,7 +362,7 @@ class Scene:
 
 
 def train_alone(folder: Path, yaml: Path, num_ranks: int, last: int) -> list[dict[str, Any]]:
-    """The same batches in one world."""
+    """Train the same batches in one world; return its records."""
     settings = [f"stop_after={last}ba", "device_train_microbatch_size=1"]
     keeper = Keeper(folder, yaml, f"alone-{num_ranks}", num_ranks, settings)
     try:
@@ -437,7 +432,7 @@ def run(*, num_faults: int = 50, seed: int = 17, out: Path | None = None, keep: 
 
 
 def check(logs: dict[str, list[dict[str, Any]]], worlds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Every batch once, with the data of single worlds, and a loss like theirs."""
+    """Look for missing batches, other data than the single worlds', and a loss outside their band."""
     digests = {record["batch"]: record["data/digest"] for record in worlds[0]}
     joined = {record["batch"]: record for log in logs.values() for record in log}
     other = {r["batch"] for log in logs.values() for r in log if r["data/digest"] != digests.get(r["batch"])}

@@ -9,7 +9,7 @@ A, and B with other instructions, another sharding and perhaps another torch. B 
 and losses are held against those of the single worlds. So are runs in which an island does something wrong (see
 `wrong`): the check must catch all of them, or it proves nothing.
 
-Owns the order of events and the report; the launches are the real ones (see `launches`).
+The launches are real (see `launches`).
 """
 
 import dataclasses
@@ -242,10 +242,8 @@ def table_of(report: dict[str, Any]) -> Table:
         rows.append(
             [
                 "A and B, B dies and comes back" if name == ISLANDS else CONTROLS[name][0],
-                str(len(report["deviation"][name])),
-                "yes" if verdict.same_data else "no",
-                f"{verdict.final_deviation:.1e}",
-                times(verdict.largest_ratio),
+                *(str(len(report["deviation"][name])), "yes" if verdict.same_data else "no"),
+                *(f"{verdict.final_deviation:.1e}", times(verdict.largest_ratio)),
                 "the same run" if verdict.is_the_same_run else "caught by " + " and ".join(caught),
             ]
         )

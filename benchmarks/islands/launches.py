@@ -7,14 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks import with_root
-from benchmarks.recover import Log
+from benchmarks.recover import Log, kill_with_children
 from benchmarks.switch.legs import SCRIPT, Cluster, Workshop, environment_for
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.islands.messages import TOKEN
@@ -30,7 +28,7 @@ class Launched:
     """A command that runs, until it ends or is killed with all that it has started."""
 
     dies = False
-    """It is expected to."""
+    """True: it is expected to die."""
 
     def __init__(self, command: Sequence[str], folder: Path, environment: dict[str, str], output: Path):
         self.command, self.output = command, output
@@ -44,12 +42,7 @@ class Launched:
         return self.process.poll() is not None
 
     def kill(self) -> None:
-        with suppress(psutil.NoSuchProcess):
-            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-            for process in family:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        kill_with_children(self.process)
 
     def check(self) -> None:
         """Raises UserError with its last words unless it ends, and ends well."""

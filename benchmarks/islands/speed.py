@@ -97,8 +97,10 @@ def run(
 def train_apart(
     shop: Workshop, run: str, clusters: Sequence[Cluster], rows: int, num_batches: int, console: Console
 ) -> dict[str, float]:
-    """Rows per second of each, while all train at once and share nothing. Each has a batch of its own; the slowest
-    trains `num_batches` in the time that counts."""
+    """Return rows per second of each cluster, while all train at once and share nothing.
+
+    Each has a batch of its own; the slowest trains `num_batches` in the time that counts.
+    """
     console.print(f"training: {' and '.join(c.letter for c in clusters)} at once, each for itself")
     share = rows // len(clusters)
     alone = [Islands(shop, f"{run}-{cluster.letter}", global_train_batch_size=share) for cluster in clusters]
@@ -130,7 +132,7 @@ def train_linked(
     weights: dict[str, float],
     console: Console,
 ) -> list[dict[str, Any]]:
-    """One run of islands; batches at each rate of the links (Mbit/s; None: as fast as the machine)."""
+    """Train one run of islands, some batches at each rate of the links (Mbit/s; None: the machine's own rate)."""
     console.print(f"training: {' and '.join(c.letter for c in clusters)} as islands")
     links = shop.folder / f"{run}-links.json"
     set_links(links)
@@ -206,13 +208,8 @@ def tables_of(report: dict[str, Any]) -> tuple[Table, Table]:
         exchange = 8 * GRADIENT_BYTES * report["num_parameters"] / (one["megabits"] * 1e6) if one["megabits"] else 0.0
         rows.append(
             [
-                rate,
-                f"{one['rows_per_second']:.1f}",
-                f"{one['exchange_seconds']:.2f}",
-                f"{exchange:.2f}",
-                f"{one['gain']:.2f}",
-                f"{one['expected']:.2f}",
-                f"{one['gain'] / one['expected']:.2f}",
+                *(rate, f"{one['rows_per_second']:.1f}", f"{one['exchange_seconds']:.2f}", f"{exchange:.2f}"),
+                *(f"{one['gain']:.2f}", f"{one['expected']:.2f}", f"{one['gain'] / one['expected']:.2f}"),
             ]
         )
     links = ["link", "rows/s", "exchange, s", "X, s", "gain", "S", "gain / S"]

@@ -1,7 +1,8 @@
-"""Figure of the switch benchmark: the run on one cluster, on another, on all in turn; below, its deviation."""
+"""Figure of the switch benchmark: losses on one cluster, on another, on all in turn; below, deviations."""
 
 import itertools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#64b5cd")
 INK, QUIET, VALIDATION = "#222222", "#777777", "#c44e52"
 
 
-def plot_switch(report: dict[str, Any], path: Path) -> None:
-    """One run on cluster A, on cluster B, and switching between all; below, deviation against the band. As PNG."""
+def plot_switch(report: dict[str, Any], names: Mapping[str, str], path: Path) -> None:
+    """Draw one run on cluster A, on B, and switching between all; below, deviations against the band. As PNG.
+
+    `names`: control -> its name in words.
+    """
     colours = {c["letter"]: colour for c, colour in zip(report["clusters"], itertools.cycle(COLOURS), strict=False)}
     figure = plt.figure(figsize=(13, 6.6), layout="constrained", dpi=150)
     grid = figure.add_gridspec(2, 3, height_ratios=(1.7, 1))
@@ -28,17 +32,9 @@ def plot_switch(report: dict[str, Any], path: Path) -> None:
     axes = panels[2]
     for leg in report["legs"]["switching"]:
         axes.axvspan(leg["first_batch"] - 0.5, leg["last_batch"] + 0.5, color=colours[leg["cluster"]], alpha=0.16, lw=0)
+        style = {"ha": "center", "va": "top", "color": colours[leg["cluster"]], "weight": "bold"}
         middle = (leg["first_batch"] + leg["last_batch"]) / 2
-        axes.text(
-            middle,
-            0.97,
-            leg["cluster"],
-            transform=axes.get_xaxis_transform(),
-            ha="center",
-            va="top",
-            color=colours[leg["cluster"]],
-            weight="bold",
-        )
+        axes.text(middle, 0.97, leg["cluster"], transform=axes.get_xaxis_transform(), **style)
     _draw_losses(axes, report["switching"], INK)
     same = report["verdicts"]["switching"]["first_other_digest"] is None
     axes.set_title(
@@ -47,7 +43,7 @@ def plot_switch(report: dict[str, Any], path: Path) -> None:
         fontsize=10,
     )
     left.set_ylabel("loss, nats per token")
-    _draw_deviations(figure.add_subplot(grid[1, :]), report)
+    _draw_deviations(figure.add_subplot(grid[1, :]), report, names)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0.5, report["num_batches"] + 0.5)
@@ -73,8 +69,8 @@ def _draw_losses(axes: Any, series: dict[str, Any], colour: str) -> None:
     axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.9))
 
 
-def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
-    """Deviations of the switching run and of the controls from the mean of the uninterrupted ones."""
+def _draw_deviations(axes: Any, report: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Draw deviations of the switching run and of the controls from the mean of the uninterrupted runs."""
     batches = range(1, report["num_batches"] + 1)
     floor = min(report["band"]) / 5
     axes.fill_between(batches, floor, [max(value, floor) for value in report["band"]], color="#bbbbbb", alpha=0.6, lw=0)
@@ -89,19 +85,11 @@ def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
         values = report["deviation"][name]
         axes.plot(batches[at:], values[at:], color=colour, linewidth=1.3)
         ratio = report["verdicts"][name]["largest_ratio"]
-        labels.append((f"{CONTROL_NAMES[name]}, {_rounded(ratio)} x", values[-1], colour))
+        labels.append((f"{names[name]}, {_rounded(ratio)} x", values[-1], colour))
     axes.axvline(at + 0.5, color=QUIET, linewidth=0.8, linestyle=":")
-    axes.annotate(
-        "controls: this checkpoint\ntampered with",
-        (at, 1),
-        (-6, -4),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=8.5,
-        color="#555555",
-    )
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right", "va": "top"}
+    words = "controls: this checkpoint\ntampered with"
+    axes.annotate(words, (at, 1), (-6, -4), **place, fontsize=8.5, color="#555555")
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
     axes.set_ylabel("distance from the mean of the\nuninterrupted runs, nats per token")
@@ -116,14 +104,5 @@ def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _rounded(ratio: float) -> str:
-    """Two digits are enough."""
+    """Format with two digits."""
     return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.2g}'):,.0f}"
-
-
-CONTROL_NAMES = {
-    "moments": "moments zeroed",
-    "schedule": "schedule one batch ahead",
-    "skipped": "one batch skipped",
-    "repeated": "one batch repeated",
-    "steps": "step counter reset",
-}

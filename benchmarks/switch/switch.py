@@ -9,7 +9,7 @@ then once switching every few batches, moved by a relay from one file. What the 
 band that the uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see
 `tamper`): it must notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
 
-Owns the order of events and the report; nothing here is measured on hardware that this machine does not have.
+Nothing here is measured on hardware that this machine does not have.
 """
 
 import dataclasses
@@ -188,18 +188,15 @@ def layout_clusters() -> list[Cluster]:
 
 
 def degrees_of(overlay: dict[str, Any]) -> dict[str, int]:
-    """Degrees of the layouts that have a block of their own: {"pipeline": 2}."""
-    degrees = {}
-    for block, name in (("pp_config", "pipeline"), ("tp_config", "tensor"), ("cp_config", "context")):
-        if block in overlay:
-            degrees[name] = overlay[block][f"{name}_parallel_degree"]
-    return degrees
+    """Return the degrees of layouts that have a block of their own, such as {"pipeline": 2}."""
+    blocks = {"pipeline": "pp_config", "tensor": "tp_config", "context": "cp_config"}
+    return {name: overlay[block][f"{name}_parallel_degree"] for name, block in blocks.items() if block in overlay}
 
 
 def configuration(
     data: Path, num_batches: int, every: int, precision: str, seed: int, *, is_fused: bool = True
 ) -> dict[str, Any]:
-    """The quickstart's run, smaller. With `is_fused`, queries, keys and values are one matrix."""
+    """Return the quickstart's run, smaller. With `is_fused`, queries, keys and values are one matrix."""
 
     def dataset(split: str, **more: Any) -> dict[str, Any]:
         return {"name": "text", "dataset": {"local": str(data), "split": split, **more}}
@@ -242,7 +239,7 @@ def configuration(
 
 
 def prepare_data(data: Path) -> None:
-    """The standard library's source, as in the quickstart, unless it is there."""
+    """Prepare the standard library's source, as in the quickstart, unless it is there."""
     if (data / "summary.json").is_file():
         return
     from llmfoundry_lite.prepare.prepare import prepare
@@ -262,7 +259,7 @@ def launch_control(shop: Workshop, name: str, cluster: Cluster, at: int, num_bat
 
 
 def launch_late(shop: Workshop, cluster: Cluster, at: int, batch: int, data: Path) -> Leg:
-    """One batch more, after `batch` batches; where the run has not come so far, its checkpoint says that it has."""
+    """Train one batch after batch `batch`, from a checkpoint that is set to it."""
     index = json.loads((data / "train" / "index.json").read_text())
     batches_in_epoch = sum(shard["samples"] for shard in index["shards"]) // GLOBAL_BATCH
     name = f"after-{batch}"
@@ -310,13 +307,13 @@ def evaluate(report: dict[str, Any]) -> None:
 
 
 def as_series(content: dict[str, Any]) -> Series:
-    """From JSON too, whose keys are text."""
+    """Build a series from a report or its JSON, whose keys are text."""
     validation = {int(batch): loss for batch, loss in content["validation"].items()}
     return Series(**{**content, "validation": validation})
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    """Every run beside the uninterrupted ones."""
+    """Tabulate every run beside the uninterrupted ones."""
     headings = ["run", "same data", "deviation, nats", "largest / band", "validation / band", "verdict"]
     rows = []
     for name, values in report["verdicts"].items():
@@ -326,11 +323,9 @@ def table_of(report: dict[str, Any]) -> Table:
         caught += ["validation"] if verdict.validation_ratio > 1 and not verdict.first_outside else []
         rows.append(
             [
-                "switching" if name == SWITCHING else CONTROLS[name][0],
-                "yes" if verdict.same_data else "no",
+                *("switching" if name == SWITCHING else CONTROLS[name][0], "yes" if verdict.same_data else "no"),
                 f"{verdict.final_deviation:.1e}",
-                times(verdict.largest_ratio),
-                times(verdict.validation_ratio),
+                *map(times, (verdict.largest_ratio, verdict.validation_ratio)),
                 "the same run" if verdict.is_the_same_run else "caught by " + " and ".join(caught),
             ]
         )
@@ -377,7 +372,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """switch.json (everything), switch.md (the tables), switch.png (the figure)."""
+    """Write switch.json (everything), switch.md (the tables), switch.png (the figure)."""
     options = "" if report["precision"] == "fp32" else f" --precision {report['precision']}"
     options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
     how = (
@@ -390,7 +385,7 @@ def write(report: dict[str, Any], out: Path) -> None:
     tables = table_of(report), notes_of(report), table_of_clusters(report["clusters"])
     command, asked = f"python -m benchmarks switch{options}", ("precision", "num_batches", "every", "seed")
     write_report(out, name, heading, command, report, how, *tables, figure, asked=asked)
-    plot_switch(report, out / f"{name}.png")
+    plot_switch(report, {control: words for control, (words, _) in CONTROLS.items()}, out / f"{name}.png")
 
 
 def name_of(report: dict[str, Any]) -> str:
@@ -398,7 +393,7 @@ def name_of(report: dict[str, Any]) -> str:
 
 
 def describe_cluster(cluster: Cluster, machines: dict[str, Machine]) -> dict[str, Any]:
-    """For the report, the figure included. Emulated is what torch was kept from using all that the first may use."""
+    """Describe a cluster for report and figure. Emulated: torch may not use all the instructions of the first one."""
     overlay, machine, first = cluster.overlay, machines[cluster.letter], next(iter(machines.values()))
     fsdp, degrees = overlay["fsdp_config"], degrees_of(overlay)
     shards = cluster.num_ranks // math.prod(degrees.values())

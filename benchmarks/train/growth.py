@@ -13,14 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import (
-    describe_conditions,
-    measured_table,
-    open_console,
-    save_figure,
-    take_turns,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import count_step_flops, measure_in_a_process, model_of
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.models.flops import count_parameters
@@ -42,7 +35,7 @@ HEADINGS = ["grows", "model", "tokens", "seconds", "by model FLOPs", "of the lin
 
 def run(dtype: str = "bf16", num_steps: int = 3, num_rounds: int = 2, out: Path | None = None) -> dict[str, Any]:
     """Measure all points in turns, print a table, write growth-DTYPE.json, .md and .png to `out`, return the report."""
-    console, report = open_console(), describe_conditions()
+    console, report = frame.open_console(), frame.describe_conditions()
     points = list(dict.fromkeys(point for kind in GROWTH.values() for point in kind))
     tasks = {
         _name(side, point): {
@@ -54,7 +47,7 @@ def run(dtype: str = "bf16", num_steps: int = 3, num_rounds: int = 2, out: Path 
         for side in ("trainer", "matmul")
     }
     measures = {name: partial(measure_in_a_process, task) for name, task in tasks.items()}
-    results, failed = take_turns(measures, num_rounds, console)
+    results, failed = frame.take_turns(measures, num_rounds, console)
     if failed:
         raise DataError(f"growth: {next(iter(failed.values()))}")
     seconds = {
@@ -67,7 +60,7 @@ def run(dtype: str = "bf16", num_steps: int = 3, num_rounds: int = 2, out: Path 
         "num_rounds": num_rounds,
         "rows": [row for kind, of_kind in GROWTH.items() for row in _rows(kind, of_kind, seconds)],
     }
-    tell(
+    frame.tell(
         report,
         table_of(report),
         notes=[LINE],
@@ -137,7 +130,7 @@ def table_of(report: dict[str, Any]) -> Table:
         for row in report["rows"]
     ]
     title = f"{title_of(report)}, the median of {report['num_rounds']} x {report['num_steps']} steps"
-    return measured_table(title, HEADINGS, rows, num_keys=3)
+    return frame.measured_table(title, HEADINGS, rows, num_keys=3)
 
 
 def plot_growth(report: dict[str, Any], path: Path) -> None:
@@ -158,4 +151,4 @@ def plot_growth(report: dict[str, Any], path: Path) -> None:
     clean(panels)
     panels[0].set_ylabel("seconds")
     panels[0].legend(frameon=False, fontsize=9)
-    save_figure(figure, path, title_of(report))
+    frame.save_figure(figure, path, title_of(report))

@@ -18,16 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.train import peer
-from llmfoundry_lite.bench.frame import (
-    Spread,
-    check_names,
-    describe_conditions,
-    measured_table,
-    open_console,
-    ratios,
-    take_turns,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import (
     DTYPES,
     SHAPES,
@@ -67,8 +58,8 @@ def run(
 
     `overrides` (key=value) go to the Trainer's side.
     """
-    check_names("--shape", [shape], SHAPES)
-    console, report = open_console(), describe_conditions()
+    frame.check_names("--shape", [shape], SHAPES)
+    console, report = frame.open_console(), frame.describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
     tasks = {
         f"{side} {dtype}": {"side": f"{side} {dtype}", "overrides": list(overrides), **settings}
@@ -77,7 +68,7 @@ def run(
         if side != "foundry" or peer_python
     }
     measures = {side: partial(measure_side, task, peer_python) for side, task in tasks.items()}
-    results, failed = take_turns(measures, num_rounds, console)
+    results, failed = frame.take_turns(measures, num_rounds, console)
     flops = count_step_flops(shape, seq_len, batch_size)
     report |= {
         **settings,
@@ -91,7 +82,7 @@ def run(
         },
         "failed": failed,
     }
-    tell(
+    frame.tell(
         report,
         table_of(report),
         notes=notes_of(report),
@@ -120,14 +111,14 @@ def summarise(rounds: Sequence[dict[str, Any]], flops: int, num_tokens: int | No
     }
 
 
-def compare(report: dict[str, Any]) -> list[tuple[str, Spread, str]]:
+def compare(report: dict[str, Any]) -> list[tuple[str, frame.Spread, str]]:
     """Return (what, ratio, aim) for ratios of two sides, which compare between machines."""
     sides, found = report["sides"], []
 
     def ratio(what: str, key: str, above: str, below: str, aim: str) -> None:
         if above in sides and below in sides:
             rounds = ([one[key] for one in sides[side]["rounds"]] for side in (above, below))
-            found.append((what, ratios(*rounds), aim))
+            found.append((what, frame.ratios(*rounds), aim))
 
     rate, memory = "flops_per_sec", "peak_bytes"
     for dtype, faster, share in (("fp32", "1.3", "0.85"), ("bf16", "2.0", "0.70")):
@@ -162,7 +153,7 @@ def table_of(report: dict[str, Any]) -> Table:
         f"{report['device']}, {report['num_threads']} threads, the median of {report['num_rounds']} x "
         f"{report['num_steps']} steps"
     )
-    return measured_table(title, ["step", "seconds", "tokens/s", "GFLOP/s", "peak memory, GiB"], rows)
+    return frame.measured_table(title, ["step", "seconds", "tokens/s", "GFLOP/s", "peak memory, GiB"], rows)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:

@@ -9,18 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import (
-    check_names,
-    describe_conditions,
-    format_command,
-    label_axes,
-    measured_table,
-    open_console,
-    ratios,
-    save_figure,
-    take_turns,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import DTYPES, SHAPES, count_step_flops, measure_in_a_process
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
@@ -44,8 +33,8 @@ def run(
 
     Raises ConfigError for counts that do not divide the batch.
     """
-    check_names("--shape", [shape], SHAPES)
-    check_names("--dtype", [dtype], DTYPES)
+    frame.check_names("--shape", [shape], SHAPES)
+    frame.check_names("--dtype", [dtype], DTYPES)
     counts = sorted(set(counts))
     if odd := [count for count in counts if batch_size % count]:
         raise ConfigError(f"--microbatches: {odd[0]} do not divide a batch of {batch_size} samples")
@@ -55,19 +44,19 @@ def run(
         size = f"device_train_microbatch_size={batch_size // count}"
         task = {**settings, "side": f"trainer {dtype}", "overrides": [*overrides, size]}
         sides[f"{count} microbatches"] = partial(measure_in_a_process, task)
-    found, failed = take_turns(sides, num_rounds, open_console())
+    found, failed = frame.take_turns(sides, num_rounds, frame.open_console())
     base = next(iter(found.values()))
     rows = [describe(n, settings, rounds, base) for n, rounds in zip(counts, found.values(), strict=True) if rounds]
     options = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "dtype": dtype}
     options |= {"num_steps": num_steps, "num_rounds": num_rounds}
-    report = describe_conditions() | options | {"overrides": list(overrides), "rows": rows, "failed": failed}
-    tell(
+    report = frame.describe_conditions() | options | {"overrides": list(overrides), "rows": rows, "failed": failed}
+    frame.tell(
         report,
         build_table(report),
         notes=[f"{name}: not measured: {reason}" for name, reason in failed.items()],
         name="accumulation",
         heading="What microbatches cost",
-        command=format_command("llmfoundry-lite bench accumulation", overrides, microbatches=counts, **options),
+        command=frame.format_command("llmfoundry-lite bench accumulation", overrides, microbatches=counts, **options),
         asked=("shape", "seq_len", "batch_size", "dtype", "overrides"),
         plot=plot,
         out=out if rows else None,
@@ -87,7 +76,7 @@ def describe(
         "seconds": statistics.median(seconds),
         "tokens_per_second": batch_size * seq_len / statistics.median(seconds),
         "flops_per_sec": count_step_flops(shape, seq_len, batch_size) / statistics.median(seconds),
-        "times": ratios(seconds, firsts).median if firsts else None,
+        "times": frame.ratios(seconds, firsts).median if firsts else None,
         "peak_bytes": max(one["peak_bytes"] for one in rounds),
     }
 
@@ -107,7 +96,7 @@ def build_table(report: dict[str, Any]) -> Table:
         for row in report["rows"]
     ]
     steps = f"the median of {report['num_rounds']} x {report['num_steps']} steps through the Trainer"
-    return measured_table(f"{build_title(report)}, {steps}", COLUMNS, rows, num_keys=2)
+    return frame.measured_table(f"{build_title(report)}, {steps}", COLUMNS, rows, num_keys=2)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -118,5 +107,5 @@ def plot(report: dict[str, Any], path: Path) -> None:
     rates.plot(x, [row["tokens_per_second"] for row in report["rows"]], "o-", color="#4c72b0")
     memory.plot(x, [row["peak_bytes"] / GIB for row in report["rows"]], "o-", color="#dd8452")
     for axes, label in ((rates, "tokens/s"), (memory, "peak memory, GiB")):
-        label_axes(axes, x, "microbatches of one batch", label)
-    save_figure(figure, path, build_title(report))
+        frame.label_axes(axes, x, "microbatches of one batch", label)
+    frame.save_figure(figure, path, build_title(report))

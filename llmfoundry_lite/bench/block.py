@@ -24,17 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmfoundry_lite.bench.frame import (
-    check_names,
-    describe_conditions,
-    format_command,
-    label_axes,
-    measured_table,
-    open_console,
-    save_figure,
-    spread,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
@@ -53,7 +43,6 @@ COLUMNS = [
     *("backward, TFLOP/s", "products, TFLOP/s", "of the products"),
 ]
 NUM_KEYS = 5
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#c44e52", "#da8bc3", "#8c8c8c")
 STYLES = {"fp32": "-", "fp16": ":", "bf16": "--"}
 
 
@@ -78,13 +67,13 @@ def run(
     """
     keep_freed_memory()
     implementations = list(implementations or available())
-    check_names("--dtypes", dtypes, DTYPES)
-    check_names("--attention", implementations, [*available(), NONE])
+    frame.check_names("--dtypes", dtypes, DTYPES)
+    frame.check_names("--attention", implementations, [*available(), NONE])
     if d_model % n_heads:
         raise ConfigError(f"--heads: {n_heads} do not divide a width of {d_model}")
     if device_type() == "cuda" and max(devices) > torch.cuda.device_count():
         raise ConfigError(f"--devices: {max(devices)} given, there are {torch.cuda.device_count()}")
-    console, deadline = open_console(), time.monotonic() + 60 * minutes
+    console, deadline = frame.open_console(), time.monotonic() + 60 * minutes
     rows, left_out = list[dict[str, Any]](), list[str]()
     for (batch_size, seq_len), dtype, num_devices, implementation in product(
         points, dtypes, devices, [*implementations, NONE]
@@ -98,7 +87,7 @@ def run(
         row = {"dtype": dtype, "batch_size": batch_size, "seq_len": seq_len, "num_devices": num_devices}
         case = (model_of(d_model, n_heads, seq_len), batch_size, dtype, implementation, num_repeats)
         rows.append(row | {"attention": implementation} | measure_on(num_devices, *case))
-    report = describe_conditions() | {"d_model": d_model, "n_heads": n_heads, "num_repeats": num_repeats}
+    report = frame.describe_conditions() | {"d_model": d_model, "n_heads": n_heads, "num_repeats": num_repeats}
     report |= {"rows": rows, "left_out": left_out}
     batches, lengths = (list(dict.fromkeys(column)) for column in zip(*points, strict=True))
     asked: dict[str, Any] = {"dtypes": dtypes, "attention": implementations}
@@ -107,13 +96,13 @@ def run(
     else:
         asked = {"lengths": lengths, "batch_size": batches} | asked | {"devices": devices}
     asked |= {"width": d_model, "heads": n_heads, "num_repeats": num_repeats}
-    tell(
+    frame.tell(
         report,
         build_table(report),
         notes=[f"no time for: {'; '.join(left_out)}"] if left_out else [],
         name=name,
         heading="One transformer layer, forward and backward",
-        command=format_command(f"llmfoundry-lite bench {name}", **asked),
+        command=frame.format_command(f"llmfoundry-lite bench {name}", **asked),
         asked=("d_model", "n_heads"),
         plot=partial(plot, name),
         out=out if rows else None,
@@ -214,7 +203,7 @@ def measure(
         if context is not None:
             dist.all_reduce(seconds, dist.ReduceOp.MAX)  # over gloo; also a barrier before the next
         times.append(seconds.tolist())
-    spreads = [spread(column) for column in zip(*times[1:], strict=True)]
+    spreads = [frame.spread(column) for column in zip(*times[1:], strict=True)]
     forward, backward, alone = (one.median for one in spreads)
     flops = count_forward_flops(model, batch_size, with_attention=implementation != NONE) / num_parts
     products_flops = 3 * count_forward_flops(model, batch_size, with_attention=False) / num_parts
@@ -299,10 +288,15 @@ def build_table(report: dict[str, Any]) -> Table:
         if "error" in row:
             rows.append([*keys, row["error"], *[""] * (len(COLUMNS) - len(keys) - 1)])
             continue
+        medians = (row["forward_seconds"], row["backward_seconds"])
+        times = (
+            f"{frame.Spread(least, median, most):.4f}"
+            for median, (least, most) in zip(medians, row["least_and_most_seconds"], strict=True)
+        )
         rates = (row[f"{part}flops_per_sec"] for part in ("forward_", "backward_", "products_"))
         rows.append(
             [
-                *(*keys, *format_times(row)),
+                *(*keys, *times),
                 *(f"{rate / 1e12:.3f}" for rate in rates),
                 f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}",
             ]
@@ -310,21 +304,12 @@ def build_table(report: dict[str, Any]) -> Table:
     number = report["num_threads"]
     threads = f", {number} thread{'s' if number > 1 else ''}" if device_type() == "cpu" else ""
     title = f"{build_title(report)}{threads}, the median of {report['num_repeats']}, with the least and the most"
-    return measured_table(title, COLUMNS, rows, num_keys=NUM_KEYS)
-
-
-def format_times(row: dict[str, Any]) -> list[str]:
-    """Format as `0.4066 (0.3990 to 0.4300)`."""
-    medians = (row["forward_seconds"], row["backward_seconds"])
-    return [
-        f"{median:.4f} ({least:.4f} to {most:.4f})" if least < most else f"{median:.4f}"
-        for median, (least, most) in zip(medians, row["least_and_most_seconds"], strict=True)
-    ]
+    return frame.measured_table(title, COLUMNS, rows, num_keys=NUM_KEYS)
 
 
 def plot(name: str, report: dict[str, Any], path: Path) -> None:
     """Draw forward and backward rates over samples (block) or tokens (seqlen): a line for each dtype and attention."""
-    from llmfoundry_lite.report.figure import plt
+    from llmfoundry_lite.report.figure import color, plt
 
     key, label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")
     rows = [row for row in report["rows"] if "error" not in row]
@@ -337,11 +322,10 @@ def plot(name: str, report: dict[str, Any], path: Path) -> None:
                 line = [row for row in rows if (row["dtype"], row["attention"], row["num_devices"]) == wanted]
                 x, y = [row[key] for row in line], [row[f"{part}_flops_per_sec"] / 1e12 for row in line]
                 text = f"{attention}, {dtype}" + (f", {num_devices} devices" if num_devices > 1 else "")
-                colour = COLOURS[index % len(COLOURS)]
-                axes.plot(x, y, STYLES[dtype], color=colour, marker="o", ms=4, label=text)
+                axes.plot(x, y, STYLES[dtype], color=color(index), marker="o", ms=4, label=text)
         ticks = sorted({row[key] for row in rows})
-        label_axes(axes, ticks, label)
+        frame.label_axes(axes, ticks, label)
         axes.set_title(part, fontsize=10)
     panels[0].set_ylabel("model TFLOP/s of a device")
     panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.5)
-    save_figure(figure, path, build_title(report))
+    frame.save_figure(figure, path, build_title(report))

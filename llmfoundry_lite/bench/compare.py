@@ -50,12 +50,9 @@ def read(path: Path) -> dict[str, Any]:
     """Read a report. Raises DataError for a file that is none, and for one of another schema."""
     try:
         report = json.loads(path.read_text())
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read: {error.strerror}; give the JSON that a bench wrote with --out"
-        ) from None
-    except ValueError:
-        raise DataError(f"{path}: is not JSON; give the JSON that a bench wrote with --out") from None
+    except (OSError, ValueError) as error:
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not JSON"
+        raise DataError(f"{path}: {reason}; give the JSON that a bench wrote with --out") from None
     name = str(report.get("bench", path.stem)) if isinstance(report, dict) else path.stem
     again = f"measure {name.removeprefix('compare-')} again, with --out FOLDER"
     if not isinstance(report, dict):

@@ -34,10 +34,13 @@ class Spread(NamedTuple):
     median: float
     most: float
 
+    def __format__(self, spec: str) -> str:
+        """Format as `1.50 (1.20 to 1.80)`; one number if all are equal."""
+        least, median, most = (format(value, spec or ".2f") for value in self)
+        return median if self.least == self.most else f"{median} ({least} to {most})"
+
     def __str__(self) -> str:
-        if self.least == self.most:
-            return f"{self.median:.2f}"
-        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+        return format(self)
 
 
 def describe_conditions() -> dict[str, Any]:

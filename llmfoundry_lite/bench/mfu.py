@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bench.block import available
-from llmfoundry_lite.bench.frame import check_names, describe_conditions, measured_table, open_console, tell
+from llmfoundry_lite.bench.frame import (
+    check_names,
+    describe_conditions,
+    measured_table,
+    open_console,
+    tell,
+)
 from llmfoundry_lite.bench.steps import SHAPES, count_step_flops, measure_in_a_process
 from llmfoundry_lite.devices import accelerator
 from llmfoundry_lite.hardware import GIB

@@ -81,11 +81,16 @@ def run(arguments: Sequence[str], num_ranks: int = 1, active: int = 3, out: Path
         "unprofiled_seconds": unprofiled,
         "traces": found,
     }
+    notes = []
+    if unprofiled is not None:
+        slower = statistics.fmean(map(mean_step, found.values())) / unprofiled - 1
+        step = f"Without the profiler, a step of the same run took {unprofiled:.4f} s (the median)"
+        notes = [f"{step}: tracing took {slower:+.0%}."]
     ranks = f" --num-ranks {num_ranks}" if unprofiled is not None else ""
     tell(
         report,
         *(build_table(name, steps) for name, steps in found.items()),
-        notes=build_notes(found, unprofiled),
+        notes=notes,
         name="profile",
         heading="Where a step's time goes",
         command=f"llmfoundry-lite bench profile {' '.join(names)}{ranks}",
@@ -155,11 +160,8 @@ def classify(events: Sequence[dict[str, Any]], main: tuple[Any, Any]) -> dict[st
         calls = [e for e in events if (e["pid"], e["tid"]) == thread and e.get("cat") in ("cpu_op", "user_annotation")]
         for event, kind in with_kinds(calls):
             kinds[event.get("args", {}).get("External id")] = kind
-            if kind == DATA and thread == main:
-                found[DATA].append(interval_of(event))
-            elif kind == COLLECTIVE and not kernels:
-                found[COLLECTIVE].append(interval_of(event))
-            elif kind in COMPUTING and not kernels and thread == main:
+            is_counted = {DATA: thread == main, COLLECTIVE: not kernels}
+            if kind is not None and is_counted.get(kind, thread == main and not kernels):
                 found[kind].append(interval_of(event))
     for kernel in kernels:
         kind = kind_of_kernel(kernel["name"], kinds.get(kernel.get("args", {}).get("External id")))
@@ -232,16 +234,6 @@ def build_table(name: str, steps: Steps) -> Table:
 
 def cells_of(seconds: float, total: float) -> tuple[str, str]:
     return f"{seconds:.4f}", f"{seconds / total:.1%}"
-
-
-def build_notes(found: dict[str, Steps], unprofiled: float | None) -> list[str]:
-    if unprofiled is None:
-        return []
-    traced = statistics.fmean(map(mean_step, found.values()))
-    return [
-        f"Without the profiler, a step of the same run took {unprofiled:.4f} s (the median): "
-        f"tracing took {traced / unprofiled - 1:+.0%}."
-    ]
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -18,17 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from llmfoundry_lite.bench.frame import (
-    check_names,
-    describe_conditions,
-    format_command,
-    label_axes,
-    measured_table,
-    open_console,
-    save_figure,
-    take_turns,
-    tell,
-)
+from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import DTYPES, SHAPES, measure_in_a_process, train_on_ranks, write_run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
@@ -91,8 +81,8 @@ def run(
     Strong scaling has `batch_size` samples on all devices together; weak scaling has the largest count's share of them
     on each device. Raises ConfigError for counts that do not suit machine or batch, DataError when a launch fails.
     """
-    check_names("--shape", [shape], SHAPES)
-    check_names("--dtype", [dtype], DTYPES)
+    frame.check_names("--shape", [shape], SHAPES)
+    frame.check_names("--dtype", [dtype], DTYPES)
     counts = sorted(set(counts))
     check_counts(counts, batch_size)
     share = batch_size // counts[-1]
@@ -106,7 +96,7 @@ def run(
     }
     products = {**settings, "side": f"matmul {dtype}", "batch_size": share}
     sides["matrix products"] = partial(measure_in_a_process, products)
-    found, failed = take_turns(sides, num_rounds, open_console())
+    found, failed = frame.take_turns(sides, num_rounds, frame.open_console())
     if failed:
         raise DataError(f"bench scaling: {next(iter(failed.values()))}")
     products_flops = statistics.median(
@@ -119,14 +109,14 @@ def run(
     strong = [point for point in measured if point.batch_size == batch_size]
     weak = [point for point in measured if point.batch_size == share * point.num_devices]
     options = {"devices": counts, "shape": shape, "seq_len": seq_len, "batch_size": batch_size, "dtype": dtype}
-    command = format_command(COMMAND, overrides, **options, num_steps=num_steps, num_rounds=num_rounds)
+    command = frame.format_command(COMMAND, overrides, **options, num_steps=num_steps, num_rounds=num_rounds)
     return tell_points({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, command, out)
 
 
 def table_runs(places: Sequence[str], out: Path | None = None) -> dict[str, Any]:
     """Tabulate finished runs in the same way. Raises DataError for runs that do not fit into one table, and why."""
     points = sorted((read_point(place) for place in places), key=lambda point: point.num_devices)
-    return tell_points({kind_of(points): points}, None, None, format_command(COMMAND, runs=places), out)
+    return tell_points({kind_of(points): points}, None, None, frame.format_command(COMMAND, runs=places), out)
 
 
 def tell_points(
@@ -139,13 +129,13 @@ def tell_points(
     for points in by_kind.values():
         kind_of(points)
     first = next(iter(by_kind.values()))[0]
-    report = describe_conditions() | {
+    report = frame.describe_conditions() | {
         **first.same,
         "num_steps": num_steps,
         "products_flops_per_sec": products_flops,
         "rows": [row for kind, points in by_kind.items() for row in describe(kind, points)],
     }
-    tell(
+    frame.tell(
         report,
         build_table(report),
         notes=build_notes(report),
@@ -255,11 +245,8 @@ def describe(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "kind": kind,
-                "num_devices": point.num_devices,
-                "batch_size": point.batch_size,
-                "seconds": point.seconds,
-                "tokens_per_second": point.tokens_per_second,
-                "flops_per_device": point.flops_per_device,
+                **{key: getattr(point, key) for key in ("num_devices", "batch_size", "seconds")},
+                **{key: getattr(point, key) for key in ("tokens_per_second", "flops_per_device")},
                 "mfu": point.peak_flops and point.flops_per_device / point.peak_flops,
                 "speed_up": speed_up,
                 "efficiency": speed_up * base.num_devices / point.num_devices,
@@ -286,7 +273,7 @@ def build_table(report: dict[str, Any]) -> Table:
             ]
         )
     steps = f", the median of {report['num_steps']} steps" if report["num_steps"] else ""
-    return measured_table(f"{build_title(report)}{steps}", columns, rows, num_keys=3)
+    return frame.measured_table(f"{build_title(report)}{steps}", columns, rows, num_keys=3)
 
 
 def build_title(report: dict[str, Any]) -> str:
@@ -326,10 +313,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
             style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": COLOURS[kind]}
             rates.annotate(f"{row['efficiency']:.0%}", place, (0, side), **style)
         ups.plot(x, [row["speed_up"] for row in rows], **line)
-    label_axes(rates, counts, "devices", "model GFLOP/s of a device")
-    label_axes(ups, counts, "devices", f"speed-up over {counts[0]} device(s)", from_zero=False)
+    frame.label_axes(rates, counts, "devices", "model GFLOP/s of a device")
+    frame.label_axes(ups, counts, "devices", f"speed-up over {counts[0]} device(s)", from_zero=False)
     rates.set_ylim(0, 1.2 * max(row["flops_per_device"] for row in report["rows"]) / 1e9)
     ups.set_yscale("log", base=2)
     ups.set_yticks([n / counts[0] for n in counts], [f"{n / counts[0]:g}" for n in counts])
     ups.legend(frameon=False, fontsize=9)
-    save_figure(figure, path, build_title(report))
+    frame.save_figure(figure, path, build_title(report))
