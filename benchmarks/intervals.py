@@ -19,7 +19,7 @@ from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
 from llmfoundry_lite.report.tables import Table
 
-LEVEL, SEED = 0.05, 17
+LEVEL, SEED, NUM_TESTS = 0.05, 17, (1, 5, 10, 20)
 TEXT_DRAWS = 10
 """A draw of texts costs 10,000 resamples: there are so many times fewer of them."""
 
@@ -222,9 +222,6 @@ def texts_among_others(num_draws: int) -> Iterator[tuple[int, int, float, int]]:
         p = np.array([text_of(SKEWED, n, 0.0, generator).p for _ in range(num_draws)])
         for num_tests in NUM_TESTS:
             yield n, num_tests, float((p < LEVEL / num_tests).mean()), num_draws
-
-
-NUM_TESTS = (1, 5, 10, 20)
 
 
 # ----------------------------------------------------------------------------------------------------------- power

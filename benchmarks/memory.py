@@ -201,12 +201,16 @@ def is_sound(row: dict[str, Any]) -> bool:
     return 0 <= row["estimated_bytes"] - rehearsed_bytes <= max(MAX_EXCESS * rehearsed_bytes, MAX_EXCESS_BYTES)
 
 
+def difference(row: dict[str, Any]) -> float:
+    return row["estimated_bytes"] / row["rehearsed"]["allocated_bytes"] - 1
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     first = [row["model"], ", ".join(row["overlays"]), f"{row['num_devices']:,}", str(row["microbatch_size"])]
     if row["error"]:
         return [*first, row["error"], f"{row['estimated_bytes'] / GIB:.2f}", ""]
-    rehearsed, estimated = row["rehearsed"]["allocated_bytes"], row["estimated_bytes"]
-    return [*first, f"{rehearsed / GIB:.2f}", f"{estimated / GIB:.2f}", f"{estimated / rehearsed - 1:+.1%}"]
+    sizes = (row["rehearsed"]["allocated_bytes"], row["estimated_bytes"])
+    return [*first, *(f"{size / GIB:.2f}" for size in sizes), f"{difference(row):+.1%}"]
 
 
 def shipped(kind: str) -> list[str]:
