@@ -8,7 +8,7 @@ import time
 import pytest
 
 from benchmarks.islands import faults, islands, speed
-from benchmarks.islands.links import Links
+from benchmarks.islands.links import Links, set_links
 from llmfoundry_lite.errors import UserError
 from tests.helpers.tiny import write_data
 
@@ -84,7 +84,7 @@ def test_the_gain_is_that_of_the_formula():
 def test_a_link_passes_bytes_on_no_faster_than_its_rate(tmp_path):
     size, megabits = 1 << 18, 10
     path = tmp_path / "links.json"
-    speed.set_rate(path, megabits)
+    set_links(path, bits_per_second=megabits * 1e6)
 
     async def pass_through():
         arrived = asyncio.get_running_loop().create_future()
@@ -108,7 +108,7 @@ def test_a_link_passes_bytes_on_no_faster_than_its_rate(tmp_path):
 @pytest.mark.parametrize("state", ["half", "frozen"])
 def test_a_link_that_is_dead_passes_nothing_back_until_it_is_open(tmp_path, state):
     path = tmp_path / "links.json"
-    faults.set_links(path, state)
+    set_links(path, state)
 
     async def pass_through():
         asked = asyncio.get_running_loop().create_future()
@@ -127,7 +127,7 @@ def test_a_link_that_is_dead_passes_nothing_back_until_it_is_open(tmp_path, stat
             assert await asked == b"asked"
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.readexactly(6), 0.3)
-        faults.set_links(path, "open")
+        set_links(path, "open")
         assert await reader.readexactly(6) == b"answer"
         writer.close()
 
