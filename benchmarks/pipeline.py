@@ -255,7 +255,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axes.set_title(f"{degree} stages", fontsize=10)
     panels[0][0].set_ylim(bottom=0)  # when all panels are drawn: it fixes the upper end for all of them
     panels[0][0].set_ylabel("waiting over computing, %")
-    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     title = "points: measured\nlines: played"
     panels[0][-1].legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)
     frame.save_figure(figure, path)

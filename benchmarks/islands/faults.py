@@ -137,7 +137,7 @@ class Keeper:
         command = [sys.executable, "-m", "llmfoundry_lite.launch.server", str(its.fileno()), str(os.getpid())]
         command += ["benchmarks.islands.paced", "llmfoundry_lite.training.train", *HEAVY]
         with (folder / f"{name}.txt").open("ab") as output:
-            streams = {"stdout": output, "stderr": output}
+            streams: dict[str, Any] = {"stdout": output, "stderr": output}
             self.server = subprocess.Popen(command, pass_fds=[its.fileno()], env=with_root(), **streams)
         its.close()
         self.channel = mine

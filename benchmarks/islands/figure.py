@@ -24,7 +24,7 @@ def plot_islands(report: dict[str, Any], path: Path) -> None:
     ):
         for axes in (top, middle, bottom):
             axes.axvline(batch + 0.5, color=QUIET, linewidth=0.8, linestyle=":")
-        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side}
+        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side}
         top.annotate(words, (batch + 0.5, 0.62), (-6 if side == "right" else 6, 0), **place, color=INK)
     top.set_ylabel("loss, nats per token")
     top.legend(frameon=False, fontsize=9.5, loc="upper right")
@@ -86,7 +86,7 @@ def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
         color=QUIET, fontsize=9, ha="right",
     )  # fmt: skip
     controls = sorted(notes[1:], key=lambda note: -note[1])
-    style = {"xycoords": ("data", "axes fraction"), "fontsize": 9, "va": "center"}
+    style: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "fontsize": 9, "va": "center"}
     for number, (words, _, colour) in enumerate(controls):
         place = (len(report["deviation"]["weights"]) + 2, 0.93 - 0.12 * number)
         axes.annotate(f"{words}: caught", place, color=colour, **style)

@@ -32,7 +32,7 @@ def plot_switch(report: dict[str, Any], names: Mapping[str, str], path: Path) ->
     axes = panels[2]
     for leg in report["legs"]["switching"]:
         axes.axvspan(leg["first_batch"] - 0.5, leg["last_batch"] + 0.5, color=colours[leg["cluster"]], alpha=0.16, lw=0)
-        style = {"ha": "center", "va": "top", "color": colours[leg["cluster"]], "weight": "bold"}
+        style: dict[str, Any] = {"ha": "center", "va": "top", "color": colours[leg["cluster"]], "weight": "bold"}
         middle = (leg["first_batch"] + leg["last_batch"]) / 2
         axes.text(middle, 0.97, leg["cluster"], transform=axes.get_xaxis_transform(), **style)
     _draw_losses(axes, report["switching"], INK)
@@ -87,9 +87,9 @@ def _draw_deviations(axes: Any, report: dict[str, Any], names: Mapping[str, str]
         ratio = report["verdicts"][name]["largest_ratio"]
         labels.append((f"{names[name]}, {_rounded(ratio)} x", values[-1], colour))
     axes.axvline(at + 0.5, color=QUIET, linewidth=0.8, linestyle=":")
-    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right", "va": "top"}
+    style: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "top", "color": "#555555"}
     words = "controls: this checkpoint\ntampered with"
-    axes.annotate(words, (at, 1), (-6, -4), **place, fontsize=8.5, color="#555555")
+    axes.annotate(words, (at, 1), (-6, -4), xycoords=("data", "axes fraction"), fontsize=8.5, **style)
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
     axes.set_ylabel("distance from the mean of the\nuninterrupted runs, nats per token")
