@@ -214,7 +214,7 @@ def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_rank
             file.seek(size)
             file.write(table)
         digest = hash_buffers([header, table])
-        reports.append(REPORT.pack(size + len(table), len(header), digest, numbers))
+        reports.append(REPORT.pack(size + len(table), len(header), digest, numbers, 0))
     figures["a rank's header, making and writing"] = (time.perf_counter() - started) / max(num_ranks - 1, 1)
     figures["a rank's header"] = header_bytes / MEGABYTE
 

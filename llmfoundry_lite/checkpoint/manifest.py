@@ -191,6 +191,8 @@ class Manifest:
     timestamp: Timestamp
     written_at: str | None = None
     """Wall clock, for people; nothing is ever ordered by it."""
+    state_digest: str | None = None
+    """Digest of all tensors, however they are divided: see `state_digest.py`. None: of an earlier release."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Tokenizer -> its fingerprint, which must not change under a run unasked."""
     config: Any = None
@@ -270,7 +272,7 @@ PLAIN_FIELDS = (
 )
 """Fields of a manifest that stand in JSON under their names, as typed values."""
 KNOWN = (
-    *("format", "version", *PLAIN_FIELDS, "timestamp", "num_bytes", "segments"),
+    *("format", "version", *PLAIN_FIELDS, "timestamp", "num_bytes", "state_digest", "segments"),
     *("files", "attachments", "log", "layouts", "tensors"),
 )
 
@@ -291,6 +293,7 @@ def encode(manifest: Manifest) -> bytes:
         "timestamp": _plain(manifest.timestamp),
         "written_at": plain.pop("written_at"),
         "num_bytes": manifest.num_bytes,
+        **({} if manifest.state_digest is None else {"state_digest": manifest.state_digest}),
         "fingerprints": plain.pop("fingerprints"),
         "segments": [encode_segment(segment) for segment in manifest.segments],
         **plain,
@@ -379,6 +382,7 @@ def decode(raw: bytes, where: str) -> Manifest:
     plain["config"] = translate_recorded(plain["config"], is_imported="imported_from" in plain["scalars"])
     manifest = Manifest(
         **plain,
+        state_digest=item.get("state_digest").string() if "state_digest" in item.object() else None,
         timestamp=_decode_timestamp(item.get("timestamp")),
         segments=tuple(decode_segment(segment) for segment in item.get("segments").items()),
         tensors=tensors,

@@ -11,7 +11,7 @@ import mmap
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, fields, replace
@@ -27,18 +27,19 @@ from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
+from llmfoundry_lite.checkpoint.planning import OwnSlice, Plan, agree_on_plan, boxes_of
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
+from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
-from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
 
 PINNED = "cuda"
-REPORT = struct.Struct("<QQ16s16s")
-"""A rank's file: its bytes, its header's bytes, its digest; and the digest of all that is not a tensor."""
+REPORT = struct.Struct("<QQ16s16sQ")
+"""A rank's file: its bytes, its header's bytes, its digest; the digest of all that is not a tensor; and its part of the
+state's digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ class Saved:
     """From the beginning of `save` until it was known to be published."""
     num_bytes: int
     """Bytes of all ranks together."""
+    state_digest: str
+    """Of weights and moments; see `state_digest.py`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class Flight:
     """A save between its beginning and its publication."""
 
     about: About
+    plan: Plan
     state: state.State
     save_id: str
     lease_epoch: int
@@ -83,6 +87,7 @@ class Flight:
     """Writing this rank's file; then, on rank 0, publishing."""
     is_publishing: bool = False
     num_bytes: int = 0
+    state_digest: str = ""
 
 
 class Saver:
@@ -119,6 +124,8 @@ class Saver:
         self._signature: Any = None
         """Names, dtypes, shapes and placements, on which the plan depends."""
         self._plan: Plan | None = None
+        self._staged_plan: Plan | None = None
+        """The plan of `_staged`."""
         self._staged: Tensors = {}
         """By key in the file, in its order."""
         self._content = torch.empty(0, dtype=torch.uint8)
@@ -152,23 +159,29 @@ class Saver:
         if self.rank == 0:
             assert self.lease is not None, "rank 0 saves under a lease"
             lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
-        signature = [(name, t.dtype, t.shape, getattr(t, "placements", None)) for name, t in found.tensors.items()]
-        if exchange.all_reduce_max([signature != self._signature])[0]:
-            self._make_plan(found.tensors, found.row_orders)
-            self._signature = signature
+        plan = self._agree_on_plan(found)
         epoch, save_id = exchange.broadcast_json(lease_and_id)
         self.store.on_phase("planned")
-        self._stage(found.tensors, found.row_orders)
+        self._stage(plan, found)
         self._flight = Flight(
             about=replace(about, scalars=copy.deepcopy(about.scalars)),  # of this moment too, though encoded later
+            plan=plan,
             state=found,
             save_id=save_id,
             lease_epoch=epoch,
             started=started,
             stall_seconds=time.monotonic() - started,
-            task=self._background.submit(self._write, found, save_id),
+            task=self._background.submit(self._write, plan, found, save_id),
         )
         return earlier
+
+    def digest(self, model: nn.Module, optimizer: Optimizer | None) -> str:
+        """Return the digest that a save of this moment would have. Collective; a save in flight goes on."""
+        found = state.read_state(model, optimizer)
+        sources = _sources(self._agree_on_plan(found), found)
+        with torch.no_grad():
+            parts = [sum_keyed(one.name, source, one.offset, found.tensors[one.name].shape) for one, source in sources]
+        return format_digest(exchange.all_reduce_sum([sum(parts)])[0])
 
     def poll(self, *, all_written: bool | None = None) -> Saved | None:
         """Move the save in flight on. Returns it when it has been published since the last call.
@@ -204,6 +217,7 @@ class Saver:
             stall_seconds=flight.stall_seconds,
             durable_seconds=time.monotonic() - flight.started,
             num_bytes=flight.num_bytes,
+            state_digest=flight.state_digest,
         )
 
     def wait(self) -> Saved | None:
@@ -216,12 +230,29 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------- copying and writing
 
-    def _make_plan(self, tensors: Tensors, row_orders: Mapping[str, Runs]) -> None:
-        self._plan = agree_on_plan(tensors, row_orders)
-        slices = self._plan.mine
+    def _agree_on_plan(self, found: state.State) -> Plan:
+        """Return who writes what; a new plan only if names, dtypes, shapes or placements have changed on any rank."""
+        signature = [(name, t.dtype, t.shape, getattr(t, "placements", None)) for name, t in found.tensors.items()]
+        if exchange.all_reduce_max([signature != self._signature])[0] or self._plan is None:
+            self._plan = agree_on_plan(found.tensors, found.row_orders)
+            self._signature = signature
+        return self._plan
+
+    def _stage(self, plan: Plan, found: state.State) -> None:
+        if plan is not self._staged_plan:
+            self._allocate(plan.mine, pinned=any(tensor.device.type == PINNED for tensor in found.tensors.values()))
+            self._staged_plan = plan
+        on_device = False
+        with torch.no_grad():
+            for (_, source), staged in zip(_sources(plan, found), self._staged.values(), strict=True):
+                on_device |= source.device.type != "cpu"
+                staged.copy_(source, non_blocking=True)
+        if on_device:
+            torch.cuda.synchronize()
+
+    def _allocate(self, slices: list[OwnSlice], *, pinned: bool) -> None:
         size = sum(one.entry.num_bytes for one in slices)
         if size != self._content.numel():
-            pinned = any(tensor.device.type == PINNED for tensor in tensors.values())
             self._staged, self._content = {}, torch.empty(0, dtype=torch.uint8)  # given back before more is taken
             self._content = aligned_memory(size, pinned)
         self._staged, begin = {}, 0
@@ -230,62 +261,58 @@ class Saver:
             self._staged[one.entry.key] = self._content[begin:end].view(DTYPES[one.dtype]).view(one.lengths)
             begin = end
 
-    def _stage(self, tensors: Tensors, row_orders: Mapping[str, Runs]) -> None:
-        assert self._plan is not None
-        on_device = False
-        with torch.no_grad():
-            for one, staged in zip(self._plan.mine, self._staged.values(), strict=True):
-                source = local_tensor(tensors[one.name])
-                if one.name in row_orders:
-                    held = boxes_of(tensors[one.name], row_orders[one.name])
-                    at = next(box.at for box in held if box.offset == one.offset)
-                    source = source.narrow(0, at, one.lengths[0])
-                on_device |= source.device.type != "cpu"
-                staged.copy_(source, non_blocking=True)
-        if on_device:
-            torch.cuda.synchronize()
-
-    def _write(self, found: state.State, save_id: str) -> tuple[FileRecord, bytes]:
-        """Write this rank's file, in the background. Returns its record and the digest of all that is not a tensor."""
-        assert self._plan is not None
+    def _write(self, plan: Plan, found: state.State, save_id: str) -> tuple[FileRecord, bytes, int]:
+        """Write this rank's file, in the background. Returns its record, the digest of all that is not a tensor, and
+        this rank's part of the state's digest."""
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
-        header = build_header([one.entry for one in self._plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+        header = build_header([one.entry for one in plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
-                checked = beside.submit(lambda: [key for key, tensor in self._staged.items() if not _is_finite(tensor)])
+                checked = beside.submit(self._examine, plan)
                 record = write_shard(folder, name, header, [as_bytes(self._content)], on_phase=self.store.on_phase)
         except OSError as error:
             raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
         except EOFError as error:
             raise CheckpointError(f"not written: {error}") from error
-        if poisoned := checked.result():
+        poisoned, digest = checked.result()
+        if poisoned:
             more = f" and {len(poisoned) - 1} more" if len(poisoned) > 1 else ""
             raise CheckpointError(f"not saved: non-finite values in {poisoned[0]}{more}; older checkpoints stand")
-        return record, hash_buffers([repr([found.optimizer, found.aliases]).encode()])
+        return record, hash_buffers([repr([found.optimizer, found.aliases]).encode()]), digest
+
+    def _examine(self, plan: Plan) -> tuple[list[str], int]:
+        """Return the staged slices with a value that is not finite, and this rank's part of the state's digest."""
+        poisoned, digest = [], 0
+        for one, (key, staged) in zip(plan.mine, self._staged.items(), strict=True):
+            if not _is_finite(staged):
+                poisoned.append(key)
+            digest += sum_keyed(one.name, staged, one.offset, plan.tensors[one.name].shape)
+        return poisoned, digest % (1 << 64)
 
     # ---------------------------------------------------------------------------------------------------- publishing
 
     def _describe(self, flight: Flight) -> Manifest:
-        """Exchange what each rank has written, 48 bytes a rank. Returns the manifest without its log."""
-        assert self._plan is not None
-        record, numbers = flight.task.result()
-        mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers)
+        """Exchange what each rank has written, 56 bytes a rank. Returns the manifest without its log."""
+        plan = flight.plan
+        record, numbers, part = flight.task.result()
+        mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers, part)
         reports = [REPORT.unpack(raw) for raw in exchange.all_gather_bytes(mine)]
-        for rank, table in enumerate(self._plan.table_of_rank):
-            if reports[rank][3] != reports[first := self._plan.first_ranks[table]][3]:
+        for rank, table in enumerate(plan.table_of_rank):
+            if reports[rank][3] != reports[first := plan.first_ranks[table]][3]:
                 raise CheckpointError(
                     f"not saved: rank {rank} has other optimizer groups or steps than rank {first}; ranks have drifted "
                     "apart"
                 )
         flight.num_bytes = sum(report[0] for report in reports)
+        flight.state_digest = format_digest(sum(report[4] for report in reports))
         _, prefix = self.store.commits.draft(flight.save_id)
         sizes = {"block_bytes": record.block_bytes}
         files = [
             FileRecord(name=prefix + file_name(rank), num_bytes=n, header_bytes=m, digest=digest.hex(), **sizes)
-            for rank, (n, m, digest, _) in enumerate(reports)
+            for rank, (n, m, digest, *_) in enumerate(reports)
         ]
-        optimizer, aliases = self._gather_numbers(flight.state)
+        optimizer, aliases = self._gather_numbers(plan, flight.state)
         return Manifest(
             **{one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"},
             save_id=flight.save_id,
@@ -294,17 +321,17 @@ class Saver:
             written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             optimizer=optimizer,
             aliases=aliases,
-            tensors=self._plan.tensors,
+            tensors=plan.tensors,
+            state_digest=flight.state_digest,
             files=tuple(files),
         )
 
-    def _gather_numbers(self, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    def _gather_numbers(self, plan: Plan, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """Join the optimizer's groups and steps of all ranks, which differ only where ranks have other tensors."""
-        assert self._plan is not None
-        if len(self._plan.first_ranks) == 1:
+        if len(plan.first_ranks) == 1:
             return found.optimizer, found.aliases
         mine = encode_value([found.optimizer, found.aliases])
-        parts = [decode_value(exchange.broadcast_json(mine, source=rank)) for rank in self._plan.first_ranks]
+        parts = [decode_value(exchange.broadcast_json(mine, source=rank)) for rank in plan.first_ranks]
         aliases = {alias: name for _, more in parts for alias, name in more.items()}
         return state.join_optimizers([optimizer for optimizer, _ in parts]), aliases
 
@@ -321,6 +348,18 @@ class Saver:
         self.store.publish(replace(manifest, log=parts), self.lease)
         self.log_parts = parts
         self.after_publish(self.lease)
+
+
+def _sources(plan: Plan, found: state.State) -> Iterator[tuple[OwnSlice, torch.Tensor]]:
+    """Yield each slice that this rank writes, and what it holds of it."""
+    for one in plan.mine:
+        tensor = found.tensors[one.name]
+        source = local_tensor(tensor)
+        if one.name in found.row_orders:
+            held = boxes_of(tensor, found.row_orders[one.name])
+            at = next(box.at for box in held if box.offset == one.offset)
+            source = source.narrow(0, at, one.lengths[0])
+        yield one, source
 
 
 def file_name(rank: int) -> str:

@@ -114,6 +114,7 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
         "model": megabytes(sum(tensor.num_bytes for tensor in model)),
         "optimizer": megabytes(slots) if manifest.optimizer is not None else "none",
         "tensors": f"{kinds}; in {num_files} file{'' if num_files == 1 else 's'}",
+        "state digest": manifest.state_digest,
         "written": manifest.written_at,
         "save": manifest.save_id,
         "after": manifest.parent_save_id,
@@ -181,6 +182,13 @@ def diff_checkpoints(a: Where, b: Where) -> None:
     scalars = [(path, str(x), str(y)) for path, x, y in diff_scalars(first.manifest, second.manifest)]
     say(f"a  {first.url}")
     say(f"b  {second.url}")
+    here, there = first.manifest.state_digest, second.manifest.state_digest
+    if here is not None and there is not None:
+        say(
+            f"the state's digests are equal: {here}"
+            if here == there
+            else f"the state's digests differ: {here}, {there}"
+        )
     if rows:
         print_columns(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
     if scalars:

@@ -385,6 +385,8 @@ class TrainConfig:
     save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
     """A span, a time such as 5m, 90s or 1h, or auto: as often as costs 2 % of training time, by what saves are measured
     to cost, and more often in a run that has failed often. The end of a launch always saves."""
+    digest_interval: str | int | None = span(None, change="freely")
+    """Log a digest of weights and optimizer, however they are divided, at every such span too. Each save has one."""
     save_num_checkpoints_to_keep: int = setting(
         -1, must_be("-1 (all) or a count above 0", _is_all_or_count), change="freely"
     )

@@ -366,23 +366,3 @@ def _group_of_copies(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     copies = [i for i, kind in enumerate(tensor.placements) if kind.is_replicate() and mesh.size(i) > 1]
     assert len(copies) <= 1, tensor.placements
     return mesh.get_group(copies[0]) if copies else None
-
-
-def digest_of_parts(parts: Tensors, pieces: Boxes, boxes: Boxes, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return a number whose sum over ranks, modulo 2**64, depends on the tensors but not on how they are divided.
-
-    It is the sum of each element's fp32 bits times an odd number that depends on its position.
-    """
-    total = 0
-    for number, name in enumerate(sorted(pieces)):
-        piece = pieces[name]
-        if not piece.size:
-            continue
-        values = parts[name][piece.within(boxes[name])].float().cpu().contiguous().numpy().view(np.uint32)
-        places = np.zeros(piece.lengths, np.uint64)
-        for dim, (begin, length) in enumerate(zip(piece.offset, piece.lengths, strict=True)):
-            axis = np.arange(begin, begin + length, dtype=np.uint64) * np.uint64(int(np.prod(shapes[name][dim + 1 :])))
-            places += axis.reshape([-1 if other == dim else 1 for other in range(len(piece.lengths))])
-        factors = (places + np.uint64(number << 40)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(0xD1B54A32D192ED03)
-        total += int(((values.astype(np.uint64) + np.uint64(1)) * (factors | np.uint64(1))).sum(dtype=np.uint64))
-    return total % (1 << 64)

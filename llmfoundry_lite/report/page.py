@@ -68,6 +68,8 @@ def losses(run: Facts) -> Section:
         done += f", {run['tokens_per_second']:,.0f} tokens/s"
     num = run["num_launches"]
     lines = [f"{done}, in {num} launch{'' if num == 1 else 'es'}"]
+    if run["state_digest"]:
+        lines.append(f"state/digest {run['state_digest']} of {run['segments_from'].rsplit('/', 1)[-1]}")
     if run["baselines"]:
         lines.append("baselines are counted with add-one smoothing on the training tokens")
     if run["not_finite"]:

@@ -96,6 +96,8 @@ class Run:
     segments: tuple[Segment, ...]
     segments_from: str | None
     """The checkpoint whose manifest has them."""
+    state_digest: str | None
+    """Of that checkpoint."""
     launches: list[Record]
     """Lines of launches.jsonl: only launches that ran here."""
     notes: list[str]
@@ -141,7 +143,8 @@ def read_run(where: str) -> Run:
     name = str((config or {}).get("run_name") or folder.url.rstrip("/").rsplit("/", 1)[-1])
     segments = newest.manifest.segments if newest is not None else ()
     segments_from = newest.url if newest is not None else None
-    return Run(where, folder, name, log, config, segments, segments_from, launches, notes)
+    digest = newest.manifest.state_digest if newest is not None else None
+    return Run(where, folder, name, log, config, segments, segments_from, digest, launches, notes)
 
 
 def runs_within(where: Path) -> str:

@@ -196,6 +196,7 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "relay": describe_relay(run),
         "save_interval": (run.config or {}).get("save_interval"),
         "segments_from": run.segments_from,
+        "state_digest": run.state_digest,
         "segments": segments,
         "total": total(segments),
         "notes": list(run.notes),

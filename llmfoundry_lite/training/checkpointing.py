@@ -48,7 +48,7 @@ from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import METRICS, SAVED, log_until
 from llmfoundry_lite.training.run_state import RunState, build_segment, chosen_options, find_differences
-from llmfoundry_lite.training.save_policy import SavePolicy
+from llmfoundry_lite.training.save_policy import SavePolicy, has_passed
 from llmfoundry_lite.training.trainer import GradientStep
 
 RETRY_PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -209,6 +209,10 @@ class Checkpointing(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._advance_save(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
+        if self.policy.digest_span is not None and has_passed(state, self.policy.digest_span):
+            self._log_digest(
+                self.saver.digest(self.model.model, state.optimizers[0]), int(state.timestamp.batch), logger
+            )
         decision = self.policy.decide(state)
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:
@@ -311,6 +315,7 @@ class Checkpointing(Callback):
             "checkpoint/durable_seconds": saved.durable_seconds,
             SAVED: saved.num_bytes,
         }
+        self._log_digest(saved.state_digest, int(saved.name.removeprefix("ba")), logger)
         self.print_on_rank_0(f"saved {saved.name}")
         self.published_batch = int(saved.name.removeprefix("ba"))
         self.newest_url = f"{self.store.root.url}/{saved.name}"
@@ -321,6 +326,10 @@ class Checkpointing(Callback):
             metrics["checkpoint/interval_seconds"] = timer.seconds
             self.print_on_rank_0(*([news] if news else []))
         logger.log_metrics(metrics)
+
+    def _log_digest(self, digest: str, batch: int, logger: Logger) -> None:
+        """Log the state's digest after `batch`; that of a save is known batches later."""
+        logger.log_metrics({"state/digest": digest, "state/batch": batch})
 
     def _about(self, state: State) -> About:
         stamp = state.timestamp

@@ -23,6 +23,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import decode_segment, encode_segment
 from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.checkpoint.state import local_tensor, parameter_names, read_state, write_optimizer
+from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.config.changes import trained_values
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.dataset import TextDataset
@@ -35,7 +36,6 @@ from llmfoundry_lite.islands.exchange import (
     Ranks,
     Swapped,
     complete,
-    digest_of_parts,
     share_out,
     sum_weighted,
 )
@@ -307,9 +307,11 @@ class Islands(Partners):
 
     def _digest_weights(self) -> str:
         parts = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        digest = all_reduce_sum([digest_of_parts(parts, self.pieces, self.boxes, shapes)])[0]
-        return f"{digest % (1 << 64):016x}"
+        sums = [
+            sum_keyed(name, parts[name][piece.within(self.boxes[name])], piece.offset, self.parameters[name].shape)
+            for name, piece in self.pieces.items()
+        ]
+        return format_digest(all_reduce_sum([sum(sums)])[0])
 
     # -------------------------------------------------------------------------------------------------- the batch
 

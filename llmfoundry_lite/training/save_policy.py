@@ -51,6 +51,7 @@ class SavePolicy:
             timer = SaveTimer(interval.seconds, seconds_between_failures(Path(config.run_folder)))
             agreement.wants_save = lambda state: timer.note_batch_end(agreement.is_saving())
             self.timer = timer
+        self.digest_span = Duration.parse(config.digest_interval) if config.digest_interval is not None else None
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
 
@@ -75,14 +76,17 @@ class SavePolicy:
         )
 
     def _is_due(self, state: State) -> bool:
-        if self.span is None:
-            return self.agreement.save_is_due
-        before = elapsed(state, self.span.unit, state.previous_timestamp) // self.span.value
-        return elapsed(state, self.span.unit) // self.span.value > before
+        return self.agreement.save_is_due if self.span is None else has_passed(state, self.span)
 
     def _elapsed_in_launch(self, state: State) -> float:
         assert self.stop_after is not None
         return elapsed(state, self.stop_after.unit) - elapsed(state, self.stop_after.unit, self.started_at)
+
+
+def has_passed(state: State, span: Duration) -> bool:
+    """Return whether a multiple of the span was reached in the last batch."""
+    before = elapsed(state, span.unit, state.previous_timestamp) // span.value
+    return elapsed(state, span.unit) // span.value > before
 
 
 class SaveTimer:

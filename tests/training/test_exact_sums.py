@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_checkpoint
 from tests.helpers.covering import all_cases, cover
 from tests.helpers.runs import attempt, metrics, run, saves
 from tests.helpers.tiny import tiny_config, values, write_data
@@ -69,6 +69,8 @@ def bits(folder, name):
     newest = max(saves(folder, name).glob("ba*"), key=lambda path: int(path.name[2:]))
     keys = ("loss/train/total", "grad_norm", "eval/loss", "data/digest")
     found = {key: [v.hex() if isinstance(v, float) else v for v in values(records, key)] for key in keys}
+    found["state/digest"] = [open_checkpoint(newest).manifest.state_digest]
+    assert records[-1]["state/digest"] == found["state/digest"][0] and records[-1]["state/batch"] == len(records)
     return found, {name: tensor.view(torch.int32) for name, tensor in load_full_tensors(str(newest)).items()}
 
 

@@ -27,7 +27,9 @@ def not_written(cause: OSError | None = FULL) -> CheckpointError:
 
 
 def published(batch: int) -> Saved:
-    return Saved(name=f"ba{batch}", save_id="", stall_seconds=0.0, durable_seconds=0.0, num_bytes=0)
+    return Saved(
+        name=f"ba{batch}", save_id="", stall_seconds=0.0, durable_seconds=0.0, num_bytes=0, state_digest="0" * 16
+    )
 
 
 class Run:
