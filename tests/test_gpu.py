@@ -9,6 +9,7 @@ from benchmarks.switch import switch
 from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.models.attention import build_mask, document_numbers
 from llmfoundry_lite.models.generate import generate
+from llmfoundry_lite.ranks.rank import count_usable_cores
 from tests.helpers.launch import train
 from tests.helpers.models import BASE, EOS, FAMILY, random_model, random_tokens, with_implementation
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -141,7 +142,13 @@ def test_a_run_that_switches_between_cpu_and_gpu_stays_in_the_band_that_both_spa
     clusters = [c for c in switch.default_clusters(precision, None) if c.letter != "C"]
     assert [bool(c.environment.get("CUDA_VISIBLE_DEVICES", "gpu")) for c in clusters] == [False, True, False]
     report = switch.run(
-        data=wide_data, num_batches=50, every=10, precision=precision, clusters=clusters, out=tmp_path / "out"
+        data=wide_data,
+        num_batches=50,
+        every=10,
+        precision=precision,
+        clusters=clusters,
+        out=tmp_path / "out",
+        jobs=max(1, min(4, count_usable_cores() // 8)),
     )
     assert {c["device"] for c in report["clusters"]} > {torch.cuda.get_device_name()}
     verdict = report["verdicts"][switch.SWITCHING]

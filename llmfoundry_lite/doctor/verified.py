@@ -1,0 +1,106 @@
+"""The table "verified on", from the proofs that `scripts/gpu_check.py` leaves on each machine. No torch.
+
+    llmfoundry-lite doctor --verified benchmarks/results/verified/*.json
+
+Failures are part of it: whatever did not pass is named below the table.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.report.tables import Table
+
+FORMAT = 1
+COLUMNS = ("device", "software", "commit, date", "part", "found")
+RIGHT_WAYS = {"passed", "skipped"}
+
+
+def describe_proofs(paths: Sequence[Path]) -> list[str]:
+    """Return lines of Markdown: a row for each file, then all that did not pass.
+
+    Raises ConfigError for a file that is none of the script's.
+    """
+    proofs = sorted((read_proof(path) for path in paths), key=lambda proof: (proof["device"], proof["part"]))
+    rows = [describe(proof) for proof in proofs]
+    lines = Table("", COLUMNS, rows, right=(), num_keys=4).markdown()
+    failures = [line for proof in proofs for line in list_failures(proof)]
+    failures += compare_data(proofs)
+    return [*lines, "", *(f"- {line}" for line in failures or ["Nothing failed."])]
+
+
+def read_proof(path: Path) -> dict[str, Any]:
+    """Read one file. Raises ConfigError if it is not there, or not of this format."""
+    try:
+        proof = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--verified: {path} cannot be read ({error}); name files of scripts/gpu_check.py") from None
+    needed = {"format", "part", "device", "torch", "date", "problems"}
+    if not isinstance(proof, dict) or not needed <= proof.keys() or proof["format"] != FORMAT:
+        raise ConfigError(
+            f"--verified: {path} is not a proof of format {FORMAT}; name files that scripts/gpu_check.py of this "
+            "release has written to their end"
+        )
+    return proof
+
+
+def describe(proof: dict[str, Any]) -> list[str]:
+    count = f"{proof['num_devices']} x " if proof.get("num_devices", 0) > 1 else ""
+    build = f"torch {proof['torch']}" + (f", driver {proof['driver']}" if proof.get("driver") else "")
+    found = [*sum_up_tests(proof), *sum_up_speed(proof), *sum_up_exact(proof)]
+    found += [f"left out: {text}" for text in proof.get("left_out", [])]
+    commit = f"{proof.get('commit') or 'unknown'}, {proof['date']}"
+    return [count + proof["device"], build, commit, proof["part"], printable("; ".join(found) or "nothing")]
+
+
+def sum_up_tests(proof: dict[str, Any]) -> list[str]:
+    counts = Counter(test["outcome"] for test in proof.get("tests", {}).values())
+    return [", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))] if counts else []
+
+
+def sum_up_speed(proof: dict[str, Any]) -> list[str]:
+    """Return the fastest step of each model beside its products' rate and the prediction, and each model's memory."""
+    steps = [row for row in proof.get("mfu", []) if row["flops_per_sec"] and row["step"] != "matrix products"]
+    found = []
+    for shape in dict.fromkeys(row["shape"] for row in steps):
+        best = max((row for row in steps if row["shape"] == shape), key=lambda row: row["flops_per_sec"])
+        text = f"{shape} {best['flops_per_sec'] / 1e12:.3g} TFLOP/s ({best['step']})"
+        if best["share_of_products"] is not None:
+            text += f", {best['share_of_products']:.0%} of its products"
+        if best["share_of_peak"] is not None:
+            predicted = best.get("predicted_share_of_peak")
+            text += f", MFU {best['share_of_peak']:.1%}" + (f" (predicted {predicted:.1%})" if predicted else "")
+        found.append(text)
+    for row in proof.get("memory", []):
+        if not row["error"]:
+            found.append(f"memory of {row['model']}: rehearsed {row['rehearsed_bytes'] / row['real_bytes'] - 1:+.1%}")
+    return found
+
+
+def sum_up_exact(proof: dict[str, Any]) -> list[str]:
+    runs = proof.get("exact", {})
+    first = runs.get("whole")
+    if first is None:
+        return []
+    equal = [name for name, run in runs.items() if run == first and name != "whole"]
+    return [f"{len(first['digests'])} batches with exact sums; bit-equal: {', '.join(equal) or 'none'}"]
+
+
+def list_failures(proof: dict[str, Any]) -> list[str]:
+    where = f"{proof['device']}, {proof['part']}"
+    found = [f"{where}: {printable(text)}" for text in proof["problems"]]
+    for name, test in proof.get("tests", {}).items():
+        if test["outcome"] not in RIGHT_WAYS:
+            found.append(f"{where}: `{name}`: {test['outcome']}. {printable(test.get('why', ''))}".rstrip())
+    errors = [(f"{row['shape']}, {row['step']}", row["error"]) for row in proof.get("mfu", [])]
+    errors += [(row["model"], row["error"]) for row in proof.get("memory", [])]
+    return found + [f"{where}: {name}: {printable(error)}" for name, error in errors if error]
+
+
+def compare_data(proofs: Sequence[dict[str, Any]]) -> list[str]:
+    """Say whether any machine read other data: the digests of the same 20 batches are the same everywhere."""
+    runs = [(proof["device"], run["digests"]) for proof in proofs for run in proof.get("exact", {}).values()]
+    return [f"{device}: has read other data than {runs[0][0]}" for device, digests in runs if digests != runs[0][1]]
