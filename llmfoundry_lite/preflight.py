@@ -200,9 +200,8 @@ def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, f
         raise DataError(f"{key}: {index} has columns {', '.join(columns)}; expected tokens or text")
     if "tokens" not in columns:
         found.text_keys.append(key)
-    summary = index.parent.parent / "summary.json"  # `data prepare` leaves it beside the splits; other tools do not
-    if summary.is_file():
-        recorded = json.loads(summary.read_text())
+    recorded = _read_summary(index.parent.parent / "summary.json")
+    if recorded:
         if recorded["max_seq_len"] < max_seq_len:
             raise DataError(
                 f"{key}: samples of {index.parent} have {recorded['max_seq_len']} tokens, max_seq_len is "
@@ -210,6 +209,15 @@ def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, f
             )
         _check_fingerprint(recorded["tokenizer"], key, config)
     return total
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """Return what `data prepare` recorded beside the splits; {} without it, or where another tool wrote the file."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and {"max_seq_len", "tokenizer"} <= found.keys() else {}
 
 
 def _count_samples(index: Path) -> tuple[int, list[str]]:

@@ -192,6 +192,13 @@ def test_samples_shorter_than_the_run_wants(tmp_path):
         check(tmp_path, tiny_config(folder, model__vocab_size=300))
 
 
+@pytest.mark.parametrize("content", ["{}", "[1]", "cut off {"])
+def test_a_summary_of_another_tool_says_nothing(tmp_path, content):
+    folder = write_data(tmp_path / "data", num_train=20, num_val=5)
+    (folder / "summary.json").write_text(content)
+    check(tmp_path, tiny_config(folder))
+
+
 def test_each_of_several_validation_loaders_is_checked_by_its_label(tmp_path, data):
     loaders = [{"label": split, "dataset": {"local": str(data), "split": split}} for split in ("val", "gone")]
     config = tiny_config(data, eval_loader=loaders)
