@@ -212,7 +212,7 @@ def check_speed(part: Part) -> None:
     shapes, more = ("10m", ["--seq-len", "512", "--batch-size", "8"]) if is_cpu else ("1b,125m", [])
     if is_cpu or is_large(part.proof["row"]):  # to find out a size takes minutes, compiled
         more = [*more, "device_train_microbatch_size=8"]
-    minutes = max(0.5, (part.left() - (60 if is_cpu else 200)) / 60)
+    minutes = max(0.5, (part.left() - (150 if is_cpu else 200)) / 60)
     command = ["-m", "llmfoundry_lite", "bench", "mfu", "--shapes", shapes, "--minutes", f"{minutes:.2f}", *more]
     reports = part.out / "bench"
     part.run("mfu", [*command, "--out", str(reports)])

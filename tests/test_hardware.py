@@ -31,6 +31,7 @@ PUBLISHED_CARDS = {
         ("AMD Instinct MI250X", "MI250X"),
         ("AMD Instinct MI300X", "MI300X"),
         ("AMD Instinct MI300X VF", "MI300X"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
     ],
 )
 def test_names_as_torch_reports_them(device_name, expected):
