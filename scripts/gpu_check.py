@@ -37,6 +37,8 @@ NEEDED = {
 }
 """Module -> its package, where it has another name."""
 SWITCHES = "switches_between"
+OVERLAYS = {"a100-40gb-8": "A100-40GB", "a100-80gb-8": "A100-80GB", "h100-8": "H100-80GB", "h200-8": "H200"}
+"""CUDA's overlays -> their rows of the hardware table."""
 NUM_EXACT = 20
 """Batches of the run whose digests and losses are kept."""
 RESERVE_SECONDS = 25
@@ -259,18 +261,51 @@ def list_mfu(path: Path, row_name: str | None) -> list[dict[str, Any]]:
 
 def predict(shape: str, row_name: str | None) -> float | None:
     """Return the MFU that `plan` predicts of a model that ships, on one device of the hardware table."""
-    from llmfoundry_lite.config.layout import Layout
-    from llmfoundry_lite.config.load_train import load_train_config
-    from llmfoundry_lite.hardware import ACCELERATORS
-    from llmfoundry_lite.plan.network import find_node
-    from llmfoundry_lite.plan.step import step_time
-
     if row_name is None or shape not in ("125m", "350m", "1b", "3b", "7b"):
         return None
-    sizes = ["device_train_microbatch_size=8", "global_train_batch_size=16", "max_seq_len=2048", "precision=amp_bf16"]
-    config = load_train_config([f"mpt-{shape}", *sizes], {}).config
-    device = ACCELERATORS[row_name]
-    return step_time(config, Layout(), device, find_node(device.name)).mfu(config, Layout(), device)
+    return predict_step(f"mpt-{shape}", row_name, 1)[0]
+
+
+def predict_step(model: str, row_name: str, num_devices: int, *overlays: str) -> tuple[float, dict[str, float]]:
+    """Return the MFU of a step with two microbatches of 8 samples on each device, and the step's parts by share."""
+    from llmfoundry_lite.config.layout import layout_of
+    from llmfoundry_lite.config.load_train import load_train_config
+    from llmfoundry_lite.hardware import ACCELERATORS
+    from llmfoundry_lite.plan.step import find_hardware, step_time
+
+    sizes = ["device_train_microbatch_size=8", f"global_train_batch_size={16 * num_devices}"]
+    config = load_train_config([model, *overlays, *sizes, "max_seq_len=2048", "precision=amp_bf16"], {}).config
+    device, layout = ACCELERATORS[row_name], layout_of(config, num_devices, num_devices)
+    step = step_time(config, layout, find_hardware(device))
+    return step.mfu(config, layout, device), step.parts()
+
+
+def list_predictions() -> list[str]:
+    """Return the page of predictions, made before any GPU was measured."""
+    from llmfoundry_lite.hardware import ACCELERATORS
+    from llmfoundry_lite.plan.step import find_hardware
+
+    lines = [
+        "# MFU, predicted before it was measured",
+        "",
+        "Printed by `python scripts/gpu_check.py predict`. `make gpu-check-speed` prints what it measures beside the",
+        "rows of one device. Two microbatches of 8 x 2,048 tokens on each device, bf16. The step's parts and rates are",
+        "those of [`plan`](../plan.md): products and attention at the shares of the peak that stand in the row, all",
+        "else at 85 % of the memory's bandwidth. The shares were fitted to LLM Foundry's throughput of 2023, not",
+        "compiled. The H200's are the H100's, rounded down. A newer torch, and compiled code, should be faster.",
+        "",
+        "| overlay | model | devices | products, attention at | MFU predicted | parts of the step |",
+        "|---|---|---:|---|---:|---|",
+    ]
+    for overlay, row_name in OVERLAYS.items():
+        efficiency = find_hardware(ACCELERATORS[row_name]).efficiency
+        for model in ("mpt-125m", "mpt-1b"):
+            for num_devices in (1, 8):
+                mfu, parts = predict_step(model, row_name, num_devices, overlay)
+                words = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
+                rates = f"{efficiency.products:.0%}, {efficiency.attention:.0%}"
+                lines.append(f"| {overlay} | {model} | {num_devices} | {rates} | {mfu:.1%} | {words} |")
+    return lines
 
 
 def describe_mfu(row: dict[str, Any]) -> str:
@@ -335,12 +370,15 @@ PARTS: dict[str, Callable[[Part], None]] = {"tests": check_tests, "speed": check
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one part. Returns 0, 1 where it found problems, or 2 where something that it needs is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["ready", *PARTS])
+    parser.add_argument("part", choices=["ready", "predict", *PARTS])
     parser.add_argument("--minutes", type=float, default=8, help="[%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="[%(default)s]")
     parser.add_argument("--commit", help="of a copy without git")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))
+    if options.part == "predict":
+        print(*list_predictions(), sep="\n")
+        return 0
     if missing := find_missing():
         print(f"missing: {', '.join(missing)}; docs/hardware.md says how to bring them where there is no index")
         return 2

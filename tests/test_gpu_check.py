@@ -83,3 +83,9 @@ def test_speed_is_held_against_the_products_the_datasheet_and_the_prediction(tmp
     assert "predicted" not in gpu_check.describe_mfu(products) and "no time is left" in gpu_check.describe_mfu(flex)
     assert gpu_check.list_mfu(tmp_path / "none.json", "H200") == []
     assert gpu_check.predict("1b", None) is None and gpu_check.predict("10m", "H200") is None
+
+
+def test_the_page_of_predictions_is_what_plan_predicts():
+    lines = gpu_check.list_predictions()
+    assert (ROOT / "docs/measurements/mfu-predicted.md").read_text().splitlines() == lines
+    assert f"| h200-8 | mpt-1b | 1 | 55%, 20% | {gpu_check.predict('1b', 'H200'):.1%} |" in "\n".join(lines)
