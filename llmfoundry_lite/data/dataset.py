@@ -323,16 +323,16 @@ class TextDataset(IterableDataset):
     # Reading ----------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield this worker's rows, batch after batch. Padding rows fill up the last batch where it is kept."""
+        """Yield this worker's rows, batch after batch. Where the last batch is kept, padding rows take the places
+        of what it lacks: a microbatch has the same rows on any number of ranks."""
         return self._rows(*self._begin.tolist())  # the place is read now, not with the first row
 
     def _rows(self, epoch: int, sample_in_epoch: int) -> Iterator[Tensor]:
         ids = self._sample_ids(epoch, sample_in_epoch)
-        num_missing = 0
         try:
             for shard, sample in self._read_ahead(ids):
                 if shard == NO_SAMPLE:
-                    num_missing += 1
+                    yield torch.full((self.max_seq_len,), PAD_TOKEN)
                     continue
                 columns = self.cache.read(shard, sample)
                 try:
@@ -344,8 +344,6 @@ class TextDataset(IterableDataset):
             if not error.is_transient:
                 raise
             raise TransientDataError(str(error)) from error  # what led to it would stay in a worker process
-        for _ in range(num_missing):
-            yield torch.full((self.max_seq_len,), PAD_TOKEN)
 
     def _sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
         """Yield this worker's sample ids for the rest of the epoch, computed piece by piece."""

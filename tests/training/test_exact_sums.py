@@ -116,6 +116,14 @@ def test_every_combination(tmp_path, data):
         check_case(tmp_path, data, case, references)
 
 
+def test_microbatches_of_an_incomplete_batch_have_the_same_rows_on_any_number_of_ranks(tmp_path):
+    data = write_data(tmp_path / "data", num_train=26)
+    config = exact_config(data, eval_interval=0, device_train_microbatch_size=2, train_loader__drop_last=False)
+    for name, layout in (("one", "1 rank"), ("two", "2 FULL_SHARD")):
+        start(tmp_path, config, name, layout)
+    check_equal(bits(tmp_path, "one"), bits(tmp_path, "two"))
+
+
 def test_the_microbatch_stays_with_the_run(tmp_path, data):
     config = exact_config(data, max_duration="2ba", eval_interval=0)
     run(tmp_path, config, "auto", 2, device_train_microbatch_size="auto", stop_after="1ba")
