@@ -39,9 +39,9 @@ def run(models: Sequence[str] = (), minutes: float = 3, out: Path | None = None)
     console, deadline = open_console(), time.monotonic() + 60 * minutes
     rows, left_out = list[dict[str, Any]](), []
     with ForkServer() as server:
-        for model in models or MODELS:
-            size = max(n for n in (1, 2, 4, 8) if fits(load_train_config([model]).config, device, n, 1))
-            for variant, overrides in VARIANTS.items():
+        for variant, overrides in VARIANTS.items():  # each model as it is, before any other
+            for model in models or MODELS:
+                size = max(n for n in (1, 2, 4, 8) if fits(load_train_config([model]).config, device, n, 1))
                 name = f"{model} {variant}".strip()
                 if time.monotonic() > deadline:
                     left_out.append(name)

@@ -6,7 +6,10 @@ import pytest
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.doctor.verified import describe_proofs
+from tests.helpers.launch import ROOT
+from tests.helpers.markdown import section
 
+PROOFS = sorted((ROOT / "benchmarks/results/verified").glob("*.json"))
 RUN = {"digests": ["a", "b"], "losses": ["0x1p+2", "0x1p+1"]}
 STEP = {"microbatch_size": 8, "error": None, "share_of_products": None, "share_of_peak": None}
 STEP["predicted_share_of_peak"] = None
@@ -96,3 +99,9 @@ def test_a_file_of_something_else_is_refused(tmp_path, capsys, content, message)
 def test_options_that_mean_nothing_together_are_refused(capsys, arguments, message):
     assert main.run(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_page_has_the_table_of_the_proofs_that_are_here():
+    assert len(PROOFS) >= 3
+    lines = describe_proofs(PROOFS)
+    assert "\n".join(lines) in section((ROOT / "docs/hardware.md").read_text(), "Verified on")
