@@ -93,6 +93,8 @@ def _code_of(error: BaseException) -> str | None:
 
 def _answer_of(error: BaseException) -> bool | None:
     """Return whether a server's answer may pass; None if `error` is no answer."""
+    if any(kind.__name__ == "HttpProcessingError" for kind in type(error).__mro__):
+        return None  # aiohttp's, with the code 400 that no server has sent: the answer was cut
     code, response = _code_of(error), getattr(error, "response", None)
     if code is not None and (code in TRANSIENT_CODES or "Throttl" in code):
         return True

@@ -35,6 +35,16 @@ class HTTPClientError(Exception):
     """As botocore's, of which lost and refused connections are."""
 
 
+class HttpProcessingError(Exception):
+    """As aiohttp's: it has a code of its own, also when the answer was cut."""
+
+    code = 400
+
+
+class ClientPayloadError(Exception):
+    """As aiohttp's."""
+
+
 class NoCredentialsError(Exception):
     """As botocore's."""
 
@@ -42,6 +52,11 @@ class NoCredentialsError(Exception):
 def as_s3fs(kind, cause: Exception) -> OSError:
     """s3fs makes an OSError of each answer, and says which one it was raised from."""
     error = kind if isinstance(kind, OSError) else kind("refused")
+    error.__cause__ = cause
+    return error
+
+
+def caused_by(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
     return error
 
@@ -67,6 +82,7 @@ MAY_PASS = {
     "too many requests": HttpError(status_code=429),
     "a gateway of Google's": HttpError(code=502),
     "a link of botocore's": HTTPClientError("Could not connect to the endpoint URL"),
+    "an answer that was cut": caused_by(ClientPayloadError("not completed"), HttpProcessingError("81 of 163 bytes")),
     "another rank's": TransientError("of another rank"),
 }
 MISTAKES = {

@@ -162,23 +162,48 @@ def test_before_a_machine_goes_its_runs_are_asked_to_leave_and_waited_for(tmp_pa
 
 VALIDATE = """
 import sys, yaml, sky
-from sky.utils import common_utils, schemas
+from sky.utils import common_utils, dag_utils, schemas
 task = yaml.safe_load(open(sys.argv[1]))
 common_utils.validate_schema(task, schemas.get_task_schema(), "task: ")
 common_utils.validate_schema(task["resources"], schemas.get_resources_schema(), "resources: ")
 for mount in task.pop("file_mounts").values():  # which a Task would look for in the cloud
     common_utils.validate_schema(mount, schemas.get_storage_schema(), "file_mounts: ")
 print(sorted(str(option.accelerators) for option in sky.Task.from_yaml_config(task).resources))
+dag = dag_utils.load_dag_from_yaml_str(sys.argv[2], secrets_overrides=[("LLMFOUNDRY_LITE_ISLANDS_TOKEN", "secret")])
+print(dag.is_job_group(), dag.name, dag.primary_tasks, [task.name for task in dag.tasks])
 """
 
 
-@pytest.mark.slow
-def test_it_fits_skypilot_s_own_schemas():
+@pytest.fixture(scope="module")
+def group():
+    """The job group of two islands in docs/skypilot.md."""
+    (block,) = re.findall(r"```yaml\n(.+?)```", (ROOT / "docs/skypilot.md").read_text(), re.DOTALL)
+    return block
+
+
+def test_the_islands_of_a_job_group_load_and_ask_the_coordinator_of_their_group(group):
+    header, coordinator, *islands = yaml.safe_load_all(group)
+    assert [island["name"] for island in islands] == header["primary_tasks"]
+    port = re.search(r"--listen 0.0.0.0:(\d+) --islands 2$", coordinator["run"])
+    for island in islands:
+        run, save_folder, options = re.fullmatch(
+            r'RUN=(\S+) SAVE_FOLDER="(\S+)" OPTIONS="(.+)" bash scripts/sky/run.sh\n', island["run"]
+        ).groups()
+        options = options.replace("$SKYPILOT_JOBGROUP_NAME", header["name"]).replace("$(hostname -i)", "10.0.0.1")
+        config = load_train_config([str(ROOT / run), f"save_folder={save_folder}", *options.split()], {}).config
+        assert config.islands.coordinator == f"{coordinator['name']}-0.{header['name']}:{port[1]}"
+        assert config.islands.name == island["name"]
+        assert island["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_PREEMPTED]
+
+
+@pytest.mark.long
+def test_skypilot_itself_parses_the_task_and_the_group(group):
     """SKYPILOT_PYTHON names the Python of an environment that has it; it need not be this one."""
     python = os.environ.get("SKYPILOT_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import sky"], capture_output=True, check=False).returncode != 0:
         pytest.skip("SkyPilot is not installed")
-    command = [python, "-c", VALIDATE, str(SKY / "train.yaml")]
+    command = [python, "-c", VALIDATE, str(SKY / "train.yaml"), group]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert "{'H100': 8}" in result.stdout and "{'MI300': 8}" in result.stdout
+    assert "True mpt-1b ['nvidia', 'amd'] ['coordinator', 'nvidia', 'amd']" in result.stdout

@@ -234,6 +234,8 @@ class RemoteSink:
     def abandon(self) -> None:
         with contextlib.suppress(Exception):
             self._file.discard()
+        with contextlib.suppress(Exception):
+            self._file.closed = True  # or fsspec flushes and completes it when it is garbage
         self.filesystem.renew()  # an upload belongs to the file system that began it; the next one begins afresh
 
 

@@ -291,7 +291,7 @@ def download_from_hub(name: str) -> dict[str, Path]:
         if TOKENIZER_FILE in here:
             return here
         # A node without a network meets that again tomorrow; what the Hub itself answers, such as a 503, may pass.
-        has_answered = getattr(error, "response", None) is not None
+        has_answered = any(getattr(one, "response", None) is not None for one in (error, error.__cause__))
         raise DataError(
             f"tokenizer {name} is not in the local cache and the Hugging Face Hub cannot be reached "
             f"({type(error).__name__}); give a local folder with a {TOKENIZER_FILE} instead"

@@ -1,4 +1,7 @@
-"""A local S3 server in a process of its own, and proxies before it: one drops connections, one refuses requests."""
+"""A local S3 server in a process of its own, and proxies before it: one drops connections, one refuses requests.
+
+`Faults` says what the second one does to which request, by a seeded die.
+"""
 
 import os
 import random
@@ -9,10 +12,12 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from tests.helpers.launch import free_port
 
@@ -91,10 +96,13 @@ class _Connection(socketserver.BaseRequestHandler):
 STATUS = {"SlowDown": 503, "InternalError": 500, "ExpiredToken": 400, "AccessDenied": 403}
 STATUS |= {"NotImplemented": 501, "ConditionalRequestConflict": 409}
 """Of HTTP, that S3 sends with a code."""
+UNHEARD, ANSWER_LOST, ANSWER_CUT, SLOW = "unheard", "answer lost", "answer cut", "slow"
+"""What else may happen to a request: it never arrives; it does, but all or half of the answer is lost; it waits."""
+SLOW_SECONDS = 0.3
 
 
 class RefusingProxy(ThreadingHTTPServer):
-    """Passes requests on, but those that `refuses` (method, path, headers) names the answer to: such as SlowDown."""
+    """Passes requests on, but those for which `refuses` (method, path, headers) names a code, or one of the above."""
 
     daemon_threads = True
 
@@ -121,20 +129,28 @@ class _Request(BaseHTTPRequestHandler):
     def answer(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         code = self.server.refuses(self.command, self.path, dict(self.headers))
-        if code is not None:
-            self.server.num_refused += 1
+        self.server.num_refused += code is not None
+        if code == UNHEARD:
+            self.close_connection = True
+            return
+        if code in STATUS:
             text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}, by a proxy</Message></Error>"
             self._send(STATUS[code], [("Content-Type", "application/xml")], text.encode())
             return
+        if code == SLOW:
+            time.sleep(SLOW_SECONDS)
         other = HTTPConnection("127.0.0.1", self.server.target)
         other.request(self.command, self.path, content, dict(self.headers))
         found = other.getresponse()
         skipped = ("transfer-encoding", "connection", "server", "date")
         headers = [(name, value) for name, value in found.getheaders() if name.lower() not in skipped]
-        self._send(found.status, headers, found.read())
+        answer = found.read()
         other.close()
+        self.close_connection = code in (ANSWER_LOST, ANSWER_CUT)
+        if code != ANSWER_LOST:
+            self._send(found.status, headers, answer, len(answer) // 2 if code == ANSWER_CUT else None)
 
-    def _send(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+    def _send(self, status: int, headers: list[tuple[str, str]], content: bytes, num_sent: int | None = None) -> None:
         self.send_response(status)
         for name, value in headers:
             if name.lower() != "content-length" or self.command == "HEAD":
@@ -143,9 +159,72 @@ class _Request(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self.wfile.write(content[:num_sent])
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
 
     def log_message(self, format, *args):
         pass
+
+
+class Faults:
+    """`RefusingProxy.refuses`: one fault at a time, which begins somewhere in an operation and ends with it."""
+
+    KINDS = ("storm", "unheard", "answer lost", "answer cut", "slow lists", "expired token")
+
+    def __init__(self, seed: int, credentials: Path):
+        self.random = random.Random(seed)
+        self.credentials = credentials
+        self.num_hit = Counter[str]()
+        self._lock = threading.Lock()
+        self._num_keys = 0
+        self._kind: str | None = None
+        self._give_key()
+
+    def _give_key(self) -> None:
+        self._num_keys += 1
+        text = f"[default]\naws_access_key_id = key{self._num_keys}\naws_secret_access_key = test\n"
+        self.credentials.with_suffix(".new").write_text(text)
+        self.credentials.with_suffix(".new").replace(self.credentials)
+
+    @contextmanager
+    def one(self) -> Iterator[str]:
+        """Let one fault happen to what is asked within. A token that has expired is replaced now, or afterwards."""
+        self._begins, self._left = self.random.randint(0, 12), self.random.randint(1, 12)
+        self._code = self.random.choice(("SlowDown", "InternalError"))
+        self._expired, self._replaces_at_once = f"Credential=key{self._num_keys}/", self.random.random() < 0.5
+        self._has_hit = False
+        self._kind = kind = self.random.choice(self.KINDS)
+        try:
+            yield kind
+        finally:
+            with self._lock:
+                self._kind = None
+            self.num_hit[kind] += self._has_hit
+            if kind == "expired token" and self._has_hit and not self._replaces_at_once:
+                self._give_key()
+
+    def __call__(self, method: str, path: str, headers: dict[str, str]) -> str | None:
+        with self._lock:
+            if self._kind is None:
+                return None
+            self._begins -= 1
+            if self._begins >= 0:
+                return None
+            code = self._answer(method, path, headers)
+            self._has_hit |= code is not None
+            return code
+
+    def _answer(self, method: str, path: str, headers: dict[str, str]) -> str | None:
+        if self._kind == "slow lists":
+            return SLOW if method == "GET" and "list-type=2" in path else None
+        if self._kind == "expired token":
+            if self._expired not in str(headers):
+                return None
+            if self._replaces_at_once and not self._has_hit:
+                self._give_key()
+            return "ExpiredToken"
+        if self._left == 0 or (self._kind == "answer cut" and method != "GET"):
+            return None
+        self._left -= 1
+        return self._code if self._kind == "storm" else self._kind

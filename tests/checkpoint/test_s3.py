@@ -17,7 +17,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
-from tests.checkpoint.s3_server import DroppingProxy, RefusingProxy, s3_server
+from tests.checkpoint.s3_server import DroppingProxy, Faults, RefusingProxy, s3_server
 from tests.checkpoint.saves import names, save, saved, write_draft
 
 s3fs = pytest.importorskip("s3fs")
@@ -363,3 +363,85 @@ def test_credentials_that_have_expired_are_read_again(proxy, tmp_path, monkeypat
         saver.wait()
     save_now(saver, model, opt, 4)
     assert names(CheckpointStore(proxy.url)) == ["ba4", "ba2", "ba1"]
+
+
+@pytest.fixture
+def faults(proxy, tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    proxy.refuses = Faults(0, tmp_path / "credentials")
+    return proxy.refuses
+
+
+class Saves:
+    """A run that saves, restores and prunes through faults, and what must be there at each moment."""
+
+    def __init__(self, url):
+        self.url, self.batch, self.newest = url, 0, 0
+        self.states = {}
+        """By batch, of every save that was begun: it may stand though its answer was lost."""
+        self.model = torch.nn.Linear(1000, 1000)
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.saver = None
+
+    def launch(self):
+        self.saver = Saver(CheckpointStore(self.url))
+
+    def save(self):
+        self.batch += 1
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, float(self.batch % 3 - 1))
+        self.opt.step()
+        self.states[self.batch] = whole_state(self.model, self.opt)
+        save_now(self.saver, self.model, self.opt, self.batch)
+        self.newest = self.batch
+
+    def restore(self):
+        model = torch.nn.Linear(1000, 1000)
+        opt = torch.optim.AdamW(model.parameters(), lr=0.5)
+        restored = load_newest(CheckpointStore(self.url), model, opt)
+        found = restored.manifest.timestamp.batch if restored.manifest is not None else 0
+        assert found >= self.newest, f"ba{self.newest} had been saved; {restored.notes}"
+        if found:
+            expected, state = self.states[found], whole_state(model, opt)
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(state[name], expected[name]) for name in state), f"ba{found}"
+
+    def prune(self):
+        self.saver.store.prune(self.saver.lease, keep_newest=2)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "num_faults", [pytest.param(10, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.long)]
+)
+def test_through_random_faults_nothing_is_lost_and_what_is_restored_was_committed(
+    proxy, faults, monkeypatch, num_faults
+):
+    """Storms of 503, requests and answers lost or cut, slow lists, tokens that expire in the middle of a save."""
+    monkeypatch.setattr(remote_folder, "REMOTE_PART_BYTES", 5 << 20)
+    run, outcomes = Saves(proxy.url), Counter()
+    run.launch()
+    steps = {"save": 6, "restore": 3, "prune": 1, "launch": 1}
+    while faults.num_hit.total() < num_faults:
+        (name,) = faults.random.choices(list(steps), list(steps.values()))
+        with faults.one() as kind:
+            try:
+                getattr(run, name)()
+                outcomes[name, "done"] += 1
+            except CheckpointError as error:
+                assert error.is_transient, f"{name}, {kind}: {error!r}"
+                outcomes[name, "failed"] += 1
+    assert outcomes["save", "done"] and outcomes["restore", "done"], outcomes
+    if num_faults == 50:
+        assert set(faults.num_hit) == set(Faults.KINDS) and min(faults.num_hit.values()) >= 3, faults.num_hit
+        assert outcomes["save", "failed"] >= 5 and outcomes["restore", "failed"], outcomes
+    run.restore()
+    for candidate in CheckpointStore(proxy.url).candidates():
+        verify_checkpoint(candidate.open())
+    run.launch()
+    run.save()
+    run.restore()
+    run.prune()
+    assert len(names(CheckpointStore(proxy.url))) == 2
