@@ -238,7 +238,9 @@ class Coordinator:
             "epoch": self.epoch,
             "batch": self.batch,
             "loss": sum(report["loss"] * (report["weight"] / max(weight, 1)) for report in reports.values()),
+            "loss_sum": sum(report["loss"] for report in reports.values()),
             "norm": reports[self.scribe]["norm"],
+            "out_of_range": any(report["out_of_range"] for report in reports.values()),
             "bad": sum(report["bad"] for report in reports.values()),
             **{key: sum(r[key] for r in reports.values()) for key in ("samples", "tokens", "losses", "digest")},
             "rows": {name: report["samples"] for name, report in reports.items()},
@@ -364,7 +366,7 @@ class Coordinator:
 
     def _refusal(self, island: Island) -> str:
         """Return why this island cannot take part; empty if it can."""
-        common = ("fingerprints", "rows", "microbatch", "batch")
+        common = ("fingerprints", "rows", "microbatch", "unit", "batch")
         if any(hello[key] != island.facts[key] for hello in island.hellos.values() for key in common):
             return f"{island.name}: its ranks differ in their configuration"
         tensors = _tensors_of(island.facts)
@@ -429,7 +431,9 @@ class Coordinator:
         are_measured = all(one.rate is not None for one in islands)
         rates = [float(one.rate if are_measured and one.rate else one.facts["weight"]) for one in islands]
         paces = zip(islands, rates, strict=True)
-        return {one.name: Pace(one.size, one.facts["microbatch"], rate) for one, rate in paces}
+        return {
+            one.name: Pace(one.size, one.facts["microbatch"], rate, one.size * one.facts["unit"]) for one, rate in paces
+        }
 
     def _measure(self, present: list[Island]) -> None:
         for one in present:

@@ -11,11 +11,12 @@ class Pace(NamedTuple):
     """Speed and granularity of an island."""
 
     num_ranks: int
-    """Its rows are a multiple of this: the ranks of a process group need equally many."""
     microbatch: int
     """Rows of a rank in one forward pass."""
     rate: float
     """Rows per second, or any number proportional to that."""
+    step: int
+    """Its rows are a multiple of this: ranks need equally many rows, and exact sums whole microbatches on each."""
 
     def seconds(self, rows: int) -> float:
         """Return the time for `rows`. A microbatch that is not full takes as long as a full one."""
@@ -26,7 +27,7 @@ class Pace(NamedTuple):
 def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
     """Return the division whose slowest island is fastest: each island's lanes, in order of names.
 
-    Every island has rows. Raises ConfigError when no multiples of the islands' ranks add up to `num_rows`.
+    Every island has rows. Raises ConfigError when no multiples of the islands' steps add up to `num_rows`.
     """
     names = sorted(paces)
     total_rate = sum(pace.rate for pace in paces.values())
@@ -42,9 +43,11 @@ def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
                     found[before + rows] = choice
         best = found
     if num_rows not in best:
-        ranks = ", ".join(f"{name} {paces[name].num_ranks}" for name in names)
+        steps = ", ".join(f"{name} {paces[name].step}" for name in names)
+        is_exact = any(paces[name].step > paces[name].num_ranks for name in names)
         raise ConfigError(
-            f"global_train_batch_size: {num_rows} rows are no sum of multiples of the islands' ranks ({ranks}); "
+            f"global_train_batch_size: {num_rows} rows are no sum of multiples of the islands' "
+            f"{'ranks x microbatch, as exact_sums needs,' if is_exact else 'ranks'} ({steps}); "
             "use another batch size or other numbers of ranks"
         )
     lanes, begin = {}, 0
@@ -59,8 +62,8 @@ def latest_seconds(lanes: Mapping[str, range], paces: Mapping[str, Pace]) -> flo
 
 
 def _candidates(num_rows: int, pace: Pace, ideal: float, num_islands: int) -> list[int]:
-    """Return numbers of rows near the `ideal` one, in multiples of the ranks; all multiples if there are few."""
-    step = pace.num_ranks
+    """Return numbers of rows near the `ideal` one, in multiples of the step; all multiples if there are few."""
+    step = pace.step
     count = num_rows // step
     if count <= 256:
         return [step * i for i in range(1, count + 1)]

@@ -1,9 +1,9 @@
 """Exchange of tensors between islands: plain sockets between ranks that hold parts of the same tensors.
 
 No process group spans islands, so they may differ in torch release, vendor and sharding. A rank knows the boxes of all
-ranks of all islands. It sends the overlap of its boxes with a peer's, in fp32 from host memory, and receives the same
-box of the peer's tensor. Replicas within an island divide their rows first, so each element crosses between two islands
-once each way. Closing a rank's connections ends an exchange early.
+ranks of all islands. From host memory it sends the overlap of its boxes with a peer's, in fp32 (exact sums in float64),
+and receives the same box of the peer's tensor. Replicas within an island divide their rows first, so each element
+crosses between two islands once each way. Closing a rank's connections ends an exchange early.
 """
 
 import socket
@@ -81,7 +81,7 @@ class Swapped(NamedTuple):
     weights: dict[str, float]
     """Weights of the other islands' gradients."""
     tensors: dict[str, Tensors]
-    """Island -> name -> that island's numbers for this rank's piece, fp32 in host memory."""
+    """Island -> name -> that island's numbers for this rank's piece, in host memory."""
 
 
 def share_out(boxes_of_ranks: Sequence[Boxes]) -> list[Boxes]:
@@ -225,11 +225,14 @@ class Exchange:
 
     # ---------------------------------------------------------------------------------------------------- tensors
 
-    def swap(self, tensors: Tensors, pieces: Boxes, label: int, weight: float) -> Swapped:
-        """Send pieces to all other islands and receive theirs. Both ends need the same `label`. Raises OSError."""
-        sending = {peer: _gather(tensors, pieces, cuts) for peer, cuts in self._cuts.items()}
+    def swap(
+        self, tensors: Tensors, pieces: Boxes, label: int, weight: float, dtype: torch.dtype = torch.float32
+    ) -> Swapped:
+        """Send pieces to all other islands, as numbers of `dtype`, and receive theirs. Both ends need the same `label`
+        and `dtype`. Raises OSError."""
+        sending = {peer: _gather(tensors, pieces, cuts, dtype) for peer, cuts in self._cuts.items()}
         swapped = Swapped({}, {})
-        for peer, (their_weight, flat) in self._transfer(sending, list(self._cuts), label, weight).items():
+        for peer, (their_weight, flat) in self._transfer(sending, list(self._cuts), label, weight, dtype).items():
             theirs = swapped.tensors.setdefault(peer.island, {})
             _scatter(flat, theirs, pieces, self._cuts[peer])
             swapped.weights[peer.island] = their_weight
@@ -249,7 +252,12 @@ class Exchange:
         return tensors
 
     def _transfer(
-        self, sending: Mapping[Peer, torch.Tensor], receiving: Sequence[Peer], label: int, weight: float
+        self,
+        sending: Mapping[Peer, torch.Tensor],
+        receiving: Sequence[Peer],
+        label: int,
+        weight: float,
+        dtype: torch.dtype = torch.float32,
     ) -> dict[Peer, tuple[float, torch.Tensor]]:
         """Send and receive in parallel. Waits for all threads, then raises the first OSError."""
         arrived: dict[Peer, tuple[float, torch.Tensor]] = {}
@@ -264,7 +272,7 @@ class Exchange:
                     self._send(self._connection_to(peer), sending[peer], label, weight)
                 else:
                     size = sum(cut.size for cut in self._cuts[peer].values())
-                    arrived[peer] = self._receive(self._connection_to(peer), size, label)
+                    arrived[peer] = self._receive(self._connection_to(peer), torch.empty(size, dtype=dtype), label)
             except OSError as error:
                 errors.append(error)
                 self.abort(self._epoch + 1)  # or the other threads would wait in vain
@@ -288,9 +296,8 @@ class Exchange:
             connection.sendall(chunk)
             self.num_bytes += len(chunk)
 
-    def _receive(self, connection: socket.socket, size: int, label: int) -> tuple[float, torch.Tensor]:
-        flat = np.empty(size, np.float32)
-        raw = memoryview(cast(Any, flat)).cast("B")
+    def _receive(self, connection: socket.socket, flat: torch.Tensor, label: int) -> tuple[float, torch.Tensor]:
+        raw = memoryview(cast(Any, flat.numpy())).cast("B")
         heading = bytearray(HEADING.size)
         receive_exactly(connection, memoryview(heading))
         *found, weight = HEADING.unpack(heading)
@@ -300,12 +307,14 @@ class Exchange:
             chunk = raw[begin : begin + CHUNK_BYTES]
             receive_exactly(connection, chunk)
             self.num_bytes += len(chunk)
-        return weight, torch.from_numpy(flat)
+        return weight, flat
 
 
-def _gather(tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box]) -> torch.Tensor:
-    """Return a peer's cuts of the pieces, concatenated, fp32 on the host."""
-    parts = [tensors[name][cut.within(pieces[name])].reshape(-1).float() for name, cut in cuts.items()]
+def _gather(
+    tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return a peer's cuts of the pieces, concatenated, on the host."""
+    parts = [tensors[name][cut.within(pieces[name])].reshape(-1).to(dtype) for name, cut in cuts.items()]
     return torch.cat(parts).cpu()
 
 
@@ -314,7 +323,7 @@ def _scatter(flat: torch.Tensor, tensors: Tensors, pieces: Boxes, cuts: Mapping[
     sizes = [cut.size for cut in cuts.values()]
     for (name, cut), values in zip(cuts.items(), flat.split(sizes), strict=True):
         if name not in tensors:
-            tensors[name] = torch.empty(pieces[name].lengths, dtype=torch.float32)
+            tensors[name] = torch.empty(pieces[name].lengths, dtype=flat.dtype)
         tensors[name][cut.within(pieces[name])] = values.view(cut.lengths)
 
 

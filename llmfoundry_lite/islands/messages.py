@@ -20,7 +20,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 
-PROTOCOL = "islands/2"
+PROTOCOL = "islands/3"
 """Version of the messages. A "beat" is a heartbeat; a rank's "hello" describes it."""
 TOKEN = "LLMFOUNDRY_LITE_ISLANDS_TOKEN"
 MIN_TOKEN_LENGTH = 16
@@ -189,13 +189,13 @@ FACTS: Fields = {
     **dict.fromkeys(("island", "launch"), str),
     "address": list,
     **dict.fromkeys(("boxes", "fingerprints", "machine"), dict),
-    **dict.fromkeys(("rank", "size", "batch", "rows", "microbatch"), int),
+    **dict.fromkeys(("rank", "size", "batch", "rows", "microbatch", "unit"), int),
     "weight": (int, float),
 }
-"""Fields of a rank's hello."""
+"""Fields of a rank's hello. `unit`: each rank's rows are a multiple of it."""
 REPORT: Fields = {
     **dict.fromkeys(("epoch", "batch", "bad", "weight", "samples", "tokens", "losses", "digest"), int),
-    **dict.fromkeys(("ok", "leaving"), bool),
+    **dict.fromkeys(("ok", "leaving", "out_of_range"), bool),
     **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
     "weights": str,
 }
@@ -222,6 +222,7 @@ def check_hello(message: Message) -> None:
         "rank": 0 <= rank < size,
         "rows": message["rows"] >= 1,
         "microbatch": message["microbatch"] >= 1,
+        "unit": message["unit"] >= 1,
         "batch": message["batch"] >= 0,
         "weight": WEIGHTS[0] <= message["weight"] <= WEIGHTS[1],
         "address": len(address) == 2 and _is_host(address[0]) and _is_count(address[1]) and address[1] < 1 << 16,

@@ -53,12 +53,12 @@ class ExactSums:
         largest = torch.stack(self._largest) if self._largest else torch.zeros(1)
         return (~(largest < self.largest_element)).sum().double()
 
-    def finish(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Round each sum once, to fp32, for the optimizer."""
+    def finish(self, parameters: Iterable[nn.Parameter], scale: float = 1.0) -> None:
+        """Round each sum, times `scale`, to fp32 for the optimizer."""
         for parameter in parameters:
             total, parameter.grad = parameter.grad, None
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
-            parameter.grad = None if total is None else total.float()
+            parameter.grad = None if total is None else (total * scale if scale != 1.0 else total).float()
 
     @torch.no_grad()
     def _prepare(self, module: nn.Module, _: Any) -> None:

@@ -48,7 +48,7 @@ from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from llmfoundry_lite.training.partners import Partners
-from llmfoundry_lite.training.trainer import Measured, measure
+from llmfoundry_lite.training.trainer import Measured
 
 POLL_SECONDS = 0.5
 """Interval at which a waiting launch checks whether it is asked to leave."""
@@ -136,6 +136,10 @@ class Islands(Partners):
         self.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         self.boxes: Boxes = {name: Box(*box_of(parameter)) for name, parameter in self.parameters.items()}
         launch, first_batch = broadcast_json([secrets.token_hex(8), int(state.timestamp.batch)])
+        microbatch = int(state.device_train_microbatch_size or 1)
+        fingerprints = {**self.fingerprints, "order of the data": dataset.order.fingerprint}
+        if self.gradient_step.sums:
+            fingerprints["device_train_microbatch_size"] = str(microbatch)
         machine = {"device": devices.device_name(), "num_devices": self.num_ranks, "torch": str(torch.__version__)}
         self.member.send(
             {
@@ -147,10 +151,11 @@ class Islands(Partners):
                 "address": list(self.exchange.address),
                 "boxes": self.boxes,
                 "machine": machine,
-                "fingerprints": {**self.fingerprints, "order of the data": dataset.order.fingerprint},
+                "fingerprints": fingerprints,
                 "batch": first_batch,
                 "rows": self.num_rows,
-                "microbatch": int(state.device_train_microbatch_size or 1),
+                "microbatch": microbatch,
+                "unit": microbatch if self.gradient_step.sums else 1,
                 "weight": self.config.weight,
             }
         )
@@ -360,7 +365,8 @@ class Islands(Partners):
         """Pass the numbers of all islands to this rank's GradientStep and Agreement."""
         here = self.agreement.current
         self.num_drifts += len(verdict["drifted"])
-        self.gradient_step.agreed = Measured(verdict["norm"], verdict["loss"], verdict["bad"])
+        loss = verdict["loss_sum" if self.gradient_step.sums else "loss"]
+        self.gradient_step.agreed = Measured(verdict["norm"], loss, verdict["bad"], verdict["out_of_range"])
         for name, rows in verdict["rows"].items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.tokens_elsewhere += verdict["tokens"] - here.num_tokens
@@ -380,26 +386,29 @@ class Islands(Partners):
         gradients = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
         parts = {name: local(gradient) for name, gradient in gradients.items()}
         inside = {name: parts[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
-        swapped = None
+        swapped, step = None, self.gradient_step
+        label = int(state.timestamp.batch) * LABELS_PER_BATCH
         with suppress(OSError):
-            swapped = self.exchange.swap(
-                inside, self.pieces, int(state.timestamp.batch) * LABELS_PER_BATCH, float(weight)
-            )
+            dtype = torch.float64 if step.sums else torch.float32
+            swapped = self.exchange.swap(inside, self.pieces, label, float(weight), dtype)
         self.member.phase = "wait"  # for ranks whose links are slower or dead
         failed, leaves = all_reduce_sum([int(swapped is None), int(bool(self.agreement.preemption.reason))])
         if failed:
-            return {"ok": False, "leaving": bool(leaves), "norm": 0.0, "loss": 0.0, "bad": 0}
+            return {"ok": False, "leaving": bool(leaves), **_report(Measured(0.0, 0.0, 0))}
         assert swapped is not None
         self.member.phase = "compute"
         if len(self.view.members) > 1:
             self._sum_over_islands(inside, swapped, weight)
             complete(gradients, parts, self.pieces, self.boxes)
-        norm, mean, num_bad, _ = measure(list(self.parameters.values()), loss, self.gradient_step.bad_losses)
-        return {"ok": True, "leaving": bool(leaves), "norm": norm, "loss": mean, "bad": num_bad}
+        parameters = list(self.parameters.values())
+        if step.sums:  # a rank without a piece has heard of no other island
+            step.weight = all_reduce_max([weight + int(sum(swapped.weights.values()))])[0]
+            step.sums.finish(parameters, step.scale_of_sums)
+        return {"ok": True, "leaving": bool(leaves), **_report(step.measure(parameters, loss))}
 
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if parameter.grad is None:  # no token of this rank's rows has a loss
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float64 if self.gradient_step.sums else None)
         return parameter.grad
 
     def _sum_over_islands(self, inside: dict[str, torch.Tensor], swapped: Swapped, weight: int) -> None:
@@ -409,7 +418,10 @@ class Islands(Partners):
         for name, values in inside.items():
             if values.numel():
                 theirs = {island: tensors[name] for island, tensors in swapped.tensors.items()}
-                values.copy_(sum_weighted(values, self.name, theirs, shares))
+                if self.gradient_step.sums:  # in any order
+                    values.copy_(sum(theirs.values(), values.cpu()))
+                else:
+                    values.copy_(sum_weighted(values, self.name, theirs, shares))
 
     # ------------------------------------------------------------------------------------------- state for joiners
 
@@ -489,6 +501,11 @@ def _now() -> float:
     """Return the time after the device has finished: an island's rows follow from its speed."""
     devices.finish()
     return time.monotonic()
+
+
+def _report(measured: Measured) -> Message:
+    norm, loss, num_bad, is_out_of_range = measured
+    return {"norm": norm, "loss": loss, "bad": num_bad, "out_of_range": is_out_of_range}
 
 
 def _boxes_of(described: Message) -> Boxes:

@@ -119,8 +119,8 @@ class ParallelTrainer(Trainer):
         assert spec is not None and isinstance(state.device_train_microbatch_size, int)
         batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
         total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_filled
-        # All rows of one launch among several may be padding. Exact sums are no means over ranks.
-        share = max(total, 1) / (1 if self.gradient_step.sums else self.ranks.size)
+        # All rows of one launch among several may be padding.
+        share, sums = max(total, 1) / self.ranks.size, self.gradient_step.sums
         is_pipeline = isinstance(model, PipelinedLanguageModel)
         device = state.device._device
         assert device is not None
@@ -129,8 +129,11 @@ class ParallelTrainer(Trainer):
         self.gradient_step.begin(num_microbatches, device)
         run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
-        if self.gradient_step.sums:
-            self.gradient_step.sums.begin(whole_parameters(state.optimizers[0]), num_microbatches * self.ranks.size)
+        if sums:  # no means over ranks, and a weight that does not depend on the rows of other launches
+            num_rows, num_tokens = self.device_batch_size * self.ranks.size, max(batch["input_ids"].size(1) - 1, 1)
+            share = num_rows * (num_tokens if self.accumulate_train_batch_on_tokens else 1)
+            self.gradient_step.full_weight, self.gradient_step.weight = share, total
+            sums.begin(whole_parameters(state.optimizers[0]), num_rows // size)
         loss_sum = torch.zeros((), device=device)
         for microbatch in [batch] if is_pipeline else spec.split_batch(batch, size):
             state.batch = state.device.batch_to_device(microbatch)
@@ -190,7 +193,7 @@ class Measured(NamedTuple):
     norm: float
     """L2 norm of the whole gradient, before clipping."""
     loss: float
-    """Mean of the data ranks' losses."""
+    """Mean of the data ranks' losses; with exact sums the sum of the microbatches', in float64."""
     num_bad_losses: int
     """Microbatches whose loss is not finite."""
     is_out_of_range: bool = False
@@ -243,6 +246,10 @@ class GradientStep:
     reduces_every_microbatch: bool = True
     sums: ExactSums | None = None
     """Where the gradient does not depend on the number of ranks."""
+    full_weight: int = 1
+    """With exact sums: tokens with a loss, or samples, of a batch without padding. Each loss is divided by it."""
+    weight: int = 1
+    """The same of this batch, of all launches when its gradient is finished."""
     num_skipped_batches: int = 0
     agreed: Measured | None = None
     """Measured by `partners` over all launches; None: `finish` measures."""
@@ -276,12 +283,14 @@ class GradientStep:
         `loss` is this rank's; messages name the batch's `digest`. Raises NonFiniteError.
         """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        if self.sums:
-            self.sums.finish(parameters)
+        if self.sums and not self.agreed:
+            self.sums.finish(parameters, self.scale_of_sums)
         gradients = [local(p.grad) for p in parameters]
         if self.scaler:
             torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
         norm, mean_loss, num_bad_losses, is_out_of_range = self.agreed or self.measure(parameters, loss)
+        if self.sums:
+            mean_loss = round_to_fp32(mean_loss * self.scale_of_sums)
         metrics = {LOSS: mean_loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
         finite = math.isfinite(norm) and num_bad_losses == 0 and not is_out_of_range
         if finite and self.clipping is not None:
@@ -303,6 +312,11 @@ class GradientStep:
                 what = f"a microbatch's gradient has an element above {limit:g}, which exact_sums cannot add"
             self._skip_or_stop(where, what, overflowed)
         return mean_loss
+
+    @property
+    def scale_of_sums(self) -> float:
+        """1 for a batch without padding."""
+        return self.full_weight / max(self.weight, 1)
 
     def measure(self, parameters: list[torch.nn.Parameter], loss: torch.Tensor) -> Measured:
         model = self.model
@@ -375,7 +389,7 @@ def measure_exactly(
     dist.all_reduce(found)
     *summands, loss_sum, num_bad_losses, num_too_large_found, num_infinite = found.tolist()
     norm = math.nan if num_infinite else norm_of(summands, int(exponent))
-    return Measured(norm, round_to_fp32(loss_sum), int(num_bad_losses), num_too_large_found > 0)
+    return Measured(norm, loss_sum, int(num_bad_losses), num_too_large_found > 0)
 
 
 def _by_replicas(

@@ -130,3 +130,20 @@ class Rest(Callback):
     def batch_checkpoint(self, state, logger):
         if int(state.timestamp.batch) == self.batch:
             time.sleep(self.seconds)
+
+
+class FloatWire(Callback):
+    """Gradients travel in fp32, where exact sums need float64."""
+
+    def __init__(self):
+        whole = Exchange.swap
+
+        def swap(exchange, tensors, pieces, label, weight, dtype):
+            swapped = whole(exchange, tensors, pieces, label, weight, torch.float32)
+            tensors = {
+                island: {name: values.double() for name, values in theirs.items()}
+                for island, theirs in swapped.tensors.items()
+            }
+            return swapped._replace(tensors=tensors)
+
+        Exchange.swap = swap  # type: ignore[method-assign]

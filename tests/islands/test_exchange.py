@@ -232,3 +232,17 @@ def test_copies_of_an_offloaded_parameter_are_completed_on_their_devices(monkeyp
     with offloaded((7, 3), Replicate()) as parameter:
         complete({"w": parameter}, {"w": parameter.to_local()}, {"w": Box((0, 0), (4, 3))}, {"w": WHOLE["w"]})
     assert devices == ["cuda"]
+
+
+def test_exact_sums_travel_in_float64_and_with_every_bit(ranks):
+    """An element that fp32 cannot hold: 2^6 and the grid's last bit."""
+    sums = {name: torch.full(box.lengths, 2.0**6 + 2.0**-46, dtype=torch.float64) for name, box in WHOLE.items()}
+
+    def work(rank):
+        rank.meet(1, ranks)
+        return rank.exchange.swap(rank.cut(sums), rank.pieces, 0, 1.0, torch.float64).tensors
+
+    for rank, found in zip(ranks, at_once(work, ranks), strict=True):
+        assert {*found} == {*BOXES} - {rank.island}
+        for tensors in found.values():
+            assert all(torch.equal(values, rank.cut(sums)[name]) for name, values in tensors.items())

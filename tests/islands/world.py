@@ -23,8 +23,10 @@ from tests.helpers.tiny import read_metrics, tiny_config, write_config
 SECRET = "a-secret-of-this-test"
 HELLO = {"island": "a", "launch": "1", "rank": 0, "size": 1, "address": ["127.0.0.1", 1], "boxes": {"w": [[0], [2]]}}
 HELLO |= {"fingerprints": {"seed": "17"}, "machine": {}, "batch": 0, "rows": 8, "microbatch": 1, "weight": 1.0}
+HELLO |= {"unit": 1}
 PREPARED = {"kind": "prepared", "epoch": 1, "batch": 0, "ok": True, "leaving": False, "bad": 0, "seconds": 1.0}
 PREPARED |= {"weight": 8, "samples": 8, "tokens": 8, "losses": 8, "digest": 1, "loss": 1.0, "norm": 1.0, "weights": ""}
+PREPARED |= {"out_of_range": False}
 _processes = multiprocessing.get_context("forkserver")
 
 

@@ -1,0 +1,118 @@
+"""With `exact_sums` islands train the bits of one world, also where one dies and comes back."""
+
+import pytest
+import torch
+
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from tests.helpers.launch import train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.islands.world import coordination, island, islands, metrics
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+KEYS = ("loss/train/total", "grad_norm", "data/digest", "time/token")
+
+
+def settings(num_batches, **more):
+    """Microbatches of two rows; every second batch has 8 rows and 4 of padding (of 20 samples)."""
+    batches = {"global_train_batch_size": 12, "device_train_microbatch_size": 2, "max_duration": f"{num_batches}ba"}
+    return {"exact_sums": True, "train_loader__drop_last": False, **batches, **more}
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("padded"), num_train=20)
+
+
+def bits(records):
+    exact = {record["batch"]: [record[key] for key in KEYS] for record in records}
+    return {batch: [v.hex() if isinstance(v, float) else v for v in found] for batch, found in exact.items()}
+
+
+def weights(save):
+    return {name: tensor.view(torch.int32) for name, tensor in load_full_tensors(str(save)).items()}
+
+
+def train_alone(folder, data, changes):
+    """The same run as one world of one rank."""
+    config = tiny_config(data, run_name="alone", **changes)
+    train([write_config(folder / "alone.yaml", config)], folder, 1).check()
+    alone = folder / "runs/alone"
+    return bits(read_metrics(alone)), weights(alone / "checkpoints" / f"ba{changes['max_duration'][:-2]}")
+
+
+def train_with_a_death(folder, data, num_ranks_of_b, killed_at, changes):
+    """b dies in a batch with half its gradient sent, and has come back four batches later."""
+    gate = folder / "b is back"
+    hold = {"python:tests.islands.faults:Hold": {"batch": killed_at + 3, "until": str(gate)}}
+    kill = {"python:tests.islands.faults:Signal": {"batch": killed_at, "where": "exchange"}}
+    changes = changes | {"islands": {"check_weights_every": 1}}
+    with coordination(folder) as running:
+
+        def twice():
+            first = island(folder, data, running, "b", num_ranks_of_b, callbacks=kill, **changes)
+            assert -9 in first.exit_codes, first.output
+            return island(folder, data, running, "b", num_ranks_of_b, autoresume=True, **changes)
+
+        def open_gate():
+            running.wait_for("b is here", times=2)
+            gate.touch()
+
+        a, back, _ = islands(folder, data, running, twice, open_gate, a=(1, changes | {"callbacks": hold}))
+        assert f"batch {killed_at} is repeated: without b" in running.lines
+    for launch in (a, back):
+        launch.check()
+
+
+def check_is_one_world(folder, data, num_ranks_of_b, num_batches, killed_at, **more):
+    changes = settings(num_batches, **more)
+    recorded, trained = train_alone(folder, data, changes)
+    train_with_a_death(folder, data, num_ranks_of_b, killed_at, changes)
+    assert bits(metrics(folder, "a")) == recorded
+    back = bits(metrics(folder, "b"))
+    assert back == {batch: recorded[batch] for batch in back} and num_batches in back
+    assert {*values(metrics(folder, "a"), "islands/drifts"), *values(metrics(folder, "b"), "islands/drifts")} == {0}
+    saved = weights(folder / "saves" / f"ba{num_batches}")
+    assert saved.keys() == trained.keys()
+    assert [name for name, tensor in saved.items() if not torch.equal(tensor, trained[name])] == []
+
+
+@pytest.mark.parametrize("num_ranks_of_b", [1, 2])
+def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, num_ranks_of_b):
+    check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=9, killed_at=3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("num_ranks_of_b", [1, 2])
+def test_fifty_batches_are_those_of_one_world(tmp_path, padded, num_ranks_of_b, precision):
+    check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=50, killed_at=20, precision=precision)
+
+
+def test_sums_that_travel_in_fp32_are_caught(tmp_path, padded):
+    changes = settings(4)
+    recorded, _ = train_alone(tmp_path, padded, changes)
+    changes |= {"callbacks": {"python:tests.islands.faults:FloatWire": {}}}
+    with coordination(tmp_path) as running:
+        for launch in islands(tmp_path, padded, running, a=(1, changes), b=(1, changes)):
+            launch.check()
+    assert bits(metrics(tmp_path, "a")) != recorded
+
+
+def test_islands_with_other_microbatches_are_refused(tmp_path, padded):
+    changes = settings(2)
+    with coordination(tmp_path) as running:
+
+        def refused():
+            running.wait_for("a is here")
+            return island(tmp_path, padded, running, "b", 1, **changes | {"device_train_microbatch_size": 3})
+
+        def then_another():
+            running.wait_for("refused")
+            return island(tmp_path, padded, running, "b", 1, **changes)
+
+        a, other, another = islands(tmp_path, padded, running, refused, then_another, a=(1, changes))
+    assert other.exit_codes == [2]
+    assert "b and a differ in device_train_microbatch_size; islands train one run" in other.output
+    for launch in (a, another):
+        launch.check()
