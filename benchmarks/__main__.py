@@ -18,6 +18,7 @@ from llmfoundry_lite.files import check_answer_replaceable
 BENCHMARKS = {
     "train": ("train.train", "A training step beside LLM Foundry's."),
     "growth": ("train.growth", "How a step grows with parameters, sequence and batch."),
+    "exact-sums": ("train.exact_sums", "What sums that do not depend on the ranks cost."),
     "prepare": ("prepare", "`data prepare` beside LLM Foundry's converter."),
     "order": ("order", "How well batches are mixed; what opening a data set of any size takes."),
     "checkpoint": ("checkpoint.checkpoint", "Saves and loads beside torch's and Composer's."),
