@@ -73,9 +73,19 @@ class ExactSums:
                 parameter.grad_dtype = torch.float64  # type: ignore[attr-defined]
                 parameter.register_hook(self._round_to_grid)
 
-    def _round_to_grid(self, gradient: Tensor) -> Tensor:
-        self._largest.append(torch.linalg.vector_norm(gradient, math.inf))
-        return (gradient + SHIFT).sub_(SHIFT)
+    def _round_to_grid(self, gradient: Tensor) -> None:
+        """Round in place: autograd has just made this float64 copy, dense in any order of dimensions."""
+        pieces = split_by_device(gradient.as_strided((gradient.numel(),), (1,)))
+        extremes = [extreme for piece in pieces for extreme in piece.add_(SHIFT).sub_(SHIFT).aminmax()]
+        self._largest.append(torch.stack(extremes).abs().amax())
+
+
+PIECE, CPU_PIECE = 1 << 22, 1 << 17
+"""Elements that are handled at a time: few temporaries, and on a CPU all passes over them in its cache."""
+
+
+def split_by_device(numbers: Tensor) -> tuple[Tensor, ...]:
+    return numbers.split(CPU_PIECE if numbers.device.type == "cpu" else PIECE)
 
 
 class _RoundGradient(torch.autograd.Function):
@@ -113,8 +123,6 @@ def round_loss(loss: Tensor, *, bits: int = 32) -> Tensor:
 
 LIMB_BITS = 26
 """Bits of a summand: float64 adds 2^27 of them exactly."""
-CHUNK = 1 << 22
-"""Elements that are squared at a time."""
 
 
 def is_first_copy(gradient: Tensor | None) -> bool:
@@ -135,7 +143,7 @@ def sum_squares(gradients: Iterable[Tensor], exponent: Tensor) -> Tensor:
     total = torch.zeros(2, dtype=torch.int64, device=exponent.device)
     unit = torch.ldexp(torch.ones((), dtype=torch.float64, device=exponent.device), -exponent)
     for gradient in gradients:
-        for numbers in gradient.reshape(-1).split(CHUNK):
+        for numbers in split_by_device(gradient.reshape(-1)):
             squares = (numbers.to(exponent.device).double() * unit).square_().mul_(2.0**LIMB_BITS)
             high = squares.floor()
             low = squares.sub_(high).mul_(2.0**LIMB_BITS).floor_()

@@ -269,7 +269,8 @@ class GradientStep:
         if isinstance(self.model.model, FSDPModule):
             is_last = self.num_microbatches_left == 0
             self.model.model.set_requires_gradient_sync(self.reduces_every_microbatch or is_last)
-            self.model.model.set_requires_all_reduce(is_last or self.model.precision.reduction != torch.float32)
+            is_low = self.sums is None and self.model.precision.reduction != torch.float32
+            self.model.model.set_requires_all_reduce(is_last or is_low)
 
     def after_loss(self, loss: torch.Tensor) -> None:
         self.bad_losses += (~torch.isfinite(loss.detach())).float().sum()
