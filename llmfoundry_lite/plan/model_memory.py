@@ -24,7 +24,8 @@ class MemoryEstimate:
     parameters_bytes: int
     """This device's share, fp32."""
     gradients_bytes: int
-    """This device's share, fp32; with FSDP also all of them while they wait for the batch's last microbatch."""
+    """This device's share, fp32, or float64 for exact sums; with FSDP also all of them while they wait for the batch's
+    last microbatch."""
     optimizer_bytes: int
     """This device's share, fp32."""
     unsharded_bytes: int
@@ -59,12 +60,13 @@ def estimate_moments(p: Portion) -> dict[str, MemoryEstimate]:
     model = p.model
     outside, block = shapes_outside(p), shapes_of_block(p)
     share_bytes = FP32_BYTES * (share(outside, p.shard_degree) + model.n_layers * share(block, p.shard_degree))
+    sums_bytes = share_bytes // FP32_BYTES * p.sum_bytes
     slots = slots_of(p.config)
     optimizer_bytes = slots[0] * share_bytes + (slots[-1] - slots[0]) * FP32_BYTES * share(outside, p.shard_degree)
     hidden_bytes = p.num_tokens * model.d_model * p.compute_bytes
     in_loss = MemoryEstimate(
         parameters_bytes=share_bytes,
-        gradients_bytes=0 if p.has_one_microbatch else share_bytes,
+        gradients_bytes=0 if p.has_one_microbatch else sums_bytes,
         optimizer_bytes=optimizer_bytes,
         unsharded_bytes=0,
         activations_bytes=count_activations(p),
@@ -87,22 +89,23 @@ def _without_fsdp(
     p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_bytes: int
 ) -> dict[str, MemoryEstimate]:
     """Count copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix."""
-    model, share_bytes = p.model, in_loss.parameters_bytes
+    model, sums_bytes = p.model, in_loss.parameters_bytes // FP32_BYTES * p.sum_bytes
     num_outside, num_block = share(shapes_outside(p), 1), share(shapes_of_block(p), 1)
     num_copied = num_outside + num_block * (1 if p.fsdp.activation_checkpointing else model.n_layers)
     copy_bytes = p.stream_bytes if p.stream_bytes < FP32_BYTES else 0
-    one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES)
+    one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES + exact_copy_bytes(p))
     in_loss = replace(in_loss, unsharded_bytes=num_copied * copy_bytes + autocast_copies(p))
     at_first_block = replace(
         in_loss,
-        gradients_bytes=p.embedding * FP32_BYTES if p.has_one_microbatch else share_bytes,
+        gradients_bytes=p.embedding * p.sum_bytes if p.has_one_microbatch else sums_bytes,
         unsharded_bytes=in_loss.unsharded_bytes + one_matrix_bytes,
         activations_bytes=before_bytes + early_bytes,
-        logits_bytes=(p.embedding + p.num_tokens * model.d_model) * p.compute_bytes,
+        logits_bytes=p.embedding * (exact_copy_bytes(p) or p.compute_bytes)
+        + p.num_tokens * model.d_model * p.compute_bytes,
     )
     at_last_block = replace(
         at_first_block,
-        gradients_bytes=share_bytes,
+        gradients_bytes=sums_bytes,
         unsharded_bytes=(num_outside + num_block) * copy_bytes + one_matrix_bytes,
         activations_bytes=early_bytes,
     )
@@ -114,7 +117,7 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
 
     In the backward pass the block in use is there, and the one that is fetched ahead.
     """
-    model, share_bytes = p.model, in_loss.parameters_bytes
+    model, sums_bytes = p.model, in_loss.parameters_bytes // FP32_BYTES * p.sum_bytes
     num_outside, num_block = share(shapes_outside(p), 1), share(shapes_of_block(p), 1)
     # FSDP divides rows, and gathers as many from each device.
     padded_outside = p.shard_degree * share(shapes_outside(p), p.shard_degree)
@@ -126,11 +129,12 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
         num_in_backward = padded_outside + min(2, model.n_layers) * padded_block
     waiting_bytes = in_loss.gradients_bytes
     if not (p.config.reduces_every_microbatch or p.has_one_microbatch):
-        waiting_bytes = (num_outside + model.n_layers * num_block) * FP32_BYTES
+        waiting_bytes = (num_outside + model.n_layers * num_block) * p.sum_bytes
     hidden_bytes = p.num_tokens * model.d_model * p.compute_bytes
-    early_bytes += model.d_model * model.ffn_dim // p.layout.tensor * p.stream_bytes
-    late_bytes = num_block * p.stream_bytes + 4 * hidden_bytes  # the gradients of all its matrices
-    embedding_bytes = p.embedding * p.compute_bytes
+    early_bytes += model.d_model * model.ffn_dim // p.layout.tensor * (p.stream_bytes + exact_copy_bytes(p))
+    # The gradients of all its matrices.
+    late_bytes = num_block * (exact_copy_bytes(p) or p.stream_bytes) + 4 * hidden_bytes
+    embedding_bytes = p.embedding * (exact_copy_bytes(p) or p.compute_bytes)
     in_loss = replace(
         in_loss,
         gradients_bytes=waiting_bytes,
@@ -144,7 +148,7 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
     )
     at_last_block = replace(
         at_first_block,
-        gradients_bytes=max(waiting_bytes, share_bytes),
+        gradients_bytes=max(waiting_bytes, sums_bytes),
         activations_bytes=max(early_bytes, late_bytes),
     )
     num_left = padded_outside if p.reshards else padded
@@ -160,6 +164,11 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
         "at_last_block": at_last_block,
         "at_embeddings": at_embeddings,
     }
+
+
+def exact_copy_bytes(p: Portion) -> int:
+    """Return bytes of a number in the float64 copy of a gradient that is about to be added."""
+    return p.sum_bytes if p.config.exact_sums else 0
 
 
 def autocast_copies(p: Portion) -> int:

@@ -165,14 +165,14 @@ class ParameterExchanges(NamedTuple):
 def parameter_exchanges(p: Portion, num_rounds: int) -> ParameterExchanges:
     """Count exchanges. `num_rounds`: microbatches, or 1 in a pipeline, which keeps parameters whole until its end.
 
-    A gradient summed in fp32 goes over copies once; PURE's, which would lose digits, each time.
+    A gradient summed in fp32 or float64 goes over copies once; PURE's, which would lose digits, each time.
     """
     reductions = num_rounds if p.config.reduces_every_microbatch else 1
     return ParameterExchanges(
         forward_gathers=num_rounds,
         backward_gathers=num_rounds if p.reshards else 0,
         reductions=reductions,
-        copy_reductions=1 if p.reduction_bytes == FP32_BYTES else reductions,
+        copy_reductions=1 if p.reduction_bytes >= FP32_BYTES else reductions,
     )
 
 

@@ -49,7 +49,8 @@ class Portion:
     def has_fsdp(self) -> bool:
         """False: as on one device, parameters are used and gradients summed in place."""
         is_alone = self.layout.world_size == self.layout.pipeline
-        return not is_alone or self.config.compile_config is not None or self.fsdp.offload_optimizer
+        casts_exactly = self.config.exact_sums and self.stream_bytes < FP32_BYTES
+        return not is_alone or casts_exactly or self.config.compile_config is not None or self.fsdp.offload_optimizer
 
     @property
     def is_sharded(self) -> bool:
@@ -88,7 +89,14 @@ class Portion:
     @property
     def reduction_bytes(self) -> int:
         """Bytes of a number while gradients are added up over devices."""
+        if self.config.exact_sums:
+            return self.sum_bytes
         return self.compute_bytes if self.fsdp.mixed_precision == "PURE" else FP32_BYTES
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a number in a gradient that microbatches are added to."""
+        return 2 * FP32_BYTES if self.config.exact_sums else FP32_BYTES
 
     @property
     def stream_bytes(self) -> int:

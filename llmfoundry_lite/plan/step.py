@@ -171,7 +171,7 @@ def step_time(config: TrainConfig, layout: Layout, hardware: Hardware) -> StepTi
         )
         if model.tie_word_embeddings:  # both ends have them, and pass each other their gradient
             num_tied = model.vocab_size * model.d_model / layout.tensor / (parts.shard if p.is_sharded else 1)
-            seconds["pipeline"] += send_seconds(layout, "pipeline", node, num_tied * FP32_BYTES)
+            seconds["pipeline"] += send_seconds(layout, "pipeline", node, num_tied * p.sum_bytes)
     num_block, num_outside = count_block_and_outside(model)
     num_block, num_outside = num_block / layout.tensor, num_outside // layout.tensor
     share = parts.shard if p.is_sharded else parts.replicate if p.shares_optimizer else 1

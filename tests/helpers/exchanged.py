@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmfoundry_lite.rehearse.measure import find_group, flatten
 
 HANDLES = ("wait_tensor", "_wrap_tensor_autograd")
-SINGLE_NUMBERS = 4
+SINGLE_NUMBERS = 8
 
 
 class CountBytes(TorchDispatchMode):

@@ -26,6 +26,7 @@ SHARDS = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 STAGES = {"pipeline_parallel_degree": 2}
 LAYERS = {"tensor_parallel_degree": 2}
 STREAM = LAYERS | {"sequence_parallel": True}
+EXACT = {"exact_sums": True}
 UNTIED = {"model__tie_word_embeddings": False}
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -40,6 +41,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"precision": "amp_bf16", "fsdp_config": SHARDS | {"reduce_every_microbatch": True, "mixed_precision": "PURE"}},
     ),
+    "shards, with exact sums": (2, EXACT),
+    "copies, with exact sums": (2, EXACT | {"fsdp_config__sharding_strategy": "NO_SHARD"}),
+    "copies of shards, with exact sums": (
+        4,
+        EXACT
+        | {
+            "precision": "amp_bf16",
+            "fsdp_config": SHARDS | {"reduce_every_microbatch": True, "mixed_precision": "PURE"},
+        },
+    ),
+    "stages, with exact sums": (2, EXACT | {"pp_config": STAGES}),
     "layers": (2, {"tp_config": LAYERS}),
     "layers, recomputed": (2, {"tp_config": LAYERS, "fsdp_config__activation_checkpointing": True}),
     "layers and the stream": (2, {"tp_config": STREAM}),
@@ -76,6 +88,7 @@ def expected_of(config: TrainConfig, layout: Layout, place: Coordinates) -> Exch
     model, p = config.model, Portion(config, layout)
     assert p.microbatch_size == 1
     dtype, num_bytes = ("bfloat16", 2) if p.dtype == "bf16" else ("float32", 4)
+    reduced_as = {2: dtype, 4: "float32", 8: "float64"}[p.reduction_bytes]
     stages = stages_of(model, config.pipeline)[place.pipeline]
     num_blocks = sum(len(stage.blocks) for stage in stages)
     num_block, num_outside = (count_parameters_of(model, stages)[key] for key in ("block", "outside"))
@@ -92,11 +105,10 @@ def expected_of(config: TrainConfig, layout: Layout, place: Coordinates) -> Exch
         gathered = times.forward_gathers * num_parameters + times.backward_gathers * num_blocks * num_block
         found[GATHER, parts.shard, dtype] = gathered * num_bytes
         reduced = times.reductions * num_parameters * p.reduction_bytes
-        found[REDUCE, parts.shard, "float32" if p.reduction_bytes == 4 else dtype] = reduced
+        found[REDUCE, parts.shard, reduced_as] = reduced
     if parts.replicate > 1:
         share = num_parameters // (parts.shard if p.is_sharded else 1)
-        key = (SUM, parts.replicate, "float32" if p.reduction_bytes == 4 else dtype)
-        found[key] = times.copy_reductions * share * p.reduction_bytes
+        found[SUM, parts.replicate, reduced_as] = times.copy_reductions * share * p.reduction_bytes
         if p.shares_optimizer:
             found[GATHER, parts.replicate, "float32"] = num_parameters * 4
 
@@ -113,9 +125,12 @@ def expected_of(config: TrainConfig, layout: Layout, place: Coordinates) -> Exch
         num_ends = stages[0].is_first + stages[-1].is_last + 2 * kept
         sent = num_microbatches * stage_sends(config.pipeline.num_runs, num_ends) * stream
         sent //= p.num_runs
-        if model.tie_word_embeddings:
-            sent += model.vocab_size * model.d_model * 4 // layout.shard
-        found |= {(operation, layout.pipeline, dtype): sent for operation in ("send", "recv_")}
+        tied = model.vocab_size * model.d_model * p.sum_bytes // layout.shard if model.tie_word_embeddings else 0
+        for operation in ("send", "recv_"):
+            found[operation, layout.pipeline, dtype] = sent
+            key = (operation, layout.pipeline, "float64" if config.exact_sums else "float32")
+            if tied:
+                found[key] = found.get(key, 0) + tied
     return found
 
 

@@ -66,6 +66,19 @@ def test_one_device_holds_the_gradient_of_hidden_states_in_the_loss():
     assert alone.gradients_bytes == 0
 
 
+def test_exact_sums_wait_and_are_reduced_in_float64():
+    options = {"seq_len": 64, "microbatch_size": 1, "precision": "fp32", "layout": Layout(shard=2)}
+    plain, exact = (
+        moments_of(SMALL, reduce_every_microbatch=False, exact_sums=exact_sums, **options)
+        for exact_sums in (False, True)
+    )
+    assert exact["in_loss"].gradients_bytes == 2 * plain["in_loss"].gradients_bytes == 8 * count_parameters(SMALL)
+    more_bytes = exact["at_first_block"].unsharded_bytes - plain["at_first_block"].unsharded_bytes
+    assert more_bytes == 4 * (12 * 64 * 64 + 13 * 64), "the buffer of one block's reduction"
+    shared = moments_of(SMALL, reduce_every_microbatch=True, exact_sums=True, **options)["in_loss"]
+    assert shared.gradients_bytes == 2 * shared.parameters_bytes
+
+
 def test_lion_takes_most_in_its_step():
     options = ["mpt-1b", "device_train_microbatch_size=1", "fsdp_config.activation_checkpointing=true"]
     adamw = estimate_training_memory(load_train_config(options).config, Layout())
@@ -133,6 +146,7 @@ def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
         ({}, {"precision": "tf32"}),
         ({}, {"mixed_precision": "FULL"}),
         ({"mixed_precision": "PURE"}, {}),
+        ({}, {"exact_sums": True}),
         ({"optimizer": OptimizerConfig(name="lion", lr=1e-4)}, {}),
         ({"model": SHALLOW, "loss_chunk_mib": 32}, {"model": SHALLOW}),
         ({"model": replace(SEVEN_BILLION, n_layers=31)}, {}),

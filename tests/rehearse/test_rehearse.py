@@ -283,9 +283,18 @@ DIVIDED = {
     "mpt-350m 8 optimizer.name=muon fsdp_config.sharding_strategy=ZERO_1": 4,
     "mpt-350m 8 optimizer.name=muon cp_config.context_parallel_degree=2": 4,
     "mpt-125m 8 loss_chunk_mib=1024": 4,
+    "mpt-125m 8 exact_sums=true": 4,
+    "mpt-125m 1 exact_sums=true precision=fp32": 4,
+    "mpt-1b 8 exact_sums=true fsdp_config.sharding_strategy=ZERO_1": 4,
+    "mpt-1b 8 exact_sums=true fsdp_config.reduce_every_microbatch=true model.vocab_size=4096 loss_chunk_mib=16": 1,
+    "mpt-7b 64 exact_sums=true": 2,
 }
 """Run -> samples of a microbatch."""
-SMALL = ("mpt-125m 8 cp_config.context_parallel_degree=2", "mpt-125m 8 loss_chunk_mib=1024")
+SMALL = (
+    "mpt-125m 8 cp_config.context_parallel_degree=2",
+    "mpt-125m 8 exact_sums=true",
+    "mpt-125m 8 loss_chunk_mib=1024",
+)
 
 
 @pytest.mark.parametrize(
