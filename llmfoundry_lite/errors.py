@@ -13,6 +13,8 @@ EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 """Ctrl-C twice: left at once. 128 and SIGINT's number, as shells have it."""
 EXIT_USER = 2
+EXIT_DIFFERS = 3
+"""A replay is not bit-equal to the run."""
 EXIT_PREEMPTED = 75
 """State was saved; run the same command again (the number is BSD's EX_TEMPFAIL)."""
 EXIT_UNREAD = 141

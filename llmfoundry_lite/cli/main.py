@@ -22,6 +22,7 @@ from llmfoundry_lite.cli.islands import islands
 from llmfoundry_lite.cli.plan import fabric_command, plan_command
 from llmfoundry_lite.cli.rehearse import rehearse_command
 from llmfoundry_lite.cli.relay import relay_command
+from llmfoundry_lite.cli.replay import replay_command
 from llmfoundry_lite.cli.results import compare_results, report_runs, watch_run
 from llmfoundry_lite.cli.run import PASSED_ON, evaluate, generate, init, train
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
@@ -47,6 +48,7 @@ app.command("plan")(plan_command)
 app.command("fabric")(fabric_command)
 app.command("rehearse")(rehearse_command)
 app.command("relay")(relay_command)
+app.command("replay")(replay_command)
 app.add_typer(islands, name="islands")
 
 

@@ -34,7 +34,7 @@ from llmfoundry_lite.training.builders import build_trainer
 from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory
-from llmfoundry_lite.training.partners import find_partners
+from llmfoundry_lite.training.partners import Partners, find_partners
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.schedule import progress_of
@@ -42,8 +42,9 @@ from llmfoundry_lite.training.schedule import progress_of
 MAX_WAIT = datetime.timedelta(days=7)
 
 
-def train(config: TrainConfig) -> None:
-    """Train as `config` says. `docs/getting-started.md` lists the files in the run folder.
+def train(config: TrainConfig, partners: Partners | None = None) -> None:
+    """Train as `config` says, with the partners that it names or with these. `docs/getting-started.md` lists the files
+    in the run folder.
 
     Raises UserError for errors that the user can fix. Failures of other ranks appear as torch's communication errors.
     """
@@ -53,7 +54,7 @@ def train(config: TrainConfig) -> None:
         make_deterministic()
     choose_device(devices.device_type())
     start_process_group(devices.device_type(), config.dist_timeout)
-    run, partners = RunFolder(config), find_partners(config)
+    run, partners = RunFolder(config), partners or find_partners(config)
     wall_seconds = parse_seconds(config.max_wall_time) if config.max_wall_time is not None else None
     preemption = Preemption(run.folder, config.preemption_grace_seconds, wall_seconds, run.note_request, run.leave)
     trainer, checkpointing = None, None

@@ -1,0 +1,201 @@
+"""Batches of a run, trained again somewhere else: what to train, and whether it comes to what the run recorded.
+
+`plan_replay` reads the run's checkpoints and log, `training/replay.py` trains in a folder of its own, and `compare`
+reads what it found. Nothing of the run is changed.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from llmfoundry_lite.checkpoint.manifest import Segment, encode_segment
+from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.launch.log_lines import Record, read_lines
+from llmfoundry_lite.report.reading import LOSS, METRICS, Run, folder_of_checkpoints, read_run
+
+NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"
+QUANTITIES = (DATA, RATE, LOSS, NORM, STATE)
+"""In the order in which a batch makes them."""
+RECORDED, BEGUN = "recorded-segments.json", "begun.json"
+"""Files in the replay's folder: the run's segments, and what the ranks say before the first batch."""
+WITHOUT_EFFECT = ("devices ", "sharding ", "shard degree ", "pipeline ")
+"""Differences that change no bit with exact_sums."""
+MAX_BAND = {"fp32": 1e-4}
+"""Precision -> largest relative difference of a loss that other kernels explain."""
+MAX_BAND_16_BITS = 1e-2
+NORM_FACTOR = 10
+"""The norm of a gradient may differ by this times as much."""
+MAX_RATE_DIFFERENCE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Batches to train again, and what the run recorded of them."""
+
+    where: str
+    config: dict[str, Any]
+    """The run's, as it trained these batches."""
+    start: Checkpoint | None
+    """None: the replay starts at batch 1, from the seed."""
+    first_batch: int
+    last_batch: int
+    segments: tuple[Segment, ...]
+    """Where the run trained these batches."""
+    records: dict[int, Record]
+    """Batch -> its record in the log."""
+    digests: dict[int, str]
+    """Batch -> the state's digest after it, in a manifest or in the log."""
+
+
+class Misfit(NamedTuple):
+    batch: int
+    quantity: str
+    there: Any
+    here: Any
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}: {self.quantity} is {self.here} here and {self.there} in the run"
+
+
+class Verdict(NamedTuple):
+    text: str
+    is_equal: bool
+    """Bit for bit."""
+
+
+# ------------------------------------------------------------------------------------------------------ what to train
+
+
+def plan_replay(where: str, states: str | None) -> Plan:
+    """Choose the checkpoint, and read what the run recorded. Raises ConfigError, DataError and CheckpointError.
+
+    `states` is ba100..ba110; None: from the last checkpoint but one to the last.
+    """
+    bounds = re.fullmatch(r"ba(\d+)\.\.ba(\d+)", states or "ba0..ba1")
+    if bounds is None or int(bounds[1]) >= int(bounds[2]):
+        raise ConfigError(f"{states} given, expected two states of the run, the earlier first: ba100..ba110")
+    run = read_run(where)
+    store = CheckpointStore(folder_of_checkpoints(run.folder, run.config))
+    saves = sorted((one for one in store.candidates() if one.head is not None), key=lambda one: one.batch)
+    first, last = int(bounds[1]), int(bounds[2])
+    if states is None:
+        first, last = [0, int(run.log.batch[-1]), *(one.batch for one in saves)][-2:]
+    start = next((one.open() for one in reversed(saves) if one.batch <= first), None)
+    begin = start.manifest.timestamp.batch if start is not None else 0
+    records = {record["batch"]: record for _, record in read_lines(run.log.lines)}
+    missing = [batch for batch in range(begin + 1, last + 1) if LOSS not in records.get(batch, {})]
+    if missing:
+        raise DataError(f"{where}: {METRICS} has no loss of batch {missing[0]}; it ends with {int(run.log.batch[-1])}")
+    later = [one.open() for one in saves if one.batch > begin]
+    config = later[0].manifest.config if later else run.config
+    if not isinstance(config, dict):
+        raise DataError(f"{where}: the run's configuration is not there")
+    digests = {record["state/batch"]: record[STATE] for record in records.values() if STATE in record}
+    saved = {one.manifest.timestamp.batch: one.manifest.state_digest for one in [*later, *([start] if start else [])]}
+    digests |= {batch: digest for batch, digest in saved.items() if digest is not None}
+    return Plan(
+        where=where,
+        config=config,
+        start=start,
+        first_batch=begin + 1,
+        last_batch=last,
+        segments=_segments_of(run, later, begin + 1, last),
+        records={batch: records[batch] for batch in range(begin + 1, last + 1)},
+        digests=digests,
+    )
+
+
+def _segments_of(run: Run, later: list[Checkpoint], first: int, last: int) -> tuple[Segment, ...]:
+    """Return where these batches ran. Raises ConfigError if the configuration changed within them."""
+    known = next((one.manifest.segments for one in later if one.manifest.timestamp.batch >= last), run.segments)
+    found = [one for one in known if one.first_batch <= last and one.last_batch >= first] or list(known[-1:])
+    for segment in found:
+        if segment.changes and segment.first_batch > first:
+            at = segment.first_batch - 1
+            raise ConfigError(
+                f"{run.where}: {', '.join(segment.changes)} changed after ba{at}; replay ba{first - 1}..ba{at} and "
+                f"ba{at}..ba{last}"
+            )
+    return tuple(found)
+
+
+def write_replay(plan: Plan, folder: Path, num_ranks: int) -> str:
+    """Write the configuration of a replay, and what its ranks need to know. Returns the path of the YAML."""
+    values = dict(plan.config)
+    values |= {"run_folder": str(folder), "save_folder": None, "autoresume": False}
+    values |= {"digest_interval": "1ba", "export_at_end": False, "loggers": {}, "max_wall_time": None, "islands": None}
+    values |= {"eval_interval": 0, "eval_first": False, "icl_tasks": []}
+    values["stop_after"] = f"{plan.last_batch - plan.first_batch + 1}ba"
+    if plan.start is not None:
+        values |= {"load_path": plan.start.url, "load_weights_only": False, "load_ignore_keys": []}
+    last = plan.segments[-1] if plan.segments else None
+    if last is not None:
+        values["device_train_microbatch_size"] = last.device_train_microbatch_size
+    if last is None or last.world_size != num_ranks:
+        fsdp = values.get("fsdp_config") or {}
+        is_grouped = fsdp.get("sharding_strategy") == "HYBRID_SHARD"
+        values |= {"tp_config": None, "cp_config": None, "pp_config": None}
+        if is_grouped:
+            values["fsdp_config"] = fsdp | {"sharding_strategy": "FULL_SHARD", "data_parallel_shard_degree": None}
+    folder.mkdir(parents=True)
+    (folder / RECORDED).write_text(json.dumps([encode_segment(segment) for segment in plan.segments]))
+    path = folder / "replay.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return str(path)
+
+
+# --------------------------------------------------------------------------------------------------- what came of it
+
+
+def compare(plan: Plan, folder: Path) -> Verdict:
+    """Compare the records of a replay that has ended well with the run's."""
+    begun = json.loads((folder / BEGUN).read_text())
+    differences, is_exact = begun["differences"], bool(plan.config.get("exact_sums"))
+    here = {record["batch"]: record for _, record in read_lines((folder / METRICS).read_bytes())}
+    misfits = [Misfit(plan.first_batch - 1, STATE, there, begun["digest"]) for there in _start_digest(plan)]
+    misfits = [misfit for misfit in misfits if misfit.there != misfit.here]
+    is_wrong_start, num_compared = bool(misfits), dict.fromkeys(QUANTITIES, 0)
+    for batch, record in plan.records.items():
+        there = {**record, STATE: plan.digests.get(batch)}
+        for quantity in QUANTITIES:
+            if there.get(quantity) is not None:
+                num_compared[quantity] += 1
+                if there[quantity] != here[batch].get(quantity):
+                    misfits.append(Misfit(batch, quantity, there[quantity], here[batch].get(quantity)))
+    explained = [text for text in differences if not (is_exact and text.startswith(WITHOUT_EFFECT))]
+    beside = f"; beside the run: {', '.join(differences)}" if differences else ""
+    if not misfits:
+        counts = ", ".join(f"{number} of {quantity}" for quantity, number in num_compared.items())
+        return Verdict(f"bit-equal: {counts}{beside}", True)
+    band = {quantity: max(map(_relative, _of(misfits, quantity)), default=0.0) for quantity in (LOSS, NORM, RATE)}
+    limit = MAX_BAND.get(plan.config.get("precision", ""), MAX_BAND_16_BITS)
+    if is_wrong_start or not explained:
+        return Verdict(f"does not fit: {misfits[0]}{beside}", False)
+    limits = {LOSS: limit, NORM: NORM_FACTOR * limit, RATE: MAX_RATE_DIFFERENCE, DATA: 0.0, STATE: float("inf")}
+    outside = [misfit for misfit in misfits if not _relative(misfit) <= limits[misfit.quantity]]
+    if outside:
+        return Verdict(f"does not fit: {outside[0]}{beside}", False)
+    widths = ", ".join(f"{quantity} within {width:.1e}" for quantity, width in band.items() if width)
+    return Verdict(f"within a band: {widths or 'only state/digest differs'}; {', '.join(explained)}", False)
+
+
+def _start_digest(plan: Plan) -> list[str]:
+    digest = plan.start.manifest.state_digest if plan.start is not None else None
+    return [] if digest is None else [digest]
+
+
+def _of(misfits: list[Misfit], quantity: str) -> list[Misfit]:
+    return [misfit for misfit in misfits if misfit.quantity == quantity]
+
+
+def _relative(misfit: Misfit) -> float:
+    """Return the relative difference of two numbers; infinite for anything else."""
+    there, here = misfit.there, misfit.here
+    if not isinstance(there, int | float) or not isinstance(here, int | float):
+        return float("inf")
+    return abs(there - here) / max(abs(there), abs(here))
