@@ -113,8 +113,8 @@ def measure(settings: dict[str, Any], dtype: str, num_ranks: int, sharding: str)
         pipes = {side: f"{folder}/{side}" for side in SIDES}
         for pipe in pipes.values():
             os.mkfifo(pipe)
-        first = os.open(pipes["false"], os.O_RDWR)
-        os.write(first, b".")
+        ends = {side: os.open(pipe, os.O_RDWR) for side, pipe in pipes.items()}
+        os.write(ends["false"], b".")
         arguments = {
             side: [
                 str(path),
@@ -122,13 +122,21 @@ def measure(settings: dict[str, Any], dtype: str, num_ranks: int, sharding: str)
                 f"run_folder={folder}/run-{side}",
                 f"device_train_microbatch_size={settings['batch_size'] // num_ranks}",
                 f"fsdp_config.sharding_strategy={sharding}",
+                "loss_chunk_mib=64",  # both runs at once fit in 24 GiB
                 f"dist_timeout={LONGEST_TURN_SECONDS}",
                 f"callbacks={{'python:{__name__}:TakeTurns': {{mine: {pipes[side]}, other: {pipes[other]}}}}}",
             ]
             for side, other in (("false", "true"), ("true", "false"))
         }
-        list(pool.map(lambda side: train_on_ranks(num_ranks, arguments[side]), arguments))
-        os.close(first)
+
+        def train(side: str) -> None:
+            try:
+                train_on_ranks(num_ranks, arguments[side])
+            finally:  # a run that ends, or dies, keeps the other one waiting no longer
+                for end in ends.values():
+                    os.write(end, b"." * (settings["num_steps"] + WARM_UP))
+
+        list(pool.map(train, arguments))
         found = [json.loads(Path(f"{pipes[side]}.json").read_text()) for side in SIDES]
         for side, one in zip(SIDES, found, strict=True):
             config = load_train_config(arguments[side]).config

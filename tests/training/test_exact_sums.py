@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from benchmarks.switch.band import judge, read_series
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_checkpoint
 from tests.helpers.covering import all_cases, cover
 from tests.helpers.runs import attempt, metrics, run, saves
@@ -122,6 +123,21 @@ def test_microbatches_of_an_incomplete_batch_have_the_same_rows_on_any_number_of
     for name, layout in (("one", "1 rank"), ("two", "2 FULL_SHARD")):
         start(tmp_path, config, name, layout)
     check_equal(bits(tmp_path, "one"), bits(tmp_path, "two"))
+
+
+@pytest.mark.long
+def test_the_curve_lies_within_the_band_of_runs_without_it(tmp_path, data):
+    config = exact_config(data, max_duration="60ba", eval_interval=0)
+    plain = {"exact_sums": False, "device_train_microbatch_size": None}
+    for num_ranks in (1, 2, 3, 4):
+        run(tmp_path, config, f"plain-{num_ranks}", num_ranks, **plain)
+    run(tmp_path, config, "exact", 2)
+    run(tmp_path, config, "control", 2, optimizer={"name": "decoupled_adamw", "lr": 1e-2 * 1.0001})
+    names = ["exact", "control", *(f"plain-{num_ranks}" for num_ranks in (1, 2, 3, 4))]
+    exact, control, *others = (read_series(metrics(tmp_path, name)) for name in names)
+    found = judge(exact, others)
+    assert found.same_data and found.largest_ratio <= 2, "no further from the band than it is wide"
+    assert judge(control, others).largest_ratio > 2
 
 
 def test_the_microbatch_stays_with_the_run(tmp_path, data):
