@@ -28,6 +28,7 @@ def decide(batch, *, agreed=0, save_interval="100ba", stop_after=None, eval_inte
         run_folder="runs/x",
         max_duration="10ba",
         save_interval=save_interval,
+        digest_interval=None,
         stop_after=stop_after,
         eval_interval=eval_interval,
         validation={"": "val"},
