@@ -19,7 +19,7 @@ def replay_command(
     ] = None,
     num_ranks: Ranks = 1,
 ) -> None:
-    """Train batches of a run again, and compare them with its records.
+    """Train batches of a run again, and compare with its log.
 
     Data, losses, norms and the state are compared. From its checkpoint at baN or before, until baM; by default from the
     last checkpoint but one to the last. Nothing is saved. Exit code 0: bit-equal. 3: within a band that other devices
