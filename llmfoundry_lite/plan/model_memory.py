@@ -152,11 +152,18 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
         activations_bytes=max(early_bytes, late_bytes),
     )
     num_left = padded_outside if p.reshards else padded
+    embedding_gradients_bytes = 2 * embedding_bytes
+    if p.config.exact_sums:
+        # Both are added up before there is a buffer for the reduction, and a share of the sum; then one is left.
+        later_bytes = (padded_outside - padded_block) * p.reduction_bytes
+        if waiting_bytes <= sums_bytes:
+            later_bytes += share(shapes_outside(p), p.shard_degree) * p.sum_bytes
+        embedding_gradients_bytes = max(embedding_bytes, 2 * embedding_bytes - later_bytes)
     at_embeddings = replace(
         at_last_block,
         unsharded_bytes=num_left * p.stream_bytes + padded_outside * p.reduction_bytes,
         activations_bytes=hidden_bytes,
-        logits_bytes=2 * embedding_bytes,
+        logits_bytes=embedding_gradients_bytes,
     )
     return {
         "in_loss": in_loss,
