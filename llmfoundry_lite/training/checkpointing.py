@@ -329,7 +329,8 @@ class Checkpointing(Callback):
 
     def _log_digest(self, digest: str, batch: int, logger: Logger) -> None:
         """Log the state's digest after `batch`; that of a save is known batches later."""
-        logger.log_metrics({"state/digest": digest, "state/batch": batch})
+        metrics: dict[str, Any] = {"state/digest": digest, "state/batch": batch}
+        logger.log_metrics(metrics)
 
     def _about(self, state: State) -> About:
         stamp = state.timestamp
