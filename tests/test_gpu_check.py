@@ -26,7 +26,9 @@ def part(tmp_path):
     return gpu_check.Part("tests", 8, tmp_path / "out")
 
 
-def test_every_test_has_an_outcome_though_one_hangs_when_the_time_is_up(part, tmp_path):
+@pytest.mark.slow
+def test_every_test_has_an_outcome_though_one_hangs_when_the_time_is_up(part, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # it is no worker of the session that started it
     (tmp_path / "test_them.py").write_text(TESTS)
     outcomes = tmp_path / "outcomes.jsonl"
     arguments = ["-m", "pytest", "-q", "-p", "tests.helpers.outcomes", str(tmp_path / "test_them.py")]

@@ -32,6 +32,8 @@ def own_meter(monkeypatch):
 class Measured(nn.Linear):
     """A model that tells its meter how many samples it was given."""
 
+    sums = None
+
     def __init__(self, meter, fits=1000):
         super().__init__(25, 5, bias=False)  # 500 bytes, and as many of gradients
         self.meter, self.fits = meter, fits
@@ -111,7 +113,12 @@ def test_what_was_compiled_for_sizes_that_were_tried_is_forgotten(monkeypatch, a
     monkeypatch.setattr(memory, "layout_here", lambda config: SimpleNamespace(num_data_ranks=1, pipeline=1))
     monkeypatch.setattr(memory, "slots_of", lambda config: [2])
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    names = {"device_train_microbatch_size": "auto", "global_train_batch_size": 8, "max_seq_len": 8}
+    names = {
+        "device_train_microbatch_size": "auto",
+        "global_train_batch_size": 8,
+        "max_seq_len": 8,
+        "exact_sums": False,
+    }
     options = {"reduces_every_microbatch": True, "compile_config": compiles, "first_microbatch_size": lambda _: 1}
     model: Any = SimpleNamespace(attn_impl=attn_impl)
     assert memory.choose_microbatch(SimpleNamespace(**names, **options), model, None) == 4  # type: ignore[arg-type]
