@@ -206,13 +206,14 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
     shares_state = config.sharding.sharding_strategy == "ZERO_1"
     if shares_state:
         named = dict(zip(named, rows_of(list(named.values())), strict=True))
+    fused = not config.exact_sums
     if config.optimizer.name == "muon":
         group = build_stage_group(layout, devices.device_type())
         orders = row_orders(model, {f"model/{name}": parameter for name, parameter in named.items()})
         orders = {name.removeprefix("model/"): runs for name, runs in orders.items()}
-        optimizer = build_muon(named, config.optimizer, config.model, group, orders)
+        optimizer = build_muon(named, config.optimizer, config.model, group, orders, fused=fused)
     else:
-        optimizer = build_optimizer_of(config.optimizer, list(named.values()), fused=not config.exact_sums)
+        optimizer = build_optimizer_of(config.optimizer, list(named.values()), fused=fused)
     if shares_state:
         step_together(optimizer)
     return optimizer

@@ -47,11 +47,13 @@ def build_muon(
     model: ModelConfig,
     group: dist.ProcessGroup | None = None,
     row_orders: Mapping[str, Runs] = NO_ORDERS,
+    *,
+    fused: bool = True,
 ) -> "Muon":
     """Build Muon for `named`, all parameters or this rank's rows of them.
 
     `group`: the ranks that have the same blocks; None: all. `row_orders`: by name, the order in which ranks have a
-    parameter's rows, if not in its own.
+    parameter's rows, if not in its own. `fused`: of AdamW, as in `build_adamw`.
     """
     matrices, others = [], []
     for name, parameter in named.items():
@@ -62,7 +64,7 @@ def build_muon(
         is_fused = name.endswith("Wqkv.weight")
         heights = (model.d_model, kv_dim, kv_dim) if is_fused else (parameter.size(0),)
         matrices.append(Matrix(parameter, heights, row_orders.get(name)))
-    return Muon(matrices, others, config, group)
+    return Muon(matrices, others, config, group, fused=fused)
 
 
 class Muon(Optimizer):
@@ -74,6 +76,8 @@ class Muon(Optimizer):
         others: Sequence[Parameter],
         config: OptimizerConfig,
         group: dist.ProcessGroup | None = None,
+        *,
+        fused: bool = True,
     ):
         self.matrices = matrices
         self.dtype = DTYPES[config.ns_dtype or "bf16"]
@@ -92,7 +96,7 @@ class Muon(Optimizer):
             betas=config.betas or (0.9, 0.95),
             eps=config.eps,
             weight_decay=config.decay,
-            fused=True,
+            fused=fused or None,
         )
         super().__init__([{"params": [m.parameter for m in matrices], **options}, *self.adamw.param_groups], {})
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state

@@ -67,7 +67,8 @@ def test_a_component_of_the_users_own_may_need_everything(changes, is_own, tmp_p
 
 
 @pytest.mark.slow
-def test_composer_is_imported_without_what_it_never_uses_here():
+def test_composer_is_imported_without_what_it_never_uses_here(monkeypatch):
+    monkeypatch.delenv(FULL_IMPORTS, raising=False)  # another test may have built a run with components of its own
     program = """
 import json, sys
 from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
