@@ -23,6 +23,9 @@ FORMAT = "llmfoundry_lite checkpoint"
 VERSION = 2
 """The major version of the format that this release writes."""
 MANIFEST = "manifest.json"
+DCP_STATE = "torch.distributed.checkpoint"
+"""Key of `scalars` for those who save through `dcp.py`: `values` that are no tensors, and `paths` in the nested state
+dict, by name."""
 HEAD_BYTES = 4096
 """First bytes of a manifest, which a listing reads."""
 MAX_BYTES = 256 << 20

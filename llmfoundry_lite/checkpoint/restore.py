@@ -277,11 +277,16 @@ class Overlap(NamedTuple):
 def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Tensors:
     """Return the local tensors of `like` as stored, on the host. Raises UnsoundCheckpointError."""
     staging, by_file = find_overlaps(checkpoint.manifest, like, row_orders)
+    read_files(checkpoint, by_file)
+    return staging
+
+
+def read_files(checkpoint: Checkpoint, by_file: Mapping[int, Sequence[Overlap]]) -> None:
+    """Read overlaps into their targets, by the number of the file. Raises UnsoundCheckpointError."""
     at_once = max(min(len(by_file), checkpoint.folder.max_open_files), 1)
     threads = max(NUM_THREADS // at_once, 1)
     with ThreadPoolExecutor(at_once, thread_name_prefix="checkpoint") as pool:
         list(pool.map(lambda index: read_overlaps(checkpoint, index, by_file[index], threads), sorted(by_file)))
-    return staging
 
 
 def find_overlaps(
@@ -298,11 +303,14 @@ def find_overlaps(
         for offset, lengths, at in boxes:
             target = staging[name].narrow(0, at, lengths[0]) if name in row_orders else staging[name]
             for source in record.overlapping(offset, lengths):
-                by_file.setdefault(source.file, []).append(_overlap(name, source, offset, lengths, target))
+                by_file.setdefault(source.file, []).append(overlap_of(name, source, offset, lengths, target))
     return staging, by_file
 
 
-def _overlap(name: str, source: Slice, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> Overlap:
+def overlap_of(
+    name: str, source: Slice, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor
+) -> Overlap:
+    """Return what a slice has of the box of a tensor that `target` is memory for."""
     within = []
     for dim, (begin, length, source_begin, source_length) in enumerate(
         zip(offset, lengths, source.offset, source.shape, strict=True)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from llmfoundry_lite.checkpoint.folders import open_folder
+from llmfoundry_lite.checkpoint.manifest import DCP_STATE
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints, read_tokenizer
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
@@ -123,6 +124,10 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if isinstance(origin, dict):
         lines = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | lines
         del lines["position"]
+    if isinstance(state := manifest.scalars.get(DCP_STATE), dict):
+        size = megabytes(sum(tensor.num_bytes for tensor in manifest.tensors.values()))
+        lines["model"] = f"{len(manifest.tensors)} tensors ({size}) and {len(state['values'])} values of {DCP_STATE}"
+        del lines["parameters"], lines["optimizer"]
     say(found.url)
     print_lines(lines)
     if manifest.segments:
@@ -248,10 +253,10 @@ def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
 
 @checkpoint.command("import")
 def import_weights(
-    source: Annotated[str, typer.Argument(help="A Hugging Face folder, hf:NAME, or a checkpoint of Composer.")],
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder, hf:NAME, or a checkpoint of Composer or DCP.")],
     out: Annotated[str, typer.Argument(help="A folder without checkpoints; the import becomes its ba0.")],
     trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Read pickles: Composer's checkpoints, pytorch_model.bin.")
+        bool, typer.Option("--trust-pickle", help="Read pickles: checkpoints of Composer or DCP, pytorch_model.bin.")
     ] = False,
     config: Annotated[
         list[str] | None,
@@ -261,17 +266,36 @@ def import_weights(
     """Make a portable checkpoint of weights from elsewhere. Of Hugging Face, or of LLM Foundry / Composer.
 
     Weights, the model's configuration and the tokenizer; never the optimizer's state or the position in the data. Train
-    from it with load_path=OUT load_weights_only=true.
+    from it with load_path=OUT load_weights_only=true. Of torch.distributed.checkpoint (DCP; torchtitan), all that is
+    in it, under its own names.
     """
     with status(f"importing {source}"):
         from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 
         imported = import_checkpoint(source, out, trust_pickle=trust_pickle, config=config or ())
     manifest = imported.checkpoint.manifest
+    say(f"imported {source} as {imported.checkpoint.url}")
+    if imported.kind == DCP_STATE:
+        num_values = len(manifest.scalars[DCP_STATE]["values"])
+        print_lines(
+            {
+                "from": imported.kind,
+                "state": f"{len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}, and {num_values} values",
+                "load it": f'storage_reader=PortableStorageReader("{imported.checkpoint.url}")',
+            }
+        )
+    else:
+        print_import(imported)
+    for note in imported.notes:
+        say(f"note: {note}")
+
+
+def print_import(imported: Any) -> None:
+    """Print what a checkpoint has of a model from elsewhere."""
+    manifest = imported.checkpoint.manifest
     tokenizer = "none"
     if manifest.fingerprints:
         tokenizer = f"{manifest.config['tokenizer']['name']} ({manifest.fingerprints['tokenizer']})"
-    say(f"imported {source} as {imported.checkpoint.url}")
     print_lines(
         {
             "from": imported.kind,
@@ -281,8 +305,6 @@ def import_weights(
             "train from it": f"load_path={imported.checkpoint.url} load_weights_only=true",
         }
     )
-    for note in imported.notes:
-        say(f"note: {note}")
 
 
 @checkpoint.command("consolidate")

@@ -4,13 +4,13 @@
     import_checkpoint("hf:owner/name", "imported/mpt")                          the same from the Hub or its cache
     import_checkpoint("ep0-ba10-rank0.pt", "imported/mpt", trust_pickle=True)   LLM Foundry / Composer, one file
     import_checkpoint("ep0-ba10", "imported/mpt", trust_pickle=True)            the same, sharded
+    import_checkpoint("step-1000", "imported/llama", trust_pickle=True)         torchtitan, or any other user of DCP
 
-Only weights are imported. A position in the data or an optimizer's state means nothing without its run.
+Only weights are imported. A position in the data or an optimizer's state means nothing without its run. Of DCP, all is.
 """
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -19,17 +19,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
 from llmfoundry_lite.checkpoint.folders import Folder
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
+from llmfoundry_lite.checkpoint.manifest import DCP_STATE, MANIFEST, Timestamp
 from llmfoundry_lite.checkpoint.paths import TOKENIZER, check_outside_checkpoints
 from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.convert.dcp import damaged, import_state, is_composers, read_item, read_tensor
 from llmfoundry_lite.convert.huggingface import TOKENIZER_FILES, fit_weights, from_hugging_face, import_model
 from llmfoundry_lite.convert.pickles import read_dcp_metadata, read_torch_file
 from llmfoundry_lite.data import tokenizer as tokenizers
@@ -37,6 +38,7 @@ from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.models.mpt import MPT
 
 HUB = "hf:"
+METADATA = ".metadata"
 NARROW = (torch.bfloat16, torch.float16)
 STOOD_IN = "read with stand-ins for everything but tensors and plain values; nothing in it was run"
 
@@ -70,6 +72,8 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     nothing is published.
     """
     store = open_empty_store(out)
+    if imported := import_plain_dcp(Path(source), store, trust_pickle, config):
+        return imported
     weights = read_source(source, trust_pickle, config)
     notes = list(weights.notes)
     origin = source if source.startswith(HUB) else str(Path(source).resolve())
@@ -89,6 +93,22 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     saver.wait()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return Imported(open_checkpoint(f"{out.rstrip('/')}/ba0"), weights.kind, num_parameters, notes)
+
+
+def import_plain_dcp(path: Path, store: CheckpointStore, trust_pickle: bool, config: Sequence[str]) -> Imported | None:
+    """Import a folder of torch.distributed.checkpoint with all that is in it; None if it is another source."""
+    if not (path / METADATA).is_file():
+        return None
+    require_trust(path / METADATA, trust_pickle)
+    metadata = read_dcp_metadata(path / METADATA)
+    if is_composers(metadata):
+        return None
+    if config:
+        raise CheckpointError(f"{path}: every tensor is imported under its own name; leave out --config")
+    origin = {"kind": DCP_STATE, "source": str(path.resolve())}
+    checkpoint, notes = import_state(path, metadata, store, origin)
+    num_elements = sum(math.prod(record.shape) for record in checkpoint.manifest.tensors.values())
+    return Imported(checkpoint, DCP_STATE, num_elements, [f"{path.name} was {STOOD_IN}", *notes])
 
 
 def open_empty_store(out: str) -> CheckpointStore:
@@ -132,8 +152,8 @@ def read_source(source: str, trust_pickle: bool, config: Sequence[str]) -> Weigh
         raise CheckpointError(f"{path}: no such file or folder; for a model of the Hub write {HUB}{source}")
     if (path / MANIFEST).is_file():
         raise CheckpointError(f"{path}: a portable checkpoint already; use it as it is")
-    if (path / ".metadata").is_file():
-        require_trust(path / ".metadata", trust_pickle)
+    if (path / METADATA).is_file():
+        require_trust(path / METADATA, trust_pickle)
         return read_composer_folder(path, config)
     if (path / "config.json").is_file():
         return read_hugging_face(path, source, trust_pickle, config)
@@ -209,53 +229,19 @@ def read_composer_file(path: Path, config: Sequence[str]) -> Weights:
 
 def read_composer_folder(folder: Path, config: Sequence[str]) -> Weights:
     """Read `ep0-ba10/`: the same dictionary as torch.distributed.checkpoint flattens it into several files."""
-    metadata = read_dcp_metadata(folder / ".metadata")
+    metadata = read_dcp_metadata(folder / METADATA)
     state: dict[Any, Any] = {}
     try:
         for key, path in metadata.planner_data.items():
             if path[:2] == ("state", "model"):
                 _set(state, ("model", ".".join(path[2:])), read_tensor(folder, metadata, key))
             elif path[:3] == ("state", "integrations", "huggingface"):
-                _set(state, path[1:], _read_item(folder, metadata, MetadataIndex(key)))
+                _set(state, path[1:], read_item(folder, metadata, MetadataIndex(key)))
     except CheckpointError:
         raise
-    except Exception as error:  # damaged or hostile metadata makes torch and Python raise whatever they like
-        words = str(error).split("\n")[0]
-        raise CheckpointError(f"{folder}: damaged: {type(error).__name__} {words}") from None
+    except Exception as error:
+        raise damaged(folder, error) from None
     return _from_composer(folder, _restore_lists(state), config, [f"{folder.name} was {STOOD_IN}"])
-
-
-def read_tensor(folder: Path, metadata: Metadata, key: str) -> Any:
-    """Read a tensor from its pieces; None for what is no tensor. Raises CheckpointError if values are missing."""
-    record = metadata.state_dict_metadata[key]
-    if not isinstance(record, TensorStorageMetadata):
-        return None
-    tensor = torch.empty(record.size, dtype=record.properties.dtype)
-    num_read = 0
-    for chunk in record.chunks:
-        box = tensor
-        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            box = box.narrow(dim, offset, length)
-        piece = _read_item(folder, metadata, MetadataIndex(key, chunk.offsets))
-        if not isinstance(piece, torch.Tensor) or piece.shape != box.shape:
-            raise CheckpointError(f"{folder}: {key}: the piece at {list(chunk.offsets)} is not a tensor of its shape")
-        box.copy_(piece)
-        num_read += math.prod(chunk.sizes)
-    if num_read != tensor.numel():
-        raise CheckpointError(f"{folder}: {key}: {num_read:,} of its {tensor.numel():,} values are there")
-    return tensor
-
-
-def _read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
-    place = metadata.storage_data[index]
-    name = place.relative_path
-    if getattr(place, "transform_descriptors", None):
-        raise CheckpointError(f"{folder}/{name}: compressed by an extension; save it without, or as one file")
-    if Path(name).name != name or not (folder / name).is_file():
-        raise CheckpointError(f"{folder}/{name}: missing; all files of the checkpoint must be in one folder")
-    with open(folder / name, "rb") as file:
-        raw = os.pread(file.fileno(), place.length, place.offset)
-    return read_torch_file(raw, f"{folder}/{name}: {index.fqn}", is_trusted=True).content
 
 
 def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[str]) -> Weights:

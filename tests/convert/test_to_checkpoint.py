@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._utils
+import torch.distributed.checkpoint as dcp_state
 import torch.distributed.checkpoint.metadata as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 import llmfoundry_lite
+from llmfoundry_lite.checkpoint.dcp import PortableStorageReader
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
-from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.build import build_block
@@ -448,7 +451,8 @@ def test_a_pickle_sets_no_attribute_of_what_is_torchs_or_ours(tmp_path, target, 
 @pytest.mark.parametrize("form", ["~/imported", "file://{}/imported"])
 def test_a_tokenizer_lies_beside_what_was_imported_however_its_folder_is_written(tmp_path, monkeypatch, form):
     home, here = tmp_path / "home", tmp_path / "here"
-    home.mkdir(), here.mkdir()
+    home.mkdir()
+    here.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(here)
     folder_of(tmp_path / "model")
@@ -519,14 +523,40 @@ UNPICKLES = re.compile(
 )
 
 
-def test_one_module_may_unpickle_and_two_may_ask_it_to_one_of_them_for_tensors_alone():
+def test_one_module_may_unpickle_and_three_may_ask_it_to_one_of_them_for_tensors_alone():
     sources = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     sources |= {path: path.read_text() for path in sorted((PACKAGE.parent / "scripts").glob("*.py"))}
     code = {path: re.sub(r'""".*?"""|#[^\n]*|"[^"\n]*"', "", text, flags=re.S) for path, text in sources.items()}
+    code[Path("checkpoint/dcp.py")] = re.sub(r"\btorch\.save\(values\[", "", code[Path("checkpoint/dcp.py")])
     assert [str(path) for path, text in code.items() if UNPICKLES.search(text)] == ["convert/pickles.py"]
     asks = re.compile(r"\bllmfoundry_lite\.convert(\.| import )pickles\b")
     users = [str(path) for path, text in code.items() if asks.search(text)]
-    assert users == ["convert/to_checkpoint.py", "evaluation/models.py"]
+    assert users == ["convert/dcp.py", "convert/to_checkpoint.py", "evaluation/models.py"]
     asked = re.findall(r"read_torch_file\([^\n]*", code[Path("evaluation/models.py")])
     assert asked == ["read_torch_file(path, str(path), is_trusted=False).content)"]
     assert "import_checkpoint" not in "".join(text for path, text in code.items() if "training" in path.parts)
+
+
+class Odd:
+    """A class of somebody else's."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_torch_distributed_checkpoint_is_imported_with_all_that_is_plain_in_it(tmp_path, capsys):
+    weight = torch.randn(4, 3).bfloat16()
+    state = {"layers.0.weight": weight, "optimizer": {"state": [{"step": torch.tensor(5.0)}], "lr": 0.1}, "odd": Odd()}
+    dcp_state.save(state, checkpoint_id=tmp_path / "step-5")
+    source, out = tmp_path / "step-5", tmp_path / "out"
+    assert "a pickle, which can run code when it is read" in refusal(source, out)
+    assert "leave out --config" in refusal(source, out, trust_pickle=True, config=["a.yaml"])
+    code, said, err = run(capsys, "import", source, out, "--trust-pickle")
+    assert code == 0, err
+    assert "2 tensors" in said and "note: odd is not carried: it holds more than plain values" in said
+    verify_checkpoint(open_checkpoint(out / "ba0"))
+    loaded = {"layers.0.weight": torch.zeros_like(weight), "optimizer": {"state": [{"step": torch.ones(())}], "lr": 0}}
+    dcp_state.load(loaded, storage_reader=PortableStorageReader(out / "ba0"))
+    assert torch.equal(loaded["layers.0.weight"], weight)
+    assert loaded["optimizer"] == state["optimizer"]
+    (source / "__0_0.distcp").unlink()
+    assert "step-5/__0_0.distcp: missing" in refusal(source, tmp_path / "none", trust_pickle=True)
+    assert not CheckpointStore(tmp_path / "none").candidates()

@@ -1,0 +1,385 @@
+"""torch.distributed.checkpoint (DCP) in the portable format: hashed safetensors and JSON instead of pickles.
+
+    dcp.save(state_dict, storage_writer=PortableStorageWriter("runs/a/ba200"))
+    dcp.load(state_dict, storage_reader=PortableStorageReader("runs/a/ba200"))
+
+DCP plans and calls collectives; this module writes and reads. A save is committed as a run's own are. A tensor
+`model.<name>` of a state dict is `model/<name>` in the checkpoint; others keep their names. Values that are no tensors
+stand in the manifest as typed JSON. DCP raises `CheckpointException` on every rank, which is a BaseException.
+"""
+
+import dataclasses
+import datetime
+import io
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from llmfoundry_lite.checkpoint.commit import COMMITTED, SAVE_ID, Checkpoint, batch_of, committed_name, head_of
+from llmfoundry_lite.checkpoint.layouts import Grid, Slice, grid_of
+from llmfoundry_lite.checkpoint.manifest import DCP_STATE, MANIFEST, FileRecord, Manifest, TensorRecord, Timestamp
+from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
+from llmfoundry_lite.checkpoint.planning import OwnSlice
+from llmfoundry_lite.checkpoint.restore import Overlap, overlap_of, read_files
+from llmfoundry_lite.checkpoint.save import as_bytes, file_name
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, file_order, write_shard
+from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES
+from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
+from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.ranks.codec import encode_value
+
+Id = str | os.PathLike[str]
+
+
+class Piece(NamedTuple):
+    """A slice that one rank has written."""
+
+    slice: OwnSlice
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    file: FileRecord
+    digest: int
+    """Its part of the state's digest."""
+
+
+class Value(NamedTuple):
+    """Something in a state dict that is no tensor."""
+
+    value: Any
+
+
+class Held(NamedTuple):
+    """A slice in memory."""
+
+    slice: OwnSlice
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+class PortableStorageWriter(StorageWriter):
+    """Writer of the checkpoint `<folder>/ba<number of batches>`, a path or an fsspec URL.
+
+    A checkpoint that is there is replaced with `overwrite` alone, at once when the new one is whole. One save at a time
+    may go on in a folder: a second one ends the first. Errors are CheckpointError, inside DCP's CheckpointException.
+    """
+
+    def __init__(self, checkpoint_id: Id, *, overwrite: bool = False):
+        self.checkpoint_id, self.overwrite = os.fspath(checkpoint_id), overwrite
+        self.rank, self.save_id = 0, ""
+        self.lease: Lease | None = None
+
+    def reset(self, checkpoint_id: Id | None = None) -> None:
+        self.checkpoint_id = os.fspath(checkpoint_id or self.checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Id) -> bool:
+        return COMMITTED.fullmatch(_split(checkpoint_id)[1]) is not None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError(f"{self.checkpoint_id}: use_collectives=False given; leave it out: ranks must agree")
+        self.rank = kwargs.get("rank") or 0
+        store, name = open_store(self.checkpoint_id)
+        if is_coordinator:
+            check_is_free(store, name, overwrite=self.overwrite)
+            self.lease = store.acquire()  # clears away what a save that failed has left
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not plan.usable:  # DCP would hand out the plan of the save before, with that one's draft
+            raise CheckpointError(f"{self.checkpoint_id}: enable_plan_caching=True given to the planner; leave it out")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        store, name = open_store(self.checkpoint_id)
+        assert self.lease is not None, "the coordinator has a lease"
+        self.save_id = store.new_save_id(self.lease, batch_of(name))
+        return [dataclasses.replace(plan, storage_data=self.save_id) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results, held = [], {}
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                value = _value_of(item, planner)
+                results.append(WriteResult(item.index, 0, Value(value)))
+            else:
+                data, tensor = item.tensor_data, planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor) and data is not None
+                held[item.index] = hold(item.index.fqn, tensor, data.chunk.offsets, data.size)
+        if held:
+            store, _ = open_store(self.checkpoint_id)
+            pieces = write_pieces(store, plan.storage_data, file_name(self.rank), list(held.values()))
+            for index, piece in zip(held, pieces, strict=True):
+                results.append(WriteResult(index, piece.slice.entry.num_bytes, piece))
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        store, _ = open_store(self.checkpoint_id)
+        written = [(one.index.fqn, one.storage_data) for of_rank in results for one in of_rank]
+        values = {fqn: found.value for fqn, found in written if isinstance(found, Value)}
+        paths = {fqn: list(path) for fqn, path in (metadata.planner_data or {}).items()}
+        assert self.lease is not None, "the coordinator has a lease"
+        pieces = [found for _, found in written if isinstance(found, Piece)]
+        publish(store, self.lease, self.save_id, pieces, {DCP_STATE: {"values": values, "paths": paths}})
+
+
+def open_store(checkpoint_id: Id) -> tuple[CheckpointStore, str]:
+    """Return the folder of checkpoints, and the checkpoint's name in it. Raises CheckpointError."""
+    parent, name = _split(checkpoint_id)
+    if not COMMITTED.fullmatch(name):
+        raise CheckpointError(
+            f"{checkpoint_id}: the name of a checkpoint is ba and its number of batches, such as {parent}/ba200"
+        )
+    return CheckpointStore(parent), name
+
+
+def _split(checkpoint_id: Id) -> tuple[str, str]:
+    parent, slash, name = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
+    return parent or slash or ".", name
+
+
+def check_is_free(store: CheckpointStore, name: str, *, overwrite: bool) -> None:
+    """Raise CheckpointError if something is there that a save would replace: with `overwrite`, if it is no checkpoint
+    that can be read."""
+    folder, path = store.root.child(name), store.root.path_here
+    if path is not None:
+        check_outside_checkpoints(path)
+    if path is not None and (path / name).is_file():
+        raise CheckpointError(f"{folder.url}: a file; give another name, or remove it")
+    try:
+        names = folder.names()
+    except OSError as error:
+        raise CheckpointError(f"{folder.url}: cannot be listed: {error.strerror or error}") from error
+    if MANIFEST in names and not overwrite:
+        raise CheckpointError(f"{folder.url}: there already; give another name, or overwrite=True to replace it")
+    if MANIFEST in names:
+        head_of(folder)
+    elif foreign := next((one for one in names if not store.commits.drafts_in_place or not SAVE_ID.fullmatch(one)), ""):
+        raise CheckpointError(f"{folder.url}: holds {foreign} and is no checkpoint; give another name, or remove it")
+
+
+def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
+    """Return what is no tensor, before the planner pickles it. Raises CheckpointError for what JSON cannot keep."""
+    look_up: Any = getattr(planner, "lookup_object", None)
+    if look_up is None:
+        raise CheckpointError(f"{type(planner).__name__} given, expected a planner derived from DefaultSavePlanner")
+    value = look_up(item.index)
+    encode_value(value, item.index.fqn)
+    return value
+
+
+def hold(fqn: str, tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> Held:
+    """Return a slice on the host, contiguous. Raises CheckpointError for one that the format has no words for."""
+    dtype = DTYPE_NAMES.get(tensor.dtype)
+    if dtype is None or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{fqn}: {tensor.dtype}, {tensor.layout} given, expected a dense tensor of a dtype that safetensors names"
+        )
+    one = OwnSlice(stored_name(fqn), dtype, tuple(offset), tuple(tensor.shape))
+    return Held(one, tuple(shape), tensor.detach().to("cpu").contiguous())
+
+
+def stored_name(fqn: str) -> str:
+    """Return a tensor's name in the checkpoint. Raises CheckpointError for one that would be read as another."""
+    name = f"model/{fqn.removeprefix('model.')}" if fqn.startswith("model.") else fqn
+    if fqn_of(name) != fqn:
+        raise CheckpointError(f"{fqn}: names must not begin with model/; write model.…")
+    return name
+
+
+def fqn_of(name: str) -> str:
+    """Undo `stored_name`."""
+    return f"model.{name.removeprefix('model/')}" if name.startswith("model/") else name
+
+
+def write_pieces(store: CheckpointStore, save_id: str, name: str, held: Sequence[Held]) -> list[Piece]:
+    """Write slices to one file of a draft. Raises CheckpointError, and then the file is not there."""
+    folder, _ = store.open_draft(save_id)
+    # A tensor without elements has no slice in a file, and the others stand in the file's order.
+    tensors = {one.slice.entry: one.tensor for one in held if math.prod(one.slice.lengths)}
+    entries = file_order(tensors)
+    header = build_header(entries, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+    try:
+        record = write_shard(folder, name, header, [as_bytes(tensors[entry]) for entry in entries])
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{folder.url}/{name}: not written: {getattr(error, 'strerror', '') or error}") from error
+    return [
+        Piece(one.slice, one.shape, record, sum_keyed(one.slice.name, one.tensor, one.slice.offset, one.shape))
+        for one in held
+    ]
+
+
+def publish(
+    store: CheckpointStore, lease: Lease, save_id: str, pieces: Sequence[Piece], scalars: dict[str, Any]
+) -> Checkpoint:
+    """Commit a draft whose files are written. Raises CheckpointError unless the pieces cover each tensor once."""
+    _, prefix = store.open_draft(save_id)
+    files = {piece.file.name: piece.file for piece in pieces}
+    manifest = Manifest(
+        save_id=save_id,
+        lease_epoch=lease.epoch,
+        timestamp=Timestamp(batch=batch_of(committed_name(save_id))),
+        written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        scalars=scalars,
+        tensors=lay_out(pieces, {name: number for number, name in enumerate(files)}),
+        files=tuple(dataclasses.replace(file, name=prefix + file.name) for file in files.values()),
+        state_digest=format_digest(sum(piece.digest for piece in pieces)),
+    )
+    return store.publish(manifest, lease)
+
+
+def lay_out(pieces: Sequence[Piece], file_numbers: dict[str, int]) -> dict[str, TensorRecord]:
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    slices: dict[str, list[Slice]] = {}
+    for (name, dtype, offset, lengths), shape, file, _ in pieces:
+        if (there := kinds.setdefault(name, (dtype, shape))) != (dtype, shape):
+            raise CheckpointError(
+                f"{name} is {dtype} {list(shape)} on one rank and {there[0]} {list(there[1])} on another"
+            )
+        of_tensor = slices.setdefault(name, [])
+        if math.prod(lengths):
+            of_tensor.append(Slice(file_numbers[file.name], offset, lengths))
+    grids: dict[Any, Grid | str] = {}
+    records = {}
+    for name, (dtype, shape) in kinds.items():
+        key = (tuple(slices[name]), shape)
+        grid = grids[key] if key in grids else grids.setdefault(key, grid_of(slices[name], shape))
+        if isinstance(grid, str):
+            raise CheckpointError(f"{name}: {grid}; this sharding cannot be saved")
+        records[name] = TensorRecord(dtype, shape, grid)
+    return records
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+class PortableStorageReader(StorageReader):
+    """Reader of a portable checkpoint: of `PortableStorageWriter`, of a run (its weights, as `model.<name>`), imported.
+
+    What a rank reads is verified before its state dict changes. Another dtype than the checkpoint's needs `cast`.
+    Errors name the file and the tensor.
+    """
+
+    def __init__(self, checkpoint_id: Id, *, cast: bool = False):
+        self.checkpoint_id, self.cast = os.fspath(checkpoint_id), cast
+        self.checkpoint: Checkpoint | None = None
+
+    def reset(self, checkpoint_id: Id | None = None) -> None:
+        self.checkpoint_id, self.checkpoint = os.fspath(checkpoint_id or self.checkpoint_id), None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Id) -> bool:
+        return COMMITTED.fullmatch(_split(checkpoint_id)[1]) is not None
+
+    # With `**kwargs`, DCP would take a manifest that cannot be read for one that each rank has of its own.
+    def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.checkpoint = open_checkpoint(self.checkpoint_id)
+        manifest = self.checkpoint.manifest
+        stored = {name: name for name in manifest.tensors} | manifest.aliases
+        described = {fqn_of(name): _describe(manifest.tensors[tensor]) for name, tensor in stored.items()}
+        more = _state_of(manifest)
+        return Metadata(
+            state_dict_metadata=described | {fqn: BytesStorageMetadata() for fqn in more["values"]},
+            planner_data={fqn: tuple(path) for fqn, path in more["paths"].items()},
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return dataclasses.replace(plan, storage_data=self._open.manifest.save_id)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise CheckpointError(f"{self.checkpoint_id}: replaced while ranks were opening it; load it again")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        checkpoint = self._open
+        manifest, values = checkpoint.manifest, _state_of(checkpoint.manifest)["values"]
+        boxes: dict[Any, torch.Tensor] = {}
+        rounds: list[dict[int, list[Overlap]]] = []
+        """A tensor is in each at most once: two names of one may ask for the same bytes."""
+        num_boxes: Counter[str] = Counter()
+        staged = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            name = stored_name(item.storage_index.fqn)
+            name = manifest.aliases.get(name, name)
+            record, target = manifest.tensors[name], planner.resolve_tensor(item).detach()
+            if target.dtype != DTYPES[record.dtype] and not self.cast:
+                raise CheckpointError(
+                    f"{self.checkpoint_id}: {item.storage_index.fqn} is {DTYPES[record.dtype]}, the state dict's is "
+                    f"{target.dtype}; cast=True converts"
+                )
+            box = (name, *item.storage_offsets, *item.lengths)
+            if box not in boxes:
+                boxes[box] = torch.empty(tuple(item.lengths), dtype=DTYPES[record.dtype])
+                rounds += [{}] * (num_boxes[name] == len(rounds))
+                for source in record.overlapping(item.storage_offsets, item.lengths):
+                    part = overlap_of(name, source, item.storage_offsets, item.lengths, boxes[box])
+                    rounds[num_boxes[name]].setdefault(source.file, []).append(part)
+                num_boxes[name] += 1
+            staged.append((item, target, boxes[box]))
+        for by_file in rounds:
+            read_files(checkpoint, by_file)
+        for item, target, staging in staged:
+            target.copy_(staging)
+            planner.commit_tensor(item, target)
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                content = io.BytesIO()  # planners take a pickle: this one is made here, of plain values
+                torch.save(values[item.storage_index.fqn], content)
+                content.seek(0)
+                planner.load_bytes(item, content)
+        return _done(None)
+
+    @property
+    def _open(self) -> Checkpoint:
+        assert self.checkpoint is not None, "read_metadata is called first"
+        return self.checkpoint
+
+
+def _describe(record: TensorRecord) -> TensorStorageMetadata:
+    """Describe a tensor as one chunk: which files have it is found when it is read."""
+    size = torch.Size(record.shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[record.dtype]), size, [whole])
+
+
+def _state_of(manifest: Manifest) -> dict[str, Any]:
+    """Return the values and paths of a checkpoint that DCP has written."""
+    found = manifest.scalars.get(DCP_STATE)
+    return found if isinstance(found, dict) else {"values": {}, "paths": {}}
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
