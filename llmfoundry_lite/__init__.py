@@ -1,0 +1,58 @@
+"""Models, runs and data of llmfoundry_lite for programs: `import llmfoundry_lite as lf`.
+
+Importing it costs next to nothing: a name brings its module when it is first used. `docs/library.md` is made from the
+docstrings of these names.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmfoundry_lite.data.stateful import open_dataset
+    from llmfoundry_lite.errors import UserError
+    from llmfoundry_lite.evaluation.compare import compare_files as compare
+    from llmfoundry_lite.evaluation.loaded import load
+    from llmfoundry_lite.report.batches import batches
+    from llmfoundry_lite.report.reading import read_run
+    from llmfoundry_lite.report.watch import runs
+
+__all__ = ["UserError", "batches", "compare", "load", "open_dataset", "read_run", "runs"]
+
+_HOMES = {
+    "UserError": ("errors", "UserError"),
+    "batches": ("report.batches", "batches"),
+    "compare": ("evaluation.compare", "compare_files"),
+    "load": ("evaluation.loaded", "load"),
+    "open_dataset": ("data.stateful", "open_dataset"),
+    "read_run": ("report.reading", "read_run"),
+    "runs": ("report.watch", "runs"),
+}
+"""Name -> its module, and its name there."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home, there = _HOMES[name]
+    try:
+        found = getattr(importlib.import_module(f"{__name__}.{home}"), there)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __name__:
+            raise
+        from llmfoundry_lite.errors import SECOND_STEP
+
+        reads_shards = name in ("batches", "open_dataset")
+        remedy = (
+            f"pip install 'llmfoundry-lite[train]'`, then `{SECOND_STEP}"
+            if reads_shards
+            else ("pip install llmfoundry-lite")
+        )
+        raise ImportError(
+            f"{__name__}.{name} needs {error.name}, which is not installed; `{remedy}`", name=error.name
+        ) from error
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

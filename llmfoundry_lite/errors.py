@@ -20,6 +20,9 @@ EXIT_PREEMPTED = 75
 EXIT_UNREAD = 141
 """Whoever read what a command prints has left, as `head` does: 128 and SIGPIPE's number, as shells have it."""
 
+SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
+"""Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
+
 
 def printable(text: str, *, keep: str = "") -> str:
     """Return `text` for a terminal: control characters escaped, except those in `keep`.
@@ -118,7 +121,16 @@ def _is_transient_here(error: BaseException) -> bool:
 
 
 class UserError(ValueError):
-    """Something outside our code is wrong. One line; exit code 2 for a mistake, 75 for a fault that may pass."""
+    """Something outside our code is wrong. One line; exit code 2 for a mistake, 75 for a fault that may pass.
+
+    Errors of configuration, data and checkpoints are kinds of it.
+
+    >>> try:
+    ...     lf.load("runs/nowhere")
+    ... except lf.UserError as error:
+    ...     print(error, error.exit_code)
+    models: runs/nowhere does not exist; expected a run, a checkpoint, an exported folder or hf:NAME 2
+    """
 
     has_lost = False
     """No save holds some batches that were trained: the exit code is 1, not 75."""

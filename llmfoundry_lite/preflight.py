@@ -27,7 +27,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import ConfigError, DataError, UserError
+from llmfoundry_lite.errors import SECOND_STEP, ConfigError, DataError, UserError
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.launch.status import STATUS, write_ended_early
@@ -37,9 +37,6 @@ from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
 
 MAX_LISTED = 8
 """Stages, or ranks of a context group, that a dry run lists."""
-
-SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
-"""Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite.preflight import SECOND_STEP
+from llmfoundry_lite.errors import SECOND_STEP
 from tests.helpers.environments import find_uv
 from tests.helpers.launch import ROOT
 

@@ -272,8 +272,7 @@ class TextDataset(IterableDataset):
                 f"the checkpoint stands at sample {obj['sample_in_epoch']} of its epoch, which is not between two "
                 f"global batches of {self.global_batch_size}"
             )
-        self._epoch = obj["epoch"]
-        self._next = (obj["epoch"], obj["sample_in_epoch"])
+        self.begin_at(obj["epoch"], obj["sample_in_epoch"])
 
     def _check_content(self, state: dict[str, Any]) -> None:
         """Raise DataError unless a checkpoint was trained with this data. (First releases kept only shard sizes.)"""
@@ -300,6 +299,10 @@ class TextDataset(IterableDataset):
     def continue_with(self, lanes: range, epoch: int, sample_in_epoch: int) -> None:
         """Begin the next iteration at this place, with these lanes instead of an even share of all."""
         self._lanes, self.device_batch_size = lanes, len(lanes)
+        self.begin_at(epoch, sample_in_epoch)
+
+    def begin_at(self, epoch: int, sample_in_epoch: int) -> None:
+        """Begin the next iteration at this place."""
         self._epoch, self._next = epoch, (epoch, sample_in_epoch)
 
     def begin_epoch(self, *, forks_workers: bool) -> None:

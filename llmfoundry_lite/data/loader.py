@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import parent_process
 from threading import Thread
 from time import sleep
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +54,9 @@ class TextLoader(DataLoader):
         return iterator
 
 
+Loader = TypeVar("Loader", bound=TextLoader)
+
+
 def build_text_loader(
     dataset: TextDataset,
     *,
@@ -61,8 +65,9 @@ def build_text_loader(
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
     timeout: float = 0,
-) -> TextLoader:
-    return TextLoader(
+    kind: type[Loader] = TextLoader,
+) -> Loader:
+    return kind(
         dataset,
         batch_size=dataset.device_batch_size,
         collate_fn=collate,

@@ -218,6 +218,20 @@ class Tokenizer:
         return {name: text.encode() for name, text in texts.items()}
 
 
+class LazyTokenizer:
+    """A tokenizer that is loaded for the first text: shards of token ids may be trained on without it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.name)
+
+
 def build_tokenizer(
     name: str, backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, Any]
 ) -> Tokenizer:

@@ -13,9 +13,11 @@ over texts choose differently. Models with different tokenizers are compared by 
 """
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +36,7 @@ from llmfoundry_lite.evaluation.records import (
     text_row,
     weights_of,
 )
-from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.evaluation.sequential import (
     Plan,
     Rule,
@@ -117,7 +119,7 @@ class Paired:
         return "the same on every item" if self.ties == self.n else "no detectable difference"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class Pair:
     """One result against the first."""
 
@@ -145,6 +147,12 @@ class Pair:
             return f"{self.other} and {self.first}: no detectable difference {where}; {least}"
         direction = "better" if self.mean.is_better else "worse"
         return f"{self.other} is {direction} than {self.first} by {self.mean.margin} {where}"
+
+    def __repr__(self) -> str:
+        """Return the table that `llmfoundry-lite compare` prints."""
+        from llmfoundry_lite.evaluation.verdicts import text_of  # which imports this module
+
+        return text_of([self])
 
 
 def is_within(margin: float | None, low: float | None, high: float | None) -> bool:
@@ -176,6 +184,30 @@ def compare(
         for paired, *found in zip(family, corrected, levels, strict=True):
             paired.decide(*found)
     return pairs
+
+
+def compare_files(
+    first: str | os.PathLike[str],
+    other: str | os.PathLike[str],
+    *,
+    skip: Sequence[str] = (),
+    all_metrics: bool = False,
+) -> Pair:
+    """Compare two evaluation results item by item, as `llmfoundry-lite compare` does.
+
+    The result prints as that table. Differences are `other` less `first`. "Better" is said only where a corrected test
+    supports it.
+
+    >>> pair = lf.compare("results/base.json", "results/ours.json")
+    >>> pair.sentence
+    'ours is better than base by 0.150 ± 0.047 on the mean of 2 tasks (p <.001)'
+    >>> task = pair.tasks[0]
+    >>> task.task, task.n, task.wins, task.losses, task.verdict
+    ('arc_easy/0-shot', 100, 20, 0, 'better by 0.200 ± 0.093')
+
+    Raises DataError for results that cannot be compared; it names task and reason. `skip` leaves tasks out.
+    """
+    return compare(load_results([Path(first), Path(other)]), skip=skip, all_metrics=all_metrics)[0]
 
 
 def _compare_two(

@@ -16,7 +16,7 @@ from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
 from llmfoundry_lite.evaluation.reference import Reference, ask_until_decided
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
-from llmfoundry_lite.evaluation.scoring import Scorable, Score, score
+from llmfoundry_lite.evaluation.scoring import Scorable, Score, score, text_separator
 from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, prepare, prepare_text, read_rows
 from llmfoundry_lite.ranks.exchange import (
     all_gather_json,
@@ -150,8 +150,8 @@ class Asker:
                 for item, text in zip(task.items, texts, strict=True)
             ]
         # As in training and eval/loss; prompts are one document, whatever tokens they have.
-        is_separated = task.kind == "perplexity" and self.model.separates_documents
-        separator = (self.model.separator or Separator(self.tokenizer.eos_token_id)) if is_separated else None
+        is_text = task.kind == "perplexity"
+        separator = text_separator(self.model, self.tokenizer.eos_token_id) if is_text else None
         scores, items, number = self._score_all(task, separator, on_progress), [], 0
         for item in task.items:
             items.append(scored_item(task, item, scores[number : number + len(item.requests)]))

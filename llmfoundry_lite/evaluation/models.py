@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from llmfoundry_lite.checkpoint import restore
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.paths import read_tokenizer
 from llmfoundry_lite.checkpoint.store import (
     Checkpoint,
@@ -82,6 +83,7 @@ class Subject:
     num_tokens_trained: int | None
     load: Callable[[], Any]  # reads the weights and gives something Scorable
     tokenizer: Tokenizer
+    manifest: Manifest | None = None  # a checkpoint's
     notes: list[str] = field(default_factory=list)  # lines for the user on how it was found
     model: Any = None  # the loaded model, once `load_subject` has read it
 
@@ -160,6 +162,7 @@ def find_subject(
         num_tokens_trained=manifest.timestamp.token or None,
         load=lambda: _load_checkpoint(checkpoint, config, at),
         tokenizer=_find_tokenizer(where, checkpoint, tokenizer),
+        manifest=manifest,
         notes=notes,
     )
 

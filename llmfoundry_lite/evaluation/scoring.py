@@ -87,9 +87,26 @@ def score(
         yield found if is_mine else {}
 
 
-@torch.no_grad()
+def text_separator(model: Scorable, eos_token_id: int) -> Separator | None:
+    """Return the token that ends what a token of running text attends to; None where that is all text before it."""
+    return (model.separator or Separator(eos_token_id)) if model.separates_documents else None
+
+
 def score_batch(model: Scorable, batch: Batch, separator: Separator | None = None) -> dict[int, Score]:
     """Return the scores of a batch by number of request."""
+    sums: dict[int, float] = dict.fromkeys(batch.numbers, 0.0)
+    greedy: dict[int, bool] = dict.fromkeys(batch.numbers, True)
+    for number, value, likeliest in score_tokens(model, batch, separator):
+        sums[number] += value
+        greedy[number] &= likeliest
+    return {number: Score(sums[number], greedy[number]) for number in batch.numbers}
+
+
+@torch.no_grad()
+def score_tokens(
+    model: Scorable, batch: Batch, separator: Separator | None = None
+) -> Iterator[tuple[int, float, bool]]:
+    """Return (number of request, log-probability, is the likeliest) of each token; those of a request in order."""
     width = batch.width
     tokens_bt = np.array([row.tokens + [0] * (width - len(row)) for row in batch.rows], np.int64)
     positions_bt = attention_mask_bts = None
@@ -108,12 +125,7 @@ def score_batch(model: Scorable, batch: Batch, separator: Separator | None = Non
     inputs = Inputs(*map(on_device, (tokens_bt, positions_bt, attention_mask_bts)))
     with for_any_width():
         scores = model.score(inputs, Wanted(*map(on_device, (rows, columns, which, expected))))
-    sums: dict[int, float] = dict.fromkeys(batch.numbers, 0.0)
-    greedy: dict[int, bool] = dict.fromkeys(batch.numbers, True)
-    for number, value, likeliest in zip(numbers, *(column.tolist() for column in scores), strict=True):
-        sums[number] += value
-        greedy[number] &= likeliest
-    return {number: Score(sums[number], greedy[number]) for number in batch.numbers}
+    return zip(numbers, *(column.tolist() for column in scores), strict=True)
 
 
 def score_hidden(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, wanted: Wanted) -> Scores:

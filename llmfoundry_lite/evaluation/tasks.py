@@ -525,7 +525,7 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
         source = json.dumps(document.source)
         digest.update(source.encode())
         cluster = str(first_of.setdefault(source, number))
-        for request in _windows(document, tokenizer, max_seq_len):
+        for request in windows_of(document, tokenizer, max_seq_len):
             items.append(Item(index=number, requests=(request,), cluster=cluster))
     is_cut = is_cut or (limit is not None and len(items) > limit)
     items = items[:limit]
@@ -549,7 +549,7 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     )
 
 
-def _windows(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[Request]:
+def windows_of(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[Request]:
     """Yield windows whose bytes add up to the document's. A character that two windows share counts with either; the
     last window has the bytes that the others leave."""
     ids, left = document.ids, document.num_bytes
@@ -578,9 +578,14 @@ def _documents(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Document]:
             yield Document(before, ids, len(written.encode()), [before, *ids])
         return
     for text in _texts(config) if path.suffix in LINES else [read_text(config)]:
-        if ids := tokenizer.encode(text):
-            before = [tokenizer.prefix_token_id, *tokenizer.beginning][-1]
-            yield Document(before, ids, len(text.encode()), text)
+        document = document_of(text, tokenizer)
+        if document.ids:
+            yield document
+
+
+def document_of(text: str, tokenizer: Tokenizer) -> Document:
+    before = [tokenizer.prefix_token_id, *tokenizer.beginning][-1]
+    return Document(before, tokenizer.encode(text), len(text.encode()), text)
 
 
 def _texts(config: TaskConfig) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """A comparison as tables (a task to a row) on a console, in Markdown and JSON; and the points of its figure."""
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -40,6 +41,14 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
         print_notes(console, pair.notes)
         console.print()
     console.print(Text(legend(pairs), style="dim"))
+
+
+def text_of(pairs: Sequence[Pair]) -> str:
+    """Return what `print_comparison` prints, without colours."""
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as capture:
+        print_comparison(pairs, console)
+    return capture.get().rstrip()
 
 
 def _console_row(paired: Paired, pair: Pair) -> list[str]:

@@ -3,6 +3,7 @@
 A run is a run directory (runs/mpt-1b), here or behind a URL, or a folder of checkpoints that carry the log with them.
 """
 
+import os
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,9 +104,27 @@ class Run:
     notes: list[str]
     """A line for each thing that is missing or not whole."""
 
+    def __repr__(self) -> str:
+        return f"<{self.where}: {span(self.log.batch[0], self.log.batch[-1])}>"
 
-def read_run(where: str) -> Run:
-    """Read a run. Raises DataError if there is no log at `where`, CheckpointError if a URL cannot be reached."""
+
+def read_run(where: str | os.PathLike[str]) -> Run:
+    """Read a run's log, configuration and history, from a run directory, its URL or a folder of its checkpoints.
+
+    A column of `log` has a number for each batch, NaN where there is none. Batches that a later launch trained again
+    stand in `log.dead`. `segments` say where each span of batches ran. No torch is needed.
+
+    >>> run = lf.read_run("runs/tiny")
+    >>> run
+    <runs/tiny: batches 1 to 6>
+    >>> run.log["loss/train/total"].round(1)
+    array([...])
+    >>> run.segments[0].first_batch, run.segments[0].last_batch, run.segments[0].world_size
+    (1, 6, 1)
+
+    Raises DataError if there is no log, CheckpointError if a URL cannot be reached.
+    """
+    where = os.fspath(where)
     notes: list[str] = []
     folder = open_folder(where)
     try:

@@ -6,6 +6,7 @@ Reads status.json, config.yaml and the end of metrics.jsonl again and again, unt
 """
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from llmfoundry_lite.launch.log_lines import (
     read_lines,
     validation_losses,
 )
-from llmfoundry_lite.launch.status import read_status
+from llmfoundry_lite.launch.status import STATUS, read_status
 from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, runs_within
 
 REMAINING = "time/remaining_seconds"
@@ -42,7 +43,10 @@ LOOK_SECONDS = 1.0
 
 
 class Watched:
-    """State of a run: each `look` reads what has been written since the last one."""
+    """State of a run: each `look` reads what has been written since the last one.
+
+    `status` is what `status.json` has, `last` the newest line of the log, `config` the run's YAML.
+    """
 
     def __init__(self, folder: Path):
         """Raises DataError if there is no run."""
@@ -85,6 +89,16 @@ class Watched:
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):  # not written yet, or not by us
             return None
 
+    def __repr__(self) -> str:
+        facts = [f"{label} {text}" for label, text in facts_of(self) if label in ("loss", "validation")]
+        saved = self.last_checkpoint()
+        return f"<{', '.join([f'{self.folder}: {ending_of(self)}', *facts, *([f'saved {saved}'] if saved else [])])}>"
+
+    @property
+    def loss(self) -> float | None:
+        """Training loss of the newest batch."""
+        return self.last.get(LOSS)
+
     @property
     def has_ended(self) -> bool:
         return self.status["status"] != "running"
@@ -112,6 +126,29 @@ class Watched:
         with contextlib.suppress(CheckpointError):  # a disk that does not answer now
             return next((f"ba{one.batch}" for one in CheckpointStore(where).candidates() if one.is_listed), None)
         return None
+
+
+def runs(folder: str | os.PathLike[str] = "runs") -> list[Watched]:
+    """List the runs in a folder by name, with what `llmfoundry-lite watch` knows of each. No torch is needed.
+
+    A run that is still written stands as it is now; `look()` reads what has come since.
+
+    >>> lf.runs("runs")
+    [<runs/tiny: done at batch 6, loss ..., saved ba6>]
+    >>> run = lf.runs("runs")[0]
+    >>> run.batch, run.has_ended, run.progress, run.last_checkpoint(), run.config["global_train_batch_size"]
+    (6, True, 1.0, 'ba6', 8)
+
+    Raises DataError if there is no such folder.
+    """
+    if not os.path.isdir(folder):
+        raise DataError(f"{os.fspath(folder)} is no folder on this disk; expected one whose folders are runs")
+    found = []
+    for place in sorted(Path(folder).iterdir()):
+        if any((place / name).is_file() for name in (STATUS, METRICS)):
+            found.append(Watched(place))
+            found[-1].look()
+    return found
 
 
 def watch(
@@ -183,8 +220,8 @@ def _running(run: Watched) -> str:
 
 def facts_of(run: Watched) -> list[tuple[str, str]]:
     facts, last = [], run.last
-    if last.get(LOSS) is not None:
-        facts.append(("loss", f"{last[LOSS]:.4f}"))
+    if run.loss is not None:
+        facts.append(("loss", f"{run.loss:.4f}"))
     if run.validation is not None:
         facts.append(("validation", f"{run.validation[1]:.4f} at batch {run.validation[0]:,}"))
     if last.get(RATE) is not None:

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from llmfoundry_lite.config.schema import OptimizerConfig, TrainConfig, data_lab
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
-from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
+from llmfoundry_lite.data.tokenizer import LazyTokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
@@ -292,20 +292,6 @@ def build_text_batches(
         persistent_workers=loader.persistent_workers,
         timeout=loader.timeout,
     )
-
-
-class LazyTokenizer:
-    """A tokenizer that is loaded for the first text: shards of token ids may be trained on without it."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.name)
 
 
 # ---------------------------------------------------------------------------------------------- the user's own objects

@@ -1,0 +1,24 @@
+"""The examples in the docstrings of the public names print what they say."""
+
+import doctest
+
+import pytest
+
+import llmfoundry_lite as lf
+from llmfoundry_lite.evaluation.loaded import LoadedModel
+
+pytestmark = pytest.mark.multiprocess
+
+NAMES = {name: getattr(lf, name) for name in lf.__all__}
+EXAMPLES = {**NAMES, "logprobs": LoadedModel.logprobs, "generate": LoadedModel.generate}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_prints_what_it_says(name, here, capsys):
+    found = doctest.DocTestFinder(recurse=False).find(EXAMPLES[name], name, globs={"lf": lf})
+    assert found and found[0].examples
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    with capsys.disabled():
+        said: list[str] = []
+        failed = runner.run(found[0], out=said.append).failed
+    assert not failed, "".join(said)

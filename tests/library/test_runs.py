@@ -1,0 +1,59 @@
+"""`lf.runs` and `lf.batches`: what a run is at, and the samples it was trained on."""
+
+import shutil
+
+import pytest
+import yaml
+
+import llmfoundry_lite as lf
+from llmfoundry_lite.launch.status import write_status
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_a_run_that_is_still_written_stands_as_it_is_now(here, tmp_path):
+    run = shutil.copytree(here / "runs/tiny", tmp_path / "runs/tiny")
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:30])
+    write_status(run, "running", 3)
+    (found,) = lf.runs(tmp_path / "runs")
+    assert (found.batch, found.has_ended) == (4, False)
+    assert repr(found).startswith(f"<{run}: running at batch 4, loss ")
+    assert [batch.batch for batch in lf.batches(run, 4, 5)] == [4, 5]  # the log does not have 5 yet
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+    found.look()
+    assert found.batch == 6
+
+
+def test_a_folder_without_runs_has_none_and_no_folder_is_an_error(tmp_path):
+    assert lf.runs(tmp_path) == []
+    with pytest.raises(lf.UserError, match="nowhere is no folder"):
+        lf.runs(tmp_path / "nowhere")
+
+
+def test_batches_across_the_end_of_an_epoch_have_the_digests_of_the_log(here, tmp_path):
+    length = len(lf.open_dataset("data/mine", split="train", global_batch_size=8, max_seq_len=32))
+    before = [batch.digest for batch in lf.batches("runs/tiny", 1, length + 2)]
+    assert len(set(before)) == length + 2
+    alone = [batch.digest for batch in lf.batches("runs/tiny", length, length + 2)]
+    assert alone == before[-3:]
+    assert before[:6] == lf.read_run("runs/tiny").log.digest
+
+
+def test_samples_of_other_settings_or_data_are_never_passed_off_as_the_runs(here, tmp_path):
+    with pytest.raises(lf.UserError, match=r"batch 1 has data/digest \w+ here and \w+ in the log of runs/tiny"):
+        next(lf.batches("runs/tiny", 1, shuffle_seed=4))
+    with pytest.raises(lf.UserError, match="there is no data folder gone"):
+        lf.batches("runs/tiny", 1, local="gone")
+    with pytest.raises(lf.UserError, match=r"did you mean train_loader\.dataset\.shuffle_seed"):
+        lf.batches("runs/tiny", 1, shufle_seed=4)
+    with pytest.raises(lf.UserError, match="batches 5 to 3 given"):
+        lf.batches("runs/tiny", 5, 3)
+
+
+def test_a_run_with_a_loader_of_the_users_own_is_refused(here, tmp_path):
+    run = shutil.copytree(here / "runs/tiny", tmp_path / "tiny")
+    config = yaml.safe_load((run / "config.yaml").read_text()) | {"train_loader": {"name": "python:a:b"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(lf.UserError, match="its batches come from python:a:b; only shards can be read again"):
+        lf.batches(run, 1)
