@@ -106,6 +106,10 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
         for name in manifest.tensors
         if everything or name.startswith("model/")
     }
+    if not names:
+        raise CheckpointError(
+            f"{checkpoint.url}: none of its tensors is named model/…; --everything writes all of them"
+        )
     records = {short: manifest.tensors[name] for short, name in names.items()}
     entries = file_order(Entry(short, r.dtype, r.shape, r.num_bytes) for short, r in records.items())
     metadata = {"format": "pt", "save_id": manifest.save_id, "aliases": json.dumps(manifest.aliases)}

@@ -155,12 +155,12 @@ def find_subject(
     if checkpoint is None:
         raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
     manifest = checkpoint.manifest
-    config = build_block(ModelConfig, manifest.config["model"], "model")
+    config = model_config_of(checkpoint)
     return Subject(
         source=checkpoint.url,
         save_id=manifest.save_id,
         num_tokens_trained=manifest.timestamp.token or None,
-        load=lambda: _load_checkpoint(checkpoint, config, at),
+        load=lambda: load_checkpoint(checkpoint, config, at),
         tokenizer=_find_tokenizer(where, checkpoint, tokenizer),
         manifest=manifest,
         notes=notes,
@@ -180,7 +180,16 @@ def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -
     return found
 
 
-def _load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, at: Placement) -> "TreeModel":
+def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
+    """Raises DataError for a checkpoint that another program has saved."""
+    config = checkpoint.manifest.config
+    if not isinstance(config, dict) or "model" not in config:
+        raise DataError(f"models: {checkpoint.url} does not say what model it is; expected a checkpoint of a run")
+    return build_block(ModelConfig, config["model"], "model")
+
+
+def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, at: Placement) -> "TreeModel":
+    """Load weights. Raises CheckpointError for those that do not verify."""
     model = _build_empty(config, at)
     if at.shard is None:
         _fill(model, load_full_tensors(checkpoint.url), at)

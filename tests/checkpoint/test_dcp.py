@@ -18,13 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llmfoundry_lite.checkpoint import local_folder
+from llmfoundry_lite.checkpoint import local_folder, restore
 from llmfoundry_lite.checkpoint.dcp import PortableStorageReader, PortableStorageWriter
+from llmfoundry_lite.checkpoint.full_tensors import consolidate
 from llmfoundry_lite.checkpoint.save import Saver, as_bytes
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli.main import run as command
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.evaluation.models import find_subject
 from tests.checkpoint.ranks import build, save_now, step
 from tests.checkpoint.saves import flip
 from tests.helpers.launch import launch
@@ -168,13 +170,26 @@ def test_plans_of_an_earlier_save_are_refused(tmp_path):
         dcp.save(small(), use_collectives=False, storage_writer=PortableStorageWriter(tmp_path / "ba2"))
 
 
-def test_the_weights_of_a_run_load_as_any_others(tmp_path):
+def test_the_weights_of_a_run_load_as_any_others_and_a_run_begins_with_others(tmp_path):
     model, optimizer = build("plain")
     step(model, optimizer, 0)
     save_now(Saver(CheckpointStore(tmp_path)), model, optimizer, 1)
     other, _ = build("plain", seed=5)
     load({"model": other.state_dict()}, tmp_path / "ba1")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    once = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}  # tied
+    save({"model": once}, tmp_path / "ba2")
+    third, _ = build("plain", seed=6)
+    restore.load(tmp_path / "ba2", third)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), third.parameters(), strict=True))
+
+
+def test_what_needs_a_model_says_so(tmp_path):
+    save({"w": torch.ones(3)}, tmp_path / "ba1")
+    with pytest.raises(DataError, match="ba1 does not say what model it is; expected a checkpoint of a run"):
+        find_subject(str(tmp_path / "ba1"), device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"none of its tensors is named model/…; --everything writes all"):
+        consolidate(tmp_path / "ba1", tmp_path / "out.safetensors")
 
 
 # --------------------------------------------------------------------------------------------------- several ranks
