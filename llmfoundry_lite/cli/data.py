@@ -6,10 +6,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from llmfoundry_lite.errors import EXIT_INTERRUPTED
+from llmfoundry_lite.errors import EXIT_INTERRUPTED, printable
 from llmfoundry_lite.files import check_is_path
 
-data = typer.Typer(help="Prepare training data.", no_args_is_help=True, rich_markup_mode=None)
+TEXT_CHARACTERS = 48
+"""How much of a row's text stands in the table of rows."""
+WIDTH = 160
+
+data = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=True, rich_markup_mode=None)
 
 
 # A parameter for each option: typer makes the command from them.
@@ -88,3 +92,59 @@ def data_make_tasks(
     from llmfoundry_lite.prepare.make_tasks import make_tasks
 
     make_tasks(out, notify=typer.echo)
+
+
+@data.command("show")
+def data_show(
+    where: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints.")],
+    batch: Annotated[int, typer.Option(min=1, help="Its number in the log; the first is 1.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Where the data is now: train_loader.dataset.local=…"),
+    ] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="The whole text of each row.")] = False,
+    loss: Annotated[
+        bool, typer.Option("--loss", help="The loss of each row, in fp32, by the newest checkpoint.")
+    ] = False,
+    checkpoint: Annotated[str | None, typer.Option(help="Another checkpoint for --loss.")] = None,
+) -> None:
+    """Show the rows of a batch: their place, text and loss.
+
+    They are read again, in the order that the run had. Their digest must be the one in the log. Shards of a remote are
+    downloaded as in training.
+    """
+    from rich.console import Console
+
+    from llmfoundry_lite.report.batch import compute_losses, read_batch
+    from llmfoundry_lite.report.tables import Table
+
+    found = read_batch(where, batch, changes or ())
+    by = "as in the log" if found.logged_digest else "the log has none of this batch"
+    print(printable(f"batch {batch:,} of {where}: epoch {found.epoch}, {len(found.rows)} rows"))
+    print(f"data/digest {found.digest}, {by}")
+    losses = None
+    if loss or checkpoint:
+        import torch
+
+        from llmfoundry_lite.devices import device_type
+
+        losses = compute_losses(found, checkpoint, torch.device(device_type()))
+        print(printable(f"loss {losses.of_batch:.4f} in fp32, by {losses.checkpoint}"))
+    if found.tokenizer is None:
+        print("its tokenizer is not on this machine: token ids are shown, tokenizer.name=… names another place")
+    table = []
+    for number, row in enumerate(found.rows):
+        documents = found.num_documents(row)
+        known = "" if documents is None else str(documents)
+        facts = [str(number), row.stream, row.shard, str(row.sample), known, str(len(row.tokens_t))]
+        facts += [] if losses is None else [f"{losses.of_rows[number]:.4f}"]
+        table.append([*facts, found.text(row)])
+    columns = ["row", "stream", "shard", "sample", "documents", "tokens", *(["loss"] if losses is not None else [])]
+    if not rows:
+        short = [[*facts, " ".join(text.split())[:TEXT_CHARACTERS]] for *facts, text in table]
+        right = [0, *range(3, len(columns))]
+        Table("", [*columns, "begins"], short, right).print(Console(width=WIDTH, highlight=False), keeps_words=True)
+        return
+    for *facts, text in table:
+        named = ", ".join(f"{name} {fact}" for name, fact in zip(columns, facts, strict=True) if fact)
+        print(printable(f"\n{named}\n{text}", keep="\n\t"))

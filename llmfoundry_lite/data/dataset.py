@@ -337,16 +337,24 @@ class TextDataset(IterableDataset):
                 if shard == NO_SAMPLE:
                     yield torch.full((self.max_seq_len,), PAD_TOKEN)
                     continue
-                columns = self.cache.read(shard, sample)
-                try:
-                    row_t = torch.from_numpy(self.reader.read(columns))
-                except Exception as error:
-                    raise DataError(f"{self.cache.path(shard)}, sample {sample}: {one_line(error)}") from error
-                yield row_t
+                yield self.read_sample(shard, sample)
         except DataError as error:
             if not error.is_transient:
                 raise
             raise TransientDataError(str(error)) from error  # what led to it would stay in a worker process
+
+    def locate(self, sample_id: int) -> tuple[int, int]:
+        """Return shard and place in it of a sample."""
+        shard = int(self.order.shard_begins.searchsorted(sample_id, "right")) - 1
+        return shard, sample_id - int(self.order.shard_begins[shard])
+
+    def read_sample(self, shard: int, sample: int) -> Tensor:
+        """Return a row [max_seq_len], whose shard is brought if it is not here. Raises DataError."""
+        columns = self.cache.read(shard, sample)
+        try:
+            return torch.from_numpy(self.reader.read(columns))
+        except Exception as error:
+            raise DataError(f"{self.cache.path(shard)}, sample {sample}: {one_line(error)}") from error
 
     def _sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
         """Yield this worker's sample ids for the rest of the epoch, computed piece by piece."""
@@ -369,7 +377,6 @@ class TextDataset(IterableDataset):
 
     def _read_ahead(self, ids: Iterator[int]) -> Iterator[tuple[int, int]]:
         """Yield shard and place in it of each sample, while threads bring the shards of the next `predownload`."""
-        begins = self.order.shard_begins
         pool = ThreadPoolExecutor(NUM_FETCHING_THREADS)
         ahead: deque[tuple[int, int, Future[None] | None]] = deque()
 
@@ -384,9 +391,9 @@ class TextDataset(IterableDataset):
                 if sample_id == NO_SAMPLE:
                     ahead.append((NO_SAMPLE, 0, None))
                 else:
-                    shard = int(begins.searchsorted(sample_id, "right")) - 1
+                    shard, sample = self.locate(sample_id)
                     coming = None if self.cache.is_ready(shard) else pool.submit(self.cache.bring, shard)
-                    ahead.append((shard, sample_id - int(begins[shard]), coming))
+                    ahead.append((shard, sample, coming))
                 if len(ahead) > self.predownload:
                     yield next_sample()
             while ahead:

@@ -5,6 +5,7 @@ INTENDED: dict[str, str] = {
     "commands/help/checkpoint*": "each help begins with a verb",
     "commands/help/top": "bench measures this machine alone; replay is new",
     "commands/help/replay": "new",
+    "commands/help/data*": "`data show` is new",
     "commands/doctor/checks": "gone: three checks of the clock, and leftovers in /dev/shm, which the next run removes",
     "errors/command/plan-hardware": "a new device also needs its node in plan/network.py",
     "errors/command/eval-type": "a task's key is named by its place, icl_tasks[0], as other keys of a task are",

@@ -1,0 +1,202 @@
+"""The rows of one batch of a run: where they come from, their text, and the loss of each.
+
+The order of samples is a pure function, so no log of rows is needed: the batch is read again, and its digest shows that
+it is the one that was trained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llmfoundry_lite.checkpoint.paths import read_tokenizer
+from llmfoundry_lite.checkpoint.store import Checkpoint, open_checkpoint
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.data.loader import batch_digest, format_digest
+from llmfoundry_lite.data.order import NO_SAMPLE
+from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.evaluation.models import Placement, find_checkpoint, load_checkpoint, model_config_of
+from llmfoundry_lite.evaluation.packing import Separator
+from llmfoundry_lite.evaluation.scoring import Wanted, score_hidden
+from llmfoundry_lite.models.attention import document_numbers, for_any_width
+from llmfoundry_lite.report.reading import METRICS, Run, read_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A sample of a batch."""
+
+    stream: str
+    """Its name in `streams`; of a single data set, its folder."""
+    shard: str
+    sample: int
+    """Place in the shard."""
+    tokens_t: NDArray[np.int64]
+    """Without padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A batch of a run, and what is known of it."""
+
+    run: str
+    number: int
+    epoch: int
+    rows: list[Row]
+    digest: str
+    logged_digest: str | None
+    """Equal to `digest`; None: the log has none of this batch."""
+    tokenizer: Tokenizer | None
+    """None: it is not on this machine."""
+    separator: Separator | None
+    """The token between documents, as far as it is known."""
+    checkpoint: str | None
+    """The run's newest."""
+
+    def text(self, row: Row) -> str:
+        if self.tokenizer is None:
+            return " ".join(map(str, row.tokens_t))
+        return self.tokenizer.decode(row.tokens_t.tolist())
+
+    def num_documents(self, row: Row) -> int | None:
+        """Count documents that have a token in the row, besides the one that divides them."""
+        if self.separator is None:
+            return None
+        tokens_bt = torch.from_numpy(row.tokens_t)[None]
+        return int(document_numbers(tokens_bt, self.separator.token, begins=self.separator.begins).unique().numel())
+
+
+def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
+    """Read batch `number` of a run again; the first is 1. `changes` (key=value) say where its data lies now.
+
+    Raises DataError for a batch that was not trained, and for data that is not what the run was trained on.
+    """
+    run = read_run(where)
+    last = int(run.log.batch[-1])
+    if not 1 <= number <= last:
+        raise DataError(f"{where}: batch {number:,} given, expected 1 to {last:,}, the last in {METRICS}")
+    config, checkpoint = config_of(run, changes), None
+    if run.segments_from is not None:
+        checkpoint = open_checkpoint(run.segments_from)
+    tokenizer = tokenizer_of(run, config, checkpoint)
+    loader = build_block(LoaderConfig, config["train_loader"], "train_loader")
+    if loader.name != "text":
+        raise ConfigError(f"{where}: train_loader.name is {loader.name}, whose order only its own code knows")
+    dataset = TextDataset(
+        loader.dataset,
+        max_seq_len=config["max_seq_len"],
+        global_batch_size=config["global_train_batch_size"],
+        drop_last=loader.drop_last,
+        vocab_size=(config.get("model") or {}).get("vocab_size"),
+        tokenizer=tokenizer,
+    )
+    state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
+    if isinstance(state, dict):
+        dataset.load_state_dict(state)  # raises DataError for other data, and says what differs
+    epoch, step = divmod(number - 1, dataset.order.num_batches)
+    ids = dataset.order.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
+    rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]
+    digest = format_digest(sum(batch_digest(torch.from_numpy(padded_t)[None]) for padded_t, _ in rows))
+    at = int(np.searchsorted(run.log.batch, number))
+    logged = run.log.digest[at] if run.log.batch[at] == number else None
+    if logged not in (None, digest):
+        raise DataError(
+            f"{where}: batch {number:,} has data/digest {digest} here and {logged} in {METRICS}: this is not the data "
+            "that the run was trained on"
+        )
+    return Batch(
+        run=where,
+        number=number,
+        epoch=epoch,
+        rows=[row for _, row in rows],
+        digest=digest,
+        logged_digest=logged,
+        tokenizer=tokenizer,
+        separator=separator_of(loader, tokenizer),
+        checkpoint=run.segments_from,
+    )
+
+
+def config_of(run: Run, changes: Sequence[str]) -> dict[str, Any]:
+    if run.config is None:
+        raise DataError(f"{run.where}: the run's configuration is not there")
+    for change in changes:
+        if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
+            raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
+    try:
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(run.config, OmegaConf.from_dotlist([*changes])))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{' '.join(changes)}: {error}") from error
+    return merged
+
+
+def tokenizer_of(run: Run, config: dict[str, Any], checkpoint: Checkpoint | None) -> Tokenizer | None:
+    name = (config.get("tokenizer") or {}).get("name")
+    if checkpoint is None:
+        return find_tokenizer(name, None, {}, run.where)
+    return find_tokenizer(
+        name, checkpoint.manifest.fingerprints.get("tokenizer"), read_tokenizer(checkpoint, FILES), run.where
+    )
+
+
+def separator_of(loader: LoaderConfig, tokenizer: Tokenizer | None) -> Separator | None:
+    if loader.dataset.bos_token_id is not None:
+        return Separator(loader.dataset.bos_token_id, begins=True)
+    if loader.dataset.eos_token_id is not None:
+        return Separator(loader.dataset.eos_token_id)
+    return Separator(tokenizer.eos_token_id) if tokenizer is not None else None
+
+
+def read_row(dataset: TextDataset, sample_id: int) -> tuple[NDArray[np.int64], Row]:
+    """Return the row as it was trained, padding included, and without."""
+    shard, sample = dataset.locate(sample_id)
+    padded_t = dataset.read_sample(shard, sample).numpy()
+    folder = dataset.folders[dataset.cache.table.stream_of(shard)]
+    name = Path(dataset.cache.path(shard)).name
+    stream = folder.name or folder.remote or folder.path
+    return padded_t, Row(stream=stream, shard=name, sample=sample, tokens_t=padded_t[padded_t >= 0])
+
+
+class Losses(NamedTuple):
+    """Losses in fp32 by one checkpoint."""
+
+    of_rows: list[float]
+    """Mean over the tokens of each row; NaN for a row of one token."""
+    of_batch: float
+    """Mean over all tokens."""
+    checkpoint: str
+
+
+def compute_losses(batch: Batch, where: str | None, device: torch.device) -> Losses:
+    """Compute losses by the checkpoint at `where`, or by the run's newest. Raises CheckpointError and DataError."""
+    checkpoint = find_checkpoint(where or batch.checkpoint or "")[0] if where or batch.checkpoint else None
+    if checkpoint is None:
+        raise DataError(f"{where or batch.run}: no checkpoint here, which losses need; name one with --checkpoint")
+    found = load_checkpoint(checkpoint, model_config_of(checkpoint), Placement(torch.float32, device, None))
+    separator = batch.separator if found.separates_documents else None
+    if found.separates_documents and separator is None:
+        raise DataError(f"{batch.run}: the token between documents is not known; name its place: tokenizer.name=…")
+    losses, counts = [], []
+    for row in batch.rows:
+        tokens_bt = torch.from_numpy(row.tokens_t)[None].to(device)
+        columns_u = torch.arange(len(row.tokens_t) - 1, device=device)
+        wanted = Wanted(torch.zeros_like(columns_u), columns_u, columns_u, tokens_bt[0, 1:])
+        documents_bt = None
+        if separator is not None:
+            documents_bt = document_numbers(tokens_bt, separator.token, begins=separator.begins)
+        with torch.no_grad(), for_any_width():
+            scores = found.model(tokens_bt, documents_bt=documents_bt, head=partial(score_hidden, wanted=wanted))
+        losses.append(-float(scores.log_probability_n.mean()))
+        counts.append(len(columns_u))
+    mean = sum(loss * count for loss, count in zip(losses, counts, strict=True) if count) / max(sum(counts), 1)
+    return Losses(losses, mean, checkpoint.url)
