@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from llmfoundry_lite.errors import SECOND_STEP
 from tests.helpers.environments import find_uv
 from tests.helpers.launch import ROOT
+from tests.helpers.markdown import links
 
 pytestmark = pytest.mark.multiprocess
 
@@ -90,6 +92,24 @@ def check_whole_path(programs, second_step, folder):
 
 
 LIST_TASKS = "from llmfoundry_lite.config.shipped import find_task_folder; print(*find_task_folder('evals').iterdir())"
+
+
+@pytest.mark.slow
+def test_the_page_of_an_index_has_links_that_lead_somewhere(uv, wheel, tmp_path):
+    """Through a source distribution, as an index has it; README's own links stay relative."""
+    url = "https://code.example/us/llmfoundry_lite"
+    call("env", f"LLMFOUNDRY_LITE_URL={url}", uv, "build", "--quiet", "--out-dir", tmp_path, ROOT, cwd=tmp_path)
+    page, plain = (read_metadata(path) for path in (next(tmp_path.glob("*.whl")), wheel))
+    assert not [link for link in links(page) if not link.startswith(("https:", "#"))]
+    assert f"]({url}/raw/v0.1.0/docs/measurements/switch.png)" in page and f"]({url}/blob/v0.1.0/docs/data.md)" in page
+    assert f"Project-URL: Changelog, {url}/blob/v0.1.0/CHANGELOG.md" in page
+    assert "](docs/data.md)" in plain and "Project-URL" not in plain and "Classifier: Typing :: Typed" in plain
+
+
+def read_metadata(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        assert "llmfoundry_lite/py.typed" in file.namelist()
+        return file.read(next(name for name in file.namelist() if name.endswith("dist-info/METADATA"))).decode()
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_it_refuses_to_be_wrapped_into_another_loader(shards):
         ({"rank": 0, "world_size": 5}, DataError, "cannot be split evenly over 5 ranks"),
         ({"rank": 2, "world_size": 2}, ConfigError, "rank 2 of 2 given, expected 0 to 1"),
         ({"rank": 1}, ConfigError, "rank and world_size belong together"),
-        ({"shufle": True}, ConfigError, "did you mean open_dataset.shuffle"),
+        ({"shuffle_sead": 3}, ConfigError, "did you mean open_dataset.shuffle_seed"),
         ({"global_batch_size": 0}, ConfigError, "global_batch_size is 0, expected a whole number"),
         ({"max_seq_len": 8.0}, ConfigError, "max_seq_len is 8.0, expected a whole number"),
     ],

@@ -46,7 +46,7 @@ def test_samples_of_other_settings_or_data_are_never_passed_off_as_the_runs(here
     with pytest.raises(lf.UserError, match="there is no data folder gone"):
         lf.batches("runs/tiny", 1, local="gone")
     with pytest.raises(lf.UserError, match=r"did you mean train_loader\.dataset\.shuffle_seed"):
-        lf.batches("runs/tiny", 1, shufle_seed=4)
+        lf.batches("runs/tiny", 1, shuffle_sead=4)
     with pytest.raises(lf.UserError, match="batches 5 to 3 given"):
         lf.batches("runs/tiny", 5, 3)
 
