@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from llmfoundry_lite.errors import UserError
     from llmfoundry_lite.evaluation.compare import compare_files as compare
     from llmfoundry_lite.evaluation.loaded import load
-    from llmfoundry_lite.report.batches import batches
+    from llmfoundry_lite.report.batch import read_batches as batches
     from llmfoundry_lite.report.reading import read_run
     from llmfoundry_lite.report.watch import runs
 
@@ -20,7 +20,7 @@ __all__ = ["UserError", "batches", "compare", "load", "open_dataset", "read_run"
 
 _HOMES = {
     "UserError": ("errors", "UserError"),
-    "batches": ("report.batches", "batches"),
+    "batches": ("report.batch", "read_batches"),
     "compare": ("evaluation.compare", "compare_files"),
     "load": ("evaluation.loaded", "load"),
     "open_dataset": ("data.stateful", "open_dataset"),

@@ -1,10 +1,13 @@
-"""The rows of one batch of a run: where they come from, their text, and the loss of each.
+"""The rows of a run's batches: where they come from, their text, and the loss of each.
 
 The order of samples is a pure function, so no log of rows is needed: the batch is read again, and its digest shows that
 it is the one that was trained.
 """
 
-from collections.abc import Sequence
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +24,9 @@ from llmfoundry_lite.checkpoint.store import Checkpoint, open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.data.dataset import TextDataset
-from llmfoundry_lite.data.loader import batch_digest, format_digest
+from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
+from llmfoundry_lite.data.stateful import StatefulLoader
 from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.models import Placement, find_checkpoint, load_checkpoint, model_config_of
@@ -85,35 +89,12 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
     last = int(run.log.batch[-1])
     if not 1 <= number <= last:
         raise DataError(f"{where}: batch {number:,} given, expected 1 to {last:,}, the last in {METRICS}")
-    config, checkpoint = config_of(run, changes), None
-    if run.segments_from is not None:
-        checkpoint = open_checkpoint(run.segments_from)
-    tokenizer = tokenizer_of(run, config, checkpoint)
-    loader = build_block(LoaderConfig, config["train_loader"], "train_loader")
-    if loader.name != "text":
-        raise ConfigError(f"{where}: train_loader.name is {loader.name}, whose order only its own code knows")
-    dataset = TextDataset(
-        loader.dataset,
-        max_seq_len=config["max_seq_len"],
-        global_batch_size=config["global_train_batch_size"],
-        drop_last=loader.drop_last,
-        vocab_size=(config.get("model") or {}).get("vocab_size"),
-        tokenizer=tokenizer,
-    )
-    state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
-    if isinstance(state, dict):
-        dataset.load_state_dict(state)  # raises DataError for other data, and says what differs
+    dataset, loader, tokenizer = open_data(run, changes)
     epoch, step = divmod(number - 1, dataset.order.num_batches)
     ids = dataset.order.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
     rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]
     digest = format_digest(sum(batch_digest(torch.from_numpy(padded_t)[None]) for padded_t, _ in rows))
-    at = int(np.searchsorted(run.log.batch, number))
-    logged = run.log.digest[at] if run.log.batch[at] == number else None
-    if logged not in (None, digest):
-        raise DataError(
-            f"{where}: batch {number:,} has data/digest {digest} here and {logged} in {METRICS}: this is not the data "
-            "that the run was trained on"
-        )
+    logged = check_digest(run, number, digest)
     return Batch(
         run=where,
         number=number,
@@ -125,6 +106,89 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
         separator=separator_of(loader, tokenizer),
         checkpoint=run.segments_from,
     )
+
+
+class Samples(NamedTuple):
+    """The samples of a global batch, in the order of the ranks."""
+
+    batch: int
+    """Its number in the log."""
+    tokens_bt: NDArray[np.int64]
+    digest: str
+
+
+def read_batches(run: str | os.PathLike[str], first: int, last: int | None = None, **dataset: Any) -> Iterator[Samples]:
+    """Read the samples of a run's batches again, from `first` to `last`, both included.
+
+    Each has the rows of all ranks, as int64 [batch, tokens]. Its digest is compared with `data/digest` in the log,
+    where the log has that batch. Batches that the run has not reached yet are those it will train on. `dataset` has
+    words of [`train_loader.dataset`](data.md) that differ here, such as `local`.
+
+    >>> for batch in lf.batches("runs/tiny", 3, 4):
+    ...     print(batch.batch, batch.tokens_bt.shape)
+    3 (8, 32)
+    4 (8, 32)
+    >>> batch.digest == lf.read_run("runs/tiny").log.digest[3]
+    True
+
+    Raises DataError if the data is not there, or is not what the run was trained on.
+    """
+    last = first if last is None else last
+    if not 1 <= first <= last:
+        raise ConfigError(f"batches {first} to {last} given, expected two numbers from 1 on, the smaller first")
+    found = read_run(run)
+    opened, _, _ = open_data(
+        found, [f"train_loader.dataset.{key}={json.dumps(dataset[key], default=os.fspath)}" for key in dataset]
+    )
+    loader = build_text_loader(opened, kind=StatefulLoader)
+    epoch, num_batches = divmod(first - 1, len(loader))
+    loader.move_to(epoch, num_batches * opened.global_batch_size)
+    return _read_batches(found, loader, first, last)
+
+
+def _read_batches(run: Run, loader: StatefulLoader, first: int, last: int) -> Iterator[Samples]:
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    for number, rows in zip(range(first, last + 1), epochs, strict=False):
+        tokens_bt = rows["input_ids"]
+        digest = format_digest(batch_digest(tokens_bt))
+        check_digest(run, number, digest)
+        yield Samples(number, tokens_bt.numpy(), digest)
+
+
+def open_data(run: Run, changes: Sequence[str]) -> tuple[TextDataset, LoaderConfig, Tokenizer | None]:
+    """Open the data that a run was trained on. Raises DataError for other data, and says what differs."""
+    config, checkpoint = config_of(run, changes), None
+    if run.segments_from is not None:
+        checkpoint = open_checkpoint(run.segments_from)
+    tokenizer = tokenizer_of(run, config, checkpoint)
+    loader = build_block(LoaderConfig, config["train_loader"], "train_loader")
+    if loader.name != "text":
+        raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
+    dataset = TextDataset(
+        loader.dataset,
+        max_seq_len=config["max_seq_len"],
+        global_batch_size=config["global_train_batch_size"],
+        drop_last=loader.drop_last,
+        vocab_size=(config.get("model") or {}).get("vocab_size"),
+        tokenizer=tokenizer,
+        share=(0, 1),
+    )
+    state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
+    if isinstance(state, dict):
+        dataset.load_state_dict(state)
+    return dataset, loader, tokenizer
+
+
+def check_digest(run: Run, number: int, digest: str) -> str | None:
+    """Return the log's digest of a batch, if it has one. Raises DataError if it is another."""
+    at = int(np.searchsorted(run.log.batch, number))
+    logged = run.log.digest[at] if at < len(run.log.batch) and run.log.batch[at] == number else None
+    if logged not in (None, digest):
+        raise DataError(
+            f"{run.where}: batch {number:,} has data/digest {digest} here and {logged} in {METRICS}: this is not the "
+            "data that the run was trained on"
+        )
+    return logged
 
 
 def config_of(run: Run, changes: Sequence[str]) -> dict[str, Any]:

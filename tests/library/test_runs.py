@@ -1,6 +1,7 @@
 """`lf.runs` and `lf.batches`: what a run is at, and the samples it was trained on."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -41,10 +42,10 @@ def test_batches_across_the_end_of_an_epoch_have_the_digests_of_the_log(here, tm
 
 
 def test_samples_of_other_settings_or_data_are_never_passed_off_as_the_runs(here, tmp_path):
-    with pytest.raises(lf.UserError, match=r"batch 1 has data/digest \w+ here and \w+ in the log of runs/tiny"):
+    with pytest.raises(lf.UserError, match="the order of the samples depends on it"):
         next(lf.batches("runs/tiny", 1, shuffle_seed=4))
     with pytest.raises(lf.UserError, match="there is no data folder gone"):
-        lf.batches("runs/tiny", 1, local="gone")
+        lf.batches("runs/tiny", 1, local=Path("gone"))
     with pytest.raises(lf.UserError, match=r"did you mean train_loader\.dataset\.shuffle_seed"):
         lf.batches("runs/tiny", 1, shuffle_sead=4)
     with pytest.raises(lf.UserError, match="batches 5 to 3 given"):
@@ -55,5 +56,5 @@ def test_a_run_with_a_loader_of_the_users_own_is_refused(here, tmp_path):
     run = shutil.copytree(here / "runs/tiny", tmp_path / "tiny")
     config = yaml.safe_load((run / "config.yaml").read_text()) | {"train_loader": {"name": "python:a:b"}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(lf.UserError, match="its batches come from python:a:b; only shards can be read again"):
+    with pytest.raises(lf.UserError, match="is python:a:b, whose order only its own code knows"):
         lf.batches(run, 1)
