@@ -50,11 +50,17 @@ def report_runs(
 
 def compare_results(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULT.json...", help="The first is what others are against.")
+        list[Path],
+        typer.Argument(
+            metavar="RESULT...", help="Ours, or logs of lm-eval or Inspect. The first is what others are against."
+        ),
     ],
     out: Annotated[Path | None, out_folder("A folder for compare.md, .json and .png.")] = None,
     all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Not only each task's main one.")] = False,
     skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave it out; repeat for others.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Of rows in logs of others: what related items share.")
+    ] = None,
     published: Annotated[bool, typer.Option("--published", help="Also beside published results.")] = False,
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Stop a task when it is decided: what fewer items would have said.")
@@ -70,7 +76,7 @@ def compare_results(
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare
-    from llmfoundry_lite.evaluation.results import load_results
+    from llmfoundry_lite.evaluation.foreign import load_any
     from llmfoundry_lite.evaluation.sequential import Rule
     from llmfoundry_lite.evaluation.tables import published_table
     from llmfoundry_lite.evaluation.verdicts import panels, print_comparison, write_comparison
@@ -81,7 +87,7 @@ def compare_results(
         raise UserError("--all-metrics: a --sequential comparison stops by the main metric alone; remove one of them")
     if not sequential and margin is not None:
         raise UserError("--margin: it is for a comparison that is --sequential; add that")
-    loaded = load_results(results)
+    loaded = load_any(results, cluster)
     rule = Rule(spending=spending, margin=margin) if sequential else None
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, sequential=rule)
     console, beside = Console(), published_table(loaded) if published else None

@@ -24,6 +24,7 @@ import numpy as np
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
+from llmfoundry_lite.evaluation.foreign import load_any
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
     BITS,
@@ -36,7 +37,7 @@ from llmfoundry_lite.evaluation.records import (
     text_row,
     weights_of,
 )
-from llmfoundry_lite.evaluation.results import Results, load_results
+from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.sequential import (
     Plan,
     Rule,
@@ -207,7 +208,7 @@ def compare_files(
 
     Raises DataError for results that cannot be compared; it names task and reason. `skip` leaves tasks out.
     """
-    return compare(load_results([Path(first), Path(other)]), skip=skip, all_metrics=all_metrics)[0]
+    return compare(load_any([Path(first), Path(other)]), skip=skip, all_metrics=all_metrics)[0]
 
 
 def _compare_two(
@@ -240,8 +241,9 @@ def _compare_two(
     more = [
         _pair_task(task.task, first, other, metric)
         for task in tasks
-        for metric in ACCURACIES
-        if all_metrics and not task.stage and metric != task.metric and metric in first.tasks[task.task]
+        for metric in first.tasks[task.task].get("metrics", ACCURACIES)
+        if all_metrics and not task.stage and metric != task.metric
+        if metric in first.tasks[task.task] and metric in other.tasks[task.task]
         if not (texts_alone and metric == "acc_per_token")
     ]
     accuracies = [(task.task, task.metric) for task in tasks if task.metric != BITS]
@@ -288,7 +290,7 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
     # What is beyond the limit of a text was not read, so that other limits make other data.
     is_cut_elsewhere = is_text and any(limits) and (limits[0] != limits[1] or other_tokenizer)
     if a["data_fingerprint"] != b["data_fingerprint"] and not is_cut_elsewhere:
-        found.append(f"the data ({a['n']:,} items against {b['n']:,})")
+        found.append(f"the data ({a['n']:,} items against {b['n']:,}{_where_different(task, first, other)})")
     same_fingerprint = a["fingerprint"] == b["fingerprint"]
     if not found and not same_fingerprint and not (is_text and other_tokenizer):
         found.append(f"fingerprint {a['fingerprint']} against {b['fingerprint']}")
@@ -306,6 +308,15 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
                 f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
                 f"evaluate both on a text file, or {leave_out}"
             )
+
+
+def _where_different(task: str, first: Results, other: Results) -> str:
+    """Name the first item whose row is another, where the items say what their rows are."""
+    theirs = {item["index"]: item for item in other.items.get(task, [])}
+    for item in first.items.get(task, []):
+        if "row" in item and item["row"] != theirs.get(item["index"], item)["row"]:
+            return f"; {item['id']} is another question"
+    return ""
 
 
 def refuse_partial(task: str, first: Results, other: Results) -> None:
@@ -553,6 +564,9 @@ def _notes_on_task(task: str, first: Results, other: Results) -> list[str]:
     ours, theirs = a.get("beginning", []), b.get("beginning", [])
     if ours != theirs and not has_other_tokenizer(first, other):
         notes.append(f"prompts begin with tokens {ours} for {first.name}, {theirs} for {other.name}")
+    ours, theirs = a.get("generation"), b.get("generation")
+    if ours != theirs:
+        notes.append(f"warning: answers are generated with {ours} by {first.name}, {theirs} by {other.name}")
     ours, theirs = a.get("num_trimmed", 0), b.get("num_trimmed", 0)
     if ours != theirs:
         notes.append(f"contexts cut to fit: {ours:,} of {first.name}, {theirs:,} of {other.name}")

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +29,8 @@ from llmfoundry_lite.evaluation.tasks import (
     settings_of,
 )
 from llmfoundry_lite.files import write_atomically
+
+LOGS = ", or a folder with samples_*.jsonl of lm_eval --log_samples or with logs of Inspect"
 
 
 @dataclass(kw_only=True)
@@ -82,17 +84,25 @@ def code_version() -> str:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def load_results(paths: Sequence[Path]) -> list[Results]:
-    """Raises DataError for a file that is no result, or whose items are missing, torn or another evaluation's."""
+def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None = None) -> list[Results]:
+    """Load results with their items, and names that tell them apart; `read` reads those of another tool.
+
+    Raises DataError for a file that is no result, or whose items are missing, torn or another evaluation's.
+    """
     for i, path in enumerate(paths):
         if any(path.resolve() == earlier.resolve() for earlier in paths[:i]):
             raise DataError(f"{path} is given twice; name another result to compare it with")
-    found = [read_results(path) for path in paths]
+    found = list(map(read or _read_with_items, paths))
     names = [results.model for results in found]
     if len(set(names)) < len(names):
         common = os.path.commonpath([path.resolve().parent for path in paths])
         names = [str(path.resolve().with_suffix("").relative_to(common)) for path in paths]
-    return [replace(one, name=name, items=_read_items(one)) for one, name in zip(found, names, strict=True)]
+    return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
+
+
+def _read_with_items(path: Path) -> Results:
+    results = read_results(path)
+    return replace(results, items=_read_items(results))
 
 
 def read_results(path: Path) -> Results:
@@ -101,7 +111,9 @@ def read_results(path: Path) -> Results:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}; expected a MODEL.json") from error
+        raise DataError(
+            f"{path} cannot be read as JSON: {error}; expected a MODEL.json{LOGS * path.is_dir()}"
+        ) from error
     check_result(facts, path)
     return Results(**{key: facts.get(key) for key in RESULT}, tasks=facts["tasks"], path=path, name=facts["model"])
 

@@ -292,23 +292,30 @@ def _question(config: TaskConfig, row: dict[str, Any]) -> str:
 
 def find_clusters(config: TaskConfig, rows: list[dict[str, Any]]) -> dict[int, str]:
     """Return each row's cluster: of rows that share the column `cluster`, or ask the same. Empty where none do."""
-    root, first_of = list(range(len(rows))), dict[tuple[str, str], int]()
+    column = config.cluster
+    keys = [[("question", _question(config, row))] for row in rows]
+    for row, own in zip(rows, keys, strict=True):
+        own += [] if column is None else [("cluster", str(row[column]))]
+    first = join_rows(keys)
+    if column is None and first == list(range(len(rows))):
+        return {}
+    return {i: str(found if column is None else rows[found][column]) for i, found in enumerate(first)}
+
+
+def join_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
+    """Return for each row the first one of its group. Rows that share any of their keys are of one group."""
+    root, first_of = list(range(len(keys))), dict[tuple[str, str], int]()
 
     def find(index: int) -> int:
         while root[index] != index:
             root[index] = index = root[root[index]]
         return index
 
-    for index, row in enumerate(rows):
-        keys = [("question", _question(config, row))]
-        keys += [] if config.cluster is None else [("cluster", str(row[config.cluster]))]
-        for key in keys:
+    for index, own in enumerate(keys):
+        for key in own:
             ends = find(first_of.setdefault(key, index)), find(index)
             root[max(ends)] = min(ends)
-    if config.cluster is None and len(first_of) == len(rows):
-        return {}
-    column = config.cluster
-    return {i: str(find(i) if column is None else rows[find(i)][column]) for i in range(len(rows))}
+    return list(map(find, range(len(keys))))
 
 
 def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: int) -> list[int]:

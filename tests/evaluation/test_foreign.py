@@ -1,0 +1,175 @@
+"""Logs that other tools wrote (tests/evaluation/logs/README.md) become results, or are refused in a line."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from llmfoundry_lite.cli import main
+from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.foreign import load_any, read_member
+from llmfoundry_lite.evaluation.sequential import Rule
+from tests.helpers.results import write_result
+
+LOGS = Path(__file__).parent / "logs"
+LM_EVAL, INSPECT = ([LOGS / tool / name for name in "ab"] for tool in ("lm_eval", "inspect"))
+EVALS = [next(folder.glob("*.eval")) for folder in INSPECT]
+
+
+def refusal(*paths, **options):
+    with pytest.raises(UserError) as caught:
+        compare(load_any(paths), **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """The lm-eval logs of both models, to be changed."""
+    return [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in LM_EVAL]
+
+
+def samples_of(folder, task="short choices"):
+    return next(folder.glob(f"samples_{task}_*.jsonl"))
+
+
+def rewrite(path, change):
+    """Pass each sample through `change`; None removes it."""
+    samples = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples if sample is not None))
+
+
+def test_lm_eval_logs_give_the_numbers_that_lm_eval_printed():
+    for results in load_any(LM_EVAL):
+        printed = json.loads(next(results.path.glob("results_*.json")).read_text())["results"]
+        assert results.tasks["short choices"]["acc"] == printed["short choices"]["acc,none"]
+        assert results.tasks["short choices"]["acc_stderr"] == pytest.approx(
+            printed["short choices"]["acc_stderr,none"]
+        )
+        assert results.tasks["text"]["bits_per_byte"] == pytest.approx(printed["text"]["bits_per_byte,none"])
+        for name in ("first", "vowel"):  # a metric by two filters
+            key = f"exact_match,{name}"
+            assert results.tasks["written"][key] == printed["written"][key]
+        assert results.tasks["text"]["metrics"] == ["bits_per_byte"]  # word_perplexity is no number of one item
+        assert (results.num_parameters, results.precision) == (247_552, "float32")
+
+
+def test_models_are_compared_with_clusters_corrections_and_looks():
+    (pair,) = compare(load_any(LM_EVAL, "passage"), all_metrics=True)
+    by_task = {task.task: task for task in pair.tasks}
+    assert (by_task["text"].wins, by_task["text"].losses, by_task["text"].is_detected) == (19, 1, True)
+    assert by_task["text"].p_corrected == pytest.approx(3 * by_task["text"].p)
+    assert [paired.metric for paired in pair.more] == ["acc_norm", "exact_match,vowel"]
+    assert pair.notes == ["short choices: 12 items in 6 clusters, which are what is independent"]
+    (looked,) = compare(load_any(LM_EVAL), skip=["written"], sequential=Rule())
+    assert [task.test for task in looked.tasks] == ["score, sequential", "studentised bootstrap, sequential"]
+    assert looked.notes[-1].startswith("text: 20 of 20 items asked, look 1 of 1 (obrien fleming, level 0.025)")
+
+
+def test_epochs_of_an_inspect_sample_are_one_item():
+    for results, accuracy in zip(load_any(INSPECT), (0.8125, 0.875), strict=True):  # as `inspect eval` printed
+        task = results.tasks["riddles"]
+        assert (task["n"], task["metrics"], task["includes"]) == (8, ["includes", "match"], accuracy)
+        assert {item["includes"] for item in results.items["riddles"]} <= {0, 0.5, 1}
+    (pair,) = compare(load_any(EVALS, "passage"))
+    assert (pair.first, pair.other, pair.tasks[0].wins, pair.tasks[0].losses) == ("hf/a", "hf/b", 2, 1)
+    assert pair.notes == ["riddles: 4 clusters: no interval and no verdict below 6"]
+
+
+def test_an_inspect_log_is_the_same_as_json_or_deflated(tmp_path):
+    (expected,) = load_any(EVALS[:1])
+    with zipfile.ZipFile(EVALS[0]) as archive:
+        content = {name: read_member(archive, name) for name in archive.namelist()}
+    with zipfile.ZipFile(tmp_path / "old.eval", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, raw in content.items():
+            archive.writestr(name, raw)
+    samples = [json.loads(raw) for name, raw in content.items() if name.startswith("samples/")]
+    (tmp_path / "log.json").write_text(json.dumps({**json.loads(content["header.json"]), "samples": samples}))
+    for name in ("old.eval", "log.json"):
+        (found,) = load_any([tmp_path / name])
+        assert (found.items, found.tasks) == (expected.items, expected.tasks)
+
+
+def test_other_questions_or_prompts_are_refused_by_item(logs):
+    rewrite(samples_of(logs[1]), lambda sample: {**sample, "doc_hash": "0"} if sample["doc_id"] == 3 else sample)
+    assert "the data (12 items against 12; item 3 is another question)" in refusal(*logs)
+    shutil.copytree(LM_EVAL[1], logs[1], dirs_exist_ok=True)
+    rewrite(samples_of(logs[1]), lambda sample: sample if sample["doc_id"] < 9 else None)
+    assert "the data (12 items against 9)" in refusal(*logs)
+    shutil.copytree(LM_EVAL[1], logs[1], dirs_exist_ok=True)
+    rewrite(samples_of(logs[1]), lambda sample: {**sample, "arguments": {"gen_args_0": {"arg_0": "Q: "}}})
+    assert "were not asked the same: prompts 'sha256:" in refusal(*logs)
+    for folder in logs:  # each model's own template: the prompts differ rightly
+        path = next(folder.glob("results_*.json"))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages }}"}))
+    assert compare(load_any(logs))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sample: None, "has no samples; expected a line for each item"),
+        (
+            lambda sample: {key: value for key, value in sample.items() if key != "doc_hash"},
+            "has no doc_hash, by which",
+        ),
+        (lambda sample: {**sample, "doc_id": "3"}, "doc_id is '3', expected a whole number"),
+        (lambda sample: {**sample, "doc_id": 3}, "has item 3 twice; is it two logs in one?"),
+        (
+            lambda sample: {**sample, "acc": [0, 1], "acc_norm": 37.5},
+            "short choices has no metric with a number from 0",
+        ),
+        (
+            lambda sample: {**sample, "doc": {}} if sample["doc_id"] == 3 else sample,
+            "item 3 lacks the field of --cluster, which others have",
+        ),
+    ],
+    ids=["empty", "an old release", "an id that is text", "two logs in one", "no metric by item", "cluster"],
+)
+def test_a_log_that_lacks_something_is_refused(change, message, logs):
+    rewrite(samples_of(logs[0]), change)
+    with pytest.raises(DataError) as caught:
+        load_any([samples_of(logs[0])], "passage")
+    assert message in str(caught.value)
+
+
+def test_logs_that_are_torn_unfinished_or_of_several_tools_or_models_are_refused(tmp_path, logs):
+    path = samples_of(logs[0])
+    path.write_text(path.read_text()[:-30])
+    assert f"{path}, line 12 is not JSON" in refusal(path)
+    (tmp_path / "torn.eval").write_bytes(EVALS[0].read_bytes()[:9000])
+    assert "torn.eval cannot be read as a log of Inspect: File is not a zip file" in refusal(tmp_path / "torn.eval")
+    (tmp_path / "started.json").write_text(json.dumps({"eval": {"task": "t"}, "status": "started"}))
+    assert "status 'started', expected 'success'" in refusal(tmp_path / "started.json")
+    assert "is of lm-eval" in refusal(LM_EVAL[0], EVALS[0])
+    ours = write_result(tmp_path, "ours", {"t/0-shot": [0, 1]})
+    assert f"{ours} of llmfoundry-lite" in refusal(LM_EVAL[0], ours)
+    shutil.copy(EVALS[0], tmp_path / "both.eval")
+    (tmp_path / "started.json").unlink()
+    (tmp_path / "torn.eval").unlink()
+    shutil.copy(EVALS[1], tmp_path / "also.eval")
+    assert "has two logs of riddles, also.eval and both.eval" in refusal(tmp_path)
+    assert "no samples_*_2026" in refusal(_without_samples(logs[1]))
+    assert "or a folder with samples_*.jsonl of lm_eval --log_samples" in refusal(_emptied(tmp_path))
+
+
+def _without_samples(folder):
+    for path in folder.glob("samples_*"):
+        path.unlink()
+    return next(folder.glob("results_*.json"))
+
+
+def _emptied(folder):
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def test_the_command_writes_its_tables_and_names_a_field_that_no_row_has(tmp_path, capsys):
+    arguments = ["compare", *map(str, LM_EVAL)]
+    assert main.run([*arguments, "--out", str(tmp_path)]) == 0
+    assert "| text | bits_per_byte | 20 |" in (tmp_path / "compare.md").read_text()
+    assert main.run([*arguments, "--cluster", "page"]) == 2
+    assert "--cluster page: no row of" in capsys.readouterr().err
