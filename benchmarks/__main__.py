@@ -32,6 +32,7 @@ BENCHMARKS = {
     "recover": ("recover", "What a fault costs a run on two ranks."),
     "eval": ("eval.eval", "Evaluation in context beside lm-evaluation-harness."),
     "eval-parity": ("eval.parity", "The same answers as lm-evaluation-harness, item by item."),
+    "eval-within": ("eval.within", "Our model inside lm-evaluation-harness, beside its own."),
     "intervals": ("intervals", "How often `compare`'s intervals cover, by simulation."),
     "sequential": ("sequential", "Errors of comparisons that stop when decided."),
     "switch": ("switch.switch", "Is a run that switches between clusters the same run?"),

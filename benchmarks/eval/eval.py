@@ -235,9 +235,10 @@ Ask = Callable[..., dict[str, Any]]
 
 
 @contextmanager
-def peer_of(python: str, model: str) -> Iterator[Ask]:
-    """Have lm-evaluation-harness answer calls with items=FILE, and kind and delimiter of the task."""
-    with _worker([python, str(Path(__file__).with_name("peer.py")), model]) as ask:
+def peer_of(python: str, model: str, name: str = "hf") -> Iterator[Ask]:
+    """Have lm-evaluation-harness, by its model `name`, answer calls with items=FILE, and kind and delimiter of the
+    task."""
+    with _worker([python, str(Path(__file__).with_name("peer.py")), model, name]) as ask:
         yield ask
 
 

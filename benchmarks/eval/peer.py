@@ -1,4 +1,4 @@
-"""The peer's side of the eval benchmark. Runs in an environment that has lm-eval, and imports nothing of ours."""
+"""The peer's side of the eval benchmark: runs where lm-eval is, and imports nothing of ours but our model."""
 
 # pyright: reportMissingImports=false
 
@@ -9,19 +9,34 @@ import time
 import lm_eval
 import torch
 import transformers
+from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
-from lm_eval.models.huggingface import HFLM
 
 
-def answer_questions(name: str) -> None:
+def answer_questions(folder: str, name: str) -> None:
     """Read a file of items and their kind of task from each line; print a line of results for it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = HFLM(pretrained=name, dtype="float32", device=device, batch_size=16)
+    model = load_ours(folder, device) if name == "llmfoundry_lite" else load_hf(folder, device)
     for line in sys.stdin:
         print(json.dumps(measure(model, **json.loads(line))), flush=True)
 
 
-def measure(model: HFLM, items: str, kind: str = "multiple_choice", delimiter: str = " ") -> dict:
+def load_hf(folder: str, device: str) -> LM:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=folder, dtype="float32", device=device, batch_size=16)
+
+
+def load_ours(folder: str, device: str) -> LM:
+    from lm_eval.api.registry import get_model
+
+    from llmfoundry_lite.lm_eval import register
+
+    register()
+    return get_model("llmfoundry_lite")(hf=folder, device=device)
+
+
+def measure(model: LM, items: str, kind: str = "multiple_choice", delimiter: str = " ") -> dict:
     answer = model.loglikelihood
     task = ConfigurableTask(
         config={
@@ -54,7 +69,7 @@ def nats_of(response: "float | tuple[float, bool] | list") -> float:
     return float(response[0] if isinstance(response, tuple | list) else response)
 
 
-def count_seconds(model: HFLM) -> list[float]:
+def count_seconds(model: LM) -> list[float]:
     """Return [wall, processor] seconds that fill up during tokenising and scoring.
 
     The peer's other work takes seconds whatever the number of items, and is left out.
@@ -110,4 +125,4 @@ def ask(kind: str, delimiter: str) -> dict:
 
 
 if __name__ == "__main__":
-    answer_questions(sys.argv[1])
+    answer_questions(*sys.argv[1:])

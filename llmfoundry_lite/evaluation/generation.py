@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,66 +21,78 @@ INCOMPLETE = "\ufffd"
 """A decoder's stand-in for a character whose bytes have not all arrived."""
 
 
+class Prompt(NamedTuple):
+    """Tokens after which the model writes greedily: up to so many, the end of text or one of the texts `stops`."""
+
+    context: Sequence[int]
+    num_tokens: int
+    stops: Sequence[str] = ()
+
+
+def prompts_of(task: Prepared) -> list[Prompt]:
+    num_tokens, stops = task.config.max_new_tokens, task.config.early_stopping_criteria
+    assert num_tokens is not None, "tasks.prepare fills it in"
+    return [Prompt(item.requests[0].context, num_tokens, stops) for item in task.items]
+
+
 def generate_answers(
     model: Scorable,
     tokenizer: Tokenizer,
-    task: Prepared,
+    name: str,
+    prompts: Sequence[Prompt],
     share: tuple[int, int],
     on_progress: Callable[[str, int, int], None],
 ) -> list[str]:
-    """Generate the answer to each item; `share` is (rank, ranks) that divide them.
+    """Generate the answer to each prompt of the task `name`; `share` is (rank, ranks) that divide them.
 
     Raises DataError on all ranks where the model's logits are NaN or infinite.
     """
-    (rank, world_size), num_items = share, len(task.items)
+    (rank, world_size), num_items = share, len(prompts)
     found: list[tuple[int, str]] = []
     for start in range(0, num_items, world_size):
         number = min(start + rank, num_items - 1)  # a rank without one repeats the last, for sharded models
-        text = generate_answer(model, tokenizer, task.items[number].requests[0].context, task.config)
+        text = generate_answer(model, tokenizer, prompts[number])
         raise_on_all_ranks(
-            DataError(f"{task.name}: the model gives NaN or infinity in its answer to item {number}; nothing is kept")
+            DataError(f"{name}: the model gives NaN or infinity in its answer to item {number}; nothing is kept")
             if text is None
             else None
         )
         assert text is not None
         if start + rank < num_items:
             found.append((number, text))
-        on_progress(task.name, min(start + world_size, num_items), num_items)
+        on_progress(name, min(start + world_size, num_items), num_items)
     answers = {number: text for part in all_gather_json(found) for number, text in part}  # some ranks share a part
     return [answers[number] for number in sorted(answers)]
 
 
-def generate_answer(model: Scorable, tokenizer: Tokenizer, context: Sequence[int], config: TaskConfig) -> str | None:
-    """Generate greedily up to the end of text, a stop sequence or `max_new_tokens`; None for logits of NaN or infinity.
+def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> str | None:
+    """Generate what follows a prompt; None for logits of NaN or infinity.
 
-    Ranks go on until all are done or one has failed: those of a sharded model compute together.
+    Ranks go on until all are done or one has failed: those of a sharded model compute together, equally many tokens.
     """
-    assert config.max_new_tokens is not None, "tasks.prepare fills it in"
-    tokens: Iterator[int] | None = model.generate(context, config.max_new_tokens)
+    tokens: Iterator[int] | None = islice(model.generate(prompt.context, prompt.num_tokens), prompt.num_tokens)
     written: list[int] = []
     answer: str | None = None
-    for _ in range(config.max_new_tokens):
+    while True:
         is_open, has_failed = all_reduce_max([answer is None, tokens is None])
         if has_failed or not is_open:
             break
         assert tokens is not None
         try:
-            token = next(tokens)
+            token = next(tokens, None)
         except NonFiniteError:
             tokens = None
             continue
         if answer is not None:
             continue
-        if token == tokenizer.eos_token_id:
+        if token is None or token == tokenizer.eos_token_id:
             answer = tokenizer.decode(written)
             continue
         written.append(token)
         text = tokenizer.decode(written)
-        if any(stop in text for stop in config.early_stopping_criteria):
-            answer = re.split("|".join(map(re.escape, config.early_stopping_criteria)), text)[0]
-    if tokens is None:
-        return None
-    return tokenizer.decode(written) if answer is None else answer
+        if any(stop in text for stop in prompt.stops):
+            answer = re.split("|".join(map(re.escape, prompt.stops)), text)[0]
+    return None if tokens is None else answer
 
 
 def is_right(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:

@@ -7,17 +7,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.generation import generate_answers, is_right
+from llmfoundry_lite.evaluation.generation import generate_answers, is_right, prompts_of
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
 from llmfoundry_lite.evaluation.reference import Reference, ask_until_decided
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, score, text_separator
-from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, prepare, prepare_text, read_rows
+from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, Request, prepare, prepare_text, read_rows
 from llmfoundry_lite.ranks.exchange import (
     all_gather_json,
     broadcast_json,
@@ -144,7 +145,7 @@ class Asker:
         """Return a record for each item."""
         on_progress = on_progress or self.on_progress
         if task.kind in GENERATION:
-            texts = generate_answers(self.model, self.tokenizer, task, self.share, on_progress)
+            texts = generate_answers(self.model, self.tokenizer, task.name, prompts_of(task), self.share, on_progress)
             return [
                 generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
                 for item, text in zip(task.items, texts, strict=True)
@@ -152,30 +153,41 @@ class Asker:
         # As in training and eval/loss; prompts are one document, whatever tokens they have.
         is_text = task.kind == "perplexity"
         separator = text_separator(self.model, self.tokenizer.eos_token_id) if is_text else None
-        scores, items, number = self._score_all(task, separator, on_progress), [], 0
+        groups = [item.requests for item in task.items]
+        progress = partial(on_progress, task.name)
+        scores = score_all(self.model, task.name, groups, self.max_batch_tokens, self.share, progress, separator)
+        items, number = [], 0
         for item in task.items:
             items.append(scored_item(task, item, scores[number : number + len(item.requests)]))
             number += len(item.requests)
         return items
 
-    def _score_all(self, task: Prepared, separator: Separator | None, on_progress: Progress) -> list[Score]:
-        """Return the scores of all requests, in order."""
-        found: dict[int, Score] = {}
-        groups = [item.requests for item in task.items]
-        rank, world_size = self.share
-        num_requests, num_items = sum(map(len, groups)), len(groups)
-        for scores in score(self.model, groups, self.max_batch_tokens, rank, world_size, separator=separator):
-            found.update(scores)
-            done = min(num_requests, len(found) * world_size)
-            on_progress(task.name, num_items * done // num_requests, num_items)
-        bad = sum(not math.isfinite(value.log_probability) for value in found.values())
-        raise_on_all_ranks(
-            DataError(
-                f"{task.name}: the model gives NaN or infinity for {bad:,} of {len(found):,} answers; nothing is kept"
-            )
-            if bad
-            else None
-        )
-        shares = all_gather_json([[number, *value] for number, value in found.items()])
-        by_number = {number: Score(*value) for share in shares for number, *value in share}  # some ranks share a part
-        return [by_number[number] for number in sorted(by_number)]
+
+def score_all(
+    model: Scorable,
+    name: str,
+    groups: Sequence[Sequence[Request]],
+    max_batch_tokens: int,
+    share: tuple[int, int],
+    on_progress: Callable[[int, int], None],
+    separator: Separator | None = None,
+) -> list[Score]:
+    """Return the scores of all requests of the task `name`, in order; `share` is (rank, ranks) that divide them.
+
+    Raises DataError on all ranks where the model gives NaN or infinity.
+    """
+    found: dict[int, Score] = {}
+    num_requests, num_groups = sum(map(len, groups)), len(groups)
+    for scores in score(model, groups, max_batch_tokens, *share, separator=separator):
+        found.update(scores)
+        done = min(num_requests, len(found) * share[1])
+        on_progress(num_groups * done // num_requests, num_groups)
+    bad = sum(not math.isfinite(value.log_probability) for value in found.values())
+    raise_on_all_ranks(
+        DataError(f"{name}: the model gives NaN or infinity for {bad:,} of {len(found):,} answers; nothing is kept")
+        if bad
+        else None
+    )
+    shares = all_gather_json([[number, *value] for number, value in found.items()])
+    by_number = {number: Score(*value) for part in shares for number, *value in part}  # some ranks share a part
+    return [by_number[number] for number in sorted(by_number)]

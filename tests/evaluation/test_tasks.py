@@ -4,6 +4,7 @@ import datetime
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,7 +15,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.generation import generate_answer, is_right
+from llmfoundry_lite.evaluation.generation import Prompt, generate_answer, is_right
 from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, prepare_text, read_rows
 from tests.helpers.pieces import Pieces
 
@@ -57,7 +58,7 @@ def task(kind="multiple_choice", **changes):
     return TaskConfig(**{"label": "t", "icl_task_type": kind, "dataset_uri": "t.jsonl", **changes})
 
 
-def ask(config, rows=None, shots=0, tokenizer=None, max_seq_len=100, tokenization="separate", **changes):
+def ask(config, rows=None, shots=0, tokenizer: Any = None, max_seq_len=100, tokenization="separate", **changes):
     rows = ROWS[config.icl_task_type] if rows is None else rows
     tokenizer = tokenizer or Pieces()
     found = prepare(config, rows, shots, tokenizer, max_seq_len=max_seq_len, tokenization=tokenization, **changes)
@@ -453,17 +454,17 @@ class Scripted:
         return iter(self.tokens)
 
 
-def written(text, num_tokens=20, **settings):
-    tokenizer = Pieces()
-    config = task("generation_task_with_answers", max_new_tokens=num_tokens, **settings)
-    return generate_answer(Scripted(tokenizer, text), tokenizer, tokenizer.encode("a b c d"), config)
+def written(text, num_tokens=20, stops=()):
+    tokenizer: Any = Pieces()
+    model: Any = Scripted(tokenizer, text)
+    return generate_answer(model, tokenizer, Prompt(tokenizer.encode("a b c d"), num_tokens, stops))
 
 
 def test_an_answer_ends_with_the_text_a_stop_or_its_length():
     assert written(" one two.") == " one two."
     assert written(" one two three", 2) == " one two"
     # A stop is a text: in LLM Foundry "." is a pattern that matches everything.
-    assert written(" one two. three", early_stopping_criteria=[".", "\n\n"]) == " one two"
+    assert written(" one two. three", stops=[".", "\n\n"]) == " one two"
 
 
 def test_room_is_left_for_the_longest_answer_with_its_reasoning():

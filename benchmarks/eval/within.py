@@ -1,0 +1,77 @@
+"""Our model inside lm-evaluation-harness, beside its own: `lm_eval --model llmfoundry_lite` and `--model hf`.
+
+python -m benchmarks eval-within --peer-python ~/lm-eval/bin/python
+
+The environment has lm-eval and what our package needs. Both sides answer lm_eval's requests in a process of their own,
+on the same items and one export. Their tokenising and scoring is timed; what else lm_eval does is the same for both.
+"""
+
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from benchmarks.eval.eval import SUITES, make_items, make_model, peer_of, write_rendered
+from llmfoundry_lite.bench import frame
+from llmfoundry_lite.bench.steps import SHAPES
+from llmfoundry_lite.report.tables import Table
+
+HEADING, COMMAND = "Our model inside lm-evaluation-harness, beside its own", "python -m benchmarks eval-within"
+HEADINGS = ("items", "--model llmfoundry_lite", "--model hf", "times", "in CPU time", "other decisions", "nats apart")
+
+
+def run(
+    *, peer_python: str, shape: str = "125m", num_items: int = 60, num_rounds: int = 1, out: Path | None = None
+) -> dict[str, Any]:
+    """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
+    frame.check_names("--shape", [shape], SHAPES)
+    console = frame.open_console()
+    report: dict[str, Any] = frame.describe_conditions() | {"shape": shape, "num_items": num_items, "suites": {}}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        files = {name: folder / f"{number}.jsonl" for number, name in enumerate(SUITES)}
+        for name, suite in SUITES.items():
+            write_rendered(make_items(suite, num_items + suite.num_fewshot), suite, num_items, files[name])
+        model = make_model(shape, [path.read_text() for path in files.values()], folder / "model")
+        ours, theirs = (stack.enter_context(peer_of(peer_python, model, kind)) for kind in ("llmfoundry_lite", "hf"))
+        for name, path in files.items():
+            console.print(name)
+            sides = {"ours": partial(ours, items=str(path)), "hf": partial(theirs, items=str(path))}
+            found, _ = frame.take_turns(sides, num_rounds, console)
+            report["suites"][name] = compare(found["ours"], found["hf"])
+    table = table_of(report)
+    if out is not None:
+        frame.write_report(out, "eval-within", HEADING, COMMAND, report, table, asked=["shape"])
+    frame.show(console, table)
+    return report
+
+
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    rates = [[one["n"] / one["seconds"] for one in side] for side in (ours, theirs)]
+    cpu_rates = [[one["n"] / one["cpu_seconds"] for one in side] for side in (ours, theirs)]
+    pairs = zip(*(chain.from_iterable(side[0]["log_probability"]) for side in (ours, theirs)), strict=True)
+    decisions = [(ours[0][name], theirs[0][name]) for name in ("acc", "acc_norm")]
+    return {
+        "items_per_second": frame.spread(rates[0]).median,
+        "peer_items_per_second": frame.spread(rates[1]).median,
+        "times": frame.ratios(*rates),
+        "times_in_cpu_seconds": frame.ratios(*cpu_rates),
+        "num_different": sum(x != y for a, b in decisions for x, y in zip(a, b, strict=True)),
+        "largest_difference_nats": max(abs(a - b) for a, b in pairs),
+    }
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    rows = [
+        [
+            *(name, f"{found['items_per_second']:.2f}", f"{found['peer_items_per_second']:.2f}"),
+            *(str(found["times"]), str(found["times_in_cpu_seconds"]), str(found["num_different"])),
+            f"{found['largest_difference_nats']:.0e}",
+        ]
+        for name, found in report["suites"].items()
+    ]
+    threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
+    title = f"{report['shape']}, {report['num_items']} items, fp32, {threads}; items per second"
+    return frame.measured_table(title, HEADINGS, rows)

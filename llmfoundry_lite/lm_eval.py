@@ -1,0 +1,40 @@
+"""lm-evaluation-harness asks its tasks of a checkpoint as it is, with our scorer and no export.
+
+python -m llmfoundry_lite.lm_eval --model llmfoundry_lite --model_args run=runs/mpt-1b --tasks arc_easy
+composer -n 8 -m llmfoundry_lite.lm_eval --model llmfoundry_lite --model_args run=runs/mpt-1b --tasks arc_easy
+
+lm_eval 0.4.13 knows models by a table of its own, and no entry point adds to it. `register` adds ours; then lm_eval's
+command line runs as it is. In Python, call `register()` before `lm_eval.simple_evaluate(model="llmfoundry_lite", …)`.
+"""
+
+# pyright: reportMissingImports=false
+
+import sys
+from collections.abc import Sequence
+
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.ranks.ending import run_and_exit
+
+
+def main(arguments: Sequence[str]) -> None:
+    register()
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv[1:] = arguments
+    cli_evaluate()
+
+
+def register() -> None:
+    """Let lm_eval know the model `llmfoundry_lite`, which it imports when it is asked for. Raises ConfigError."""
+    try:
+        import lm_eval.models  # noqa: F401  its own are registered first
+        from lm_eval.api.registry import model_registry
+    except ImportError as error:
+        raise ConfigError(
+            f"lm_eval is not here, or not the release that this is for ({error}); pip install 'lm-eval==0.4.13'"
+        ) from None
+    model_registry.register("llmfoundry_lite", target="llmfoundry_lite.evaluation.lm_eval:CheckpointLM")
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
