@@ -30,7 +30,7 @@ _HOMES = {
 """Name -> its module, and its name there."""
 
 
-def __getattr__(name: str) -> Any:
+def _bring(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, there = _HOMES[name]
@@ -41,17 +41,18 @@ def __getattr__(name: str) -> Any:
             raise
         from llmfoundry_lite.errors import SECOND_STEP
 
-        reads_shards = name in ("batches", "open_dataset")
-        remedy = (
-            f"pip install 'llmfoundry-lite[train]'`, then `{SECOND_STEP}"
-            if reads_shards
-            else ("pip install llmfoundry-lite")
-        )
+        remedy = "pip install llmfoundry-lite"
+        if name in ("batches", "open_dataset"):
+            remedy = f"pip install 'llmfoundry-lite[train]'`, then `{SECOND_STEP}"
         raise ImportError(
             f"{__name__}.{name} needs {error.name}, which is not installed; `{remedy}`", name=error.name
         ) from error
     globals()[name] = found
     return found
+
+
+if not TYPE_CHECKING:  # which would take any name for one of ours
+    __getattr__ = _bring
 
 
 def __dir__() -> list[str]:

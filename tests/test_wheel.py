@@ -70,6 +70,11 @@ def check_whole_path(programs, second_step, folder):
     refused = call(ours, "train", "mpt-quickstart", cwd=work, code=2)
     assert "composer and streaming not installed" in refused and SECOND_STEP in refused
 
+    said = call(programs / "python", "-c", "import llmfoundry_lite as lf; lf.open_dataset", cwd=work, code=1)
+    assert (
+        f"needs streaming, which is not installed; `pip install 'llmfoundry-lite[train]'`, then `{SECOND_STEP}`" in said
+    )
+
     call(*second_step, cwd=folder)
     prepare = ("--out", "data/mine", "--tokenizer", "train:512", "--max-seq-len", "64", "--val-fraction", "0.1")
     call(ours, "data", "prepare", "--source", "text", *prepare, cwd=work)
@@ -88,9 +93,14 @@ def check_whole_path(programs, second_step, folder):
     assert "text" in table and (work / "results/task/mine.json").is_file()
     written = call(ours, "generate", "runs/mine", "--prompt", "def ", "--num-tokens", "8", cwd=work)
     assert written.startswith("def ")
+    assert call(programs / "python", "-c", USE_LIBRARY, cwd=work).startswith("[<runs/mine: done at batch 4, loss ")
     assert "arc_easy" in call(programs / "python", "-c", LIST_TASKS, cwd=work)
 
 
+USE_LIBRARY = """
+import llmfoundry_lite as lf
+print(lf.runs("runs"), lf.load("runs/mine").logprobs(["def "]), next(lf.batches("runs/mine", 4)).digest)
+"""
 LIST_TASKS = "from llmfoundry_lite.config.shipped import find_task_folder; print(*find_task_folder('evals').iterdir())"
 
 

@@ -65,7 +65,7 @@ class Watched:
 
     def look(self) -> None:
         """Read the status, and what the log has since the last look."""
-        self.status = read_status(self.folder) or {"status": "unknown", "batch": 0, "reason": None}
+        self.status = {"status": "unknown", "batch": 0, "reason": None, **(read_status(self.folder) or {})}
         if self.max_duration is None:
             self.max_duration = self._read_duration()
         try:

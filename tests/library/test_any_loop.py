@@ -12,6 +12,12 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 PAGE = (ROOT / "docs/any-loop.md").read_text()
 PLAIN, TITAN = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+STORAGE = "from llmfoundry_lite.checkpoint.dcp import PortableStorageReader, PortableStorageWriter\n"
+LOAD, SAVE = (f"dcp.{verb}(state, checkpoint_id=SAVED)" for verb in ("load", "save"))
+PORTABLE = STORAGE + TITAN.replace('"titan"', '"titan/ba0"').replace(
+    LOAD, "dcp.load(state, storage_reader=PortableStorageReader(SAVED))"
+).replace(SAVE, "dcp.save(state, storage_writer=PortableStorageWriter(SAVED, overwrite=True))")
+assert LOAD in TITAN and SAVE in TITAN
 
 
 def losses(folder, num_ranks, *arguments) -> list[tuple[int, float]]:
@@ -27,8 +33,8 @@ def losses(folder, num_ranks, *arguments) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(
     ("program", "legs"),
-    [(PLAIN, [(2, 20), (3, 40)]), (TITAN, [(2, 20), (4, 40, 2), (3, 60)])],
-    ids=["plain torch", "torchtitan"],
+    [(PLAIN, [(2, 20), (3, 40)]), (TITAN, [(2, 20), (4, 40, 2), (3, 60)]), (PORTABLE, [(3, 10), (2, 35)])],
+    ids=["plain torch", "torchtitan", "portable format"],
 )
 def test_a_loop_carries_on_with_other_ranks_as_if_it_had_never_stopped(world, tmp_path, program, legs):
     whole, moved = tmp_path / "whole", tmp_path / "moved"
