@@ -61,7 +61,7 @@ def check_not_foreign(url: str) -> None:
             f"{url}: a file, and a checkpoint is a folder; `llmfoundry-lite checkpoint import {url} OUT` makes one "
             f"of a checkpoint of Composer or LLM Foundry (a pickle: add --trust-pickle), {advice}"
         )
-    signs = {".metadata": ("Composer's", " --trust-pickle"), "config.json": ("a Hugging Face folder", "")}
+    signs = {".metadata": ("of Composer or DCP", " --trust-pickle"), "config.json": ("a Hugging Face folder", "")}
     for sign, (kind, option) in signs.items():
         if path is not None and (path / sign).is_file():
             raise CheckpointError(
