@@ -193,6 +193,7 @@ def compare_files(
     *,
     skip: Sequence[str] = (),
     all_metrics: bool = False,
+    cluster: str | None = None,
 ) -> Pair:
     """Compare two evaluation results item by item, as `llmfoundry-lite compare` does.
 
@@ -206,9 +207,10 @@ def compare_files(
     >>> task.task, task.n, task.wins, task.losses, task.verdict
     ('arc_easy/0-shot', 100, 20, 0, 'better by 0.200 ± 0.093')
 
-    Raises DataError for results that cannot be compared; it names task and reason. `skip` leaves tasks out.
+    Both may be logs of lm-evaluation-harness or of Inspect; `cluster` names a field that their related rows share.
+    `skip` leaves tasks out. Raises DataError for results that cannot be compared; it names task and reason.
     """
-    return compare(load_any([Path(first), Path(other)]), skip=skip, all_metrics=all_metrics)[0]
+    return compare(load_any([Path(first), Path(other)], cluster), skip=skip, all_metrics=all_metrics)[0]
 
 
 def _compare_two(

@@ -9,7 +9,7 @@ import pytest
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError, UserError
-from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.compare import compare, compare_files
 from llmfoundry_lite.evaluation.foreign import load_any, read_member
 from llmfoundry_lite.evaluation.sequential import Rule
 from tests.helpers.results import write_result
@@ -64,6 +64,7 @@ def test_models_are_compared_with_clusters_corrections_and_looks():
     assert by_task["text"].p_corrected == pytest.approx(3 * by_task["text"].p)
     assert [paired.metric for paired in pair.more] == ["acc_norm", "exact_match,vowel"]
     assert pair.notes == ["short choices: 12 items in 6 clusters, which are what is independent"]
+    assert repr(compare_files(*LM_EVAL, cluster="passage", all_metrics=True)) == repr(pair), "as the library has it"
     (looked,) = compare(load_any(LM_EVAL), skip=["written"], sequential=Rule())
     assert [task.test for task in looked.tasks] == ["score, sequential", "studentised bootstrap, sequential"]
     assert looked.notes[-1].startswith("text: 20 of 20 items asked, look 1 of 1 (obrien fleming, level 0.025)")
