@@ -15,15 +15,16 @@ import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import zstandard
 
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation.records import BITS, Record, bits_per_byte, by_document, hash_of, mean_and_error
-from llmfoundry_lite.evaluation.results import Results, load_results
+from llmfoundry_lite.evaluation.results import Results, load_results, read_results
 from llmfoundry_lite.evaluation.tasks import fingerprint, join_rows
 
 OURS, LM_EVAL, INSPECT = "llmfoundry-lite", "lm-eval", "Inspect"
@@ -45,7 +46,7 @@ class Row(NamedTuple):
     index: int
     id: str  # as a message names it
     row: str  # hash of the data's row
-    prompt: str  # hash of all that the model was given
+    prompt: str  # hash of all that the model was given; empty where the settings tell it
     group: str | None  # the field that related rows share
     values: dict[str, float]  # metric -> 0 to 1; empty for a row that was not scored
     text: tuple[float, int] | None = None  # (nats, bytes) of a held-out text
@@ -59,6 +60,9 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
     tools = {path: tool_of(path) for path in paths}
     first = paths[0]
     if other := next((path for path in paths if tools[path] != tools[first]), None):
+        for path in paths:
+            if tools[path] == OURS:
+                read_results(path)  # or it says why it is nobody's
         raise DataError(
             f"{first} is of {tools[first]}, {other} of {tools[other]}: tools ask and score in ways of their own; "
             "compare results of one tool"
@@ -113,6 +117,7 @@ def _read_lm_eval(path: Path, cluster: str | None) -> Results:
             )
     tasks: dict[str, tuple[Path, Record, list[Record]]] = {}
     facts: Record = {}
+    models: dict[str, None] = {}
     for file in files:
         named = SAMPLES.fullmatch(file.name)
         task = named["task"] if named else file.stem.removeprefix("samples_")
@@ -121,7 +126,11 @@ def _read_lm_eval(path: Path, cluster: str | None) -> Results:
             raise DataError(
                 f"{path} has two logs of {task}, {tasks[task][0].name} and {file.name}; give one file, or move one away"
             )
-        tasks[task] = (file, *_lm_eval_task(task, file, facts, cluster))
+        with _refuse_other_layouts(file, LM_EVAL):
+            tasks[task] = (file, *_lm_eval_task(task, file, facts, cluster))
+        models |= {str(facts["model_name"]): None} if facts.get("model_name") else {}
+    if len(models) > 1:
+        raise DataError(f"{path} has logs of {' and '.join(models)}; expected a folder for each model, or files")
     settings = facts.get("config") if isinstance(facts.get("config"), dict) else {}
     assert settings is not None
     folder = path if path.is_dir() else path.parent
@@ -232,7 +241,8 @@ def _read_inspect(path: Path, cluster: str | None) -> Results:
                 f"{path} has two logs of {task}, {tasks[task][0].name} and {file.name}; give one file, or move one away"
             )
         models.setdefault(model, file)
-        tasks[task] = (file, *_inspect_task(task, file, header, samples, cluster))
+        with _refuse_other_layouts(file, INSPECT):
+            tasks[task] = (file, *_inspect_task(task, file, header, samples, cluster))
     if len(models) > 1:
         raise DataError(f"{path} has logs of {' and '.join(models)}; expected a folder for each model, or files")
     return Results(
@@ -302,9 +312,9 @@ def _inspect_task(
         row = _inspect_row(sample, str(file), cluster)
         epochs.setdefault(row.id, []).append(row)
     rows = [_mean_of(rows) for rows in epochs.values()]
-    limit = config.get("limit")
+    is_cut = config.get("limit") is not None and len(rows) < ((spec.get("dataset") or {}).get("samples") or math.inf)
     settings = {
-        "limit": len(rows) if limit is not None else None,
+        "limit": len(rows) if is_cut else None,
         "sample_id": config.get("sample_id"),
         "epochs": config.get("epochs"),
         "task_version": spec.get("task_version"),
@@ -376,7 +386,8 @@ def _build(
         if is_text and row.text is not None:
             item |= {"log_probability": [-row.text[0]], "num_characters": [row.text[1]]}
         items.append(item)
-    prompts = settings.get("prompts") or fingerprint([[row.index, row.prompt] for row in rows])
+    asked = [[row.index, row.prompt] for row in rows]
+    prompts = settings.get("prompts") or (fingerprint(asked) if all(row.prompt for row in rows) else None)
     record: Record = {
         "n": len(items),
         "type": "perplexity" if is_text else code.split()[0],
@@ -418,6 +429,19 @@ def _is_finite(value: Any) -> bool:
 def _field(row: Any, name: str | None) -> str | None:
     value = row.get(name) if name is not None and isinstance(row, Mapping) else None
     return str(value) if isinstance(value, str | int) else None
+
+
+@contextmanager
+def _refuse_other_layouts(file: Path, tool: str) -> Iterator[None]:
+    """Turn what a value of another kind than the tool writes would raise into a DataError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{file} is not as {tool} writes its logs ({error}); expected one that was not edited"
+        ) from error
 
 
 def _read_json(text: str | bytes, where: str) -> Record:

@@ -145,6 +145,9 @@ def test_logs_that_are_torn_unfinished_or_of_several_tools_or_models_are_refused
     assert "torn.eval cannot be read as a log of Inspect: File is not a zip file" in refusal(tmp_path / "torn.eval")
     (tmp_path / "started.json").write_text(json.dumps({"eval": {"task": "t"}, "status": "started"}))
     assert "status 'started', expected 'success'" in refusal(tmp_path / "started.json")
+    (tmp_path / "other.json").write_text(json.dumps({"eval": {"config": 3}, "status": "success", "samples": [{}]}))
+    assert "other.json is not as Inspect writes its logs ('int' object" in refusal(tmp_path / "other.json")
+    (tmp_path / "other.json").unlink()
     assert "is of lm-eval" in refusal(LM_EVAL[0], EVALS[0])
     ours = write_result(tmp_path, "ours", {"t/0-shot": [0, 1]})
     assert f"{ours} of llmfoundry-lite" in refusal(LM_EVAL[0], ours)
@@ -153,6 +156,11 @@ def test_logs_that_are_torn_unfinished_or_of_several_tools_or_models_are_refused
     (tmp_path / "torn.eval").unlink()
     shutil.copy(EVALS[1], tmp_path / "also.eval")
     assert "has two logs of riddles, also.eval and both.eval" in refusal(tmp_path)
+    shutil.copytree(LM_EVAL[0], logs[0], dirs_exist_ok=True)
+    samples_of(logs[0], "text").unlink()
+    for path in [samples_of(logs[1], "text"), next(logs[1].glob("results_*"))]:
+        shutil.copy(path, logs[0])
+    assert "has logs of a-hf and b-hf; expected a folder for each model" in refusal(logs[0])
     assert "no samples_*_2026" in refusal(_without_samples(logs[1]))
     assert "or a folder with samples_*.jsonl of lm_eval --log_samples" in refusal(_emptied(tmp_path))
 

@@ -1,6 +1,6 @@
 """lm-evaluation-harness and Inspect themselves, where LM_EVAL_PYTHON and INSPECT_PYTHON name Pythons that have them.
 
-LM_EVAL_PYTHON's environment has what this package needs as well, but for Composer.
+LM_EVAL_PYTHON's environment has what this package needs as well, but for Composer. INSPECT_PYTHON's has accelerate.
 """
 
 import json
@@ -68,7 +68,6 @@ def python_of(variable: str, module: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A run, its export and the tasks."""
-    python_of("LM_EVAL_PYTHON", "lm_eval")
     folder, draw = tmp_path_factory.mktemp("a run"), random.Random(0)
     rows = []
     for gold in [0, 1, 2] * 9:
@@ -187,11 +186,25 @@ def test_a_batch_size_and_a_limit_are_taken(folder):
 
 
 @pytest.mark.parametrize("form", ["eval", "json"])
-def test_inspects_own_log_gives_the_accuracy_that_it_computed(form, tmp_path):
+def test_inspects_own_log_gives_the_accuracy_that_it_computed(form, folder, tmp_path):
     python = python_of("INSPECT_PYTHON", "inspect_ai")
-    command = [python, "-m", "inspect_ai", "eval", RIDDLES.name, "--model", "mockllm/model", "--epochs", "2"]
-    command += ["--log-dir", str(tmp_path), "--log-format", form, "--display", "none", "--limit", "6"]
-    subprocess.run(command, cwd=RIDDLES.parent, check=True, capture_output=True)
+    command = [
+        python,
+        "-m",
+        "inspect_ai",
+        "eval",
+        RIDDLES.name,
+        "--model",
+        "hf/export",
+        "--epochs",
+        "2",
+        "--limit",
+        "6",
+    ]
+    command += ["-M", f"model_path={folder / 'export'}", "-M", "device=cpu", "--max-tokens", "8", "--display", "none"]
+    command += ["--limit", "6", "--log-dir", str(tmp_path), "--log-format", form]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=RIDDLES.parent, check=True, capture_output=True, env=environment)
     dump = [python, "-m", "inspect_ai", "log", "dump", "--header-only", str(next(tmp_path.glob(f"*.{form}")))]
     header = json.loads(subprocess.run(dump, check=True, capture_output=True, text=True).stdout)
     (results,) = load_any([tmp_path])
