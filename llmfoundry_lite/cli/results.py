@@ -25,7 +25,8 @@ def report_runs(
         list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Of a device-hour; repeat for other devices.")
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="What a sample of generated text starts with; repeat for others [of code].")
+        list[str] | None,
+        typer.Option(help="What a sample of text starts with; repeat for others [words of the validation data]."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Of the samples; 0 takes the likeliest token.")] = 0.7,
     top_k: Annotated[int, typer.Option(min=1, help="Samples are drawn among the k likeliest tokens.")] = 40,
@@ -41,9 +42,9 @@ def report_runs(
     ] = False,
 ) -> None:
     """Show runs: losses, launches, what they took, a sample, a plot. Several runs are also compared, batch by batch."""
-    from llmfoundry_lite.report.report import PROMPTS, report
+    from llmfoundry_lite.report.report import report
 
-    sampling = {"prompts": prompt or PROMPTS, "temperature": temperature, "top_k": top_k}
+    sampling = {"prompts": prompt or (), "temperature": temperature, "top_k": top_k}
     options = {"form": form, "x": x, "smooth_batches": smooth, "with_csv": with_csv}
     report(runs, out=out, prices=price or (), **sampling, **options)
 

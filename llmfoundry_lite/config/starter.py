@@ -13,6 +13,11 @@ TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
 MAX_EPOCHS = 4
 """Muennighoff et al. 2023, "Scaling Data-Constrained Language Models": about so many are nearly as good as new."""
+ADAMW_LR = 3e-3
+"""Learning rate for a shape whose own YAML has another optimizer."""
+CPU_INFO = Path("/proc/cpuinfo")
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
+BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 TEMPLATE = Path(__file__).with_name("starter.template")
 EVAL_LOADER = """\
 eval_loader:
@@ -60,7 +65,7 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[
     samples = summary["splits"]["train"]["samples"]
     if samples < batch_size:
         batch_size = 1 << max(0, samples.bit_length() - 1)  # a power of two, which most numbers of devices can share
-    parameters = vocab_size * model["d_model"] + 12 * model["n_layers"] * model["d_model"] ** 2
+    parameters = count_parameters(model, vocab_size)
     epoch = samples // batch_size
     for_parameters = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
     wanted = min(for_parameters, MAX_EPOCHS * epoch)
@@ -70,6 +75,12 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[
     )
     if wanted < for_parameters:
         note += f" ({TOKENS_PER_PARAMETER} would be best; text read more than {MAX_EPOCHS} times teaches little)"
+    available = MAX_EPOCHS * samples * length
+    if available < parameters:
+        fitting = available / TOKENS_PER_PARAMETER
+        note += (
+            f"; this text is enough for {fitting / 1e6:,.2g} M parameters: --size {fitting_size(fitting, vocab_size)}"
+        )
     interval = max(1, wanted // 20)
     has_val = summary["splits"].get("val", {}).get("samples", 0) > 0
     text = TEMPLATE.read_text().format(
@@ -81,8 +92,8 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[
         tokenizer_size=summary["tokenizer"]["vocab_size"],
         vocab_size=vocab_size,
         eval_loader=EVAL_LOADER.format(eval_interval=interval) if has_val else "",
-        lr=shape["optimizer"]["lr"],
-        warmup=max(1, min(100, wanted // 10)),
+        lr=shape["optimizer"]["lr"] if shape["optimizer"]["name"] == "decoupled_adamw" else ADAMW_LR,
+        precision=precision_here(),
         duration_note=note,
         num_batches=wanted,
         batch_size=batch_size,
@@ -90,3 +101,26 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[
         **{key: model[key] for key in ("d_model", "n_heads", "n_layers")},
     )
     return text, note
+
+
+def count_parameters(model: dict[str, Any], vocab_size: int) -> int:
+    return vocab_size * model["d_model"] + 12 * model["n_layers"] * model["d_model"] ** 2
+
+
+def fitting_size(parameters: float, vocab_size: int) -> str:
+    """Return the largest size with at most so many parameters, or the smallest."""
+    models = {size: yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())["model"] for size in sizes()}
+    counts = {size: count_parameters(model, vocab_size) for size, model in models.items()}
+    return max(
+        (size for size in counts if counts[size] <= parameters),
+        key=counts.__getitem__,
+        default=min(counts, key=counts.__getitem__),
+    )
+
+
+def precision_here() -> str:
+    """Return amp_bf16 where this machine has an accelerator or a CPU that multiplies in bf16; else fp32."""
+    if any(Path(device).exists() for device in ACCELERATORS):
+        return "amp_bf16"
+    flags = CPU_INFO.read_text() if CPU_INFO.exists() else ""
+    return "amp_bf16" if any(flag in flags for flag in BF16_FLAGS) else "fp32"

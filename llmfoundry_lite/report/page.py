@@ -2,8 +2,10 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from llmfoundry_lite.errors import printable
@@ -15,6 +17,8 @@ Facts = dict[str, Any]
 UNKNOWN = "-"
 MAX_LAUNCHES = 20
 """Launches in a table: the newest ones."""
+SAMPLES_WIDTH = 117
+KEEP: dict[str, Any] = {"drop_whitespace": False, "replace_whitespace": False}
 MIN_FAILURES = 5
 """Failures below which their mean time is called rough."""
 
@@ -42,9 +46,27 @@ def build_sections(facts: Facts) -> list[Section]:
     if facts["comparisons"]:
         sections.append(comparisons(facts["comparisons"]))
     for sample in facts["samples"]:
-        title = f"A sample after {sample['prompt']!r}, temperature {sample['temperature']:g}, top-k {sample['top_k']}"
-        sections.append(Section(Table(title, (), ()), text=sample["text"]))
+        title = f"Text after {sample['prompt']!r}, temperature {sample['temperature']:g}, top-k {sample['top_k']}"
+        sections.append(Section(Table(title, (), ()), text=side_by_side(sample["texts"])))
     return sections
+
+
+def side_by_side(texts: Sequence[Facts], width: int = SAMPLES_WIDTH) -> str:
+    """Set texts of several batches in columns, each below its batch."""
+    if len(texts) == 1:
+        return texts[0]["text"]
+    room = (width + 3) // len(texts) - 3
+    columns = [
+        [f"batch {text['batch']:,}", "-" * room]
+        + [
+            part
+            for line in text["text"].expandtabs(4).splitlines()
+            for part in textwrap.wrap(line, room, **KEEP) or [""]
+        ]
+        for text in texts
+    ]
+    rows = zip_longest(*columns, fillvalue="")
+    return "\n".join(" | ".join(cell.ljust(room) for cell in row).rstrip() for row in rows)
 
 
 def losses(run: Facts) -> Section:

@@ -24,10 +24,9 @@ from llmfoundry_lite.report.launches import describe_failures, describe_relay
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, VALIDATION, Run, read_run
 from llmfoundry_lite.report.run_figures import Axis, Curve, Difference, plot_comparison, plot_relay, plot_run
+from llmfoundry_lite.report.samples import samples
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
 
-PROMPTS = ("def ", "import ", "class ")
-"""Prompts for models of code, as the quickstart's data are."""
 AXES = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
 TAIL = 20
 """Batches over which the last training loss is a mean."""
@@ -40,7 +39,7 @@ def report(
     *,
     out: Path | None = None,
     prices: Sequence[str] = (),
-    prompts: Sequence[str] = PROMPTS,
+    prompts: Sequence[str] = (),
     temperature: float = 0.7,
     top_k: int = 40,
     form: str = "png",
@@ -50,7 +49,9 @@ def report(
 ) -> dict[str, Any]:
     """Print the tables and write figure, Markdown and JSON into `out`, by default the first run; returns the facts.
 
-    `form` is png, pdf or svg, `x` one of AXES; `smooth_batches` is the width of the running mean, 1 for none.
+    `prompts`: by default, words of the validation data. `form` is png, pdf or svg, `x` one of AXES; `smooth_batches`
+    is the width of the running mean, 1 for none.
+
     Raises DataError if there is no run at one of `places`, ConfigError for a price that cannot be read.
     """
     by_device = parse_prices(prices)
@@ -276,26 +277,3 @@ def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
 def splits_of(folder: Path) -> dict[str, Any]:
     file = folder / "summary.json"
     return json.loads(file.read_text())["splits"] if file.is_file() else {}
-
-
-def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
-    """Return what the exported model writes after each prompt, if one was exported. `sampling`: temperature, top_k."""
-    folder = Path(run.folder.url) / "huggingface"
-    if run.folder.path_here is None or not (folder / "tokenizer.json").is_file():
-        return []
-
-    import torch
-
-    from llmfoundry_lite.evaluation.generation import generate_text, model_of
-    from llmfoundry_lite.evaluation.models import load_subject
-
-    subject = load_subject(str(folder), device=torch.device("cpu"))
-    model = model_of(subject)
-    return [
-        {
-            "prompt": prompt,
-            "text": prompt + "".join(generate_text(model, subject.tokenizer, prompt, num_tokens, **sampling)),
-            **sampling,
-        }
-        for prompt in prompts
-    ]

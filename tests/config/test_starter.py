@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from llmfoundry_lite.config import starter
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.starter import sizes, write_starter
 
@@ -24,7 +25,7 @@ def test_a_small_data_set_gets_a_batch_that_several_devices_can_share(tmp_path, 
     ("samples", "batches", "said"),
     [
         (4_000_000, 3450, r"0\.2 epochs of 15,625 batches: 20\.0 tokens for each of about 90 M parameters$"),
-        (1_024, 16, r"4\.0 epochs of 4 batches: 0\.1 tokens .*\(20 would be best; text read more than 4 times "),
+        (1_024, 16, r"4\.0 epochs of 4 batches: 0\.1 tokens .*\(20 would be best; .*: --size quickstart$"),
     ],
 )
 def test_a_text_is_read_four_times_at_most(tmp_path, samples, batches, said):
@@ -37,3 +38,16 @@ def test_a_text_is_read_four_times_at_most(tmp_path, samples, batches, said):
 def test_every_size_makes_a_yaml_that_loads(tmp_path, size):
     write_starter(data_folder(tmp_path, 100_000), size, tmp_path / "mine.yaml")
     load_train_config([str(tmp_path / "mine.yaml")], {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "precision"),
+    [("avx2", False, "fp32"), ("avx512f avx512_bf16", False, "amp_bf16"), ("avx2", True, "amp_bf16")],
+)
+def test_the_precision_is_one_that_this_machine_is_fast_in(tmp_path, monkeypatch, flags, device, precision):
+    cpu = tmp_path / "cpuinfo"
+    cpu.write_text(f"flags : {flags}")
+    monkeypatch.setattr(starter, "CPU_INFO", cpu)
+    monkeypatch.setattr(starter, "ACCELERATORS", (str(cpu if device else tmp_path / "none"),))
+    write_starter(data_folder(tmp_path, 100_000), "125m", tmp_path / "mine.yaml")
+    assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.precision == precision
