@@ -35,11 +35,11 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 quickstart: install
 	llmfoundry-lite data prepare --source python-stdlib --out data/python-stdlib --tokenizer train:1024 --max-seq-len 256
-	$(ONE_THREAD) composer -n 1 scripts/train.py yamls/pretrain/mpt-quickstart.yaml stop_after=225ba \
+	$(ONE_THREAD) composer -n 1 scripts/train.py yamls/pretrain/mpt-quickstart.yaml stop_after=210ba \
 	    fsdp_config.sharding_strategy=NO_SHARD
 	$(ONE_THREAD) composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml
-	@echo "batches 226 to 228 again, on 1 rank:"
-	$(ONE_THREAD) llmfoundry-lite replay runs/mpt-quickstart ba225..ba228
+	@echo "batches 211 to 213 again, on 1 rank:"
+	$(ONE_THREAD) llmfoundry-lite replay runs/mpt-quickstart ba210..ba213
 	llmfoundry-lite data make-tasks
 	python scripts/eval.py yamls/eval/quickstart.yaml models.quickstart=runs/mpt-quickstart \
 	    results_folder=runs/mpt-quickstart/results redo=true

@@ -130,6 +130,14 @@ def test_without_exact_sums_other_ranks_are_within_a_band(folder):
     assert verdict.text.startswith("within a band: ") and "devices 1 -> 2" in verdict.text and not verdict.is_equal
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_in_stages_is_bit_equal_in_stages_and_on_one_rank(folder, num_ranks):
+    if not (folder / "runs/stages").exists():
+        run(folder, config(folder, pp_config={"pipeline_parallel_degree": 2}), "stages", 2)
+    verdict = replay(folder, "ba2..ba4", num_ranks, where="stages")
+    assert verdict.is_equal and verdict.text.startswith("bit-equal: 2 of data/digest"), verdict.text
+
+
 def test_the_command_says_what_it_found_and_refuses_another_run(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"):
