@@ -7,6 +7,8 @@ INTENDED: dict[str, str] = {
     "commands/help/replay": "new",
     "commands/help/data*": "`data show` is new",
     "commands/help/compare": "it reads logs of other tools, whose clusters --cluster names",
+    "commands/help/report": "prompts of samples are words of the validation data",
+    "commands/*quickstart*": "its model is Llama-like, by Muon and exact sums, half the tokens",
     "commands/doctor/checks": "gone: three checks of the clock, and leftovers in /dev/shm, which the next run removes",
     "errors/command/plan-hardware": "a new device also needs its node in plan/network.py",
     "errors/command/eval-type": "a task's key is named by its place, icl_tasks[0], as other keys of a task are",
