@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
     slice: OwnSlice
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     file: FileRecord
     digest: int
     """Its part of the state's digest."""
@@ -109,6 +109,7 @@ class PortableStorageWriter(StorageWriter):
         if is_coordinator:
             check_is_free(store, name, overwrite=self.overwrite)
             self.lease = store.acquire()  # clears away what a save that failed has left
+            check_is_free(store, name, overwrite=self.overwrite)  # and puts back what that one had moved away
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not plan.usable:  # DCP would hand out the plan of the save before, with that one's draft
@@ -151,7 +152,7 @@ class PortableStorageWriter(StorageWriter):
 def open_store(checkpoint_id: Id) -> tuple[CheckpointStore, str]:
     """Return the folder of checkpoints, and the checkpoint's name in it. Raises CheckpointError."""
     parent, name = _split(checkpoint_id)
-    if not COMMITTED.fullmatch(name):
+    if not COMMITTED.fullmatch(name) or name != f"ba{batch_of(name)}":  # ba007 would be saved as ba7
         raise CheckpointError(
             f"{checkpoint_id}: the name of a checkpoint is ba and its number of batches, such as {parent}/ba200"
         )

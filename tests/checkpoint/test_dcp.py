@@ -103,8 +103,12 @@ def test_a_checkpoint_that_is_there_is_replaced_only_when_asked_and_nothing_else
     (tmp_path / "ba4").write_text("mine")
     assert "ba4: a file; give another name" in refused(save, small(), tmp_path / "ba4", overwrite=True)
     assert "is a checkpoint, or has the name of one" in refused(save, small(), where / "ba5")
-    assert "step-3: the name of a checkpoint is ba and" in refused(save, small(), tmp_path / "step-3")
+    for name in ("step-3", "a[1]/ba002"):
+        assert f"{name}: the name of a checkpoint is ba and" in refused(save, small(), tmp_path / name, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["a[1]", "ba4"] and os.listdir(foreign) == ["notes.txt"]
+    where.rename(where.with_name(".replaced-e9-ba2-abc"))  # where a kill in the middle of replacing it leaves it
+    assert "ba2: there already" in refused(save, small(), where)
+    assert load(small(0.0), where)["step"] == 6
 
 
 @pytest.mark.parametrize(
