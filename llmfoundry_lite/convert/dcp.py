@@ -4,7 +4,6 @@ torchtitan and plain FSDP scripts write such folders. Nothing in their pickles i
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,9 @@ FILE_BYTES = 4 << 30
 def is_composers(metadata: Metadata) -> bool:
     """Return whether Composer's Trainer has written it."""
     paths = metadata.planner_data
-    return isinstance(paths, dict) and any(tuple(path[:2]) == ("state", "model") for path in paths.values())
+    if not isinstance(paths, dict):
+        return False
+    return any(isinstance(path, tuple) and path[:2] == ("state", "model") for path in paths.values())
 
 
 def import_state(
@@ -73,7 +74,7 @@ def import_state(
 
 
 def damaged(folder: Path, error: Exception) -> CheckpointError:
-    """Damaged or hostile metadata makes torch and Python raise whatever they like."""
+    """Return what to raise for metadata that makes torch or Python raise whatever they like."""
     words = str(error).split("\n")[0]
     return CheckpointError(f"{folder}: damaged: {type(error).__name__} {words}")
 
@@ -108,5 +109,6 @@ def read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
     if Path(name).name != name or not (folder / name).is_file():
         raise CheckpointError(f"{folder}/{name}: missing; all files of the checkpoint must be in one folder")
     with open(folder / name, "rb") as file:
-        raw = os.pread(file.fileno(), place.length, place.offset)
+        file.seek(place.offset)
+        raw = file.read(place.length)  # os.pread would stop at 2 GiB
     return read_torch_file(raw, f"{folder}/{name}: {index.fqn}", is_trusted=True).content

@@ -6,7 +6,8 @@
     import_checkpoint("ep0-ba10", "imported/mpt", trust_pickle=True)            the same, sharded
     import_checkpoint("step-1000", "imported/llama", trust_pickle=True)         torchtitan, or any other user of DCP
 
-Only weights are imported. A position in the data or an optimizer's state means nothing without its run. Of DCP, all is.
+Only weights are imported. A position in the data or an optimizer's state means nothing without its run. A folder of
+DCP is imported whole.
 """
 
 import json
