@@ -14,6 +14,7 @@ import json
 import math
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -233,15 +234,15 @@ def _read_inspect(path: Path, cluster: str | None) -> Results:
     tasks: dict[str, tuple[Path, Record, list[Record]]] = {}
     models: dict[str, Path] = {}
     for file in files:
-        header, samples = _open_inspect(file)
-        spec = header["eval"]
-        task, model = str(spec.get("task")), str(spec.get("model"))
-        if task in tasks:
-            raise DataError(
-                f"{path} has two logs of {task}, {tasks[task][0].name} and {file.name}; give one file, or move one away"
-            )
-        models.setdefault(model, file)
         with _refuse_other_layouts(file, INSPECT):
+            header, samples = _open_inspect(file)
+            task, model = str(header["eval"].get("task")), str(header["eval"].get("model"))
+            if task in tasks:
+                raise DataError(
+                    f"{path} has two logs of {task}, {tasks[task][0].name} and {file.name}; give one file, or move one "
+                    "away"
+                )
+            models.setdefault(model, file)
             tasks[task] = (file, *_inspect_task(task, file, header, samples, cluster))
     if len(models) > 1:
         raise DataError(f"{path} has logs of {' and '.join(models)}; expected a folder for each model, or files")
@@ -271,7 +272,7 @@ def _open_inspect(file: Path) -> tuple[Record, list[Record]]:
                 header = _read_json(read("header.json"), f"{file}: header.json")
                 found = [name for name in names if name.startswith("samples/")]
                 samples = [_read_json(read(name), f"{file}: {name}") for name in found]
-    except (OSError, zipfile.BadZipFile, zstandard.ZstdError, NotImplementedError) as error:
+    except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile, zstandard.ZstdError) as error:
         raise DataError(f"{file} cannot be read as a log of Inspect: {error}") from error
     if not isinstance(header.get("eval"), dict):
         raise DataError(f"{file} is no log of Inspect: it has no 'eval'")
@@ -438,7 +439,7 @@ def _refuse_other_layouts(file: Path, tool: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(
             f"{file} is not as {tool} writes its logs ({error}); expected one that was not edited"
         ) from error

@@ -1,5 +1,6 @@
 """Logs that other tools wrote (tests/evaluation/logs/README.md) become results, or are refused in a line."""
 
+import io
 import json
 import shutil
 import zipfile
@@ -143,6 +144,10 @@ def test_logs_that_are_torn_unfinished_or_of_several_tools_or_models_are_refused
     assert f"{path}, line 12 is not JSON" in refusal(path)
     (tmp_path / "torn.eval").write_bytes(EVALS[0].read_bytes()[:9000])
     assert "torn.eval cannot be read as a log of Inspect: File is not a zip file" in refusal(tmp_path / "torn.eval")
+    (tmp_path / "torn.eval").write_bytes(_with_a_broken_member())
+    assert "torn.eval cannot be read as a log of Inspect: Error -3 while decompressing" in refusal(
+        tmp_path / "torn.eval"
+    )
     (tmp_path / "started.json").write_text(json.dumps({"eval": {"task": "t"}, "status": "started"}))
     assert "status 'started', expected 'success'" in refusal(tmp_path / "started.json")
     (tmp_path / "other.json").write_text(json.dumps({"eval": {"config": 3}, "status": "success", "samples": [{}]}))
@@ -169,6 +174,15 @@ def _without_samples(folder):
     for path in folder.glob("samples_*"):
         path.unlink()
     return next(folder.glob("results_*.json"))
+
+
+def _with_a_broken_member():
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("header.json", "{}")
+    content = bytearray(raw.getvalue())
+    content[30 + len("header.json")] = 0xFF
+    return bytes(content)
 
 
 def _emptied(folder):
