@@ -6,6 +6,7 @@ it is the one that was trained.
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -235,7 +236,7 @@ class Losses(NamedTuple):
     """Losses in fp32 by one checkpoint."""
 
     of_rows: list[float]
-    """Mean over the tokens of each row; NaN for a row of one token."""
+    """Mean over the tokens of each row; NaN for a row of less than two tokens."""
     of_batch: float
     """Mean over all tokens."""
     checkpoint: str
@@ -252,6 +253,10 @@ def compute_losses(batch: Batch, where: str | None, device: torch.device) -> Los
         raise DataError(f"{batch.run}: the token between documents is not known; name its place: tokenizer.name=…")
     losses, counts = [], []
     for row in batch.rows:
+        if len(row.tokens_t) < 2:  # of a shard of texts: nothing is predicted
+            losses.append(math.nan)
+            counts.append(0)
+            continue
         tokens_bt = torch.from_numpy(row.tokens_t)[None].to(device)
         columns_u = torch.arange(len(row.tokens_t) - 1, device=device)
         wanted = Wanted(torch.zeros_like(columns_u), columns_u, columns_u, tokens_bt[0, 1:])

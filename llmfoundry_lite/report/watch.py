@@ -145,7 +145,7 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Watched]:
         raise DataError(f"{os.fspath(folder)} is no folder on this disk; expected one whose folders are runs")
     found = []
     for place in sorted(Path(folder).iterdir()):
-        if any((place / name).is_file() for name in (STATUS, METRICS)):
+        if any(os.path.isfile(place / name) for name in (STATUS, METRICS)):  # False where it may not look
             found.append(Watched(place))
             found[-1].look()
     return found
