@@ -140,12 +140,13 @@ def load(
     >>> model.manifest.timestamp.batch, sum(p.numel() for p in model.model.parameters())
     (6, ...)
 
-    `tokenizer` is a folder or a Hub name, by default the model's own. `precision` is fp32, tf32, bf16 or fp16.
+    `tokenizer` is a folder or a Hub name, by default the model's own. `precision` is fp32, bf16 or fp16.
 
     Raises DataError if there is no model or no tokenizer, and CheckpointError for weights that do not verify.
     """
-    if precision not in DTYPES:
-        raise ConfigError(f"load: precision {precision!r} given, expected {either([*DTYPES])}")
+    allowed = [name for name in DTYPES if name != "tf32"]  # which is a setting of the process, not of a model
+    if precision not in allowed:
+        raise ConfigError(f"load: precision {precision!r} given, expected {either(allowed)}")
     chosen = torch.device(device or device_type())
     subject = load_subject(os.fspath(where), tokenizer=tokenizer, precision=precision, device=chosen)
     for note in subject.notes:

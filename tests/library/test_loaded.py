@@ -116,5 +116,5 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model, tmp_path)
 
 
 def test_a_precision_that_is_none_is_refused(here):
-    with pytest.raises(lf.UserError, match="precision 'fp8' given, expected fp32, tf32, bf16 or fp16"):
+    with pytest.raises(lf.UserError, match="precision 'fp8' given, expected fp32, bf16 or fp16"):
         lf.load("runs/tiny", precision="fp8")
