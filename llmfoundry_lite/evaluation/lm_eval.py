@@ -143,6 +143,7 @@ class CheckpointLM(TemplateLM):
         return [(found[number].log_probability, found[number].is_greedy) for number in range(len(asked))]
 
     def _fit(self, context: Sequence[int], answer: Sequence[int]) -> Request:
+        context = context or [self.prefix_token_id]  # a text of spaces, which lm_eval counts to the answer
         room = self.max_length + 1 - len(answer)  # the last token is predicted and never read
         if not answer:
             raise DataError("lm_eval: a request has an answer without tokens; expected text that is not in its context")

@@ -181,7 +181,7 @@ def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -
 
 
 def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
-    """Raises DataError for a checkpoint that another program has saved."""
+    """Return what model a checkpoint holds. Raises DataError for one that another program has saved."""
     config = checkpoint.manifest.config
     if not isinstance(config, dict) or "model" not in config:
         raise DataError(f"models: {checkpoint.url} does not say what model it is; expected a checkpoint of a run")
