@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry_lite.checkpoint.paths import read_tokenizer
 from llmfoundry_lite.checkpoint.store import Checkpoint, open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
@@ -90,7 +89,10 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
     last = int(run.log.batch[-1])
     if not 1 <= number <= last:
         raise DataError(f"{where}: batch {number:,} given, expected 1 to {last:,}, the last in {METRICS}")
-    dataset, loader, tokenizer = open_data(run, changes)
+    for change in changes:
+        if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
+            raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
+    dataset, loader, tokenizer = open_data(run, read_layers(changes, needs_file=False))
     epoch, step = divmod(number - 1, dataset.order.num_batches)
     ids = dataset.order.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
     rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]
@@ -138,9 +140,8 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     if not 1 <= first <= last:
         raise ConfigError(f"batches {first} to {last} given, expected two numbers from 1 on, the smaller first")
     found = read_run(run)
-    opened, _, _ = open_data(
-        found, [f"train_loader.dataset.{key}={json.dumps(dataset[key], default=os.fspath)}" for key in dataset]
-    )
+    words = json.loads(json.dumps(dataset, default=os.fspath))
+    opened, _, _ = open_data(found, [Layer("batches", {"train_loader": {"dataset": words}})])
     loader = build_text_loader(opened, kind=StatefulLoader)
     epoch, num_batches = divmod(first - 1, len(loader))
     loader.move_to(epoch, num_batches * opened.global_batch_size)
@@ -156,9 +157,11 @@ def _read_batches(run: Run, loader: StatefulLoader, first: int, last: int) -> It
         yield Samples(number, tokens_bt.numpy(), digest)
 
 
-def open_data(run: Run, changes: Sequence[str]) -> tuple[TextDataset, LoaderConfig, Tokenizer | None]:
+def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, LoaderConfig, Tokenizer | None]:
     """Open the data that a run was trained on. Raises DataError for other data, and says what differs."""
-    config, checkpoint = config_of(run, changes), None
+    if run.config is None:
+        raise DataError(f"{run.where}: the run's configuration is not there")
+    config, checkpoint = merge_layers([Layer(run.where, run.config), *changes]), None
     if run.segments_from is not None:
         checkpoint = open_checkpoint(run.segments_from)
     tokenizer = tokenizer_of(run, config, checkpoint)
@@ -190,19 +193,6 @@ def check_digest(run: Run, number: int, digest: str) -> str | None:
             "data that the run was trained on"
         )
     return logged
-
-
-def config_of(run: Run, changes: Sequence[str]) -> dict[str, Any]:
-    if run.config is None:
-        raise DataError(f"{run.where}: the run's configuration is not there")
-    for change in changes:
-        if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
-            raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
-    try:
-        merged: Any = OmegaConf.to_container(OmegaConf.merge(run.config, OmegaConf.from_dotlist([*changes])))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{' '.join(changes)}: {error}") from error
-    return merged
 
 
 def tokenizer_of(run: Run, config: dict[str, Any], checkpoint: Checkpoint | None) -> Tokenizer | None:
