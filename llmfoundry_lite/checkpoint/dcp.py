@@ -39,6 +39,7 @@ from torch.futures import Future
 
 from llmfoundry_lite.checkpoint.commit import COMMITTED, SAVE_ID, Checkpoint, batch_of, committed_name, head_of
 from llmfoundry_lite.checkpoint.layouts import Grid, Slice, grid_of
+from llmfoundry_lite.checkpoint.lease import is_other_live_process
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, MANIFEST, FileRecord, Manifest, TensorRecord, Timestamp
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
 from llmfoundry_lite.checkpoint.planning import OwnSlice
@@ -108,8 +109,9 @@ class PortableStorageWriter(StorageWriter):
         store, name = open_store(self.checkpoint_id)
         if is_coordinator:
             check_is_free(store, name, overwrite=self.overwrite)
-            self.lease = store.acquire()  # clears away what a save that failed has left
-            check_is_free(store, name, overwrite=self.overwrite)  # and puts back what that one had moved away
+            self.lease = store.acquire(steal_from_live_writer=has_saved_and_lives(store))
+            # That has cleared away what a save that failed has left, and put back what it had moved away.
+            check_is_free(store, name, overwrite=self.overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not plan.usable:  # DCP would hand out the plan of the save before, with that one's draft
@@ -182,6 +184,18 @@ def check_is_free(store: CheckpointStore, name: str, *, overwrite: bool) -> None
         head_of(folder)
     elif foreign := next((one for one in names if not store.commits.drafts_in_place or not SAVE_ID.fullmatch(one)), ""):
         raise CheckpointError(f"{folder.url}: holds {foreign} and is no checkpoint; give another name, or remove it")
+
+
+def has_saved_and_lives(store: CheckpointStore) -> bool:
+    """Return whether the last lease is of a process that runs on, and whose save through DCP is committed.
+
+    Each save has a lease of its own: such a process saves no more with this one.
+    """
+    holder = store.leases.holder()
+    if holder is None or not is_other_live_process(holder.owner):
+        return False
+    of_holder = [one for one in store.candidates() if one.head is not None and one.head.lease_epoch == holder.epoch]
+    return any(one.checkpoint is not None and DCP_STATE in one.checkpoint.manifest.scalars for one in of_holder)
 
 
 def _value_of(item: WriteItem, planner: SavePlanner) -> Any:

@@ -27,6 +27,8 @@ from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli.main import run as command
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.evaluation.models import find_subject
+from llmfoundry_lite.ranks.codec import write_json
+from llmfoundry_lite.ranks.identity import describe_this_process, start_ticks
 from tests.checkpoint.ranks import build, save_now, step
 from tests.checkpoint.saves import flip
 from tests.helpers.launch import launch
@@ -162,6 +164,19 @@ def test_a_full_disk_raises_and_the_next_save_clears_what_is_left(tmp_path, monk
     assert [name for name in os.listdir(tmp_path) if name.startswith("ba")] == ["ba1"]
     save(small(), tmp_path / "ba3")
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp")]
+
+
+def test_a_process_that_has_saved_and_runs_on_keeps_no_other_from_saving(tmp_path):
+    def becomes_its_parents(lease):
+        parent = describe_this_process() | {"pid": os.getppid(), "started": start_ticks(os.getppid())}
+        (tmp_path / f".leases/{lease:08d}.json").write_bytes(write_json(parent))
+
+    save(small(), tmp_path / "ba1")
+    becomes_its_parents(1)
+    save(small(), tmp_path / "ba2")
+    assert CheckpointStore(tmp_path).acquire().epoch == 3
+    becomes_its_parents(3)
+    assert "on this machine is saving here; stop it" in refused(save, small(), tmp_path / "ba3")
 
 
 def test_plans_of_an_earlier_save_are_refused(tmp_path):
