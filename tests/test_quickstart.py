@@ -36,7 +36,7 @@ def test_text_becomes_a_model_that_transformers_loads(tmp_path):
         cwd=tmp_path,
     )
     small = (
-        *("variables.data=data", "max_duration=6ba", "eval_interval=3ba", "max_seq_len=64", "model.d_model=64"),
+        *("variables.data=data", "max_duration=6ba", "eval_interval=3ba", "max_seq_len=64", "model.d_model=80"),
         *("model.vocab_size=512", "save_interval=2ba"),
     )
     train = (ROOT / "scripts/train.py", ROOT / "yamls/pretrain/mpt-quickstart.yaml", *small)
