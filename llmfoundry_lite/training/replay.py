@@ -4,16 +4,19 @@
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from composer import Trainer
 
-from llmfoundry_lite.checkpoint.manifest import decode_segment
+from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
 from llmfoundry_lite.launch.replay import BEGUN, RECORDED
 from llmfoundry_lite.ranks.codec import Item
+from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 from llmfoundry_lite.train import check, prepare_environment
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_state import build_segment, find_differences
@@ -40,8 +43,7 @@ class Replay(Partners):
         size, batch = int(state.device_train_microbatch_size or 0), int(state.timestamp.batch)
         here = build_segment(checkpointing.config, checkpointing.model, batch, batch, device_train_microbatch_size=size)
         if dist.get_rank() == 0:
-            recorded = json.loads((self.folder / RECORDED).read_text())
-            found = [find_differences(decode_segment(Item(one, RECORDED)), here) for one in recorded]
+            found = [find_differences(segment, here) for segment in _read_segments(self.folder)]
             differences = [*dict.fromkeys(text for texts in found for text in texts)]
             (self.folder / BEGUN).write_text(json.dumps({"digest": digest, "differences": differences}))
 
@@ -49,4 +51,17 @@ class Replay(Partners):
 def main(arguments: Sequence[str]) -> None:
     config = check(arguments)[0].config
     prepare_environment(config)
-    train(config, Replay(Path(config.run_folder)))
+    folder = Path(config.run_folder)
+    _take_threads(_read_segments(folder))
+    train(config, Replay(folder))
+
+
+def _read_segments(folder: Path) -> list[Segment]:
+    return [decode_segment(Item(one, RECORDED)) for one in json.loads((folder / RECORDED).read_text())]
+
+
+def _take_threads(segments: list[Segment]) -> None:
+    """Compute on as many threads as the run did, if there are cores for them: each thread sums a part of its own."""
+    threads = segments[-1].num_threads if segments else None
+    if threads is not None and threads * this_rank().local_world_size <= count_usable_cores():
+        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(threads))))

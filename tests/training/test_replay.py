@@ -140,7 +140,7 @@ def test_a_run_in_stages_is_bit_equal_in_stages_and_on_one_rank(folder, num_rank
 
 def test_the_command_says_what_it_found_and_refuses_another_run(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that what the command sets goes with the test
         monkeypatch.delenv(name)
     assert run_command(["replay", f"runs/{RUN}", "ba6..ba4"]) == 2
