@@ -38,11 +38,13 @@ def test_sentences_are_short(page):
     assert [text for text in sentences(page.read_text()) if len(text.split()) > 20] == []
 
 
-def test_every_page_is_in_the_navigation():
+def test_every_page_is_in_the_navigation_and_on_the_first_page():
     nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
     values = [value for entry in nav for value in entry.values()]
     listed = [page for value in values for page in ([value] if isinstance(value, str) else value)]
-    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert sorted(listed) == sorted(pages)
+    assert pages - set(links((ROOT / "docs/index.md").read_text())) == {"index.md"}
 
 
 @pytest.fixture
