@@ -116,10 +116,12 @@ class EvalConfig:
     eval_gauntlet: GauntletConfig | None = None
     """LLM Foundry's Eval Gauntlet, or the name of a file of it: a second table, of categories and averages."""
     skip_missing_tasks: bool = False
-    """Leave out, by name, tasks whose data file is not here, instead of refusing the evaluation."""
+    """Leave out, by name, tasks whose data file is not there, instead of refusing the evaluation."""
     results_folder: str = setting("results", must_be("a folder of this machine", lambda value: "://" not in value))
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = "evals"
+    data_root: str = "."
+    """Where data, and YAMLs that a YAML names, are looked for that are not here: `scripts` of LLM Foundry's clone."""
     tokenization: str = setting("separate", choices=TOKENIZATIONS)
     precision: str = setting("fp32", choices="fp32 tf32 bf16 fp16")
     """Precision of weights and hidden states. tf32 is fp32 with products in TF32 where the device has it.

@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +67,10 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
     config = build_block(EvalConfig, values, "", layers)
     for key, problem in _problems(config):
         raise ConfigError(f"{source_of(key, layers)}: {key}: {problem}")
-    tasks = load_tasks(config.icl_tasks, config.task_folder, layers)
+    tasks = [
+        replace(task, dataset_uri=_find(task.dataset_uri, config.data_root))
+        for task in load_tasks(config.icl_tasks, config.task_folder, layers)
+    ]
     missing: list[str] = []
     if config.skip_missing_tasks:
         tasks, missing = _without_missing(tasks)
@@ -125,6 +129,12 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
             values[ours] = values.pop(theirs)
     if values.get("precision") in PRECISIONS:
         values["precision"] = PRECISIONS[values["precision"]]
+    for key in ("icl_tasks", "eval_gauntlet"):
+        if isinstance(values.get(key), str) and values[key].endswith((".yaml", ".yml")):
+            values[key] = path = _find(values[key], str(values.get("data_root") or "."))
+            if not Path(path).exists():
+                where = f"{source_of(key, layers)}: {key}"
+                raise ConfigError(f"{where}: {path} does not exist; data_root=FOLDER says where its path begins")
     if isinstance(values.get("eval_gauntlet"), str):
         layer = read_layers([values["eval_gauntlet"]])[0]
         values["eval_gauntlet"] = layer.values.get("eval_gauntlet", layer.values)
@@ -138,6 +148,12 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
                 )
         values["models"] = _name_models(values["models"], source)
     return notes
+
+
+def _find(path: str, root: str) -> str:
+    """Return where a file that a YAML names is: here, or beneath `data_root`."""
+    is_here = root == "." or "://" in path or Path(path).exists()
+    return path if is_here else str(Path(root) / path)
 
 
 def _name_models(models: Sequence[Any], source: str) -> dict[str, str]:

@@ -186,7 +186,8 @@ def evaluate_one(
     with user_errors_on_all_ranks():
         model = subject.load()  # kept nowhere, so that one model alone takes memory
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
-    return evaluate(
+    progress = ProgressLine(results.model)
+    evaluated = evaluate(
         model,
         subject.tokenizer,
         tasks,
@@ -196,9 +197,12 @@ def evaluate_one(
         max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[device.type],
         max_seq_len=config.max_seq_len,
         limit=config.limit,
-        on_progress=ProgressLine(results.model),
+        on_progress=progress,
         reference=reference,
     )
+    if not progress.task:
+        tell([f"{results.model}: nothing was run, {files.path} has every task; redo=true asks again"])
+    return evaluated
 
 
 def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:

@@ -139,7 +139,7 @@ def read_text(config: TaskConfig) -> str:
     except FileNotFoundError:
         raise DataError(
             f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
-            "`llmfoundry-lite data make-tasks` makes our own"
+            "`llmfoundry-lite data make-tasks` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{label}: {path} cannot be read: {error}") from error

@@ -109,6 +109,16 @@ def test_an_evaluation_of_llm_foundry_loads_unchanged(checkout):
     ]
 
 
+def test_an_evaluation_of_llm_foundry_is_read_from_another_folder(checkout, tmp_path_factory, monkeypatch):
+    there = load_eval_config(["eval/yamls/hf_eval.yaml"])
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    with pytest.raises(ConfigError, match=r"icl_tasks: eval/yamls/tasks.yaml does not exist; data_root="):
+        load_eval_config([str(checkout / "eval/yamls/hf_eval.yaml")])
+    here = load_eval_config([str(checkout / "eval/yamls/hf_eval.yaml"), f"data_root={checkout}"])
+    assert [task.dataset_uri for task in here.tasks] == [str(checkout / task.dataset_uri) for task in there.tasks]
+    assert here.config.eval_gauntlet == there.config.eval_gauntlet
+
+
 def test_a_category_that_lacks_a_task_is_named_before_anything_starts(checkout):
     (checkout / "eval/yamls/tasks.yaml").write_text(TASKS.replace("[0, 3]", "[0]"))
     assert load_eval_config(["eval/yamls/hf_eval.yaml"]).notes[-1] == (

@@ -217,13 +217,16 @@ def test_a_launch_that_would_replace_anything_is_refused_before_any_model_is_loa
         llmfoundry_lite.eval.main(["icl.yaml"])
 
 
-def test_a_limit_beyond_the_data_limits_nothing(here):
+def test_a_limit_beyond_the_data_limits_nothing(here, capsys):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}, "limit": 99}))
     llmfoundry_lite.eval.main(["icl.yaml"])
     assert "a try" not in (here / "results/icl/table.md").read_text()
     before = (here / "results/icl/ours.json").read_text()
+    assert "nothing was run" not in capsys.readouterr().err
     for same in ("limit=null", "limit=1000"):
         llmfoundry_lite.eval.main(["icl.yaml", same])
+        told = "ours: nothing was run, results/icl/ours.json has every task; redo=true asks again"
+        assert told in capsys.readouterr().err
     assert (here / "results/icl/ours.json").read_text() == before
     with pytest.raises(DataError, match="with limit None, not 3 as asked for now"):
         llmfoundry_lite.eval.main(["icl.yaml", "limit=3"])
