@@ -18,16 +18,17 @@ from typing import Any
 
 import yaml
 
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
-from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import SECOND_STEP, ConfigError, DataError, UserError
+from llmfoundry_lite.errors import SECOND_STEP, CheckpointError, ConfigError, DataError, UserError, printable
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.launch.status import STATUS, write_ended_early
@@ -36,7 +37,7 @@ from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memor
 from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
 
 MAX_LISTED = 8
-"""Stages, or ranks of a context group, that a dry run lists."""
+"""Stages, ranks of a context group or streams that a dry run lists."""
 
 
 @dataclass(kw_only=True)
@@ -290,45 +291,120 @@ def _fetch(name: str) -> str:
 # ----------------------------------------------------------------------------------------------- dry run
 
 
-def describe(config: TrainConfig, layout: Layout, found: Preflight, *, is_for_here: bool = False) -> str:
-    """Write the resolved configuration as YAML; then parameters, layout, batch arithmetic and memory, for people.
+def describe(
+    config: TrainConfig, layout: Layout, found: Preflight, *, is_for_here: bool = False, with_yaml: bool = False
+) -> str:
+    """Tell what a launch would do, in lines of a name and a value.
 
-    `is_for_here`: this machine has been looked at too.
+    `is_for_here`: this machine has been looked at too. `with_yaml`: the resolved configuration comes first.
     """
-    batch, length = config.global_train_batch_size, config.max_seq_len
-    num_ranks, degree = layout.num_data_ranks, layout.ranks_per_data_rank
-    device_batch = batch // num_ranks
-    groups = f"{num_ranks} group(s) of {degree} devices" if degree > 1 else f"{num_ranks} device(s)"
-    is_auto = config.device_train_microbatch_size == "auto"
-    microbatch = config.first_microbatch_size(device_batch)
-    division = f"{-(-device_batch // microbatch)} microbatch(es) of up to {microbatch}"
-    if is_auto:
-        division = "microbatches as large as fit"
-    flops = count_flops_per_token(config.model, length)
+    model, length = config.model, config.max_seq_len
+    batch_tokens, flops = config.global_train_batch_size * length, count_flops_per_token(model, length)
+    at = " (microbatches of 1 sample)" if config.device_train_microbatch_size == "auto" else ""
+    island = f", island {config.islands.name} at {config.islands.coordinator}" if config.islands else ""
     lines = [
-        yaml.safe_dump(as_dict(config), sort_keys=False),
-        f"run            {config.run_name} in {config.run_folder}",
-        f"parameters     {count_parameters(config.model):,}",
+        f"run            {config.run_name} in {config.run_folder}{island}",
+        f"start          {_describe_start(config)}",
+        f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
+        f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch_tokens)} per batch",
         *_under("devices", describe_layout(layout)),
-        f"batch          {batch} samples x {length} tokens = {batch * length:,} tokens",
-        f"               {groups} x {device_batch} samples in {division}",
+        *_under("batch", _describe_batch(config, layout)),
         *_under("samples", _describe_parts(config, layout)),
         *_under("stages", _describe_stages(config, layout)),
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
-        f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch * length)} per batch",
+        *_describe_data(config, found),
+        f"precision      {_describe_precision(config)}",
+        f"optimizer      {_describe_optimizer(config)}",
+        f"memory         {estimate_training_memory(config, layout)}{at}",
+        f"saves          {_describe_saves(config)}",
+        f"logs           {_describe_logs(config)}",
     ]
-    for name, count in found.num_samples.items():
-        is_dropped = name == "train" and config.train_loader.drop_last and _samples_per_epoch(config, found) is not None
-        dropped = f", {count % batch} of them left out of each epoch" if is_dropped else ""
-        lines.append(f"{name + ' data':<14} {count:,} samples{dropped}")
-    at = " (microbatches of 1 sample)" if is_auto else ""
-    lines.append(f"memory         {estimate_training_memory(config, layout)}{at}")
     lines += [f"warning        {text}" for text in describe_slow_groups(config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     not_checked = list(found.not_checked)
     if not is_for_here:
         not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
-    return "\n".join([*lines, *(f"not checked    {note}" for note in not_checked)])
+    lines += [f"not checked    {note}" for note in not_checked]
+    head = [yaml.safe_dump(as_dict(config), sort_keys=False)] if with_yaml else []
+    return "\n".join([*head, *map(printable, lines)])
+
+
+def _describe_start(config: TrainConfig) -> str:
+    """Tell where a launch begins. Looks at folders of this machine alone, and reads no tensor."""
+    folder, newest = config.checkpoint_folder, None
+    begins = "batch 1, from initial weights"
+    if config.load_path is not None:
+        begins = f"the {'weights' if config.load_weights_only else 'newest save'} of {config.load_path}"
+    if "://" in folder:
+        return f"the newest save in {folder}, else {begins}" if config.autoresume else begins
+    with contextlib.suppress(CheckpointError):
+        newest = next(iter(CheckpointStore(folder).candidates()), None)
+    if newest is None:
+        return begins
+    if config.autoresume:
+        return f"carries on from {folder}/{newest.name}"
+    return f"refused: {folder} already holds {newest.name}; carry on with autoresume=true, or choose another run_name"
+
+
+def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
+    batch, length = config.global_train_batch_size, config.max_seq_len
+    num_ranks, degree = layout.num_data_ranks, layout.ranks_per_data_rank
+    device_batch = batch // num_ranks
+    groups = f"{num_ranks} group(s) of {degree} devices" if degree > 1 else f"{num_ranks} device(s)"
+    microbatch = config.first_microbatch_size(device_batch)
+    division = f"{-(-device_batch // microbatch)} microbatch(es) of up to {microbatch}"
+    if config.device_train_microbatch_size == "auto":
+        division = "microbatches as large as fit"
+    total = f"{batch} samples x {length} tokens = {batch * length:,} tokens"
+    return [total, f"{groups} x {device_batch} samples in {division}"]
+
+
+def _describe_data(config: TrainConfig, found: Preflight) -> list[str]:
+    lines, batch = [], config.global_train_batch_size
+    for key, loader in config.loaders.items():
+        dataset, label = loader.dataset, data_label(key)
+        streams = dataset.streams or {"": dataset}
+        facts = ["/".join(filter(None, (s.local or s.remote, s.split or dataset.split))) for s in streams.values()]
+        if loader.name != "text" or len(facts) > MAX_LISTED:
+            facts = [loader.name if loader.name != "text" else f"{len(facts)} streams"]
+        if label in found.num_samples:
+            facts.insert(0, f"{found.num_samples[label]:,} samples")
+        if label != "train":
+            facts.append(f"every {Duration.parse(config.eval_interval)}" if config.eval_interval else "never evaluated")
+        elif (count := _samples_per_epoch(config, found)) is not None and loader.drop_last:
+            facts.append(f"{count % batch} of them left out of each epoch")
+        lines.append(f"{label + ' data':<14} {', '.join(facts)}")
+    return lines
+
+
+def _describe_precision(config: TrainConfig) -> str:
+    options = {"exact sums": config.exact_sums, "compiled blocks": config.compile_config is not None}
+    mixed = f"mixed_precision {config.sharding.mixed_precision}"
+    return ", ".join([config.precision, mixed, *(name for name, is_on in options.items() if is_on)])
+
+
+def _describe_optimizer(config: TrainConfig) -> str:
+    optimizer, clipping = config.optimizer, config.algorithms.gradient_clipping
+    facts = [f"{optimizer.name}, lr {optimizer.lr:g}"]
+    facts += [] if optimizer.adamw_lr is None else [f"adamw_lr {optimizer.adamw_lr:g}"]
+    facts += [f"weight decay {optimizer.decay:g}", config.scheduler.name]
+    facts += [f"warm-up {config.scheduler.t_warmup}"] if Duration.parse(config.scheduler.t_warmup).value else []
+    facts += [f"gradients clipped at {clipping.clipping_threshold:g}"] if clipping else []
+    return ", ".join(facts)
+
+
+def _describe_saves(config: TrainConfig) -> str:
+    interval, kept = SaveInterval.parse(config.save_interval), config.save_num_checkpoints_to_keep
+    often = (
+        "as often as costs 2 %" if config.save_interval == "auto" else f"every {interval.span or config.save_interval}"
+    )
+    return f"{config.checkpoint_folder}, {often} and at the end, {'all' if kept == -1 else f'the newest {kept}'} kept"
+
+
+def _describe_logs(config: TrainConfig) -> str:
+    names = [f"{config.run_folder}/metrics.jsonl"]
+    names += ["progress bar"] if config.progress_bar else ["console"] if config.log_to_console else []
+    return ", ".join(names + [name for name in ("wandb", "tensorboard") if getattr(config.loggers, name) is not None])
 
 
 def _under(heading: str, lines: Sequence[str]) -> list[str]:

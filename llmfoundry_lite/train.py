@@ -25,14 +25,15 @@ from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 
 HELP = """\
-usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here]]
-       llmfoundry-lite train [-n RANKS] YAML [YAML ...] [key=value ...] [--dry-run[=here]]
+usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
+       llmfoundry-lite train [-n RANKS] YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
 
 YAML        a file, or one that comes with the package, by name: mpt-1b, h100-8. Later ones are laid over earlier ones.
 key=value   laid over all files: max_duration=1000ba model.d_model=256
 hardware=auto    the overlay for the devices of this machine; hardware=h100-8 names one
---dry-run   print the resolved configuration, its arithmetic, a memory estimate and what was not checked, and exit
+--dry-run   print what would happen in some lines: model, data, batches, memory, saves, and what was not checked
 --dry-run=here   the same, and exit code 2 where data, tokenizer or memory of this machine's devices do not suffice
+--dry-run=full   the same as --dry-run, after the resolved configuration as YAML
 
 With -n, ranks that die or freeze start again from the newest save: llmfoundry-lite train -n 8 --max-restarts 3 ...
 
@@ -53,8 +54,8 @@ def main(arguments: Sequence[str]) -> None:
             print(printable(note))
     if invocation.dry_run:
         if here.rank == 0:
-            is_for_here = invocation.dry_run == "here"
-            print(preflight.describe(invocation.config, layout, found, is_for_here=is_for_here))
+            looks = {"is_for_here": invocation.dry_run == "here", "with_yaml": invocation.dry_run == "full"}
+            print(preflight.describe(invocation.config, layout, found, **looks))
         return
 
     prepare_environment(invocation.config)
@@ -69,10 +70,11 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
     try:
         invocation = load_train_config(arguments)
         config = invocation.config
-        if invocation.dry_run != "plan":
+        is_for_here = invocation.dry_run not in ("plan", "full")
+        if is_for_here:
             preflight.check_installed("composer", "streaming")
         layout = layout_here(config)
-        found = preflight.check(config, layout, must_exist=invocation.dry_run != "plan")
+        found = preflight.check(config, layout, must_exist=is_for_here)
         invocation.notes.extend(found.notes)
         if not invocation.dry_run:
             invocation.notes.extend(f"warning: {text}" for text in preflight.describe_slow_groups(config, layout))

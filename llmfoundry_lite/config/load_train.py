@@ -21,22 +21,22 @@ from llmfoundry_lite.config.foundry import (
 )
 from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, either
 
-DRY_RUNS = {"--dry-run": "plan", "--dry-run=here": "here"}
+DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "here"}
 
 
 class Invocation(NamedTuple):
     config: TrainConfig
     dry_run: str
-    """Empty for a launch; `plan` checks what the configuration tells, `here` also this machine."""
+    """Empty for a launch; `plan` and `full` check what the configuration tells, `here` also this machine."""
     notes: list[str]
     """One line for the overlay that `hardware=auto` has chosen, and for each key that was accepted without effect, or
     that may not mean what it seems to."""
 
 
 def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Invocation:
-    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs, `--dry-run`, `--dry-run=here`.
+    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs, and those of `DRY_RUNS`.
 
     Raises ConfigError, in one line: the file, the key, what was given, what was expected, the nearest valid key.
     """
@@ -44,7 +44,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     for flag in flags:
         if flag not in DRY_RUNS:
             raise ConfigError(
-                f"command line: unknown option {flag}; expected YAML files, key=value pairs, {' or '.join(DRY_RUNS)}"
+                f"command line: unknown option {flag}; expected YAML files, key=value pairs, {either([*DRY_RUNS])}"
             )
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)

@@ -168,7 +168,7 @@ def test_a_missing_file_names_its_neighbour():
         ),
         (
             ["run.yaml", "--dry"],
-            "unknown option --dry; expected YAML files, key=value pairs, --dry-run or --dry-run=here",
+            "unknown option --dry; expected YAML files, key=value pairs, --dry-run, --dry-run=full or --dry-run=here",
         ),
         (
             ["run.yaml", "seed=1", "model=[1"],
@@ -191,7 +191,7 @@ def test_defaults_give_way_to_files_in_order_and_files_to_arguments():
 
 def test_dry_run_is_an_option_and_may_stand_anywhere():
     assert load_train_config(["--dry-run", "run.yaml"], {}).dry_run == "plan"
-    assert (load("--dry-run=here").dry_run, load().dry_run) == ("here", "")
+    assert [load("--dry-run=full").dry_run, load("--dry-run=here").dry_run, load().dry_run] == ["full", "here", ""]
 
 
 # -------------------------------------------------------------------------------------------------- overlays

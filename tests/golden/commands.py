@@ -38,10 +38,10 @@ def dry_runs(lab: Lab) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted((lab.repo / "yamls/pretrain").glob("*.yaml")):
         name = path.stem
-        alone = str(lab.call("train", name, "--dry-run"))
+        alone = str(lab.call("train", name, "--dry-run=full"))
         found[f"dry-run/{name}"] = alone if name == "mpt-125m" else difference(found["dry-run/mpt-125m"], alone)
         if overlay := CASES["overlays"].get(name):
-            laid_over = str(lab.call("train", name, *split(overlay), "--dry-run"))
+            laid_over = str(lab.call("train", name, *split(overlay), "--dry-run=full"))
             found[f"dry-run/{name} {overlay}"] = difference(alone, laid_over)
     return found
 
@@ -95,8 +95,7 @@ def init(lab: Lab) -> dict[str, Any]:
     for size in ("quickstart", "125m"):
         found[f"init/{size}"] = str(lab.call("init", "data", "--size", size, "--out", f"new-{size}.yaml"))
         found[f"init/{size}.yaml"] = lab.plain((lab.folder / f"new-{size}.yaml").read_text())
-    said = str(lab.call("train", "new-quickstart.yaml", "--dry-run"))
-    found["init/dry-run"] = said.partition("\nrun ")[2]
+    found["init/dry-run"] = str(lab.call("train", "new-quickstart.yaml", "--dry-run"))
     return found
 
 

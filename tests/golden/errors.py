@@ -30,7 +30,7 @@ def told(lab: Lab, *arguments: Any) -> str:
 
 
 def notes(text: str) -> str:
-    return text.partition("\nrun  ")[2]
+    return f"\n{text}".partition("\nrun  ")[2]
 
 
 def try_key(lab: Lab, argument: str) -> str:
