@@ -16,7 +16,7 @@ import typer
 
 from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE
-from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints, read_tokenizer
+from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
     Checkpoint,
@@ -235,14 +235,9 @@ def export(
 def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
     """Yield a folder with the files of a checkpoint's tokenizer: the one it names, or the copy beside it. Raises
     DataError for another tokenizer than the model was trained with."""
-    from llmfoundry_lite.data.tokenizer import FILES, find_tokenizer
+    from llmfoundry_lite.convert.tokenizer import find_tokenizer
 
-    name = wish or (found.manifest.config.get("tokenizer") or {}).get("name")
-    tokenizer = None
-    if wish != "none":
-        copy = {} if wish else read_tokenizer(found, FILES)
-        trained_with = found.manifest.fingerprints.get("tokenizer")
-        tokenizer = find_tokenizer(name, trained_with, copy, found.url, is_asked_for=wish is not None)
+    tokenizer = None if wish == "none" else find_tokenizer(found.manifest.config, found, found.url, wish)
     if tokenizer is None or Path(tokenizer.name).is_dir():
         yield Path(tokenizer.name) if tokenizer else None
         return

@@ -90,33 +90,6 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
     return build_tokenizer(f"train:{vocab_size}", backend, {"eos_token": END_OF_TEXT}, {})
 
 
-def find_tokenizer(
-    name: str | None, fingerprint: str | None, copy: Mapping[str, bytes], where: str, *, is_asked_for: bool = False
-) -> "Tokenizer | None":
-    """Find the tokenizer of weights that were trained with `name`: on this machine, else in the copy beside them.
-
-    None where there is neither, unless it `is_asked_for`. Raises DataError when its fingerprint is another one; without
-    a fingerprint nothing can be compared. `where` names the weights in errors.
-    """
-    others = []
-    if name is not None and (is_asked_for or is_local_or_cached(name)):
-        found = load_tokenizer(name)
-        if fingerprint in (None, found.fingerprint):
-            return found
-        others.append(f"{name} ({found.fingerprint})")
-    if copy:
-        found = tokenizer_from_files(copy, f"beside {where}")
-        if fingerprint == found.fingerprint:
-            return found
-        others.append(f"the copy beside it ({found.fingerprint})")
-    if others and fingerprint is not None:
-        raise DataError(
-            f"{where} was trained with another tokenizer ({fingerprint}) than {' and '.join(others)}; name the "
-            "place of the right one: --tokenizer … to export, tokenizer=… to evaluate"
-        )
-    return None
-
-
 def is_local_or_cached(name: str | Path) -> bool:
     """Return whether `load_tokenizer(name)` would succeed without the network. Never touches the network itself."""
     if Path(name).is_dir():

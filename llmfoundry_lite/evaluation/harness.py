@@ -17,7 +17,7 @@ from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
 from llmfoundry_lite.evaluation.reference import Reference, ask_until_decided
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
-from llmfoundry_lite.evaluation.scoring import Scorable, Score, score, text_separator
+from llmfoundry_lite.evaluation.scoring import Scorable, Score, check_tokens, score, text_separator
 from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, Request, prepare, prepare_text, read_rows
 from llmfoundry_lite.ranks.exchange import (
     all_gather_json,
@@ -65,7 +65,9 @@ def evaluate(
                 reference.refuse(task, results)
         if files is not None:
             files.refuse_to_replace(results, [outline(task) for task in prepared])
-        _refuse_unknown_tokens(model, prepared)
+        for task in prepared:
+            largest = (max(*r.context, *r.continuation, -1) for item in task.items for r in item.requests)
+            check_tokens(model, largest, task.label)
     asker = Asker(
         model=model,
         tokenizer=tokenizer,
@@ -98,17 +100,6 @@ def _prepare_task(
         prepare(config, rows, shots, tokenizer, max_seq_len=max_seq_len, tokenization=tokenization, limit=limit)
         for shots in config.num_fewshot
     ]
-
-
-def _refuse_unknown_tokens(model: Scorable, prepared: Sequence[Prepared]) -> None:
-    """Raise DataError for tokens beyond the vocabulary: the tokenizer is another model's."""
-    for task in prepared:
-        largest = max(max(*r.context, *r.continuation, -1) for item in task.items for r in item.requests)
-        if largest >= model.vocab_size:
-            raise DataError(
-                f"{task.label}: the tokenizer gives token {largest}, and the model has {model.vocab_size:,}; evaluate "
-                "it with its own tokenizer: tokenizer=…"
-            )
 
 
 def run_task(

@@ -25,6 +25,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.generation import Prompt, generate_answers
 from llmfoundry_lite.evaluation.harness import score_all
 from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.scoring import check_tokens
 from llmfoundry_lite.evaluation.suite import BATCH_TOKENS
 from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.ranks.exchange import user_errors_on_all_ranks
@@ -152,12 +153,7 @@ class CheckpointLM(TemplateLM):
                 f"lm_eval: an answer has {len(answer):,} tokens, and the model reads {self.max_length:,}; leave the "
                 "task out"
             )
-        largest = max(*context, *answer)
-        if largest >= self.model.vocab_size:
-            raise DataError(
-                f"lm_eval: the tokenizer gives token {largest}, and the model has {self.model.vocab_size:,}; evaluate "
-                "it with its own tokenizer: --model_args tokenizer=…"
-            )
+        check_tokens(self.model, (*context, *answer), "lm_eval")
         return Request(tuple(context[-room:]), tuple(answer), 0, max(0, len(context) - room))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

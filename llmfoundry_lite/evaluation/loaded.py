@@ -17,7 +17,7 @@ from llmfoundry_lite.errors import ConfigError, DataError, either
 from llmfoundry_lite.evaluation.generation import generate_text, model_of
 from llmfoundry_lite.evaluation.models import DTYPES, Subject, load_subject
 from llmfoundry_lite.evaluation.packing import pack
-from llmfoundry_lite.evaluation.scoring import score_tokens, text_separator
+from llmfoundry_lite.evaluation.scoring import check_tokens, score_tokens, text_separator
 from llmfoundry_lite.evaluation.tasks import Request, document_of, windows_of
 
 MAX_BATCH_TOKENS = 4096
@@ -60,7 +60,7 @@ class LoadedModel:
         scorable, owners, requests = self._subject.model, list[int](), list[Request]()
         for number, text in enumerate(texts):
             document = document_of(_checked(text), self.tokenizer)
-            self._refuse_unknown(document.ids)
+            check_tokens(scorable, document.ids, self.source)
             for request in windows_of(document, self.tokenizer, scorable.max_seq_len):
                 owners.append(number)
                 requests.append(request)
@@ -107,19 +107,11 @@ class LoadedModel:
                 "expected 0 or more, 0 or more, 1 or more, and above 0 and up to 1"
             )
         model = model_of(self._subject)
-        self._refuse_unknown(self.tokenizer.encode(_checked(prompt)))
+        check_tokens(self._subject.model, self.tokenizer.encode(_checked(prompt)), self.source)
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         device = self._subject.model.device
         with _one_at_a_time:
             return "".join(generate_text(model, self.tokenizer, prompt, num_tokens, device=device, **sampling))
-
-    def _refuse_unknown(self, tokens: Sequence[int]) -> None:
-        largest, vocab_size = max(tokens, default=0), self._subject.model.vocab_size
-        if largest >= vocab_size:
-            raise DataError(
-                f"{self.source}: the tokenizer gives token {largest}, and the model has {vocab_size:,}; load it with "
-                "its own: tokenizer=…"
-            )
 
 
 def load(

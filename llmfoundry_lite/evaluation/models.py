@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from llmfoundry_lite.checkpoint import restore
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.checkpoint.paths import read_tokenizer
 from llmfoundry_lite.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
@@ -40,7 +39,8 @@ from llmfoundry_lite.convert.files import check_no_adapter, read_dtypes
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.pickles import read_torch_file
-from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer, load_tokenizer
+from llmfoundry_lite.convert.tokenizer import find_tokenizer
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden, score_logits
@@ -168,12 +168,10 @@ def find_subject(
 
 
 def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -> Tokenizer:
-    manifest = checkpoint.manifest
-    name = tokenizer or (manifest.config.get("tokenizer") or {}).get("name")
-    copy = {} if tokenizer else read_tokenizer(checkpoint, FILES)
-    trained_with = manifest.fingerprints.get("tokenizer")
-    found = find_tokenizer(name, trained_with, copy, f"models: {where}", is_asked_for=tokenizer is not None)
+    config = checkpoint.manifest.config
+    found = find_tokenizer(config, checkpoint, f"models: {where}", tokenizer)
     if found is None:
+        name = (config.get("tokenizer") or {}).get("name")
         raise DataError(
             f"models: {where}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
         )
@@ -421,7 +419,7 @@ class PlainModel:
 
     shares_prefixes = False
     separates_documents = False
-    separator = None
+    separator: Separator | None = None
 
     def __init__(self, model: Any, device: torch.device):
         self.model = model

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.packing import Batch, Separator, pack
 from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.models.attention import for_any_width
@@ -85,6 +86,16 @@ def score(
         is_mine = start + rank < len(batches)
         found = score_batch(model, batches[start + rank if is_mine else -1], separator)
         yield found if is_mine else {}
+
+
+def check_tokens(model: Scorable, tokens: Iterable[int], where: str) -> None:
+    """Raise DataError for a token beyond the vocabulary: the tokenizer is another model's."""
+    largest = max(tokens, default=-1)
+    if largest >= model.vocab_size:
+        raise DataError(
+            f"{where}: the tokenizer gives token {largest}, and the model has {model.vocab_size:,}; give the model's "
+            "own tokenizer: tokenizer=…"
+        )
 
 
 def text_separator(model: Scorable, eos_token_id: int) -> Separator | None:

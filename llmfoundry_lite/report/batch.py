@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmfoundry_lite.checkpoint.paths import read_tokenizer
-from llmfoundry_lite.checkpoint.store import Checkpoint, open_checkpoint
+from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers
+from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
 from llmfoundry_lite.data.stateful import StatefulLoader
-from llmfoundry_lite.data.tokenizer import FILES, Tokenizer, find_tokenizer
+from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.models import Placement, find_checkpoint, load_checkpoint, model_config_of
 from llmfoundry_lite.evaluation.packing import Separator
@@ -164,7 +164,8 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, LoaderCo
     config, checkpoint = merge_layers([Layer(run.where, run.config), *changes]), None
     if run.segments_from is not None:
         checkpoint = open_checkpoint(run.segments_from)
-    tokenizer = tokenizer_of(run, config, checkpoint)
+    moved_to = next((name for layer in changes if (name := layer.values.get("tokenizer", {}).get("name"))), None)
+    tokenizer = find_tokenizer(config, checkpoint, run.where, moved_to)
     loader = build_block(LoaderConfig, config["train_loader"], "train_loader")
     if loader.name != "text":
         raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
@@ -193,15 +194,6 @@ def check_digest(run: Run, number: int, digest: str) -> str | None:
             "data that the run was trained on"
         )
     return logged
-
-
-def tokenizer_of(run: Run, config: dict[str, Any], checkpoint: Checkpoint | None) -> Tokenizer | None:
-    name = (config.get("tokenizer") or {}).get("name")
-    if checkpoint is None:
-        return find_tokenizer(name, None, {}, run.where)
-    return find_tokenizer(
-        name, checkpoint.manifest.fingerprints.get("tokenizer"), read_tokenizer(checkpoint, FILES), run.where
-    )
 
 
 def separator_of(loader: LoaderConfig, tokenizer: Tokenizer | None) -> Separator | None:

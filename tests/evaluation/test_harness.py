@@ -636,7 +636,7 @@ def test_a_model_that_gives_nan_or_lacks_the_tokenizers_tokens_is_refused(here):
     subject = load_subject("model", device=CPU)
     results = Results(model="m", suite="s", source="")
     subject.model.vocab_size = 100
-    with pytest.raises(DataError, match=r"choice: the tokenizer gives token \d+, and the model has 100; evaluate"):
+    with pytest.raises(DataError, match=r"choice: the tokenizer gives token \d+, and the model has 100; give"):
         evaluate(subject.model, subject.tokenizer, tasks(), results)
     subject = load_subject("model", device=CPU)
     for parameter in subject.model.model.parameters():

@@ -111,7 +111,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model, tmp_path)
 
     larger = train_tokenizer([path.read_text() for path in (ROOT / "llmfoundry_lite/data").glob("*.py")], 2000)
     model.tokenizer = larger
-    with pytest.raises(lf.UserError, match=r"gives token \d+, and the model has 320; load it with its own"):
+    with pytest.raises(lf.UserError, match=r"gives token \d+, and the model has 320; give the model's own"):
         model.logprobs(["import numpy as np"])
 
 

@@ -63,6 +63,8 @@ def test_other_data_than_the_runs_and_batches_it_has_not_trained_are_refused(fol
         read_batch(where, 2, ["model.d_model=3"])
     with pytest.raises(ConfigError, match=r"cannot read train_loader.dataset.streams.b.local=\[x: did not find"):
         read_batch(where, 2, ["train_loader.dataset.streams.b.local=[x"])
+    with pytest.raises(DataError, match=r"tokenizer folder .*/gone does not exist"):
+        read_batch(where, 2, [f"tokenizer.name={folder}/gone"])
     with pytest.raises(DataError, match="run: no checkpoint here, which losses need"):
         compute_losses(read_batch(where, 2), None, torch.device("cpu"))
     (folder / "b").rename(folder / "moved")
