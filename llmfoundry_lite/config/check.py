@@ -59,7 +59,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
 
 def check_model(model: ModelConfig) -> None:
     """Raise ConfigError for a model that cannot be built or makes no sense."""
-    if model.d_model % model.n_heads:
+    if model.attn_config.head_dim is None and model.d_model % model.n_heads:
         nearest = min(divisors(model.d_model), key=lambda n: abs(n - model.n_heads))
         raise ConfigError(
             f"model.n_heads: {model.n_heads} does not divide d_model, {model.d_model}; the nearest that does is "
@@ -113,7 +113,7 @@ def _check_attention(model: ModelConfig, attention: AttentionConfig) -> None:
         raise ConfigError(f"{block}.attn_impl: {attention.attn_impl} has no attn_pdrop; use sdpa, or attn_pdrop: 0")
     if attention.attn_impl == "flex" and model.head_dim < MIN_FLEX_HEAD_DIM:
         raise ConfigError(
-            f"{block}.attn_impl: flex needs heads of {MIN_FLEX_HEAD_DIM} dimensions or more, and d_model / n_heads is "
+            f"{block}.attn_impl: flex needs heads of {MIN_FLEX_HEAD_DIM} dimensions or more, and these have "
             f"{model.head_dim}; use auto or sdpa"
         )
 
@@ -123,9 +123,7 @@ def _check_rope(model: ModelConfig, attention: AttentionConfig) -> None:
     if attention.alibi and attention.rope:
         raise ConfigError("model.attn_config.rope: both alibi and rope given; use one of them")
     if attention.rope and model.head_dim % 2:
-        raise ConfigError(
-            f"model.attn_config.rope: turns pairs of dimensions, and d_model / n_heads is {model.head_dim}, odd"
-        )
+        raise ConfigError(f"model.attn_config.rope: turns pairs of dimensions, and a head has {model.head_dim}, odd")
     if scaling.factor != 1.0 and scaling.type == "no_scaling":
         raise ConfigError(f"{block}.factor: given without a type; add type: linear, dynamic, ntk or llama3")
     if attention.rope and attention.rope_impl == "dail" and scaling.type != "no_scaling":

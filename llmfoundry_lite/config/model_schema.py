@@ -56,6 +56,10 @@ class AttentionConfig:
     """flash: the flash-attn package where it is installed, else what auto chooses. LLM Foundry's torch is sdpa."""
     fused_qkv: bool = True
     """One matrix for q, k and v, under every layout; tensor parallelism divides it by heads."""
+    head_dim: int | None = setting(None, POSITIVE)
+    """Width of a head; default: d_model / n_heads."""
+    qkv_bias: bool | None = None
+    """Biases of q, k and v; default: the model's, no_bias."""
     qk_ln: bool = False
     """Norm over the whole of q and of k, before heads are split."""
     qk_gn: bool = False
@@ -198,7 +202,22 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.n_heads
+        return self.attn_config.head_dim or self.d_model // self.n_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Width of all queries together."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all keys together, and of all values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        own = self.attn_config.qkv_bias
+        return not self.no_bias if own is None else own
 
     @property
     def ffn_dim(self) -> int:

@@ -82,6 +82,6 @@ def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
 def block_and_head(model: ModelConfig) -> tuple[int, int]:
     """Return the parameters of a block's matrices, and of the head."""
     d = model.d_model
-    attention = d * (2 * d + 2 * model.num_kv_heads * model.head_dim)
+    attention = 2 * d * (model.q_dim + model.kv_dim)
     feed_forward = d * model.ffn_dim * (3 if model.ffn_config.ffn_type == "mptglu" else 2)
     return attention + feed_forward, model.vocab_size * d

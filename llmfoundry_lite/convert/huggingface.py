@@ -35,12 +35,13 @@ from llmfoundry_lite.convert.layout import (
     read_config,
     write_config,
 )
-from llmfoundry_lite.convert.layouts import GPT2, LLAMA
+from llmfoundry_lite.convert.layouts import GPT2
 from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
-from llmfoundry_lite.errors import ExportError
+from llmfoundry_lite.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3, layout_with_rope
+from llmfoundry_lite.errors import ExportError, either
 from llmfoundry_lite.models.mpt import MPT
 
-LAYOUTS = {"mpt": MPT_LAYOUT, "gpt2": GPT2, "llama": LLAMA}
+LAYOUTS = {"mpt": MPT_LAYOUT, "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
 """config.json's model_type -> layout."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -125,13 +126,13 @@ def can_export(config: ModelConfig) -> str | None:
 def layout_of(config: ModelConfig) -> Layout:
     if config.attn_config.alibi:
         return MPT_LAYOUT
-    return LLAMA if config.attn_config.rope else GPT2
+    return layout_with_rope(config) if config.attn_config.rope else GPT2
 
 
 def layout_named(hf_config: HFConfig, where: str) -> Layout:
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in LAYOUTS:
-        raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected mpt, gpt2 or llama")
+        raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected {either(list(LAYOUTS))}")
     return LAYOUTS[kind]
 
 

@@ -94,6 +94,17 @@ def activation_name(config: ModelConfig) -> str:
     )
 
 
+def plain_attention(config: ModelConfig) -> Options:
+    """Return what most layouts have of attention."""
+    return {
+        "attn_config.head_dim": (None, config.d_model // config.n_heads),
+        "attn_config.qkv_bias": (None, not config.no_bias),
+        "attn_config.qk_ln": (False,),
+        "attn_config.qk_gn": (False,),
+        "attn_config.sliding_window_size": (-1,),
+    }
+
+
 def attention_types(config: ModelConfig) -> tuple[str, ...]:
     """Return the types that a layout can express where every head has its own keys and values."""
     is_plain = config.num_kv_heads == config.n_heads

@@ -1,16 +1,13 @@
-"""The three Hugging Face layouts: what each can express, its config.json, and the names of its tensors.
+"""The Hugging Face layouts without RoPE: what each can express, its config.json, and the names of its tensors.
 
 GPT-2: transformers' `GPT2LMHeadModel`, for models with learned positions or none. Its biases and positions travel as
 zeros where the model has none.
-
-Llama: transformers' `LlamaForCausalLM`, for models with RoPE, RMSNorm and gated feed-forward layers.
 
 MPT: transformers' `MptForCausalLM`, for models with ALiBi; and the folders that LLM Foundry writes for its own code.
 Both say model_type mpt and use our tensors' names. transformers' model fixes or ignores most options (read at 5.23:
 modeling_mpt.py), LLM Foundry's has them all; so more can be read than written.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +28,7 @@ from llmfoundry_lite.convert.layout import (
     ffn_values,
     keys,
     needed,
+    plain_attention,
     qkv_names,
 )
 from llmfoundry_lite.errors import ExportError
@@ -42,12 +40,10 @@ State = Mapping[str, torch.Tensor]
 
 def gpt2_can_be(config: ModelConfig) -> Options:
     return {
-        "attn_config.qk_ln": (False,),
-        "attn_config.qk_gn": (False,),
+        **plain_attention(config),
         "attn_config.clip_qkv": (None,),
         # 1.0 is scale_attn_weights: false, which transformers 5 heeds, and 4 only with attn_implementation="eager".
         "attn_config.softmax_scale": (None, config.head_dim**-0.5, 1.0),
-        "attn_config.sliding_window_size": (-1,),
         "attn_config.attn_type": attention_types(config),
         "ffn_config.ffn_type": ("mptmlp",),
         "norm_type": ("low_precision_layernorm", "layernorm"),
@@ -142,172 +138,6 @@ GPT2 = Layout(
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
 
-# ------------------------------------------------------------------------------------------------------------- Llama
-
-
-SCALINGS = {"no_scaling": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3"}
-"""Our name -> transformers' rope_type."""
-
-
-def llama_can_be(config: ModelConfig) -> Options:
-    return {
-        "attn_config.qk_ln": (False,),
-        "attn_config.qk_gn": (False,),
-        "attn_config.clip_qkv": (None,),
-        "attn_config.softmax_scale": (None, config.head_dim**-0.5),
-        "attn_config.sliding_window_size": (-1,),
-        "ffn_config.ffn_type": ("mptglu",),
-        "norm_type": ("low_precision_rmsnorm", "rmsnorm"),
-        "logit_scale": (None,),
-    }
-
-
-def write_rope(config: ModelConfig) -> HFConfig:
-    """Return rope_parameters as transformers 5 reads them. NTK scaling is written as another theta, which it is."""
-    scaling, theta = config.attn_config.rope_hf_config, float(config.attn_config.rope_theta)
-    if scaling.type == "ntk":  # as `attention.build_rotation` has it
-        theta, scaling = theta * scaling.factor ** (config.head_dim / max(config.head_dim - 2, 1)), RopeScaling()
-    rope: HFConfig = {"rope_type": SCALINGS[scaling.type]}
-    if scaling.type != "no_scaling":
-        rope["factor"] = scaling.factor
-    if scaling.type == "llama3":
-        rope |= {key: getattr(scaling, key) for key in LLAMA3_KEYS}
-    return {**rope, "rope_theta": theta}
-
-
-def write_rope_scaling(config: ModelConfig) -> HFConfig | None:
-    """Return the same as transformers 4 reads it, beside rope_theta."""
-    rope = write_rope(config)
-    del rope["rope_theta"]
-    return None if rope["rope_type"] == "default" else rope
-
-
-LLAMA_FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": Field("d_model"),
-    "num_attention_heads": Field("n_heads"),
-    "num_key_value_heads": lambda config: config.num_kv_heads,
-    "head_dim": lambda config: config.head_dim,
-    "num_hidden_layers": Field("n_layers"),
-    "intermediate_size": lambda config: config.ffn_dim,
-    "max_position_embeddings": Field("max_seq_len"),
-    "vocab_size": Field("vocab_size"),
-    "hidden_act": activation_name,
-    "rms_norm_eps": Field("norm_eps", 1e-6),
-    "rope_parameters": write_rope,
-    "rope_theta": lambda config: write_rope(config)["rope_theta"],
-    "rope_scaling": write_rope_scaling,
-    "attention_bias": lambda config: not config.no_bias,
-    "mlp_bias": lambda config: not config.no_bias,
-    "attention_dropout": Field("attn_config.attn_pdrop", 0.0),
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": Field("tie_word_embeddings", False),
-    "use_cache": True,
-    # Llama knows neither: its norm is in fp32, and a text is one document.
-    "norm_type": Field("norm_type", "rmsnorm"),
-    "attn_uses_sequence_id": Field("attn_config.attn_uses_sequence_id", False),
-}
-LLAMA_BLOCK = {
-    "self_attn.o_proj": "attn.out_proj",
-    "mlp.gate_proj": "ffn.gate_proj",
-    "mlp.up_proj": "ffn.up_proj",
-    "mlp.down_proj": "ffn.down_proj",
-}
-LLAMA_MUST_BE: Options = {
-    "architectures": (None, ["LlamaForCausalLM"], ["LlamaModel"]),
-    "partial_rotary_factor": (1.0, None),
-    "rope_interleaved": (False, None),
-    "hidden_act": ("silu", *(name for name in ACTIVATIONS if name != "silu")),
-    "norm_type": ("rmsnorm", "low_precision_rmsnorm"),
-}
-ROPE_KEYS = keys("rope_type type factor rope_theta partial_rotary_factor", *LLAMA3_KEYS)
-ROPE_MUST_BE: Options = {"rope_type": tuple(SCALINGS.values()), "partial_rotary_factor": (1.0, None)}
-
-
-def llama_sources(config: ModelConfig) -> dict[str, Source]:
-    q_end, k_end = config.d_model, config.d_model + config.num_kv_heads * config.head_dim
-    rows = {"q": (0, q_end), "k": (q_end, k_end), "v": (k_end, 2 * k_end - q_end)}
-    found = {"model.embed_tokens.weight": Source(("transformer.wte.weight",))}
-    for i in range(config.n_layers):
-        theirs, ours = f"model.layers.{i}", f"transformer.blocks.{i}"
-        found[f"{theirs}.input_layernorm.weight"] = Source((f"{ours}.norm_1.weight",))
-        for part in ("weight",) if config.no_bias else ("weight", "bias"):
-            for letter in "qkv":
-                is_fused = config.attn_config.fused_qkv
-                source = (
-                    Source((f"{ours}.attn.Wqkv.{part}",), rows[letter])
-                    if is_fused
-                    else Source((f"{ours}.attn.W{letter}.{part}",))
-                )
-                found[f"{theirs}.self_attn.{letter}_proj.{part}"] = source
-            for their_module, our_module in LLAMA_BLOCK.items():
-                found[f"{theirs}.{their_module}.{part}"] = Source((f"{ours}.{our_module}.{part}",))
-        found[f"{theirs}.post_attention_layernorm.weight"] = Source((f"{ours}.norm_2.weight",))
-    return found | {"model.norm.weight": Source(("transformer.norm_f.weight",))}
-
-
-def read_llama(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    d_model, n_heads, has_bias = values["d_model"], values["n_heads"], hf_config.get("mlp_bias", False)
-    same = {"attention_bias": (has_bias,), "head_dim": (d_model // n_heads, None)}
-    check_values({"attention_bias": False, **hf_config}, same, where)
-    num_kv_heads = hf_config.get("num_key_value_heads") or n_heads
-    attn_type = {n_heads: "multihead_attention", 1: "multiquery_attention"}.get(num_kv_heads, "grouped_query_attention")
-    values["attn_config.attn_type"] = attn_type
-    values["attn_config.kv_n_heads"] = num_kv_heads if attn_type == "grouped_query_attention" else None
-    values["no_bias"] = not has_bias
-    values["ffn_config.ffn_type"] = "mptglu"
-    values["ffn_config.ffn_act_fn"] = ACTIVATIONS[hf_config.get("hidden_act", "silu")]
-    values |= ffn_values(needed(hf_config, "intermediate_size", where), d_model)
-    values |= {"attn_config.rope": True} | read_rope(hf_config, where)
-
-
-def read_rope(hf_config: HFConfig, where: str) -> Values:
-    """Read rope_parameters as transformers 5 writes them, or rope_theta and rope_scaling. Raises ExportError."""
-    key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
-    found = hf_config.get(key) or {}
-    if contrary := [name for name, value in (hf_config.get("rope_scaling") or {}).items() if found.get(name) != value]:
-        raise ExportError(f"{where}: rope_parameters and rope_scaling differ in {contrary[0]} in config.json")
-    rope = {"rope_type": found.get("type", "default"), **found}
-    check_values({key: rope}, {f"{key}.{name}": values for name, values in ROPE_MUST_BE.items()}, where)
-    ours = next(ours for ours, theirs in SCALINGS.items() if theirs == rope["rope_type"])
-    expected = () if ours == "no_scaling" else ("factor", *LLAMA3_KEYS) if ours == "llama3" else ("factor",)
-    for name in ("factor", *LLAMA3_KEYS):
-        if (name in expected) != (rope.get(name) is not None):
-            wrong, does = (
-                ("is missing", "needs") if name in expected else (f"is {json.dumps(rope[name])}", "does not have")
-            )
-            raise ExportError(f"{where}: {key}.{name} {wrong} in config.json; rope_type {rope['rope_type']} {does} it")
-    return {
-        "attn_config.rope_impl": "dail" if ours == "no_scaling" else "hf",
-        "attn_config.rope_theta": rope.get("rope_theta", hf_config.get("rope_theta", 10_000)),
-        "attn_config.rope_hf_config": RopeScaling(type=ours, **{name: rope[name] for name in expected}),
-    }
-
-
-LLAMA = Layout(
-    title="Llama, the layout for RoPE",
-    can_be=llama_can_be,
-    fields=LLAMA_FIELDS,
-    must_be=LLAMA_MUST_BE,
-    sources=llama_sources,
-    read_others=read_llama,
-    known={
-        "": keys(
-            "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
-            "max_position_embeddings vocab_size hidden_act rms_norm_eps rope_parameters rope_scaling rope_theta",
-            "attention_bias mlp_bias attention_dropout norm_type attn_uses_sequence_id partial_rotary_factor",
-            # How transformers computes, and marks of who wrote the file.
-            "pretraining_tp rope_interleaved is_llama_config",
-        ),
-        "rope_parameters": ROPE_KEYS,
-        "rope_scaling": ROPE_KEYS,
-    },
-    prefix="model.",
-    buffers=(".rotary_emb.inv_freq",),
-)
-
 # --------------------------------------------------------------------------------------------------------------- MPT
 
 
@@ -317,9 +147,7 @@ def mpt_can_be(config: ModelConfig) -> Options:
         "no_bias": (True,),
         "attn_config.alibi_bias_max": (8,),
         "attn_config.rope": (False,),
-        "attn_config.sliding_window_size": (-1,),
-        "attn_config.qk_ln": (False,),
-        "attn_config.qk_gn": (False,),
+        **plain_attention(config),
         "attn_config.attn_type": attention_types(config),
         "expansion_ratio": (config.expansion_ratio if has_width else 4,),
         "ffn_config.ffn_hidden_size": (None, 4 * config.d_model),

@@ -123,8 +123,8 @@ def load(
 ) -> LoadedModel:
     """Load a model from a run, a checkpoint, a Hugging Face folder or `hf:NAME`. Every block is verified as it is read.
 
-    A run gives its newest intact checkpoint, with a warning for each newer one that is not. MPT, GPT-2 and Llama become
-    our MPT; transformers runs other causal models. Code that a folder brings is never run.
+    A run gives its newest intact checkpoint, with a warning for each newer one that is not. MPT, GPT-2, Llama, Mistral
+    and Qwen become our MPT; transformers runs other causal models. Code that a folder brings is never run.
 
     >>> model = lf.load("runs/tiny")
     >>> model

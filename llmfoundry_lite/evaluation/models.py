@@ -1,6 +1,6 @@
 """Loading of models to evaluate, with their tokenizer: from a checkpoint, a run, an exported folder, the Hub.
 
-Portable checkpoints and folders of the model types mpt, gpt2 and llama become our MPT, which shares prefixes, or are
+Portable checkpoints and folders of the layouts that convert/ knows become our MPT, which shares prefixes, or are
 refused: transformers' models of these types ignore what they do not know. A causal language model of another type runs
 as transformers has it, row by row, and is refused where a folder is not what it says: options that transformers
 ignores, weights that are missing or packed, tokens that see later ones. Code that a folder brings is never run.

@@ -8,14 +8,14 @@ def count_parameters(model: ModelConfig) -> int:
 
     With biases and learned positions this is V*d + s*d + L*(12*d^2 + 13*d) + 2*d, LLM Foundry's published counts.
     """
-    d, f, kv_dim = model.d_model, model.ffn_dim, model.num_kv_heads * model.head_dim
+    d, f, q_dim, kv_dim = model.d_model, model.ffn_dim, model.q_dim, model.kv_dim
     has_bias = 0 if model.no_bias else 1
     norm_rows, qk_norm_rows = (
         1 if norm.norm_type.endswith("rmsnorm") else 1 + has_bias for norm in (model, model.attn_config)
     )
-    attention = 2 * d * d + 2 * d * kv_dim + has_bias * (2 * d + 2 * kv_dim)
+    attention = 2 * d * (q_dim + kv_dim) + has_bias * d + model.has_qkv_bias * (q_dim + 2 * kv_dim)
     if model.attn_config.qk_ln:
-        attention += qk_norm_rows * (d + kv_dim)
+        attention += qk_norm_rows * (q_dim + kv_dim)
     elif model.attn_config.qk_gn:
         attention += qk_norm_rows * 2 * model.head_dim
     num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
@@ -27,7 +27,7 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Count model FLOPs to train on one token, forward and backward: 6*N + 12*L*d*s (PaLM, appendix B).
+    """Count model FLOPs to train on one token, forward and backward: 6*N + 12*L*q*s (PaLM, appendix B; q: all heads).
 
     This counts the whole attention square (with a sliding window, as many keys as it holds), and nothing recomputed. N
     leaves out an untied input embedding, which is looked up.
@@ -37,4 +37,4 @@ def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
         num_matmul -= model.vocab_size * model.d_model
     window = model.attn_config.sliding_window_size
     num_keys = seq_len if window < 0 else min(seq_len, window + 1)
-    return 6 * num_matmul + 12 * model.n_layers * model.d_model * num_keys
+    return 6 * num_matmul + 12 * model.n_layers * model.q_dim * num_keys

@@ -177,16 +177,16 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         options, d, bias = config.attn_config, config.d_model, not config.no_bias
-        self.head_dim, self.kv_dim = config.head_dim, config.num_kv_heads * config.head_dim
+        self.head_dim, self.kv_dim, has_qkv_bias = config.head_dim, config.kv_dim, config.has_qkv_bias
         if options.fused_qkv:
-            self.Wqkv = Linear(d, d + 2 * self.kv_dim, bias=bias)
+            self.Wqkv = Linear(d, config.q_dim + 2 * self.kv_dim, bias=has_qkv_bias)
         else:
-            self.Wq = Linear(d, d, bias=bias)
-            self.Wk = Linear(d, self.kv_dim, bias=bias)
-            self.Wv = Linear(d, self.kv_dim, bias=bias)
-        self.out_proj = Linear(d, d, bias=bias)
+            self.Wq = Linear(d, config.q_dim, bias=has_qkv_bias)
+            self.Wk = Linear(d, self.kv_dim, bias=has_qkv_bias)
+            self.Wv = Linear(d, self.kv_dim, bias=has_qkv_bias)
+        self.out_proj = Linear(config.q_dim, d, bias=bias)
         if options.qk_ln or options.qk_gn:
-            widths = (d, self.kv_dim) if options.qk_ln else (self.head_dim, self.head_dim)
+            widths = (config.q_dim, self.kv_dim) if options.qk_ln else (self.head_dim, self.head_dim)
             self.q_ln, self.k_ln = (Norm(width, options, has_bias=bias) for width in widths)
         self.options = options
 

@@ -229,7 +229,7 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
     apart_bytes = loose_bytes = 0
     if is_apart:
         # The outputs of products and norms.
-        width = (p.num_up * model.ffn_dim + d + 2 * p.kv_dim) // p.layout.tensor
+        width = (p.num_up * model.ffn_dim + model.q_dim + 2 * model.kv_dim) // p.layout.tensor
         apart_bytes = model.n_layers * (hidden_bytes // d * width + 4 * sent_bytes)
         if not stage.is_first:  # of the microbatch before, until Python has forgotten it
             early_bytes += apart_bytes // model.n_layers

@@ -195,8 +195,9 @@ def count_activations(p: Portion) -> int:
     input_bytes = p.num_tokens // p.num_runs * d * p.stream_bytes
     if p.fsdp.activation_checkpointing == "selective":
         # Queries, keys and values, attention, and the feed-forward layer's products.
-        divided = (2 * d + 2 * p.kv_dim + p.num_up * model.ffn_dim) * p.compute_bytes + model.n_heads * FP32_BYTES
-        kept_per_token = divided // p.layout.tensor + 2 * d * p.compute_bytes
+        divided = 2 * (model.q_dim + model.kv_dim) + p.num_up * model.ffn_dim
+        divided_bytes = divided * p.compute_bytes + model.n_heads * FP32_BYTES
+        kept_per_token = divided_bytes // p.layout.tensor + 2 * d * p.compute_bytes
         blocks_bytes = model.n_layers * (input_bytes + p.num_tokens * kept_per_token)
     elif p.fsdp.activation_checkpointing:
         blocks_bytes = 0 if p.fsdp.activation_cpu_offload else model.n_layers * input_bytes
@@ -229,7 +230,7 @@ def count_attention_bias(p: Portion) -> int:
 
 def count_block_per_token(p: Portion) -> int:
     """Count bytes that a block keeps of a token. Matrices keep their input whole, also if a norm computed a part."""
-    model, d = p.model, p.model.d_model
+    model, d, q_dim, kv_dim = p.model, p.model.d_model, p.model.q_dim, p.model.kv_dim
     options, degree = model.attn_config, p.layout.context
     # A norm in fp32 keeps an fp32 copy of an input that is not.
     is_low = model.norm_type.startswith("low_precision_")
@@ -239,14 +240,14 @@ def count_block_per_token(p: Portion) -> int:
         (1 if norm.norm_type.endswith("rmsnorm") else 2) * FP32_BYTES for norm in (model, options)
     )
     norms = 2 * ((norm_input + norm_statistics) // p.num_runs + d * p.compute_bytes)
-    numbers = 2 * d + 2 * p.kv_dim
-    numbers += d * (degree > 1)  # what attention gives is rearranged before the matrix that follows
+    numbers = 2 * q_dim + 2 * kv_dim
+    numbers += q_dim * (degree > 1)  # what attention gives is rearranged before the matrix that follows
     if p.config.context.kind == "gather":
         # This rank's own keys and values are kept with its queries, if one matrix has made them all.
-        numbers += (degree if options.fused_qkv else degree - 1) * 2 * p.kv_dim
-    numbers += (d + 2 * p.kv_dim) * (options.clip_qkv is not None)
+        numbers += (degree if options.fused_qkv else degree - 1) * 2 * kv_dim
+    numbers += (q_dim + 2 * kv_dim) * (options.clip_qkv is not None)
     has_qk_norm = options.qk_ln or options.qk_gn
-    numbers += (d + p.kv_dim) * (has_qk_norm + options.rope)
+    numbers += (q_dim + kv_dim) * (has_qk_norm + options.rope)
     attention = numbers * p.compute_bytes + model.n_heads * FP32_BYTES + 2 * qk_norm_statistics * has_qk_norm
     # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up).
     feed_forward = 2 * p.num_up * model.ffn_dim * p.compute_bytes
@@ -300,17 +301,19 @@ def shapes_outside(p: Portion) -> Shapes:
 
 def shapes_of_block(p: Portion) -> Shapes:
     """Return shapes on one device of a tensor group, which divides all but norms and what is added to the stream."""
-    model, d, f = p.model, p.model.d_model, p.model.ffn_dim
+    model, d, f, q_dim, kv_dim = p.model, p.model.d_model, p.model.ffn_dim, p.model.q_dim, p.model.kv_dim
     options = model.attn_config
-    qkv = [d + 2 * p.kv_dim] if options.fused_qkv else [d, p.kv_dim, p.kv_dim]
-    first = [rows // p.layout.tensor for rows in (*qkv, *(f,) * p.num_up)]
-    shapes = [(rows, d) for rows in first]
-    shapes += [(d, columns // p.layout.tensor) for columns in (d, f)]
+    qkv = [rows // p.layout.tensor for rows in ([q_dim + 2 * kv_dim] if options.fused_qkv else [q_dim, kv_dim, kv_dim])]
+    up = [f // p.layout.tensor] * p.num_up
+    shapes = [(rows, d) for rows in (*qkv, *up)]
+    shapes += [(d, columns // p.layout.tensor) for columns in (q_dim, f)]
+    if model.has_qkv_bias:
+        shapes += [(rows, 1) for rows in qkv]
     if not model.no_bias:
-        shapes += [(rows, 1) for rows in (*first, d, d)]
+        shapes += [(rows, 1) for rows in (*up, d, d)]
     norms = [(d, model.norm_type)] * 2
     if options.qk_ln:
-        norms += [(d, options.norm_type), (p.kv_dim, options.norm_type)]
+        norms += [(q_dim, options.norm_type), (kv_dim, options.norm_type)]
     elif options.qk_gn:
         norms += [(model.head_dim, options.norm_type)] * 2
     return shapes + [shape for width, kind in norms for shape in _shapes_of_norm(model, width, kind)]

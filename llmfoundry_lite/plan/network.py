@@ -202,9 +202,8 @@ def context_exchanges(
     heads: all-to-alls of queries, keys, values and attention's output. gather: an all-gather of all ranks' keys
     and values. The backward pass exchanges as much, and so does a block that is computed again, `selective` too.
     """
-    kv_dim = model.num_kv_heads * model.head_dim
     if context.kind == "gather":
-        numbers = 2 * kv_dim * num_tokens * context.context_parallel_degree
+        numbers = 2 * model.kv_dim * num_tokens * context.context_parallel_degree
     else:
-        numbers = 2 * (model.d_model + kv_dim) * num_tokens
+        numbers = 2 * (model.q_dim + model.kv_dim) * num_tokens
     return numbers, 3 if is_recomputed else 2

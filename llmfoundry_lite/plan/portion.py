@@ -119,10 +119,6 @@ class Portion:
         return self.layout.tensor if self.config.sequence_parallel else 1
 
     @property
-    def kv_dim(self) -> int:
-        return self.model.num_kv_heads * self.model.head_dim
-
-    @property
     def num_up(self) -> int:
         """Matrices that widen the stream in a feed-forward layer."""
         return 2 if self.model.ffn_config.ffn_type == "mptglu" else 1

@@ -215,7 +215,7 @@ def _compute_seconds(
     window = model.attn_config.sliding_window_size
     num_keys = seq_len if window < 0 else min(seq_len, 2 * (window + 1))
     # A causal kernel computes half of the square; its backward pass has five products, the forward pass two.
-    square = 2 * num_tokens * num_keys * model.d_model / layout.tensor
+    square = 2 * num_tokens * num_keys * model.q_dim / layout.tensor
     stream = STREAM_BYTES * p.compute_bytes / 2 * num_tokens * model.d_model * (passes / 3)
     # Tensor parallelism divides the feed-forward layer's half of it. All compute the norms' half, unless the stream is
     # divided too.
@@ -305,9 +305,9 @@ def _newton_schulz_seconds(p: Portion, num_blocks: int, hardware: Hardware) -> f
     """
     model, options, d = p.model, p.config.optimizer, p.model.d_model
     dtype, num_steps = options.ns_dtype or "bf16", options.ns_steps or NEWTON_SCHULZ_STEPS
-    qkv = [(d, d), (p.kv_dim, d), (p.kv_dim, d)]  # a fused parameter stands for three shapes
+    qkv = [(model.q_dim, d), (model.kv_dim, d), (model.kv_dim, d)]  # a fused parameter stands for three shapes
     parameters = [qkv] if model.attn_config.fused_qkv else [[shape] for shape in qkv]
-    parameters += [[(d, d)], *[[(model.ffn_dim, d)]] * p.num_up, [(d, model.ffn_dim)]]
+    parameters += [[(d, model.q_dim)], *[[(model.ffn_dim, d)]] * p.num_up, [(d, model.ffn_dim)]]
     parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
     node, accelerator = hardware.node, hardware.accelerator
     peak = accelerator.peak_flops(dtype) or accelerator.peak_flops(p.dtype)

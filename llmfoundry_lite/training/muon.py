@@ -60,9 +60,8 @@ def build_muon(
         if "blocks" not in name.split(".") or parameter.ndim != 2:
             others.append(parameter)
             continue
-        kv_dim = model.num_kv_heads * model.head_dim
         is_fused = name.endswith("Wqkv.weight")
-        heights = (model.d_model, kv_dim, kv_dim) if is_fused else (parameter.size(0),)
+        heights = (model.q_dim, model.kv_dim, model.kv_dim) if is_fused else (parameter.size(0),)
         matrices.append(Matrix(parameter, heights, row_orders.get(name)))
     return Muon(matrices, others, config, group, fused=fused)
 

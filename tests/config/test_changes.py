@@ -79,8 +79,9 @@ TABLE = {
     "never": {
         "model.": """name d_model n_heads n_layers expansion_ratio max_seq_len vocab_size resid_pdrop emb_pdrop
             learned_pos_emb embedding_fraction logit_scale no_bias norm_type norm_eps tie_word_embeddings""",
-        "model.attn_config.": """attn_type kv_n_heads attn_pdrop fused_qkv qk_ln qk_gn norm_type norm_eps clip_qkv
-            softmax_scale sliding_window_size attn_uses_sequence_id alibi alibi_bias_max rope rope_theta rope_impl""",
+        "model.attn_config.": """attn_type kv_n_heads head_dim qkv_bias attn_pdrop fused_qkv qk_ln qk_gn norm_type
+            norm_eps clip_qkv softmax_scale sliding_window_size attn_uses_sequence_id alibi alibi_bias_max rope
+            rope_theta rope_impl""",
         "model.attn_config.rope_hf_config.": """type factor low_freq_factor high_freq_factor
             original_max_position_embeddings""",
         "model.ffn_config.": "ffn_type ffn_hidden_size",

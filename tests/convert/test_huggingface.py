@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, MptConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MptConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert import files, huggingface
@@ -22,6 +31,8 @@ from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.models import (
     ALIBI,
     LLAMA,
+    QWEN2,
+    QWEN3,
     SMALL,
     random_model,
     random_tokens,
@@ -50,6 +61,11 @@ LAYOUTS = {
     "llama-linear": with_scaling(LLAMA, type="linear", factor=2.0),
     "llama-dynamic": replace(with_scaling(LLAMA, type="dynamic", factor=2.0), max_seq_len=16),
     "llama-3": with_scaling(LLAMA, type="llama3", factor=8.0, original_max_position_embeddings=64),
+    "llama-heads-of-another-width": with_attention(LLAMA, head_dim=16),
+    "mistral": with_attention(LLAMA, sliding_window_size=8),
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3-heads-of-another-width": with_attention(QWEN3, head_dim=16),
     "llama-width": replace(LLAMA, ffn_config=replace(LLAMA.ffn_config, ffn_hidden_size=80)),
 }
 
@@ -162,10 +178,13 @@ def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):
         (with_attention(SMALL, rope=True), "model.ffn_config.ffn_type: mptmlp"),
         (replace(LLAMA, norm_type="layernorm"), "model.norm_type: layernorm"),
         (with_attention(LLAMA, qk_ln=True), "model.attn_config.qk_ln: true"),
-        (with_attention(LLAMA, qk_gn=True), "model.attn_config.qk_gn: true"),
+        (with_attention(LLAMA, qk_gn=True), "model.attn_config.norm_type: low_precision_layernorm"),
+        (with_attention(QWEN3, norm_eps=0.5), "model.attn_config.norm_eps: 0.5"),
+        (with_attention(QWEN3, sliding_window_size=4), "model.attn_config.sliding_window_size: 4"),
+        (with_attention(SMALL, head_dim=16), "model.attn_config.head_dim: 16"),
+        (with_attention(ALIBI, qkv_bias=True), "model.attn_config.qkv_bias: true"),
         (with_attention(LLAMA, clip_qkv=6.0), "model.attn_config.clip_qkv: 6.0"),
         (with_attention(LLAMA, softmax_scale=1.0), "model.attn_config.softmax_scale: 1.0"),
-        (with_attention(LLAMA, sliding_window_size=4), "model.attn_config.sliding_window_size: 4"),
         (replace(LLAMA, logit_scale=0.5), "model.logit_scale: 0.5"),
         (with_attention(SMALL, qk_gn=True), "model.attn_config.qk_gn: true"),
         (with_attention(ALIBI, qk_gn=True), "model.attn_config.qk_gn: true"),
@@ -353,8 +372,12 @@ ROPE = "rope_parameters"
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (SMALL, {"model_type": "bloom"}, "model_type 'bloom' cannot be read; expected mpt, gpt2 or llama"),
-        (SMALL, {"model_type": []}, "model_type [] cannot be read; expected mpt, gpt2 or llama"),
+        (
+            SMALL,
+            {"model_type": "bloom"},
+            "model_type 'bloom' cannot be read; expected mpt, gpt2, llama, mis",
+        ),
+        (SMALL, {"model_type": []}, "model_type [] cannot be read; expected mpt, gpt2, llama, mistral, qwen2 or qwen3"),
         (SMALL, {"activation_function": "tanh"}, 'activation_function is "tanh" in config.json; this model only has "'),
         (SMALL, {"n_head": None}, "n_head is null in config.json; expected a whole number"),
         (SMALL, {"n_layer": 2}, "tensor transformer.h.2.ln_1.weight has no place"),
@@ -364,7 +387,10 @@ ROPE = "rope_parameters"
         (SMALL, {"resid_pdrop": None}, IMPOSSIBLE),
         (SMALL, {"embd_pdrop": 1.5}, IMPOSSIBLE),
         (LLAMA, {"attention_bias": True}, "attention_bias is true in config.json; this model only has false"),
-        (LLAMA, {"head_dim": 16}, "head_dim is 16 in config.json; this model only has 12 or null"),
+        (LLAMA, {"head_dim": 16}, "tensor model.layers.0.self_attn.q_proj.weight has shape [48, 48], the model's con"),
+        (QWEN3, {"attention_bias": True}, "attention_bias is true in config.json; this model only has false"),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window is true in config.json; this model only has false"),
+        (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "layer_types is ["),
         (
             LLAMA,
             {"hidden_act": "gelu_fast"},
@@ -426,6 +452,10 @@ THEIR_OWN = {
     "gpt2": GPT2Config(n_embd=48, n_head=4, n_layer=3, n_positions=32, vocab_size=97),
     "llama": LlamaConfig(**THEIR_LLAMA, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}),
     "llama 3": LlamaConfig(**THEIR_LLAMA, rope_parameters=LLAMA_3),
+    "mistral": MistralConfig(**THEIR_LLAMA, sliding_window=6),
+    "mistral without a window": MistralConfig(**THEIR_LLAMA, sliding_window=None, head_dim=16),
+    "qwen2": Qwen2Config(**THEIR_LLAMA, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**THEIR_LLAMA),
     "mpt": MptConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97),
 }
 

@@ -25,6 +25,14 @@ LLAMA = replace(
 )
 
 
+QWEN2 = replace(LLAMA, attn_config=replace(LLAMA.attn_config, qkv_bias=True))
+
+
+QWEN3 = replace(
+    LLAMA, attn_config=replace(LLAMA.attn_config, qk_gn=True, norm_type=LLAMA.norm_type, norm_eps=LLAMA.norm_eps)
+)
+
+
 def random_model(config: ModelConfig, seed: int = 0) -> MPT:
     """Weights that leave nothing at a special value: norms and biases are off one and zero."""
     torch.set_num_threads(1)
@@ -99,6 +107,10 @@ FAMILY = {
     "window alibi grouped": attention(**GQA, sliding_window_size=5, alibi=True),
     "norm of q and k": attention(**GQA, qk_ln=True),
     "norm of heads": attention(**GQA, qk_gn=True),
+    "heads of another width": attention(**GQA, head_dim=10, rope=True, qkv_bias=False),
+    "wide heads, three matrices": replace(
+        BASE, no_bias=True, attn_config=AttentionConfig(**GQA, head_dim=20, fused_qkv=False, qkv_bias=True, qk_ln=True)
+    ),
     "clip and scale": attention(clip_qkv=0.5, softmax_scale=0.3),
     "three matrices": attention(**GQA, fused_qkv=False, clip_qkv=0.5),
     "gated": replace(BASE, ffn_config=FFNConfig(ffn_type="mptglu", ffn_act_fn=FFNActivation(name="silu"))),

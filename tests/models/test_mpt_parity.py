@@ -1,4 +1,4 @@
-"""Our model against transformers' MPT, GPT-2 and Llama, from the same weights: logits, loss, every gradient.
+"""Our model against transformers' six layouts of it, from the same weights: logits, loss, every gradient.
 
 fp32: tolerances are relative to the largest entry of what is compared, LOGITS and GRADIENTS below; measured on the
 models here: about 1e-6 for logits and 2e-6 for gradients. bf16: neither of two models is the truth, so both are held
@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MptConfig, MptForCausalLM
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -22,6 +22,8 @@ from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.models import (
     ALIBI,
     LLAMA,
+    QWEN2,
+    QWEN3,
     SMALL,
     random_model,
     random_tokens,
@@ -44,7 +46,7 @@ def build_theirs(model: MPT) -> torch.nn.Module:
             heads, length, model.config.attn_config.alibi_bias_max, device
         )
     elif model.config.attn_config.rope:
-        theirs = LlamaForCausalLM(LlamaConfig(**hf_config))
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config))
     else:
         theirs = GPT2LMHeadModel(GPT2Config(**hf_config))
     result = theirs.load_state_dict(to_hugging_face(model), strict=False)
@@ -84,6 +86,10 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, wha
         pytest.param(replace(with_scaling(LLAMA, type="dynamic", factor=2.0), max_seq_len=16), id="llama-dynamic"),
         pytest.param(with_scaling(LLAMA, type="ntk", factor=4.0), id="llama-ntk"),
         pytest.param(with_activation(LLAMA, name="relu"), id="llama-relu"),
+        pytest.param(with_attention(LLAMA, head_dim=16), id="llama-heads-of-another-width"),
+        pytest.param(with_attention(LLAMA, sliding_window_size=8), id="mistral"),
+        pytest.param(QWEN2, id="qwen2"),
+        pytest.param(with_attention(QWEN3, head_dim=16), id="qwen3"),
     ],
 )
 def test_logits_loss_and_every_gradient_equal_transformers(config):

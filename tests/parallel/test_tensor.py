@@ -78,6 +78,10 @@ FAMILY = {
     "alibi": ({"attn_config": {"alibi": True}}, 4),
     "alibi, reference": ({"attn_config": {"alibi": True, "attn_impl": "reference", "qk_gn": True, "clip_qkv": 2}}, 2),
     "llama": (LLAMA, 2),
+    "qwen 3, wide heads": (
+        LLAMA | {"attn_config": LLAMA["attn_config"] | {"head_dim": 24, "qk_gn": True, "norm_type": "rmsnorm"}},
+        2,
+    ),
     "three matrices": (LLAMA | {"attn_config": LLAMA["attn_config"] | {"fused_qkv": False}}, 2),
     "window": ({"attn_config": {"alibi": True, "sliding_window_size": 9}}, 2),
 }
