@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +25,16 @@ from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
+from llmfoundry_lite.data.shared_memory import wait_for_folders
 from llmfoundry_lite.data.stateful import StatefulLoader
+from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.models import Placement, find_checkpoint, load_checkpoint, model_config_of
+from llmfoundry_lite.evaluation.models import Placement, find_checkpoint, load_checkpoint, model_config_of, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.scoring import Wanted, score_hidden
-from llmfoundry_lite.models.attention import document_numbers, for_any_width
+from llmfoundry_lite.evaluation.scoring import score
+from llmfoundry_lite.evaluation.tasks import Request
+from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.report.reading import METRICS, Run, read_run
 
 
@@ -92,7 +94,7 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
     for change in changes:
         if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
             raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
-    dataset, loader, tokenizer = open_data(run, read_layers(changes, needs_file=False))
+    dataset, config, tokenizer = open_data(run, read_layers(changes, needs_file=False))
     epoch, step = divmod(number - 1, dataset.order.num_batches)
     ids = dataset.order.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
     rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]
@@ -106,7 +108,7 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
         digest=digest,
         logged_digest=logged,
         tokenizer=tokenizer,
-        separator=separator_of(loader, tokenizer),
+        separator=separator_of(config) or (None if tokenizer is None else Separator(tokenizer.eos_token_id)),
         checkpoint=run.segments_from,
     )
 
@@ -141,7 +143,7 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
         raise ConfigError(f"batches {first} to {last} given, expected two numbers from 1 on, the smaller first")
     found = read_run(run)
     words = json.loads(json.dumps(dataset, default=os.fspath))
-    opened, _, _ = open_data(found, [Layer("batches", {"train_loader": {"dataset": words}})])
+    opened, *_ = open_data(found, [Layer("batches", {"train_loader": {"dataset": words}})])
     loader = build_text_loader(opened, kind=StatefulLoader)
     epoch, num_batches = divmod(first - 1, len(loader))
     loader.move_to(epoch, num_batches * opened.global_batch_size)
@@ -157,8 +159,11 @@ def _read_batches(run: Run, loader: StatefulLoader, first: int, last: int) -> It
         yield Samples(number, tokens_bt.numpy(), digest)
 
 
-def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, LoaderConfig, Tokenizer | None]:
-    """Open the data that a run was trained on. Raises DataError for other data, and says what differs."""
+def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str, Any], Tokenizer | None]:
+    """Open the data that a run was trained on; return its configuration and tokenizer too.
+
+    Raises DataError for other data, and says what differs, and at once for a folder that a run is downloading into.
+    """
     if run.config is None:
         raise DataError(f"{run.where}: the run's configuration is not there")
     config, checkpoint = merge_layers([Layer(run.where, run.config), *changes]), None
@@ -169,6 +174,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, LoaderCo
     loader = build_block(LoaderConfig, config["train_loader"], "train_loader")
     if loader.name != "text":
         raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
+    wait_for_folders([folder.path for folder in build_folders(loader.dataset) if folder.remote], timeout_seconds=0)
     dataset = TextDataset(
         loader.dataset,
         max_seq_len=config["max_seq_len"],
@@ -181,7 +187,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, LoaderCo
     state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
     if isinstance(state, dict):
         dataset.load_state_dict(state)
-    return dataset, loader, tokenizer
+    return dataset, config, tokenizer
 
 
 def check_digest(run: Run, number: int, digest: str) -> str | None:
@@ -194,14 +200,6 @@ def check_digest(run: Run, number: int, digest: str) -> str | None:
             "data that the run was trained on"
         )
     return logged
-
-
-def separator_of(loader: LoaderConfig, tokenizer: Tokenizer | None) -> Separator | None:
-    if loader.dataset.bos_token_id is not None:
-        return Separator(loader.dataset.bos_token_id, begins=True)
-    if loader.dataset.eos_token_id is not None:
-        return Separator(loader.dataset.eos_token_id)
-    return Separator(tokenizer.eos_token_id) if tokenizer is not None else None
 
 
 def read_row(dataset: TextDataset, sample_id: int) -> tuple[NDArray[np.int64], Row]:
@@ -233,21 +231,13 @@ def compute_losses(batch: Batch, where: str | None, device: torch.device) -> Los
     separator = batch.separator if found.separates_documents else None
     if found.separates_documents and separator is None:
         raise DataError(f"{batch.run}: the token between documents is not known; name its place: tokenizer.name=…")
-    losses, counts = [], []
-    for row in batch.rows:
-        if len(row.tokens_t) < 2:  # of a shard of texts: nothing is predicted
-            losses.append(math.nan)
-            counts.append(0)
-            continue
-        tokens_bt = torch.from_numpy(row.tokens_t)[None].to(device)
-        columns_u = torch.arange(len(row.tokens_t) - 1, device=device)
-        wanted = Wanted(torch.zeros_like(columns_u), columns_u, columns_u, tokens_bt[0, 1:])
-        documents_bt = None
-        if separator is not None:
-            documents_bt = document_numbers(tokens_bt, separator.token, begins=separator.begins)
-        with torch.no_grad(), for_any_width():
-            scores = found.model(tokens_bt, documents_bt=documents_bt, head=partial(score_hidden, wanted=wanted))
-        losses.append(-float(scores.log_probability_n.mean()))
-        counts.append(len(columns_u))
-    mean = sum(loss * count for loss, count in zip(losses, counts, strict=True) if count) / max(sum(counts), 1)
-    return Losses(losses, mean, checkpoint.url)
+    rows = [tuple(row.tokens_t.tolist()) for row in batch.rows]
+    asked = [number for number, row in enumerate(rows) if len(row) > 1]  # else, of a shard of texts, nothing to predict
+    groups = [[Request(rows[number][:1], rows[number][1:], 0, 0)] for number in asked]
+    of_rows, total, num_predicted = [math.nan] * len(rows), 0.0, 0
+    for scores in score(found, groups, found.max_seq_len, separator=separator):
+        for number, (nats, _) in scores.items():
+            count = len(groups[number][0].continuation)
+            of_rows[asked[number]] = -nats / count
+            total, num_predicted = total - nats, num_predicted + count
+    return Losses(of_rows, total / max(num_predicted, 1), checkpoint.url)

@@ -1,7 +1,12 @@
 """`llmfoundry-lite data show`: the rows of a batch of a run, and whether they are those that it was trained on."""
 
 import json
+import math
+import os
 import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ import torch
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.data import shared_memory
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -92,17 +98,33 @@ def test_the_command_shows_text_and_counts_documents(folder, capsys):
     assert f"row 0, stream {batch.rows[0].stream}, shard {batch.rows[0].shard}, sample {batch.rows[0].sample}, " in out
 
 
+def test_a_folder_that_a_live_run_downloads_into_is_refused_without_waiting(folder, monkeypatch):
+    with tempfile.TemporaryDirectory(dir=shared_memory.SHARED_MEMORY) as blocks:
+        monkeypatch.setattr(shared_memory, "SHARED_MEMORY", Path(blocks))
+        monkeypatch.delattr(shared_memory.time, "sleep")
+        live = shared_memory.register_folders([str(folder / "b/train")], "live")
+        live.path.write_text(live.path.read_text().replace(str(os.getpid()), "1"))
+        with pytest.raises(DataError, match=r"another run \(process 1\) is downloading into .*/b/train; give this run"):
+            read_batch(str(folder / "run"), 1, [f"train_loader.dataset.streams.b.remote={folder / 'a[1]'}"])
+        live.release()
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_by_the_weights_before_it_the_rows_losses_are_the_loss_of_the_log(tmp_path):
     write_data(tmp_path / "data")
-    run(tmp_path, tiny_config(tmp_path / "data", max_duration="4ba", save_interval="1ba"), "spiked", 2)
+    config = tiny_config(tmp_path / "data", max_duration="4ba", save_interval="1ba")
+    config["model"].setdefault("attn_config", {})["attn_uses_sequence_id"] = True
+    config["train_loader"]["dataset"]["eos_token_id"] = 2
+    run(tmp_path, config, "spiked", 2)
     where = tmp_path / "runs" / "spiked"
     batch = read_batch(str(where), 3)
     losses = compute_losses(batch, str(where / "checkpoints" / "ba2"), torch.device("cpu"))
     logged = metrics(tmp_path, "spiked")[2]["loss/train/total"]
     assert len(losses.of_rows) == 8 and losses.of_batch == pytest.approx(logged, rel=1e-5)
-    newest = compute_losses(batch, None, torch.device("cpu"))
+    short = replace(batch, rows=[*batch.rows, replace(batch.rows[0], tokens_t=batch.rows[0].tokens_t[:1])])
+    newest = compute_losses(short, None, torch.device("cpu"))
+    assert math.isnan(newest.of_rows[8]), "nothing is predicted in a row of one token"
     assert newest.checkpoint.endswith("ba4") and newest.of_batch < losses.of_batch
     shutil.rmtree(tmp_path / "data")
     write_data(tmp_path / "data", num_train=400)
