@@ -42,7 +42,7 @@ MAX_LISTED = 8
 
 @dataclass(kw_only=True)
 class Preflight:
-    """What the checks found."""
+    """Findings of the checks."""
 
     num_samples: dict[str, int] = field(default_factory=dict)
     """train, eval, eval/<label> -> samples on this disk."""

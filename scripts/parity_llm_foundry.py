@@ -327,7 +327,7 @@ def read_folder(place: Path) -> torch.Tensor:
 
 
 def difference(ours: Tensors, theirs: Tensors) -> list[float]:
-    """Of each tensor, logits first: largest difference over largest entry; infinite where a number is none."""
+    """Return a number for each tensor, logits first: largest difference over largest entry; infinite for NaN."""
     largest_gradient = max(float(theirs[name].abs().max()) for name in theirs if name != "logits")
     found = []
     for name, tensor in sorted(theirs.items(), key=lambda item: item[0] != "logits"):

@@ -1,4 +1,4 @@
-"""What `exact_sums` costs: a step and the memory of a run with it beside the same run without, step by step in turns.
+"""The cost of `exact_sums`: time of a step and memory, beside the same run without it, step by step in turns.
 
 python -m benchmarks exact-sums --out docs/measurements
 

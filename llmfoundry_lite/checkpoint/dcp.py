@@ -10,7 +10,6 @@ stand in the manifest as typed JSON. DCP raises `CheckpointException` on every r
 
 import dataclasses
 import datetime
-import io
 import math
 import os
 from collections import Counter
@@ -18,6 +17,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -176,13 +177,15 @@ def check_is_free(store: CheckpointStore, name: str, *, overwrite: bool) -> None
         raise CheckpointError(f"{folder.url}: a file; give another name, or remove it")
     try:
         names = folder.names()
+        if MANIFEST in names and overwrite:
+            head_of(folder)
     except OSError as error:
-        raise CheckpointError(f"{folder.url}: cannot be listed: {error.strerror or error}") from error
+        raise CheckpointError(f"{folder.url}: cannot be read: {error.strerror or error}") from error
     if MANIFEST in names and not overwrite:
         raise CheckpointError(f"{folder.url}: there already; give another name, or overwrite=True to replace it")
     if MANIFEST in names:
-        head_of(folder)
-    elif foreign := next((one for one in names if not store.commits.drafts_in_place or not SAVE_ID.fullmatch(one)), ""):
+        return
+    if foreign := next((one for one in names if not store.commits.drafts_in_place or not SAVE_ID.fullmatch(one)), ""):
         raise CheckpointError(f"{folder.url}: holds {foreign} and is no checkpoint; give another name, or remove it")
 
 
@@ -206,6 +209,16 @@ def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
     value = look_up(item.index)
     encode_value(value, item.index.fqn)
     return value
+
+
+def _set_value(planner: LoadPlanner, fqn: str, value: Any) -> None:
+    """Put what is no tensor where the planner's `load_bytes` would, which takes a pickle."""
+    if not isinstance(planner, DefaultLoadPlanner):
+        raise CheckpointError(f"{type(planner).__name__} given, expected a planner derived from DefaultLoadPlanner")
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[fqn], value)
+    else:
+        planner.state_dict[fqn] = value
 
 
 def hold(fqn: str, tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> Held:
@@ -369,10 +382,7 @@ class PortableStorageReader(StorageReader):
             planner.commit_tensor(item, target)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                content = io.BytesIO()  # planners take a pickle: this one is made here, of plain values
-                torch.save(values[item.storage_index.fqn], content)
-                content.seek(0)
-                planner.load_bytes(item, content)
+                _set_value(planner, item.dest_index.fqn, values[item.storage_index.fqn])
         return _done(None)
 
     @property
@@ -389,9 +399,8 @@ def _describe(record: TensorRecord) -> TensorStorageMetadata:
 
 
 def _state_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the values and paths of a checkpoint that DCP has written."""
-    found = manifest.scalars.get(DCP_STATE)
-    return found if isinstance(found, dict) else {"values": {}, "paths": {}}
+    """Return the values and paths of a checkpoint, which only DCP's have."""
+    return manifest.dcp_state or {"values": {}, "paths": {}}
 
 
 def _done(value: Any) -> Future[Any]:

@@ -224,6 +224,11 @@ class Manifest:
         return sum(file.num_bytes for file in (*self.files, *self.attachments))
 
     @property
+    def dcp_state(self) -> dict[str, Any] | None:
+        """The `values` that are no tensors and the `paths` of all, where DCP has saved this."""
+        return self.scalars.get(DCP_STATE)
+
+    @property
     def head(self) -> "Head":
         stamp = self.timestamp
         return Head(self.save_id, self.lease_epoch, stamp.batch, stamp.token, self.written_at, self.num_bytes)
@@ -532,6 +537,9 @@ def check(manifest: Manifest, where: str) -> None:
             raise DamagedCheckpointError(
                 f"{where}: file {shorten(file.name)}: a header of {file.header_bytes} bytes in {file.num_bytes:,}"
             )
+    state = manifest.dcp_state or {"values": {}, "paths": {}}
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in ("values", "paths")):
+        raise DamagedCheckpointError(f"{where}: scalars: {DCP_STATE}: expected values and paths")
     sound: set[Any] = set()
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in ITEM_BYTES:

@@ -264,7 +264,7 @@ def find_targets(
 
 
 class Overlap(NamedTuple):
-    """What a slice has of a box that this rank holds."""
+    """The part of a slice that lies in a box of this rank."""
 
     name: str
     source: Slice

@@ -69,7 +69,7 @@ class Saved:
     num_bytes: int
     """Bytes of all ranks together."""
     state_digest: str
-    """Of weights and moments; see `state_digest.py`."""
+    """Digest of weights and moments; see `state_digest.py`."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,7 +35,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 class State(NamedTuple):
-    """What a checkpoint keeps of a model and its optimizer."""
+    """The part of a model and its optimizer that a checkpoint keeps."""
 
     tensors: Tensors
     """`model/<fqn>` and `optim/<fqn>/<slot>`, parameters as they are; DTensors stay sharded."""

@@ -88,7 +88,7 @@ class Candidate:
 
 
 class Search(NamedTuple):
-    """What `newest_intact` found, and what it passed over."""
+    """The checkpoint that `newest_intact` found, and those that it passed over."""
 
     checkpoint: Checkpoint | None
     notes: list[str]

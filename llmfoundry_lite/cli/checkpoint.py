@@ -124,7 +124,7 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if isinstance(origin, dict):
         lines = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | lines
         del lines["position"]
-    if isinstance(state := manifest.scalars.get(DCP_STATE), dict):
+    if state := manifest.dcp_state:
         size = megabytes(sum(tensor.num_bytes for tensor in manifest.tensors.values()))
         lines["model"] = f"{len(manifest.tensors)} tensors ({size}) and {len(state['values'])} values of {DCP_STATE}"
         del lines["parameters"], lines["optimizer"]
@@ -271,7 +271,7 @@ def import_weights(
     manifest = imported.checkpoint.manifest
     say(f"imported {source} as {imported.checkpoint.url}")
     if imported.kind == DCP_STATE:
-        num_values = len(manifest.scalars[DCP_STATE]["values"])
+        num_values = len((manifest.dcp_state or {})["values"])
         print_lines(
             {
                 "from": imported.kind,

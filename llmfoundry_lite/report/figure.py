@@ -1,4 +1,4 @@
-"""What all figures share: pyplot without a screen, panels, colours, and files (PNG, PDF or SVG by their suffix)."""
+"""Parts of all figures: pyplot without a screen, panels, colours, and files (PNG, PDF or SVG by their suffix)."""
 
 from collections.abc import Sequence
 from pathlib import Path

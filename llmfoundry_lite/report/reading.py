@@ -98,7 +98,7 @@ class Run:
     segments_from: str | None
     """The checkpoint whose manifest has them."""
     state_digest: str | None
-    """Of that checkpoint."""
+    """The one in that manifest."""
     launches: list[Record]
     """Lines of launches.jsonl: only launches that ran here."""
     notes: list[str]

@@ -4,6 +4,8 @@ import errno
 import itertools
 import os
 import uuid
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +14,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llmfoundry_lite.checkpoint import local_folder, restore
+from llmfoundry_lite.checkpoint import dcp as dcp_writer
+from llmfoundry_lite.checkpoint import local_folder, manifest, restore
 from llmfoundry_lite.checkpoint.dcp import PortableStorageReader, PortableStorageWriter
 from llmfoundry_lite.checkpoint.full_tensors import consolidate
+from llmfoundry_lite.checkpoint.manifest import DCP_STATE, encode
 from llmfoundry_lite.checkpoint.save import Saver, as_bytes
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -177,6 +181,39 @@ def test_a_process_that_has_saved_and_runs_on_keeps_no_other_from_saving(tmp_pat
     assert CheckpointStore(tmp_path).acquire().epoch == 3
     becomes_its_parents(3)
     assert "on this machine is saving here; stop it" in refused(save, small(), tmp_path / "ba3")
+
+
+def test_an_old_checkpoint_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
+    save(small(), tmp_path / "ba1")
+
+    def fails(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(dcp_writer, "head_of", fails)
+    said = refused(save, small(), tmp_path / "ba1", overwrite=True)
+    assert "CheckpointError" in said and f"{tmp_path}/ba1: cannot be read: Input/output error" in said
+
+
+def test_a_manifest_without_the_values_is_damaged(tmp_path, monkeypatch, capfd):
+    save(small(), tmp_path / "ba1")
+    broken = replace(open_checkpoint(tmp_path / "ba1").manifest, scalars={DCP_STATE: {"paths": {}}})
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "check", lambda *arguments: None)
+        (tmp_path / "ba1/manifest.json").write_bytes(encode(broken))
+    assert command(["checkpoint", "inspect", str(tmp_path / "ba1")]) == 2
+    assert "scalars: torch.distributed.checkpoint: expected values and paths" in capfd.readouterr().err
+
+
+def test_values_go_where_the_planner_has_them_and_other_planners_are_refused(tmp_path):
+    class Other(DefaultLoadPlanner):
+        pass
+
+    save(small(), tmp_path / "ba1")
+    state, reader = small(0), PortableStorageReader(tmp_path / "ba1")
+    dcp.load(state, storage_reader=reader, planner=Other())
+    assert state["step"] == 3
+    with pytest.raises(CheckpointError, match="SimpleNamespace given, expected a planner derived from DefaultLoadPl"):
+        dcp_writer._set_value(SimpleNamespace(), "step", 3)
 
 
 def test_plans_of_an_earlier_save_are_refused(tmp_path):
