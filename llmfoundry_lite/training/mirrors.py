@@ -9,6 +9,7 @@ from typing import Any
 
 from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch.log_lines import Record, console_line, read_lines, validation_losses
 
 WANDB_ID = "wandb_id"
@@ -120,16 +121,22 @@ class WandbMirror(Mirror):
 
         run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
         (run_folder / WANDB_ID).write_text(run_id + "\n")
-        self.run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            group=config.group,
-            name=config.name or run_name,
-            tags=config.tags or None,
-            dir=str(run_folder),
-            config=settings,
-            **{"id": run_id, "resume": "allow", **config.init_kwargs},
-        )
+        try:
+            self.run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                name=config.name or run_name,
+                tags=config.tags or None,
+                dir=str(run_folder),
+                config=settings,
+                **{"id": run_id, "resume": "allow", **config.init_kwargs},
+            )
+        except wandb.Error as error:
+            reason = str(error).split("\n")[0].rstrip(".")
+            raise ConfigError(
+                f"loggers.wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline, or loggers.wandb=null"
+            ) from error
         self.last_step = -1
         self.lost: list[Record] = []
 

@@ -28,7 +28,7 @@ from llmfoundry_lite.ranks.ending import (
     leaving_because,
     raise_when_interrupted,
 )
-from llmfoundry_lite.ranks.exchange import broadcast_json
+from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.training.builders import build_trainer
 from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
@@ -70,7 +70,8 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         state.device_train_microbatch_size = size
         if progress_of(state, max_duration) < 1:
             partners.enter(trainer, checkpointing, run.leave)
-        run.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
+        with user_errors_on_all_ranks():  # of a logger, which rank 0 alone has
+            run.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
         run_missed_evaluation(trainer, run, checkpointing)
         if progress_of(state, max_duration) < 1:
             if config.eval_first and run.batch == 0 and evaluate(trainer) and run.is_main:

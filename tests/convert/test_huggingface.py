@@ -375,7 +375,7 @@ ROPE = "rope_parameters"
         (
             SMALL,
             {"model_type": "bloom"},
-            "model_type 'bloom' cannot be read; expected mpt, gpt2, llama, mis",
+            "model_type 'bloom' cannot be read; expected mpt, gpt2, llama, ",
         ),
         (SMALL, {"model_type": []}, "model_type [] cannot be read; expected mpt, gpt2, llama, mistral, qwen2 or qwen3"),
         (SMALL, {"activation_function": "tanh"}, 'activation_function is "tanh" in config.json; this model only has "'),

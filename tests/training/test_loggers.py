@@ -62,6 +62,17 @@ def test_a_torn_last_line_is_cut_off_before_more_is_appended(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+def test_a_logger_that_cannot_start_is_a_line_on_all_ranks_and_no_restart(tmp_path, data):
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, loggers={"wandb": {"project": "tests"}}))
+    online = {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_API_KEY": ""}
+    launch = train([path], tmp_path, 2, env=online)
+    assert launch.exit_codes == [2, 2], launch.output
+    said = "loggers.wandb: No API key configured. Use `wandb login` to log in; set WANDB_API_KEY, or WANDB_MODE=offline"
+    assert said in launch.output and "Traceback" not in launch.output
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_metrics_hold_what_the_readme_promises_and_mirrors_agree(tmp_path, data):
     loggers = {"wandb": {"project": "tests"}, "tensorboard": {}}
     config = tiny_config(data, max_duration="4ba", eval_interval="2ba", loggers=loggers, autoresume=True)
