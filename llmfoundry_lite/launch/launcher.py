@@ -153,7 +153,7 @@ class Launcher:
                 code = CODES.get(outcome.code, outcome.code)
                 if (outcome.code != EXIT_BUG and not is_transient) or self._ending.num_asked:
                     if outcome.was_killed:
-                        say(f"{outcome.culprit}; the newest save stands")
+                        say(f"{outcome.culprit}; what was saved stands")
                     return code
                 pause = restarts.pause(is_transient, self.progress(), time.monotonic())
                 if pause is None:

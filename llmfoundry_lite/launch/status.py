@@ -50,7 +50,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     if content is None or content.get("status") != "running" or is_running(content):
         return content
     asked = content.get("reason")
-    gone = "the process of rank 0 is gone without a word, killed or aborted; the last save stands"
+    gone = "the process of rank 0 is gone without a word, killed or aborted; what was saved stands"
     status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
     return {"status": status, "batch": content.get("batch", 0), "reason": reason}
 

@@ -140,7 +140,7 @@ class Preemption:
             ready, _, _ = select.select([self._pipe], [], [], timeout)
             for number in os.read(self._pipe, 64) if ready else b"":
                 if number == signal.SIGINT and is_second_press(self._pressed_at):
-                    text = "interrupted by Ctrl-C a second time: nothing more was saved; the last save stands"
+                    text = "interrupted by Ctrl-C a second time: nothing more was saved; what was saved stands"
                     self._leave("failed", text, EXIT_INTERRUPTED)
                 if number in LEAVING_SIGNALS:
                     self._request(REASONS.index(signal.Signals(number).name))
@@ -183,7 +183,7 @@ class Preemption:
 
     def _leave_late(self) -> None:
         because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
-        text = f"{because}: nothing could be saved within {seconds}; the last save stands"
+        text = f"{because}: nothing could be saved within {seconds}; what was saved stands"
         if self.saved is not None:
             text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
         self._leave("preempted", text, EXIT_PREEMPTED)

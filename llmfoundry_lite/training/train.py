@@ -113,7 +113,7 @@ def report(
     if isinstance(error, Preempted):
         pass
     elif reason and is_lost_peer(error):  # a peer that was asked to leave has left without waiting for us
-        reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; the last save stands")
+        reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; what was saved stands")
     elif is_out_of_memory(error):
         size = config.first_microbatch_size(config.global_train_batch_size // layout_here(config).num_data_ranks)
         when = "while the run was built"
