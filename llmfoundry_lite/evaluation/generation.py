@@ -41,7 +41,7 @@ def generate_answers(
     name: str,
     prompts: Sequence[Prompt],
     share: tuple[int, int],
-    on_progress: Callable[[str, int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> list[str]:
     """Generate the answer to each prompt of the task `name`; `share` is (rank, ranks) that divide them.
 
@@ -60,7 +60,7 @@ def generate_answers(
         assert text is not None
         if start + rank < num_items:
             found.append((number, text))
-        on_progress(name, min(start + world_size, num_items), num_items)
+        on_progress(min(start + world_size, num_items), num_items)
     answers = {number: text for part in all_gather_json(found) for number, text in part}  # some ranks share a part
     return [answers[number] for number in sorted(answers)]
 

@@ -134,9 +134,9 @@ class Asker:
 
     def ask(self, task: Prepared, on_progress: Progress | None = None) -> list[Record]:
         """Return a record for each item."""
-        on_progress = on_progress or self.on_progress
+        progress = partial(on_progress or self.on_progress, task.name)
         if task.kind in GENERATION:
-            texts = generate_answers(self.model, self.tokenizer, task.name, prompts_of(task), self.share, on_progress)
+            texts = generate_answers(self.model, self.tokenizer, task.name, prompts_of(task), self.share, progress)
             return [
                 generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
                 for item, text in zip(task.items, texts, strict=True)
@@ -145,7 +145,6 @@ class Asker:
         is_text = task.kind == "perplexity"
         separator = text_separator(self.model, self.tokenizer.eos_token_id) if is_text else None
         groups = [item.requests for item in task.items]
-        progress = partial(on_progress, task.name)
         scores = score_all(self.model, task.name, groups, self.max_batch_tokens, self.share, progress, separator)
         items, number = [], 0
         for item in task.items:

@@ -8,7 +8,8 @@ requests of each task, and give the same results as one.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -136,9 +137,9 @@ class CheckpointLM(TemplateLM):
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, request in enumerate(asked):
             groups.setdefault(request.context, []).append(number)
-        with self._bar("loglikelihood", len(groups), disable_tqdm) as bar:
-            packed = [[asked[number] for number in group] for group in groups.values()]
-            scores = score_all(self.model, "lm_eval", packed, self.batch_tokens, self.share, _mover(bar))
+        packed = [[asked[number] for number in group] for group in groups.values()]
+        with self._progress("loglikelihood", len(groups), disable_tqdm) as move:
+            scores = score_all(self.model, "lm_eval", packed, self.batch_tokens, self.share, move)
         order = [number for group in groups.values() for number in group]
         found = dict(zip(order, scores, strict=True))
         return [(found[number].log_probability, found[number].is_greedy) for number in range(len(asked))]
@@ -173,16 +174,8 @@ class CheckpointLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes greedily after each context. Raises DataError for settings that sample."""
         prompts = [self._prompt(*request.args) for request in requests]
-        with self._bar("generate_until", len(prompts), disable_tqdm) as bar:
-            move = _mover(bar)
-            return generate_answers(
-                self.model,
-                self.subject.tokenizer,
-                "lm_eval",
-                prompts,
-                self.share,
-                lambda _, done, total: move(done, total),
-            )
+        with self._progress("generate_until", len(prompts), disable_tqdm) as move:
+            return generate_answers(self.model, self.subject.tokenizer, "lm_eval", prompts, self.share, move)
 
     def _prompt(self, context: str, given: dict[str, Any]) -> Prompt:
         settings: dict[str, Any] = normalize_gen_kwargs(given, self.max_gen_toks)
@@ -220,15 +213,10 @@ class CheckpointLM(TemplateLM):
             "model_sha": self.subject.save_id or "",
         }
 
-    def _bar(self, what: str, total: int, is_off: bool) -> Any:
-        return tqdm(total=total, desc=f"Running {what} requests", disable=is_off or self.share[0] > 0)
-
-
-def _mover(bar: Any) -> Any:
-    def move(done: int, total: int) -> None:
-        bar.update(done - bar.n)
-
-    return move
+    @contextmanager
+    def _progress(self, what: str, total: int, is_off: bool) -> Iterator[Callable[[int, int], Any]]:
+        with tqdm(total=total, desc=f"Running {what} requests", disable=is_off or self.share[0] > 0) as bar:
+            yield lambda done, _: bar.update(done - bar.n)
 
 
 def _device_type(asked: str | None, world_size: int) -> str:

@@ -21,6 +21,7 @@ from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.foreign import load_any
 from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.loaded import load
 from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from tests.helpers.launch import ROOT, free_port
@@ -164,6 +165,21 @@ def test_compare_finds_no_difference_and_our_harness_has_the_same_numbers(folder
         assert item["log_probability"] == pytest.approx(numbers, rel=1e-6, abs=1e-5)
 
 
+def test_after_a_context_of_spaces_an_answer_follows_the_token_that_begins_a_text(folder):
+    task = {**CHOICES, "doc_to_text": "  ", "task": "after spaces", "test_split": "test", "dataset_path": "json"}
+    task["dataset_kwargs"] = {"data_files": {"test": str(folder / "rows.jsonl")}}
+    (folder / "spaces.yaml").write_text(yaml.safe_dump(task))
+    code, said, out = ask(folder, "spaces", *OURS, "--limit", "3", tasks="after spaces")
+    assert code == 0, said
+    (path,) = out.glob("samples_after spaces_*.jsonl")
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    asked = [given for sample in samples for given in sample["arguments"].values()]
+    assert len(asked) == 9 and all(given["arg_0"].isspace() for given in asked)
+    expected = load(folder / "run one").logprobs([given["arg_0"] + given["arg_1"] for given in asked])
+    found = [float(answer[0][0]) for sample in samples for answer in sample["resps"]]
+    assert found == pytest.approx([float(values.sum()) for values in expected], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -188,19 +204,7 @@ def test_a_batch_size_and_a_limit_are_taken(folder):
 @pytest.mark.parametrize("form", ["eval", "json"])
 def test_inspects_own_log_gives_the_accuracy_that_it_computed(form, folder, tmp_path):
     python = python_of("INSPECT_PYTHON", "inspect_ai")
-    command = [
-        python,
-        "-m",
-        "inspect_ai",
-        "eval",
-        RIDDLES.name,
-        "--model",
-        "hf/export",
-        "--epochs",
-        "2",
-        "--limit",
-        "6",
-    ]
+    command = [python, "-m", "inspect_ai", "eval", RIDDLES.name, "--model", "hf/export", "--epochs", "2"]
     command += ["-M", f"model_path={folder / 'export'}", "-M", "device=cpu", "--max-tokens", "8", "--display", "none"]
     command += ["--limit", "6", "--log-dir", str(tmp_path), "--log-format", form]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
