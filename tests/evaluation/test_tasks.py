@@ -744,7 +744,7 @@ def test_a_text_has_no_examples_to_show(tmp_path):
     ("line", "message"),
     [
         ("icl_subset_num_batches: 4", "LLM Foundry's option is left out here; use limit, which counts items"),
-        ("eval_gauntlet: g.yaml", "g.yaml: no such file"),
+        ("eval_gauntlet: g.yaml", "eval_gauntlet: g.yaml does not exist; data_root=FOLDER says where its path begins"),
         ("limits: 4", "limits: unknown key; did you mean limit?"),
         (
             "models: [{model_name: a}]",
