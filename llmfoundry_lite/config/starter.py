@@ -1,6 +1,8 @@
 """`llmfoundry-lite init`: a commented YAML for a prepared data folder and a size. No torch."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +53,30 @@ def write_starter(data: Path, size: str, out: Path) -> str:
         raise DataError(
             f"{summary_file} does not exist; make the data with `llmfoundry-lite data prepare --out {data}`"
         )
-    text, duration_note = starter(data, size, out, json.loads(summary_file.read_text()))
-    out.write_text(text)
+    try:
+        summary = json.loads(summary_file.read_text())
+        splits = summary["splits"]
+        facts = (summary["max_seq_len"], summary["tokenizer"]["vocab_size"], splits["train"]["samples"])
+        length, tokenizer_size, num_train, num_val = map(int, (*facts, splits.get("val", {}).get("samples", 0)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{summary_file} is not what `data prepare` writes ({error}); prepare the data again"
+        ) from error
+    text, duration_note = starter(data, size, out, length, tokenizer_size, num_train, has_val=num_val > 0)
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}; name another place with --out") from error
     return duration_note
 
 
-def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[str, str]:
+def starter(
+    data: Path, size: str, out: Path, length: int, tokenizer_size: int, samples: int, *, has_val: bool
+) -> tuple[str, str]:
     """Return the YAML's text, and a sentence on how long it trains."""
     shape = yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())
     model, batch_size = shape["model"], shape["global_train_batch_size"]
-    length = summary["max_seq_len"]
-    vocab_size = -(-summary["tokenizer"]["vocab_size"] // 128) * 128
-    samples = summary["splits"]["train"]["samples"]
+    vocab_size = -(-tokenizer_size // 128) * 128
     if samples < batch_size:
         batch_size = 1 << max(0, samples.bit_length() - 1)  # a power of two, which most numbers of devices can share
     parameters = count_parameters(model, vocab_size)
@@ -82,14 +96,14 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[
             f"; this text is enough for {fitting / 1e6:,.2g} M parameters: --size {fitting_size(fitting, vocab_size)}"
         )
     interval = max(1, wanted // 20)
-    has_val = summary["splits"].get("val", {}).get("samples", 0) > 0
     text = TEMPLATE.read_text().format(
         size=size,
         data=data,
-        out=out,
-        run_name=out.stem,
+        data_word=yaml_word(str(data)),
+        out=shlex.quote(str(out)),
+        run_name=yaml_word(re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"),
         max_seq_len=length,
-        tokenizer_size=summary["tokenizer"]["vocab_size"],
+        tokenizer_size=tokenizer_size,
         vocab_size=vocab_size,
         eval_loader=EVAL_LOADER.format(eval_interval=interval) if has_val else "",
         lr=shape["optimizer"]["lr"] if shape["optimizer"]["name"] == "decoupled_adamw" else ADAMW_LR,
@@ -101,6 +115,15 @@ def starter(data: Path, size: str, out: Path, summary: dict[str, Any]) -> tuple[
         **{key: model[key] for key in ("d_model", "n_heads", "n_layers")},
     )
     return text, note
+
+
+def yaml_word(text: str) -> str:
+    """Return `text` as a value in YAML, in quotes where it would be read as something else."""
+    try:
+        is_plain = yaml.safe_load(f"x: {text}") == {"x": text}
+    except yaml.YAMLError:
+        is_plain = False
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def count_parameters(model: dict[str, Any], vocab_size: int) -> int:

@@ -2,10 +2,12 @@ import json
 import re
 
 import pytest
+import yaml
 
 from llmfoundry_lite.config import starter
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.starter import sizes, write_starter
+from llmfoundry_lite.errors import ConfigError, DataError
 
 
 def data_folder(folder, samples):
@@ -51,3 +53,31 @@ def test_the_precision_is_one_that_this_machine_is_fast_in(tmp_path, monkeypatch
     monkeypatch.setattr(starter, "ACCELERATORS", (str(cpu if device else tmp_path / "none"),))
     write_starter(data_folder(tmp_path, 100_000), "125m", tmp_path / "mine.yaml")
     assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "run_name"),
+    [("a: #{i} [é] 🙂", "[x] y", "x-y"), ("7", "7", "7"), ("a 'b' \"c\"", "🙂", "run")],
+)
+def test_any_name_of_data_and_file_makes_a_yaml_that_loads(tmp_path, folder, name, run_name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / folder
+    data.mkdir()
+    write_starter(data_folder(data, 100).relative_to(tmp_path), "125m", tmp_path / f"{name}.yaml")
+    written = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
+    assert written["variables"]["data"] == folder
+    assert load_train_config([str(tmp_path / f"{name}.yaml")], {}).config.run_name == run_name == written["run_name"]
+
+
+@pytest.mark.parametrize("content", ["{}", "no JSON", "[]", '{"max_seq_len": null, "splits": {}}'])
+def test_a_summary_that_is_none_is_refused_by_name(tmp_path, content):
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(
+        DataError, match=r"summary\.json is not what `data prepare` writes \(.*\); prepare the data again"
+    ):
+        write_starter(tmp_path, "125m", tmp_path / "mine.yaml")
+
+
+def test_a_folder_that_is_not_there_is_refused_for_the_yaml(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone/mine\.yaml: cannot be written: No such file"):
+        write_starter(data_folder(tmp_path, 100), "125m", tmp_path / "gone/mine.yaml")
