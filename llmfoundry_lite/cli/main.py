@@ -19,6 +19,7 @@ from llmfoundry_lite.cli.checkpoint import checkpoint
 from llmfoundry_lite.cli.data import data
 from llmfoundry_lite.cli.doctor import doctor_command
 from llmfoundry_lite.cli.islands import islands
+from llmfoundry_lite.cli.listing import list_command
 from llmfoundry_lite.cli.plan import fabric_command, plan_command
 from llmfoundry_lite.cli.rehearse import rehearse_command
 from llmfoundry_lite.cli.relay import relay_command
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command("list")(list_command)
 app.command("init")(init)
 app.command("train", context_settings=PASSED_ON)(train)
 app.command("eval", context_settings=PASSED_ON)(evaluate)

@@ -3,8 +3,9 @@
 INTENDED: dict[str, str] = {
     "commands/help/bench*": "proofs and races moved to `python -m benchmarks`; each help begins with a verb",
     "commands/help/checkpoint*": "each help begins with a verb",
-    "commands/help/top": "bench measures this machine alone; replay is new",
+    "commands/help/top": "bench measures this machine alone; replay and list are new",
     "commands/help/replay": "new",
+    "commands/help/list": "new",
     "commands/help/doctor": "--verified is new",
     "commands/help/data*": "`data show` is new",
     "commands/help/compare": "it reads logs of other tools, whose clusters --cluster names",
