@@ -1,5 +1,6 @@
 """`llmfoundry-lite init`: a commented YAML for a prepared data folder and a size. No torch."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -8,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from llmfoundry_lite.config.auto_hardware import find_devices
 from llmfoundry_lite.config.shipped import shipped_yamls
 from llmfoundry_lite.errors import ConfigError, DataError
 
@@ -15,6 +17,8 @@ TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
 MAX_EPOCHS = 4
 """Muennighoff et al. 2023, "Scaling Data-Constrained Language Models": about so many are nearly as good as new."""
+MIN_VALIDATION = 32
+"""Validation samples whose mean loss is worth drawing."""
 ADAMW_LR = 3e-3
 """Learning rate for a shape whose own YAML has another optimizer."""
 CPU_INFO = Path("/proc/cpuinfo")
@@ -51,7 +55,8 @@ def write_starter(data: Path, size: str, out: Path) -> str:
     summary_file = data / "summary.json"
     if not summary_file.is_file():
         raise DataError(
-            f"{summary_file} does not exist; make the data with `llmfoundry-lite data prepare --out {data}`"
+            f"{summary_file} does not exist; expected a folder that data prepare made: llmfoundry-lite data prepare "
+            f"--source {data} --out data/{data.resolve().name} --tokenizer train:32768 --max-seq-len 2048"
         )
     try:
         summary = json.loads(summary_file.read_text())
@@ -63,6 +68,10 @@ def write_starter(data: Path, size: str, out: Path) -> str:
             f"{summary_file} is not what `data prepare` writes ({error}); prepare the data again"
         ) from error
     text, duration_note = starter(data, size, out, length, tokenizer_size, num_train, has_val=num_val > 0)
+    if num_val < MIN_VALIDATION:
+        duration_note += (
+            f"; the validation split has {num_val or 'no'} samples, which tell little: prepare with --val-fraction 0.05"
+        )
     try:
         out.write_text(text)
     except OSError as error:
@@ -101,6 +110,7 @@ def starter(
         data=data,
         data_word=yaml_word(str(data)),
         out=shlex.quote(str(out)),
+        num_ranks=count_devices(),
         run_name=yaml_word(re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"),
         max_seq_len=length,
         tokenizer_size=tokenizer_size,
@@ -139,6 +149,14 @@ def fitting_size(parameters: float, vocab_size: int) -> str:
         key=counts.__getitem__,
         default=min(counts, key=counts.__getitem__),
     )
+
+
+def count_devices() -> int:
+    """Return the number of this machine's accelerators, or 1 for its CPU."""
+    with contextlib.suppress(ConfigError):  # two kinds, of which a launch must name one
+        if found := find_devices():
+            return found.num_devices
+    return 1
 
 
 def precision_here() -> str:

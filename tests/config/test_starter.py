@@ -5,13 +5,15 @@ import pytest
 import yaml
 
 from llmfoundry_lite.config import starter
+from llmfoundry_lite.config.auto_hardware import Found
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.starter import sizes, write_starter
 from llmfoundry_lite.errors import ConfigError, DataError
 
 
-def data_folder(folder, samples):
-    summary = {"max_seq_len": 2048, "tokenizer": {"vocab_size": 7070}, "splits": {"train": {"samples": samples}}}
+def data_folder(folder, samples, num_val=32):
+    splits = {"train": {"samples": samples}, "val": {"samples": num_val}}
+    summary = {"max_seq_len": 2048, "tokenizer": {"vocab_size": 7070}, "splits": splits}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -81,3 +83,22 @@ def test_a_summary_that_is_none_is_refused_by_name(tmp_path, content):
 def test_a_folder_that_is_not_there_is_refused_for_the_yaml(tmp_path):
     with pytest.raises(ConfigError, match=r"gone/mine\.yaml: cannot be written: No such file"):
         write_starter(data_folder(tmp_path, 100), "125m", tmp_path / "gone/mine.yaml")
+
+
+def test_a_folder_of_texts_is_named_as_a_source_and_never_written_into(tmp_path):
+    with pytest.raises(DataError, match=r"--source .*/texts --out data/texts --tokenizer") as error:
+        write_starter(tmp_path / "texts", "125m", tmp_path / "mine.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("num_val", "said"), [(0, "has no samples"), (3, "has 3 samples")])
+def test_a_validation_split_that_tells_little_is_said(tmp_path, num_val, said):
+    note = write_starter(data_folder(tmp_path, 100, num_val), "125m", tmp_path / "mine.yaml")
+    assert f"; the validation split {said}, which tell little: prepare with --val-fraction" in note
+
+
+def test_a_rank_for_each_device_of_this_machine(tmp_path, monkeypatch):
+    for found, num_ranks in ((None, 1), (Found("H100", None, num_devices=4), 4)):
+        monkeypatch.setattr(starter, "find_devices", lambda found=found: found)
+        write_starter(data_folder(tmp_path, 100), "125m", tmp_path / f"{num_ranks}.yaml")
+        assert f"composer -n {num_ranks} -m" in (tmp_path / f"{num_ranks}.yaml").read_text()
