@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing import parent_process
 from threading import Thread
 from time import sleep
@@ -23,6 +23,15 @@ from torch.utils.data import DataLoader
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import DataError
 
+_under_way: "weakref.WeakSet[Generator[dict[str, Tensor]]]" = weakref.WeakSet()
+"""Iterations that nobody has ended: their threads end before the interpreter takes its modules apart."""
+
+
+@atexit.register
+def _end_iterations() -> None:
+    for batches in list(_under_way):
+        batches.close()
+
 
 class TextLoader(DataLoader):
     """Batches `{"input_ids": int64 [b, t]}`, one for each global batch, in order for any `num_workers`.
@@ -35,6 +44,11 @@ class TextLoader(DataLoader):
     """The iterator that has the workers."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        batches = self._read()
+        _under_way.add(batches)
+        return batches
+
+    def _read(self) -> Generator[dict[str, Tensor]]:
         assert isinstance(self.dataset, TextDataset)
         try:
             self.dataset.begin_epoch(forks_workers=self.num_workers > 0 and self._iterator is None)

@@ -97,7 +97,7 @@ class LoadedModel:
         Raises DataError for a model that transformers alone can run, ConfigError for numbers that cannot be.
         """
         if (
-            temperature < 0
+            not temperature >= 0
             or num_tokens < 0
             or (1 if top_k is None else top_k) < 1
             or not 0 < (1 if top_p is None else top_p) <= 1

@@ -1,5 +1,6 @@
 """`lf.load`: probabilities and text of a model, whatever it was saved as."""
 
+import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,11 +64,12 @@ def test_text_that_is_no_unicode_is_refused(model, ask):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"num_tokens": -1}]
+    ("name", "value"),
+    [("temperature", -1), ("temperature", math.nan), ("top_k", 0), ("top_p", 0.0), ("top_p", 1.5), ("num_tokens", -1)],
 )
-def test_sampling_that_cannot_be_is_refused(model, wrong):
+def test_sampling_that_cannot_be_is_refused(model, name, value):
     with pytest.raises(lf.UserError, match="generate: num_tokens"):
-        model.generate("a", **wrong)
+        model.generate("a", **{name: value})
 
 
 def test_two_models_in_four_threads_write_what_each_writes_alone(model):

@@ -1,6 +1,8 @@
 """`lf.runs` and `lf.batches`: what a run is at, and the samples it was trained on."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import yaml
 
 import llmfoundry_lite as lf
 from llmfoundry_lite.launch.status import write_status
+from tests.helpers.launch import ROOT
 
 pytestmark = pytest.mark.multiprocess
 
@@ -39,6 +42,15 @@ def test_batches_across_the_end_of_an_epoch_have_the_digests_of_the_log(here, tm
     alone = [batch.digest for batch in lf.batches("runs/tiny", length, length + 2)]
     assert alone == before[-3:]
     assert before[:6] == lf.read_run("runs/tiny").log.digest
+
+
+def test_a_program_that_stops_amid_batches_ends_without_a_word(here):
+    program = "import llmfoundry_lite as lf; batches = lf.batches('runs/tiny', 1, 5); print(next(batches).batch)"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    ended = subprocess.run(
+        command, cwd=here, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, check=True
+    )
+    assert (ended.stdout, ended.stderr) == (b"1\n", b"")
 
 
 def test_samples_of_other_settings_or_data_are_never_passed_off_as_the_runs(here, tmp_path):
