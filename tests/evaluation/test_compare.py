@@ -252,7 +252,7 @@ def test_bits_per_byte_of_a_text_are_compared_by_document_whatever_the_tokenizer
 
 
 def test_a_limit_is_named_as_the_reason_and_not_the_data_or_the_tokens(tmp_path):
-    """Of a text it counts windows, and windows are a tokenizer's."""
+    """A text is counted in windows, and windows are a tokenizer's."""
     few = {"icl_task_type": "perplexity", "max_seq_len": 64, "limit": 2}
     whole = text([[(8.0, 10), (4.0, 10)], [(20.0, 30)]])
     cut = text([[(8.0, 10), (4.0, 10)]], settings=few, data_fingerprint="sha256:e", fingerprint="sha256:b")

@@ -79,7 +79,7 @@ eval_gauntlet:
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """What somebody has who comes from LLM Foundry, in its `scripts` folder."""
+    """Files in the `scripts` folder of somebody who comes from LLM Foundry."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "eval/yamls").mkdir(parents=True)
     (tmp_path / "eval/yamls/hf_eval.yaml").write_text(EVALUATION)

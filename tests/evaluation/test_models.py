@@ -26,7 +26,7 @@ TOKENS_BT = torch.arange(24)[None] * 13 % VOCAB
 
 
 def write_foundry(folder: Path, model: MPT, **changes) -> None:
-    """As LLM Foundry's checkpointer has it: a pickle, and a config.json that names code of its own."""
+    """A folder of LLM Foundry's checkpointer: a pickle, and a config.json that names code of its own."""
     code = {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}
     marks = {"model_type": "mpt", "architectures": ["MPTForCausalLM"], "auto_map": code, "init_device": "cpu"}
     (folder / "config.json").write_text(json.dumps({**asdict(model.config), **marks, **changes}))

@@ -91,7 +91,7 @@ def test_each_sample_of_an_mds_split_is_a_document_whose_first_token_is_given(tm
 
 
 def test_the_error_of_bits_per_byte_is_what_other_texts_of_the_kind_would_differ_by():
-    """Of 2,000 texts of 50 documents, long ones easier, as they are drawn; no formula."""
+    """Estimate it from 2,000 texts of 50 documents, long ones easier, as they are drawn; no formula."""
     rng = np.random.default_rng(5)
 
     def draw():

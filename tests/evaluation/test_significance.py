@@ -180,7 +180,7 @@ def test_a_p_of_the_longer_tail_counts_both_ways():
 
 
 def test_a_bootstraps_interval_by_hand():
-    """Of 199 draws at 0.1: the 19th farthest is at 90, the 9th of a tail at 91. The wider of the two counts."""
+    """With 199 draws at 0.1, the 19th farthest is at 90, the 9th of a tail at 91. The wider of the two counts."""
     draws = np.arange(-99.0, 100)
     assert Studentised(10.0, 0.5, draws).interval(0.1) == (10 - 45.5, 10 + 45.5)
     skewed = np.where(draws > 0, 2 * draws, draws)

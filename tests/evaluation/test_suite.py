@@ -1,4 +1,4 @@
-"""What an evaluation says while it works, and when its tables cannot be written."""
+"""Messages of an evaluation while it works, and when its tables cannot be written."""
 
 import sys
 
@@ -26,7 +26,7 @@ class Terminal:
 
 @pytest.fixture
 def told(monkeypatch):
-    """What is written about 4,000 items of a task, of which a thousand take 20 minutes, and the last are told twice."""
+    """Return the lines about 4,000 items of a task: a thousand take 20 minutes, and the last are told twice."""
 
     def tell(is_terminal):
         terminal = Terminal(is_terminal)

@@ -228,7 +228,7 @@ def test_fixed_examples_are_the_first_rows_which_are_not_asked():
 
 
 def test_with_categories_examples_come_from_the_items_own():
-    """As in LLM Foundry, which makes a data set of each; one too small shows what it has."""
+    """LLM Foundry makes a data set of each; one too small shows what it has."""
     rows = [{**row, "category": "even" if i % 2 == 0 else "odd"} for i, row in enumerate(many(9))]
     rows += [{**row, "category": "alone"} for row in many(10)[9:]]
     config = task("language_modeling", has_categories=True)
@@ -261,7 +261,7 @@ def test_what_decides_examples_or_errors_is_in_the_fingerprint():
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """As Llama's: `<s>` before every text, `▁` for a space and before the first word, which makes " a" two tokens."""
+    """Llama's way: `<s>` before every text, `▁` for a space and before the first word, which makes " a" two tokens."""
     words = ["Is", "ice", "fire", "cold?", "yes", "no", "way", "Answer."]
     vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "▁", *(f"▁{word}" for word in words)])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -297,7 +297,7 @@ def test_a_beginning_of_text_stands_once_and_never_in_an_answer(llama, tokenizat
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_without_a_beginning_an_empty_context_is_the_beginning_of_text_token_if_there_is_one(llama, tmp_path, file):
-    """As in lm-evaluation-harness; a tokenizer may have one that no template puts before a text, such as BLOOM's."""
+    """So does lm-evaluation-harness; a tokenizer may have one that no template puts before a text, such as BLOOM's."""
     stored = json.loads(llama.backend.to_str()) | {"post_processor": None}
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
     for bos, token in (("<s>", 1), (None, 2)):

@@ -412,7 +412,7 @@ def loaders_of(folder):
 
 
 def test_the_training_loss_is_also_in_bits_per_byte(tmp_path):
-    """Of its own split: another text takes other tokens."""
+    """Tokens are those of its own split: another text takes other tokens."""
     splits = {
         "train": {"tokens": 10**9, "remainder_tokens": 0, "text_bytes": 4 * 10**9},
         "val": {"tokens": 90, "remainder_tokens": 10, "text_bytes": 500},
