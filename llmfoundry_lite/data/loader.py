@@ -4,6 +4,7 @@ Shapes: b = samples in the batch of one rank, t = max_seq_len.
 """
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
@@ -30,7 +31,8 @@ _under_way: "weakref.WeakSet[Generator[dict[str, Tensor]]]" = weakref.WeakSet()
 @atexit.register
 def _end_iterations() -> None:
     for batches in list(_under_way):
-        batches.close()
+        with contextlib.suppress(ValueError):  # another thread is in it
+            batches.close()
 
 
 class TextLoader(DataLoader):
