@@ -49,14 +49,11 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Un
     if not is_zip and first_byte != b"\x80":
         raise CheckpointError(f"{where}: not a file of torch.save, or cut off; if it is compressed, unpack it first")
 
-    def load(**options: Any) -> Any:
-        if isinstance(source, bytes):
-            return torch.load(io.BytesIO(source), map_location="cpu", **options)
-        return torch.load(str(source), map_location="cpu", mmap=is_zip, **options)
-
+    is_mapped = is_zip and not isinstance(source, bytes)
     try:
         try:
-            return Unpickled(load(weights_only=True), None)
+            content = torch.load(_reopen(source), map_location="cpu", mmap=is_mapped, weights_only=True)
+            return Unpickled(content, None)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             refused = named[1] if named else "something in it"
@@ -65,12 +62,18 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Un
                     f"{where}: a pickle that holds more than tensors ({refused}); if you trust where it comes from, "
                     "make a checkpoint of its folder: llmfoundry-lite checkpoint import FOLDER OUT --trust-pickle"
                 ) from None
-            # Not torch's unpickler but ours, which imports and calls nothing.
-            return Unpickled(load(weights_only=False, pickle_module=_TensorsOnlyModule), refused)
+            # With --trust-pickle: not torch's unpickler but ours, which imports and calls nothing.
+            ours: Any = _TensorsOnlyModule
+            options = {"mmap": is_mapped, "weights_only": False, "pickle_module": ours}
+            return Unpickled(torch.load(_reopen(source), map_location="cpu", **options), refused)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged or hostile pickle raises whatever it likes
         raise CheckpointError(f"{where}: cannot be read: {_first_line(error)}") from None
+
+
+def _reopen(source: Path | bytes) -> Any:
+    return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
 
 def read_dcp_metadata(path: Path) -> dcp.Metadata:
