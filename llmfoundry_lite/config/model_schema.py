@@ -59,7 +59,7 @@ class AttentionConfig:
     head_dim: int | None = setting(None, POSITIVE)
     """Width of a head; default: d_model / n_heads."""
     qkv_bias: bool | None = None
-    """Biases of q, k and v; default: the model's, no_bias."""
+    """Whether q, k and v have biases; default: as no_bias says."""
     qk_ln: bool = False
     """Norm over the whole of q and of k, before heads are split."""
     qk_gn: bool = False

@@ -16,6 +16,9 @@ HFConfig = dict[str, Any]
 Values = dict[str, Any]
 """Dotted key of ModelConfig -> value."""
 
+State = Mapping[str, torch.Tensor]
+"""Name of a tensor -> the tensor."""
+
 Options = dict[str, tuple[Any, ...]]
 """Dotted key -> the values it can have, the most usual one first."""
 
@@ -60,7 +63,7 @@ class Layout:
     """Values of config.json that can be read."""
     sources: Callable[[ModelConfig], dict[str, Source]]
     """For every tensor of the layout but the output embedding, in order, where it comes from."""
-    read_others: Callable[[Values, HFConfig, Mapping[str, torch.Tensor], str], None]
+    read_others: Callable[[Values, HFConfig, State, str], None]
     """(values read so far, config.json, its tensors, where it is): adds what is no plain Field. Raises ExportError."""
     known: Mapping[str, frozenset[str]]
     """Block of config.json, "" for the whole -> its keys that are read, or change nothing that a model computes."""
@@ -140,7 +143,7 @@ def qkv_names(name: str, config: ModelConfig) -> tuple[str, ...]:
     return tuple(name.replace(".Wqkv.", f".W{part}.") for part in "qkv")
 
 
-def layout_tensor(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, source: Source) -> torch.Tensor:
+def layout_tensor(state_dict: State, config: ModelConfig, source: Source) -> torch.Tensor:
     """Build a tensor of a layout from ours."""
     parts = [_own_tensor(state_dict, config, name) for name in source.names]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -149,7 +152,7 @@ def layout_tensor(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, s
     return tensor.t().contiguous() if source.is_transposed else tensor
 
 
-def _own_tensor(state_dict: Mapping[str, torch.Tensor], config: ModelConfig, name: str) -> torch.Tensor:
+def _own_tensor(state_dict: State, config: ModelConfig, name: str) -> torch.Tensor:
     if name in state_dict:
         return state_dict[name]
     if name == "transformer.wpe.weight":
@@ -248,7 +251,7 @@ def write_config(config: ModelConfig, layout: Layout) -> HFConfig:
     return written
 
 
-def read_config(hf_config: HFConfig, state: Mapping[str, torch.Tensor], layout: Layout, where: str) -> ModelConfig:
+def read_config(hf_config: HFConfig, state: State, layout: Layout, where: str) -> ModelConfig:
     """Read the model that config.json describes. Raises ExportError."""
     check_values(hf_config, layout.must_be, where)
     fields = {**{key: source for key, source in layout.fields.items() if isinstance(source, Field)}, **layout.also_read}

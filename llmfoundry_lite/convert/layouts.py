@@ -8,10 +8,7 @@ Both say model_type mpt and use our tensors' names. transformers' model fixes or
 modeling_mpt.py), LLM Foundry's has them all; so more can be read than written.
 """
 
-from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from llmfoundry_lite.config.model_schema import LLAMA3_KEYS, FFNActivation, ModelConfig, RopeScaling
 from llmfoundry_lite.convert.layout import (
@@ -21,6 +18,7 @@ from llmfoundry_lite.convert.layout import (
     Layout,
     Options,
     Source,
+    State,
     Values,
     activation_name,
     attention_types,
@@ -32,8 +30,6 @@ from llmfoundry_lite.convert.layout import (
     qkv_names,
 )
 from llmfoundry_lite.errors import ExportError
-
-State = Mapping[str, torch.Tensor]
 
 # ------------------------------------------------------------------------------------------------------------- GPT-2
 

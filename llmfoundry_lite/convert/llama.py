@@ -8,8 +8,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from llmfoundry_lite.config.model_schema import LLAMA3_KEYS, ModelConfig, RopeScaling
 from llmfoundry_lite.convert.layout import (
     ACTIVATIONS,
@@ -18,6 +16,7 @@ from llmfoundry_lite.convert.layout import (
     Layout,
     Options,
     Source,
+    State,
     Values,
     activation_name,
     check_values,
@@ -27,8 +26,6 @@ from llmfoundry_lite.convert.layout import (
     plain_attention,
 )
 from llmfoundry_lite.errors import ExportError
-
-State = Mapping[str, torch.Tensor]
 
 # ----------------------------------------------------------------------------------------------------- what all have
 
@@ -132,11 +129,11 @@ def sources(config: ModelConfig) -> dict[str, Source]:
     return found | {"model.norm.weight": Source(("transformer.norm_f.weight",))}
 
 
-def read_common(values: Values, hf_config: HFConfig, where: str, **defaults: int) -> None:
-    """Read what is no plain Field; `defaults` are those of transformers' class for keys that are not there."""
-    found, d_model, n_heads = {**defaults, **hf_config}, values["d_model"], values["n_heads"]
-    head_dim = found.get("head_dim") or d_model // n_heads
-    num_kv_heads = found.get("num_key_value_heads") or n_heads
+def read_common(values: Values, hf_config: HFConfig, where: str) -> None:
+    """Read what is no plain Field. A width that config.json leaves out, and that is another one, shows in a shape."""
+    d_model, n_heads = values["d_model"], values["n_heads"]
+    head_dim = hf_config.get("head_dim") or d_model // n_heads
+    num_kv_heads = hf_config.get("num_key_value_heads") or n_heads
     attn_type = {n_heads: "multihead_attention", 1: "multiquery_attention"}.get(num_kv_heads, "grouped_query_attention")
     values["attn_config.head_dim"] = None if head_dim * n_heads == d_model else head_dim
     values["attn_config.attn_type"] = attn_type
@@ -199,8 +196,8 @@ LLAMA = layout(
     "Llama",
     {"attention_bias": lambda config: not config.no_bias, "mlp_bias": lambda config: not config.no_bias},
     {"rope_interleaved": (False, None)},
-    # How transformers computes, and marks of who wrote the file, are the last three.
-    "attention_bias mlp_bias pretraining_tp rope_interleaved is_llama_config",
+    "attention_bias mlp_bias rope_interleaved",
+    "pretraining_tp is_llama_config",  # how transformers computes, and a mark of who wrote the file
     title="Llama, the layout for RoPE",
     can_be=common_options,
     read_others=read_llama,
@@ -208,9 +205,9 @@ LLAMA = layout(
 
 
 def read_mistral(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    read_common(values, hf_config, where, num_key_value_heads=8)
-    window = hf_config.get("sliding_window", 4096)
-    values["attn_config.sliding_window_size"] = -1 if window is None else window - 1
+    read_common(values, hf_config, where)
+    window = hf_config.get("sliding_window", 4096)  # transformers' default, which no shape shows
+    values["attn_config.sliding_window_size"] = -1 if window is None else max(0, window - 1)
 
 
 MISTRAL = layout(
@@ -228,23 +225,23 @@ MISTRAL = layout(
 )
 
 QWEN_KEYS = "use_sliding_window sliding_window max_window_layers layer_types"
-QWEN_MUST_BE: Options = {"use_sliding_window": (False,)}
+
+
+def read_qwen(values: Values, hf_config: HFConfig, where: str) -> None:
+    layer_types = (None, ["full_attention"] * values["n_layers"])
+    check_values(hf_config, {"use_sliding_window": (False, None), "layer_types": layer_types}, where)
+    read_common(values, hf_config, where)
 
 
 def read_qwen2(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    read_common(values, hf_config, where, num_key_value_heads=32)
-    check_layer_types(values, hf_config, where)
+    read_qwen(values, hf_config, where)
     values["attn_config.qkv_bias"] = True
-
-
-def check_layer_types(values: Values, hf_config: HFConfig, where: str) -> None:
-    check_values(hf_config, {"layer_types": (None, ["full_attention"] * values["n_layers"])}, where)
 
 
 QWEN2 = layout(
     "Qwen2",
     {"use_sliding_window": False},
-    {**QWEN_MUST_BE, "use_mrope": (False, None)},
+    {"use_mrope": (False, None)},
     f"{QWEN_KEYS} use_mrope",
     title="Qwen2, the layout for RoPE with biases of q, k and v alone",
     can_be=lambda config: {**common_options(config), "attn_config.qkv_bias": (True,)},
@@ -253,8 +250,7 @@ QWEN2 = layout(
 
 
 def read_qwen3(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    read_common(values, hf_config, where, num_key_value_heads=32, head_dim=128)
-    check_layer_types(values, hf_config, where)
+    read_qwen(values, hf_config, where)
     values["attn_config.qk_gn"] = True
     values |= {f"attn_config.{key}": values[key] for key in ("norm_type", "norm_eps")}
 
@@ -262,7 +258,7 @@ def read_qwen3(values: Values, hf_config: HFConfig, _state: State, where: str) -
 QWEN3 = layout(
     "Qwen3",
     {"attention_bias": False, "use_sliding_window": False},
-    {**QWEN_MUST_BE, "attention_bias": (False,)},
+    {"attention_bias": (False,)},
     f"{QWEN_KEYS} attention_bias",
     title="Qwen3, the layout for RoPE with norms of each head of q and k",
     can_be=lambda config: {

@@ -43,6 +43,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.tiny import build_tokenizer
 
+MISTRAL = with_attention(LLAMA, sliding_window_size=8)
 LAYOUTS = {
     "mpt": ALIBI,
     "mpt-six-heads": replace(ALIBI, n_heads=6),
@@ -62,7 +63,7 @@ LAYOUTS = {
     "llama-dynamic": replace(with_scaling(LLAMA, type="dynamic", factor=2.0), max_seq_len=16),
     "llama-3": with_scaling(LLAMA, type="llama3", factor=8.0, original_max_position_embeddings=64),
     "llama-heads-of-another-width": with_attention(LLAMA, head_dim=16),
-    "mistral": with_attention(LLAMA, sliding_window_size=8),
+    "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3-heads-of-another-width": with_attention(QWEN3, head_dim=16),
@@ -390,6 +391,7 @@ ROPE = "rope_parameters"
         (LLAMA, {"head_dim": 16}, "tensor model.layers.0.self_attn.q_proj.weight has shape [48, 48], the model's con"),
         (QWEN3, {"attention_bias": True}, "attention_bias is true in config.json; this model only has false"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window is true in config.json; this model only has false"),
+        (MISTRAL, {"sliding_window": 0}, f"{IMPOSSIBLE}model.attn_config.sliding_window_size: 0 given, expected a n"),
         (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "layer_types is ["),
         (
             LLAMA,
@@ -470,6 +472,13 @@ def test_a_model_that_transformers_made_and_saved_computes_the_same_here(name, t
     ours.load_state_dict(state_dict)
     tokens_bt = random_tokens(config)
     assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
+
+
+def test_a_window_that_config_json_leaves_out_is_transformers_default():
+    hf_config = huggingface.build_hf_config(MISTRAL)
+    del hf_config["sliding_window"]
+    config, _ = from_hugging_face(to_hugging_face(random_model(MISTRAL)), hf_config)
+    assert config.attn_config.sliding_window_size + 1 == MistralConfig().sliding_window
 
 
 def test_what_llama_3_does_to_angles_changes_logits():
