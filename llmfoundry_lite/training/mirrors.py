@@ -9,7 +9,7 @@ from typing import Any
 
 from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, TransientError
 from llmfoundry_lite.launch.log_lines import Record, console_line, read_lines, validation_losses
 
 WANDB_ID = "wandb_id"
@@ -133,10 +133,12 @@ class WandbMirror(Mirror):
                 **{"id": run_id, "resume": "allow", **config.init_kwargs},
             )
         except wandb.Error as error:
-            reason = str(error).split("\n")[0].rstrip(".")
+            reason = " ".join(str(error).partition("\nConsider")[0].split()).rstrip(".")
+            # wandb says so of a link or a 5xx; any other answer of a server, such as 403, ends it at once.
+            cause = TransientError(reason) if "while retrying" in reason else error
             raise ConfigError(
                 f"loggers.wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline, or loggers.wandb=null"
-            ) from error
+            ) from cause
         self.last_step = -1
         self.lost: list[Record] = []
 

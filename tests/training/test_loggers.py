@@ -62,12 +62,20 @@ def test_a_torn_last_line_is_cut_off_before_more_is_appended(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_logger_that_cannot_start_is_a_line_on_all_ranks_and_no_restart(tmp_path, data):
+@pytest.mark.parametrize(
+    ("key", "code", "said"),
+    [
+        ("", 2, "loggers.wandb: No API key configured. Use `wandb login` to log in; set WANDB_API_KEY, or WANDB_MODE="),
+        ("0" * 40, 75, ": connection refused; set WANDB_API_KEY"),
+    ],
+    ids=["no key", "no server"],
+)
+def test_a_logger_that_cannot_start_is_a_line_on_all_ranks(tmp_path, data, key, code, said):
     path = write_config(tmp_path / "tiny.yaml", tiny_config(data, loggers={"wandb": {"project": "tests"}}))
-    online = {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_API_KEY": ""}
-    launch = train([path], tmp_path, 2, env=online)
-    assert launch.exit_codes == [2, 2], launch.output
-    said = "loggers.wandb: No API key configured. Use `wandb login` to log in; set WANDB_API_KEY, or WANDB_MODE=offline"
+    online = {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_API_KEY": key}
+    nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "5"}
+    launch = train([path], tmp_path, 2, env=online | nobody)
+    assert launch.exit_codes == [code, code], launch.output
     assert said in launch.output and "Traceback" not in launch.output
 
 
