@@ -28,7 +28,7 @@ KINDS = {
 def list_command(
     kind: Annotated[str | None, typer.Argument(metavar="KIND", help=f"{either(list(KINDS))}, or all.")] = None,
 ) -> None:
-    """List models, hardware overlays, layouts, evaluation suites and tasks that come with the package.
+    """List the YAML files and tasks that come with the package.
 
     Example: llmfoundry-lite list models
     """
