@@ -121,7 +121,8 @@ class EvalConfig:
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = "evals"
     data_root: str = "."
-    """Where data, and YAMLs that a YAML names, are looked for that are not here: `scripts` of LLM Foundry's clone."""
+    """Where a relative path of data, or of a YAML that a YAML names, begins if there is no such file here: `scripts` of
+    LLM Foundry's clone."""
     tokenization: str = setting("separate", choices=TOKENIZATIONS)
     precision: str = setting("fp32", choices="fp32 tf32 bf16 fp16")
     """Precision of weights and hidden states. tf32 is fp32 with products in TF32 where the device has it.

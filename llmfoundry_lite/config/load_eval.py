@@ -12,7 +12,7 @@ from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, EVAL_WITHOUT_EFFECT, drop_keys, refuse_left_out_keys
 from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
-from llmfoundry_lite.config.shipped import find_task_folder
+from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.errors import ConfigError
 
 TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
@@ -130,8 +130,9 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     if values.get("precision") in PRECISIONS:
         values["precision"] = PRECISIONS[values["precision"]]
     for key in ("icl_tasks", "eval_gauntlet"):
-        if isinstance(values.get(key), str) and values[key].endswith((".yaml", ".yml")):
-            values[key] = path = _find(values[key], str(values.get("data_root") or "."))
+        named = values.get(key)
+        if isinstance(named, str) and named.endswith((".yaml", ".yml")) and find_yaml(named) is None:
+            values[key] = path = _find(named, str(values.get("data_root") or "."))
             if not Path(path).exists():
                 where = f"{source_of(key, layers)}: {key}"
                 raise ConfigError(f"{where}: {path} does not exist; data_root=FOLDER says where its path begins")
@@ -152,8 +153,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
 
 def _find(path: str, root: str) -> str:
     """Return where a file that a YAML names is: here, or beneath `data_root`."""
-    is_here = root == "." or "://" in path or Path(path).exists()
-    return path if is_here else str(Path(root) / path)
+    return path if "://" in path or Path(path).exists() else str(Path(root) / path)
 
 
 def _name_models(models: Sequence[Any], source: str) -> dict[str, str]:

@@ -117,6 +117,8 @@ def test_an_evaluation_of_llm_foundry_is_read_from_another_folder(checkout, tmp_
     here = load_eval_config([str(checkout / "eval/yamls/hf_eval.yaml"), f"data_root={checkout}"])
     assert [task.dataset_uri for task in here.tasks] == [str(checkout / task.dataset_uri) for task in there.tasks]
     assert here.config.eval_gauntlet == there.config.eval_gauntlet
+    shipped = load_eval_config(["models.a=b", "icl_tasks=yamls/eval/icl-zero-shot.yaml", "task_folder=evals"])
+    assert "arc_easy" in [task.label for task in shipped.tasks]
 
 
 def test_a_category_that_lacks_a_task_is_named_before_anything_starts(checkout):
