@@ -1,6 +1,5 @@
 """`llmfoundry-lite init`: a commented YAML for a prepared data folder and a size. No torch."""
 
-import contextlib
 import json
 import re
 import shlex
@@ -22,7 +21,6 @@ MIN_VALIDATION = 32
 ADAMW_LR = 3e-3
 """Learning rate for a shape whose own YAML has another optimizer."""
 CPU_INFO = Path("/proc/cpuinfo")
-ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 TEMPLATE = Path(__file__).with_name("starter.template")
 EVAL_LOADER = """\
@@ -104,20 +102,20 @@ def starter(
         note += (
             f"; this text is enough for {fitting / 1e6:,.2g} M parameters: --size {fitting_size(fitting, vocab_size)}"
         )
-    interval = max(1, wanted // 20)
+    interval, num_devices = max(1, wanted // 20), count_devices()
     text = TEMPLATE.read_text().format(
         size=size,
         data=data,
         data_word=yaml_word(str(data)),
         out=shlex.quote(str(out)),
-        num_ranks=count_devices(),
+        num_ranks=max(1, num_devices),
         run_name=yaml_word(re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"),
         max_seq_len=length,
         tokenizer_size=tokenizer_size,
         vocab_size=vocab_size,
         eval_loader=EVAL_LOADER.format(eval_interval=interval) if has_val else "",
         lr=shape["optimizer"]["lr"] if shape["optimizer"]["name"] == "decoupled_adamw" else ADAMW_LR,
-        precision=precision_here(),
+        precision="amp_bf16" if num_devices or multiplies_in_bf16() else "fp32",
         duration_note=note,
         num_batches=wanted,
         batch_size=batch_size,
@@ -152,16 +150,15 @@ def fitting_size(parameters: float, vocab_size: int) -> str:
 
 
 def count_devices() -> int:
-    """Return the number of this machine's accelerators, or 1 for its CPU."""
-    with contextlib.suppress(ConfigError):  # two kinds, of which a launch must name one
-        if found := find_devices():
-            return found.num_devices
-    return 1
+    """Return the number of this machine's accelerators; 1 where there are two kinds, of which a launch names one."""
+    try:
+        found = find_devices()
+    except ConfigError:
+        return 1
+    return found.num_devices if found else 0
 
 
-def precision_here() -> str:
-    """Return amp_bf16 where this machine has an accelerator or a CPU that multiplies in bf16; else fp32."""
-    if any(Path(device).exists() for device in ACCELERATORS):
-        return "amp_bf16"
+def multiplies_in_bf16() -> bool:
+    """Return whether this machine's CPU has instructions for it, without which bf16 is slower than fp32."""
     flags = CPU_INFO.read_text() if CPU_INFO.exists() else ""
-    return "amp_bf16" if any(flag in flags for flag in BF16_FLAGS) else "fp32"
+    return any(flag in flags for flag in BF16_FLAGS)

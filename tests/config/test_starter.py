@@ -52,7 +52,7 @@ def test_the_precision_is_one_that_this_machine_is_fast_in(tmp_path, monkeypatch
     cpu = tmp_path / "cpuinfo"
     cpu.write_text(f"flags : {flags}")
     monkeypatch.setattr(starter, "CPU_INFO", cpu)
-    monkeypatch.setattr(starter, "ACCELERATORS", (str(cpu if device else tmp_path / "none"),))
+    monkeypatch.setattr(starter, "find_devices", lambda: Found("A100", None) if device else None)
     write_starter(data_folder(tmp_path, 100_000), "125m", tmp_path / "mine.yaml")
     assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.precision == precision
 
