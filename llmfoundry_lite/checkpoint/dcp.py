@@ -181,11 +181,10 @@ def check_is_free(store: CheckpointStore, name: str, *, overwrite: bool) -> None
             head_of(folder)
     except OSError as error:
         raise CheckpointError(f"{folder.url}: cannot be read: {error.strerror or error}") from error
-    if MANIFEST in names and not overwrite:
-        raise CheckpointError(f"{folder.url}: there already; give another name, or overwrite=True to replace it")
     if MANIFEST in names:
-        return
-    if foreign := next((one for one in names if not store.commits.drafts_in_place or not SAVE_ID.fullmatch(one)), ""):
+        if not overwrite:
+            raise CheckpointError(f"{folder.url}: there already; give another name, or overwrite=True to replace it")
+    elif foreign := next((one for one in names if not store.commits.drafts_in_place or not SAVE_ID.fullmatch(one)), ""):
         raise CheckpointError(f"{folder.url}: holds {foreign} and is no checkpoint; give another name, or remove it")
 
 
@@ -212,9 +211,11 @@ def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _set_value(planner: LoadPlanner, fqn: str, value: Any) -> None:
-    """Put what is no tensor where the planner's `load_bytes` would, which takes a pickle."""
-    if not isinstance(planner, DefaultLoadPlanner):
-        raise CheckpointError(f"{type(planner).__name__} given, expected a planner derived from DefaultLoadPlanner")
+    """Put what is no tensor where DefaultLoadPlanner's `load_bytes` would, which takes a pickle."""
+    if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        raise CheckpointError(
+            f"{type(planner).__name__} given, expected a planner derived from DefaultLoadPlanner, with its load_bytes"
+        )
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[fqn], value)
     else:

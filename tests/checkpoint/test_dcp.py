@@ -5,7 +5,6 @@ import itertools
 import os
 import uuid
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,12 +207,18 @@ def test_values_go_where_the_planner_has_them_and_other_planners_are_refused(tmp
     class Other(DefaultLoadPlanner):
         pass
 
-    save(small(), tmp_path / "ba1")
-    state, reader = small(0), PortableStorageReader(tmp_path / "ba1")
-    dcp.load(state, storage_reader=reader, planner=Other())
-    assert state["step"] == 3
-    with pytest.raises(CheckpointError, match="SimpleNamespace given, expected a planner derived from DefaultLoadPl"):
-        dcp_writer._set_value(SimpleNamespace(), "step", 3)
+    class Own(DefaultLoadPlanner):
+        def load_bytes(self, read_item, value):
+            pytest.fail("a pickle is asked for")
+
+    def loaded(planner):
+        state = {"step": 0, "w": torch.zeros(2)}
+        dcp.load(state, storage_reader=PortableStorageReader(tmp_path / "ba1"), planner=planner)
+        return state["step"]
+
+    save({"step": 3, "w": torch.ones(2)}, tmp_path / "ba1")
+    assert loaded(Other()) == loaded(Other(flatten_state_dict=False, flatten_sharded_tensors=False)) == 3
+    assert "Own given, expected a planner derived from DefaultLoadPlanner, with its load_" in refused(loaded, Own())
 
 
 def test_plans_of_an_earlier_save_are_refused(tmp_path):
