@@ -334,7 +334,7 @@ def _describe_start(config: TrainConfig) -> str:
     folder, newest = config.checkpoint_folder, None
     begins = "batch 1, from initial weights"
     if config.load_path is not None:
-        begins = f"the {'weights' if config.load_weights_only else 'newest save'} of {config.load_path}"
+        begins = f"the {'weights' if config.load_weights_only else 'whole state'} of {config.load_path}"
     if "://" in folder:
         return f"the newest save in {folder}, else {begins}" if config.autoresume else begins
     with contextlib.suppress(CheckpointError):

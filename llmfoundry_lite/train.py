@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> None:
             print(printable(note))
     if invocation.dry_run:
         if here.rank == 0:
-            looks = {"is_for_here": invocation.dry_run == "here", "with_yaml": invocation.dry_run == "full"}
-            print(preflight.describe(invocation.config, layout, found, **looks))
+            is_for_here, with_yaml = invocation.dry_run == "here", invocation.dry_run == "full"
+            print(preflight.describe(invocation.config, layout, found, is_for_here=is_for_here, with_yaml=with_yaml))
         return
 
     prepare_environment(invocation.config)
@@ -70,11 +70,11 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
     try:
         invocation = load_train_config(arguments)
         config = invocation.config
-        is_for_here = invocation.dry_run not in ("plan", "full")
-        if is_for_here:
+        must_exist = invocation.dry_run not in ("plan", "full")
+        if must_exist:
             preflight.check_installed("composer", "streaming")
         layout = layout_here(config)
-        found = preflight.check(config, layout, must_exist=is_for_here)
+        found = preflight.check(config, layout, must_exist=must_exist)
         invocation.notes.extend(found.notes)
         if not invocation.dry_run:
             invocation.notes.extend(f"warning: {text}" for text in preflight.describe_slow_groups(config, layout))
