@@ -27,7 +27,9 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Count model FLOPs to train on one token, forward and backward: 6*N + 12*L*q*s (PaLM, appendix B; q: all heads).
+    """Count model FLOPs to train on one token, forward and backward: 6*N + 12*L*q*s (PaLM, appendix B).
+
+    q is the width of all heads together, d unless attn_config.head_dim says otherwise.
 
     This counts the whole attention square (with a sliding window, as many keys as it holds), and nothing recomputed. N
     leaves out an untied input embedding, which is looked up.
