@@ -105,6 +105,8 @@ def test_rows_that_devices_do_not_divide_are_gathered_with_their_padding():
         SEVEN_BILLION,
         replace(SMALL, tie_word_embeddings=False, attn_config=AttentionConfig(attn_type="multiquery_attention")),
         replace(SMALL, attn_config=AttentionConfig(qk_ln=True, fused_qkv=False)),
+        replace(SMALL, no_bias=True, attn_config=AttentionConfig(head_dim=40, qkv_bias=True, qk_ln=True)),
+        replace(SMALL, attn_config=AttentionConfig(head_dim=40, qkv_bias=False, fused_qkv=False)),
         replace(SMALL, ffn_config=FFNConfig(ffn_type="mptglu"), norm_type="rmsnorm"),
     ],
 )
@@ -200,6 +202,7 @@ KINDS = {
     "grouped": replace(SMALL, attn_config=AttentionConfig(attn_type="multiquery_attention")),
     "rope": replace(SMALL, attn_config=AttentionConfig(rope=True)),
     "window": replace(SMALL, attn_config=AttentionConfig(sliding_window_size=7)),
+    "wide-heads": replace(SMALL, attn_config=AttentionConfig(head_dim=64)),
     "gated": replace(SMALL, ffn_config=FFNConfig(ffn_type="mptglu")),
     "untied": replace(SMALL, tie_word_embeddings=False, embedding_fraction=0.5),
 }

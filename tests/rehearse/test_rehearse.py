@@ -283,6 +283,7 @@ DIVIDED = {
     "mpt-350m 8 optimizer.name=muon fsdp_config.sharding_strategy=ZERO_1": 4,
     "mpt-350m 8 optimizer.name=muon cp_config.context_parallel_degree=2": 4,
     "mpt-125m 8 loss_chunk_mib=1024": 4,
+    "mpt-125m 8 model.attn_config={head_dim:128,qkv_bias:true,rope:true}": 4,
     "mpt-125m 8 exact_sums=true": 4,
     "mpt-125m 1 exact_sums=true precision=fp32": 4,
     "mpt-1b 8 exact_sums=true fsdp_config.sharding_strategy=ZERO_1": 4,
@@ -294,6 +295,7 @@ SMALL = (
     "mpt-125m 8 cp_config.context_parallel_degree=2",
     "mpt-125m 8 exact_sums=true",
     "mpt-125m 8 loss_chunk_mib=1024",
+    "mpt-125m 8 model.attn_config={head_dim:128,qkv_bias:true,rope:true}",
 )
 
 

@@ -72,9 +72,11 @@ def test_newton_and_schulz_leave_singular_values_of_about_one():
     assert 0.6 < after.min() < after.max() < 1.3
 
 
-def test_matrices_of_blocks_are_muons_and_a_fused_q_k_v_takes_the_steps_of_three():
-    fused = MPT(replace(SMALL, attn_config=FUSED))
-    apart = MPT(SMALL)
+@pytest.mark.parametrize("head_dim", [None, 12])
+def test_matrices_of_blocks_are_muons_and_a_fused_q_k_v_takes_the_steps_of_three(head_dim):
+    fused, apart = (
+        MPT(replace(SMALL, attn_config=replace(options, head_dim=head_dim))) for options in (FUSED, SMALL.attn_config)
+    )
     optimizers = [build_muon(dict(m.named_parameters()), OptimizerConfig(**EXACT), m.config) for m in (fused, apart)]
     named = dict(fused.named_parameters())
     others = {name for name, p in named.items() if not any(p is q for q in optimizers[0].param_groups[0]["params"])}
@@ -87,7 +89,7 @@ def test_matrices_of_blocks_are_muons_and_a_fused_q_k_v_takes_the_steps_of_three
         for a, b in zip(fused.transformer.blocks, apart.transformer.blocks, strict=True):
             a.attn.Wqkv.weight.copy_(torch.cat([w.weight for w in (b.attn.Wq, b.attn.Wk, b.attn.Wv)]))
             a.attn.Wqkv.weight.grad = random_like(a.attn.Wqkv.weight, 3)
-            parts = a.attn.Wqkv.weight.grad.split([32, 16, 16])
+            parts = a.attn.Wqkv.weight.grad.split([fused.config.q_dim, fused.config.kv_dim, fused.config.kv_dim])
             for layer, part in zip((b.attn.Wq, b.attn.Wk, b.attn.Wv), parts, strict=True):
                 layer.weight.grad = part.clone()
     for optimizer in optimizers:
