@@ -311,7 +311,7 @@ def _inspect_task(
     epochs: dict[str, list[Row]] = {}
     for sample in samples:
         row = _inspect_row(sample, str(file), cluster)
-        epochs.setdefault(row.id, []).append(row)
+        epochs.setdefault(json.dumps(sample["id"]), []).append(row)  # 1 and "1" are two samples
     rows = [_mean_of(rows) for rows in epochs.values()]
     is_cut = config.get("limit") is not None and len(rows) < ((spec.get("dataset") or {}).get("samples") or math.inf)
     settings = {

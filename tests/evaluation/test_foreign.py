@@ -93,6 +93,10 @@ def test_an_inspect_log_is_the_same_as_json_or_deflated(tmp_path):
     for name in ("old.eval", "log.json"):
         (found,) = load_any([tmp_path / name])
         assert (found.items, found.tasks) == (expected.items, expected.tasks)
+    two = [{**samples[0], "id": 1}, {**samples[0], "id": "1"}]
+    (tmp_path / "log.json").write_text(json.dumps({**json.loads(content["header.json"]), "samples": samples + two}))
+    (found,) = load_any([tmp_path / "log.json"])
+    assert [len(items) for items in found.items.values()] == [len(items) + 2 for items in expected.items.values()]
 
 
 def test_other_questions_or_prompts_are_refused_by_item(logs):
