@@ -258,11 +258,11 @@ def import_weights(
         typer.Option(help="The YAML it was trained with, if the checkpoint does not say what model it is."),
     ] = None,
 ) -> None:
-    """Make a portable checkpoint of weights from elsewhere. Of Hugging Face, or of LLM Foundry / Composer.
+    """Make a portable checkpoint of weights from elsewhere.
 
-    Weights, the model's configuration and the tokenizer; never the optimizer's state or the position in the data. Train
-    from it with load_path=OUT load_weights_only=true. Of torch.distributed.checkpoint (DCP; torchtitan), all that is
-    in it, under its own names.
+    From Hugging Face, LLM Foundry or Composer come weights, the model's configuration and the tokenizer; never the
+    optimizer's state or the position in the data. Train from it with load_path=OUT load_weights_only=true. From
+    torch.distributed.checkpoint (DCP; torchtitan) comes all that is in it, under its own names.
     """
     with status(f"importing {source}"):
         from llmfoundry_lite.convert.to_checkpoint import import_checkpoint

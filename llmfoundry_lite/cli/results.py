@@ -60,7 +60,8 @@ def compare_results(
     all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Not only each task's main one.")] = False,
     skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave it out; repeat for others.")] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Of rows in logs of others: what related items share.")
+        str | None,
+        typer.Option(metavar="FIELD", help="In logs of other tools, the field that related rows share."),
     ] = None,
     published: Annotated[bool, typer.Option("--published", help="Also beside published results.")] = False,
     sequential: Annotated[

@@ -40,6 +40,7 @@ def import_state(
     lease = store.acquire()
     save_id = store.new_save_id(lease, 0)
     held: list[Held] = []
+    held_bytes = 0
     pieces, values, notes = [], {}, []
 
     def write() -> None:
@@ -53,8 +54,10 @@ def import_state(
             if isinstance(record, TensorStorageMetadata):
                 tensor = read_tensor(folder, metadata, key)
                 held.append(hold(key, tensor, (0,) * tensor.ndim, tensor.shape))
-                if sum(one.tensor.nbytes for one in held) >= FILE_BYTES:
+                held_bytes += tensor.nbytes
+                if held_bytes >= FILE_BYTES:
                     write()
+                    held_bytes = 0
                 continue
             value = read_item(folder, metadata, MetadataIndex(key))
             try:
