@@ -377,7 +377,7 @@ class TextDataset(IterableDataset):
 
     def _read_ahead(self, ids: Iterator[int]) -> Iterator[tuple[int, int]]:
         """Yield shard and place in it of each sample, while threads bring the shards of the next `predownload`."""
-        pool = ThreadPoolExecutor(NUM_FETCHING_THREADS)
+        pool = ThreadPoolExecutor(NUM_FETCHING_THREADS, thread_name_prefix="shard-fetch")
         ahead: deque[tuple[int, int, Future[None] | None]] = deque()
 
         def next_sample() -> tuple[int, int]:
