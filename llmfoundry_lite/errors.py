@@ -153,6 +153,11 @@ class UserError(ValueError):
         self._exit_code = code
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of an error without line ends, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class ConfigError(UserError):
     """The YAML files or the `key=value` arguments ask for something that cannot be."""
 

@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from streaming.base.format.mds import MDSReader
 
-from llmfoundry_lite.data.agreement import one_line
 from llmfoundry_lite.data.shard_table import ShardTable
 from llmfoundry_lite.data.streams import INDEX, ShardFolder, find_damage
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, one_line
 
 log = logging.getLogger(__name__)
 

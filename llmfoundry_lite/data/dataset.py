@@ -8,8 +8,9 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
-from llmfoundry_lite.data.agreement import check_alike, failing_together, one_line
 from llmfoundry_lite.data.cache import ShardCache
 from llmfoundry_lite.data.order import (
     DEFAULT_WINDOW_SAMPLES,
@@ -42,8 +42,8 @@ from llmfoundry_lite.data.shared_memory import (
     wait_for_folders,
 )
 from llmfoundry_lite.data.streams import build_folders
-from llmfoundry_lite.errors import DataError, TransientDataError
-from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json
+from llmfoundry_lite.errors import DataError, TransientDataError, UserError, one_line
+from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.memory import return_freed_memory
 from llmfoundry_lite.ranks.rank import this_rank
 
@@ -202,21 +202,13 @@ class TextDataset(IterableDataset):
 
     def _describe(self) -> dict[str, Any]:
         """Describe the data that must be the same on all nodes, and its place on this one."""
-        node = self.rank.rank // self.rank.local_world_size
-        return {
-            "node": f"node {node} ({socket.gethostname()})",
-            "order": self.order.fingerprint,
-            "streams": [
-                {
-                    "name": folder.name,
-                    "folder": folder.remote or os.path.abspath(folder.path),
-                    "shards": len(self._sizes(i)),
-                    "samples": int(self._sizes(i).sum()),
-                    "content": self.cache.table.contents[i],
-                }
-                for i, folder in enumerate(self.folders)
-            ],
-        }
+        node = f"node {self.rank.rank // self.rank.local_world_size} ({socket.gethostname()})"
+        streams = []
+        for i, (folder, content) in enumerate(zip(self.folders, self.cache.table.contents, strict=True)):
+            sizes, place = self._sizes(i), folder.remote or os.path.abspath(folder.path)
+            text = f"{place} on {node} has {sizes.sum()} samples in {len(sizes)} shards ({content})"
+            streams.append({"name": folder.name, "content": content, "text": text})
+        return {"node": node, "order": self.order.fingerprint, "streams": streams}
 
     # State and epochs -------------------------------------------------------------------------------------------------
 
@@ -400,3 +392,41 @@ class TextDataset(IterableDataset):
                 yield next_sample()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+# Checks that all ranks make together ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """Raise an error of one rank on every rank, so that nobody waits for a rank that has left.
+
+    An error that a disk, a remote or a setting may cause becomes a DataError that begins with `what`. A bug stays as it
+    is where it happened.
+    """
+    with raising_on_all_ranks():
+        try:
+            yield
+        except UserError:
+            raise
+        except (OSError, RuntimeError, ValueError, KeyError, OverflowError) as error:
+            raise DataError(f"{what}: {one_line(error)}") from error
+
+
+def check_alike(notes: Sequence[dict[str, Any]]) -> None:
+    """Raise DataError on every rank unless all have the same data in the same order. It names a node that differs."""
+    kinds = [(note["order"], [stream["content"] for stream in note["streams"]]) for note in notes]
+    usual = max(kinds, key=kinds.count)
+    there = notes[kinds.index(usual)]
+    here = next((note for note, kind in zip(notes, kinds, strict=True) if kind != usual), None)
+    if here is None:
+        return
+    differing = [
+        f"{stream['name'] or 'the data'}: {ours['text']}, but {stream['text']}"
+        for stream, ours in zip(there["streams"], here["streams"], strict=False)
+        if stream["content"] != ours["content"]
+    ]
+    what = "; ".join(differing) or "the same shards, but other streams, weights, seed, batch size or shuffling"
+    raise DataError(
+        f"{here['node']} reads other data than {there['node']}: {what}; give every node the same data and configuration"
+    )

@@ -103,7 +103,7 @@ def read_indexes(
         facts["contents"].append(index.digest(found))
         facts["num_shards"].append(len(index.records))
         for kind, name in zip(index.kinds, checked, strict=True):
-            facts["kinds"].append({key: kind[key] for key in kind if key != "hashes"} | {"hash_name": name})
+            facts["kinds"].append({key: kind[key] for key in SHARED[:4]} | {"hash_name": name})
     arrays = {name: np.concatenate([table.pop(name) for table in tables]) for name in list(tables[0])}
     dtype = np.dtype([*((name, array.dtype) for name, array in arrays.items()), *NODE_COLUMNS], align=True)
     rows = np.zeros(sum(facts["num_shards"]), dtype)
@@ -131,7 +131,6 @@ class _Index:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.kinds: list[dict[str, Any]] = []
-        self._facts: list[list[Any]] = []
         try:
             with no_collection(), open(path, encoding="utf-8", opener=open_regular) as file:
                 # Each record becomes a tuple as soon as it is parsed: as dictionaries they take gigabytes.
@@ -175,21 +174,12 @@ class _Index:
         places = [
             kind["hashes"].index(name) if name else None for kind, name in zip(self.kinds, hash_names, strict=True)
         ]
-
-        def chosen(kind: int, hashes: tuple[bytes, ...]) -> bytes:
-            place = places[kind]
-            return b"" if place is None else hashes[place]
-
-        return {
-            "samples": np.array([record.samples for record in self.records]),
-            "kind": np.array([first_kind + record.kind for record in self.records], np.uint32),
-            "raw_name": np.array([record.raw_name for record in self.records]),
-            "raw_bytes": np.array([record.raw_bytes for record in self.records]),
-            "raw_hash": np.array([chosen(record.kind, record.raw_hashes) for record in self.records]),
-            "zip_name": np.array([record.zip_name for record in self.records]),
-            "zip_bytes": np.array([record.zip_bytes for record in self.records]),
-            "zip_hash": np.array([chosen(record.kind, record.zip_hashes) for record in self.records]),
-        }
+        columns = dict(zip(_Record._fields, zip(*self.records, strict=True), strict=True))
+        for name in ("raw_hash", "zip_hash"):
+            chosen = zip(columns["kind"], columns.pop(f"{name}es"), strict=True)
+            columns[name] = [b"" if (place := places[kind]) is None else hashes[place] for kind, hashes in chosen]
+        arrays = {name: np.array(column) for name, column in columns.items()}
+        return arrays | {"kind": (first_kind + arrays["kind"]).astype(np.uint32)}
 
     def digest(self, hash_names: Sequence[str]) -> str:
         """Digest samples, bytes and hashes. Checkpoints keep the result: it must never change."""
@@ -233,16 +223,15 @@ class _Index:
         )
 
     def _number_of_kind(self, record: dict[str, Any], hash_names: list[str]) -> int:
-        facts = [*map(record.__getitem__, SHARED), hash_names]
-        if facts in self._facts:  # there are few
-            return self._facts.index(facts)
+        kind = {name: record[name] for name in SHARED} | {"hashes": hash_names}
+        if kind in self.kinds:  # there are few
+            return self.kinds.index(kind)
         if record["version"] != 2 or record["format"] != "mds":
             raise self._wrong(f"describes shards of {record['format']} version {record['version']}, not MDS version 2")
         for name, encoding in zip(record["column_names"], record["column_encodings"], strict=True):
             if not is_mds_encoding_safe(encoding):
                 raise DataError(f"{self.path}: column {name} is of type {encoding}, which may run code when it is read")
-        self.kinds.append({name: record[name] for name in SHARED[:4]} | {"hashes": hash_names})
-        self._facts.append(facts)
+        self.kinds.append(kind)
         return len(self.kinds) - 1
 
     def _wrong(self, what: str) -> DataError:

@@ -24,9 +24,8 @@ from streaming.base.storage import CloudDownloader
 from streaming.base.util import retry
 
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
-from llmfoundry_lite.data.agreement import one_line
 from llmfoundry_lite.data.shared_memory import are_one_place
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, one_line
 from llmfoundry_lite.files import open_regular
 
 INDEX = "index.json"
