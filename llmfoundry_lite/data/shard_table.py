@@ -174,7 +174,7 @@ class _Index:
         places = [
             kind["hashes"].index(name) if name else None for kind, name in zip(self.kinds, hash_names, strict=True)
         ]
-        columns = dict(zip(_Record._fields, zip(*self.records, strict=True), strict=True))
+        columns: dict[str, Sequence[Any]] = dict(zip(_Record._fields, zip(*self.records, strict=True), strict=True))
         for name in ("raw_hash", "zip_hash"):
             chosen = zip(columns["kind"], columns.pop(f"{name}es"), strict=True)
             columns[name] = [b"" if (place := places[kind]) is None else hashes[place] for kind, hashes in chosen]

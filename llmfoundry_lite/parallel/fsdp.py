@@ -5,7 +5,7 @@ Composer refuses bf16.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -42,15 +42,25 @@ def build_parallel_model(
     *,
     sequence_parallel: bool = False,
     sums: ExactSums | None = None,
-) -> MPT:
+    kind: Callable[[ModelConfig, str], Model] = MPT,
+) -> Model:
     """Build an initialised, sharded MPT on this rank's device. No rank ever holds more than its shards.
 
     Raises ConfigError for a compiler that torch does not know.
     """
-    check_compiler(compile_config)
+    backend = (compile_config or {}).get("backend", "inductor")
+    # Listing the backends takes a second; inductor always exists.
+    if backend != "inductor" and backend not in torch.compiler.list_backends(exclude_tags=()):
+        common = ", ".join(torch.compiler.list_backends())
+        raise ConfigError(f"compile_config.backend: {backend!r} given, expected one of {common}")
     with torch.device("meta"):
-        model = MPT(config, attn_impl)
-    return materialise(model, fsdp, precision, mesh, seed, compile_config, sequence_parallel, sums)
+        model = kind(config, attn_impl)
+    shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel, sums)
+    on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
+    device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+    model.to_empty(device=device)
+    initialise_weights(model, seed)
+    return model
 
 
 def build_pipeline(
@@ -59,53 +69,21 @@ def build_pipeline(
     loss: Loss,
     context: Context | None,
     *,
-    attn_impl: str,
     precision: Precision,
     mesh: DeviceMesh,
     sequence_parallel: bool,
     **options: Any,
 ) -> Pipeline:
-    """Build this rank's stages of a pipeline; the last stage computes `loss`. `options`: see `materialise`.
+    """Build this rank's stages of a pipeline; the last stage computes `loss`.
 
-    Raises ConfigError for a compiler that torch does not know.
+    `options` are those of `build_parallel_model`, which builds each stage. Raises ConfigError as it does.
     """
-    check_compiler(options["compile_config"])
-    models = []
-    for stage in stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]:
-        with torch.device("meta"):
-            model = StageModel(config, attn_impl, stage, loss, precision, context)
-        models.append(
-            materialise(model, precision=precision, mesh=mesh, sequence_parallel=sequence_parallel, **options)
-        )
+    options |= {"precision": precision, "mesh": mesh, "sequence_parallel": sequence_parallel}
+    stages = stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]
+    kinds = [partial(StageModel, stage=stage, loss=loss, precision=precision, context=context) for stage in stages]
+    models = [build_parallel_model(config, kind=kind, **options) for kind in kinds]
     degree = mesh["tensor"].size() if sequence_parallel else 1
     return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), degree)
-
-
-def check_compiler(compile_config: dict[str, Any] | None) -> None:
-    """Raise ConfigError for a backend that torch does not have. Listing them takes a second; inductor always exists."""
-    backend = (compile_config or {}).get("backend", "inductor")
-    if backend != "inductor" and backend not in torch.compiler.list_backends(exclude_tags=()):
-        common = ", ".join(torch.compiler.list_backends())
-        raise ConfigError(f"compile_config.backend: {backend!r} given, expected one of {common}")
-
-
-def materialise(
-    model: Model,
-    fsdp: FSDPConfig,
-    precision: Precision,
-    mesh: DeviceMesh,
-    seed: int,
-    compile_config: dict[str, Any] | None,
-    sequence_parallel: bool = False,
-    sums: ExactSums | None = None,
-) -> Model:
-    """Shard a model that is on the meta device, allocate this rank's shards, and initialise them."""
-    shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel, sums)
-    on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
-    device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
-    model.to_empty(device=device)
-    initialise_weights(model, seed)
-    return model
 
 
 def shard_model(

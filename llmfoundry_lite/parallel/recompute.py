@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llmfoundry_lite.config.schema import FSDPConfig
@@ -18,18 +19,15 @@ def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
     if fsdp.activation_checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
 
+    is_pinned = torch.cuda.is_available()  # pageable memory would be copied synchronously
+
     def checkpointed(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
-        with _save_on_host() if fsdp.activation_cpu_offload else nullcontext():
+        with save_on_cpu(pin_memory=is_pinned) if fsdp.activation_cpu_offload else nullcontext():
             return checkpoint(forward, *args, **options)
 
     block.forward = checkpointed
-
-
-def _save_on_host() -> Any:
-    """Save activations in host memory, pinned if there is an accelerator: pageable memory is copied synchronously."""
-    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 PRODUCTS = {

@@ -92,8 +92,7 @@ def tokenize(
 
 def make_token_files(source: Source, files: "TokenFiles", num_workers: int, bars: Progress) -> Work:
     """Make the missing token files by the encoder that `files` has. Raises Unequal."""
-    work = Work()
-    total = source.total_bytes
+    work, total = Work(), source.total_bytes
     task = bars.add_task("tokenising", total=total)
     done = {path.name for path in files.folder.glob("*.npz")}
 
@@ -107,24 +106,30 @@ def make_token_files(source: Source, files: "TokenFiles", num_workers: int, bars
                 total -= unit.num_bytes
                 bars.update(task, total=total)
 
-    def finished(unit: Unit, documents: int, text_bytes: int) -> None:
+    units = missing_units()
+    made = make_here(files, units) if num_workers == 1 else make_in_processes(files, units, num_workers)
+    for unit, (documents, text_bytes) in made:
         work.documents += documents
         work.text_bytes += text_bytes
         bars.advance(task, unit.num_bytes)
-
-    if num_workers == 1:
-        with one_thread_per_process():
-            files.prove()
-            for number, unit in missing_units():
-                finished(unit, *files.make(number, unit))
-    else:
-        with worker_processes(files, num_workers) as workers:
-            make_in_processes(workers, files.is_fast, missing_units(), finished, at_once=2 * num_workers)
     return work
 
 
-@contextlib.contextmanager
-def worker_processes(files: "TokenFiles", num_workers: int) -> Iterator[ProcessPoolExecutor]:
+def make_here(files: "TokenFiles", units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[Unit, tuple[int, int]]]:
+    """Make the token files of units in this process. Yields each unit with its documents and their bytes."""
+    with one_thread_per_process():
+        files.prove()
+        for number, unit in units:
+            yield unit, files.make(number, unit)
+
+
+def make_in_processes(
+    files: "TokenFiles", units: Iterator[tuple[int, Unit]], num_workers: int
+) -> Iterator[tuple[Unit, tuple[int, int]]]:
+    """Do the same in worker processes, two units under way for each: enough to keep all busy; streams wait in memory.
+
+    Results are taken in order, so that every launch over the same input names the same bad document.
+    """
     workers = ProcessPoolExecutor(
         num_workers,
         # A forked child would inherit the tokenizer library's threads in an unknown state.
@@ -132,8 +137,17 @@ def worker_processes(files: "TokenFiles", num_workers: int) -> Iterator[ProcessP
         initializer=start_worker,
         initargs=(files.request, files.partial, files.is_fast),
     )
+    running: deque[tuple[Unit, Future[tuple[int, int]]]] = deque()
     try:
-        yield workers
+        if files.is_fast:  # nothing is kept unless it succeeds
+            running.append((PROOF, workers.submit(prove_in_worker)))
+        for number, unit in units:
+            running.append((unit, workers.submit(make_in_worker, number, unit)))
+            if len(running) > 2 * num_workers:
+                first, future = running.popleft()
+                yield first, future.result()
+        for unit, future in running:
+            yield unit, future.result()
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
@@ -142,30 +156,6 @@ def worker_processes(files: "TokenFiles", num_workers: int) -> Iterator[ProcessP
         ) from error
     finally:
         workers.shutdown(wait=True, cancel_futures=True)
-
-
-def make_in_processes(
-    workers: ProcessPoolExecutor,
-    is_fast: bool,
-    units: Iterator[tuple[int, Unit]],
-    finished: Callable[[Unit, int, int], None],
-    *,
-    at_once: int,
-) -> None:
-    """Make the token files of units, with so many under way: enough to keep all busy; streams wait in memory.
-
-    Results are taken in order, so that every launch over the same input names the same bad document.
-    """
-    running: deque[tuple[Unit, Future[tuple[int, int]]]] = deque()
-    if is_fast:  # nothing is kept unless it succeeds
-        running.append((PROOF, workers.submit(prove_in_worker)))
-    for number, unit in units:
-        running.append((unit, workers.submit(make_in_worker, number, unit)))
-        if len(running) > at_once:
-            first, future = running.popleft()
-            finished(first, *future.result())
-    for unit, future in running:
-        finished(unit, *future.result())
 
 
 # In a worker
