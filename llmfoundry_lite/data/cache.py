@@ -149,12 +149,11 @@ class ShardCache:
             while self._state[shard] == COMING:
                 sleep(TICK_SECONDS)
             return
-        folder, reader, found = self._folder(shard), self._reader(shard), ABSENT
+        folder, found = self._folder(shard), ABSENT
         try:
             damage = damage and self._find_damage(shard)  # unless somebody has mended it since
             self._verified[shard] = 0
-            came = folder.bring(reader.raw_data, reader.zip_data, reader.compression, again=bool(damage))
-            self._has_come[shard] |= came
+            self._has_come[shard] |= folder.bring(self._reader(shard), again=bool(damage))
             found = HERE
         except Exception as error:
             where = f"from {folder.remote}" if folder.remote else "which is not there, and no `remote` has it"
@@ -201,8 +200,7 @@ class ShardCache:
             room += int(self._sizes[oldest])
 
     def _remove(self, shard: int) -> None:
-        reader = self._reader(shard)
-        self._folder(shard).remove(reader.raw_data, reader.zip_data, has_come=bool(self._has_come[shard]))
+        self._folder(shard).remove(self._reader(shard), has_come=bool(self._has_come[shard]))
         self._state[shard], self._verified[shard], self._has_come[shard] = ABSENT, 0, False
 
 

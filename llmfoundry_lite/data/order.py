@@ -174,7 +174,8 @@ class EpochOrder:
         blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)
 
         lanes_l = np.asarray(lanes, np.int64)
-        lane_begins_l, lane_ends_l = _lane_bounds(order, lanes_l)
+        # Begin and end in the ring. Lengths of lanes differ by one sample at most.
+        lane_begins_l, lane_ends_l = (_floor_share(lanes_l + i, order.num_samples, order.num_lanes) for i in (0, 1))
         begins_lk = lane_begins_l[:, None] + blocks_k * block_samples
         # Nothing is computed beyond the end of the longest lane: the only block may be a small part of a full one.
         longest_lane = -(-order.num_samples // order.num_lanes)
@@ -223,14 +224,6 @@ def share_of_worker(
     num_lanes_per_rank = order.num_lanes // world_size
     lanes = range(rank * num_lanes_per_rank, (rank + 1) * num_lanes_per_rank)
     return lanes, range(first_batch + worker, order.num_batches, num_workers)
-
-
-def _lane_bounds(order: SampleOrder, lanes_l: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return begin and end of lanes in the ring. Their lengths differ by one sample at most."""
-    begins_l, ends_l = (
-        _floor_share(places_l, order.num_samples, order.num_lanes) for places_l in (lanes_l, lanes_l + 1)
-    )
-    return begins_l, ends_l
 
 
 def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array, Int64Array]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from streaming import Stream
 from streaming.base.compression import decompress
 from streaming.base.format import FileInfo
+from streaming.base.format.mds import MDSReader
 from streaming.base.storage import CloudDownloader
 from streaming.base.util import retry
 
@@ -98,11 +99,12 @@ class ShardFolder:
             if file != INDEX and not file.endswith(PART)
         ]
 
-    def bring(self, raw: FileInfo, zipped: FileInfo | None, compression: str | None, *, again: bool = False) -> bool:
+    def bring(self, reader: MDSReader, *, again: bool = False) -> bool:
         """Bring and decompress a shard, unless it is there, or `again`. Return whether it came from the remote.
 
         Raises DataError, or what the transport raises; then the files that were there are there still.
         """
+        raw, zipped = reader.raw_data, reader.zip_data
         raw_path = os.path.join(self.path, raw.basename)
         if os.path.isfile(raw_path) and not again:
             return False
@@ -116,7 +118,7 @@ class ShardFolder:
         if damage:
             os.replace(self._download_whole(zipped), zip_path)
         part = os.path.join(self.path, part_name(raw.basename))
-        Path(part).write_bytes(decompress(compression, Path(zip_path).read_bytes()))
+        Path(part).write_bytes(decompress(reader.compression, Path(zip_path).read_bytes()))
         os.replace(part, raw_path)
         if self.remote and not self.stream.keep_zip and not self.why_only_copy(zipped, has_come=bool(damage)):
             _remove(zip_path)
@@ -163,14 +165,14 @@ class ShardFolder:
             return f"{there} cannot be compared with it ({one_line(error)})"
         return ""
 
-    def remove(self, raw: FileInfo, zipped: FileInfo | None, has_come: bool) -> None:
+    def remove(self, reader: MDSReader, has_come: bool) -> None:
         """Remove a shard. Raises DataError where that could lose it."""
-        if reason := self.why_only_copy(zipped or raw, has_come):
+        if reason := self.why_only_copy(reader.zip_data or reader.raw_data, has_come):
             raise DataError(
                 f"{reason}, so {self.path} may hold the only copy, and nothing is removed; complete the remote, "
                 "or leave `remote` out"
             )
-        for info in filter(None, (raw, zipped)):
+        for info in filter(None, (reader.raw_data, reader.zip_data)):
             _remove(os.path.join(self.path, info.basename))
 
 

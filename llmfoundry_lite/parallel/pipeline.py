@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ class Pipeline(nn.Module):
         """`sequence_parallel_degree`: ranks among which sequence parallelism divides each sequence."""
         super().__init__()
         self.sequence_parallel_degree = sequence_parallel_degree
-        self.stages = nn.ModuleList(stages)
+        self.stages: Any = nn.ModuleList(stages)
         self.config = stages[0].config
         self.pipeline = pipeline
         self.group = group
@@ -119,8 +119,8 @@ class Pipeline(nn.Module):
         """This rank's parameters that another stage also has: tied embeddings."""
         if not self.config.tie_word_embeddings:
             return []
-        ends = [stage for stage in self._stages() if stage.stage.is_first or stage.stage.is_last]
-        return [cast(nn.Parameter, stage.transformer.wte.weight) for stage in ends]
+        ends = [stage for stage in self.stages if stage.stage.is_first or stage.stage.is_last]
+        return [stage.transformer.wte.weight for stage in ends]
 
     def train_on(self, tokens_bt: Tensor, labels_bt: Tensor, weights_m: Tensor, **options: Tensor | None) -> Tensor:
         """Add up the gradient of m microbatches' losses, each times its weight.
@@ -158,7 +158,7 @@ class Pipeline(nn.Module):
         """Return the result of the head on the rank of the last stage; None on other ranks, which do not wait."""
         result, x = None, tokens_bt
         num_past = 0 if cache is None else cache.length
-        for model in self._stages():
+        for model in self.stages:
             stage = model.stage
             if not stage.is_first and self._rank_of(stage.index - 1) != self.rank:
                 shape = (*tokens_bt.shape, self.config.d_model)
@@ -172,9 +172,6 @@ class Pipeline(nn.Module):
             elif self._rank_of(stage.index + 1) != self.rank:
                 self._send(x, self._rank_of(stage.index + 1))
         return result
-
-    def _stages(self) -> list[StageModel]:
-        return cast(list[StageModel], list(self.stages))
 
     def _rank_of(self, index: int) -> int:
         """Return the rank in the group that has this stage."""
@@ -211,12 +208,12 @@ class Pipeline(nn.Module):
         key = (num_microbatches, num_samples, seq_len)
         if key not in self._schedules:
             self._schedules.clear()
-            stages = [self._torch_stage(model, num_samples, seq_len) for model in self._stages()]
+            stages = [self._torch_stage(model, num_samples, seq_len) for model in self.stages]
             kind = SCHEDULES[self.pipeline.schedule]
             self._schedules[key] = kind(
                 stages[0] if self.pipeline.schedule in TAKES_ONE_STAGE else stages,
                 num_microbatches,
-                loss_fn=_weigh,
+                loss_fn=lambda loss, weight_1: loss * weight_1[0],
                 scale_grads=False,
             )
         return self._schedules[key]
@@ -256,7 +253,3 @@ class Pipeline(nn.Module):
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
             gradient += theirs
-
-
-def _weigh(loss: Tensor, weight_1: Tensor) -> Tensor:
-    return loss * weight_1[0]

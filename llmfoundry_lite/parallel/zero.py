@@ -26,7 +26,7 @@ def rows_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
     A parameter without replicas, as on one device, is returned unchanged.
     """
-    return [_rows_of(parameter) if _replicas(parameter) > 1 else parameter for parameter in parameters]
+    return [parameter if _replicate_dim(parameter) is None else _rows_of(parameter) for parameter in parameters]
 
 
 def step_together(optimizer: Optimizer) -> None:
@@ -49,9 +49,13 @@ def step_together(optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(after)
 
 
-def _replicas(parameter: Tensor) -> int:
-    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-    return cast(DTensor, parameter).device_mesh.size(names.index(REPLICATE)) if names and REPLICATE in names else 1
+def _replicate_dim(parameter: Tensor) -> int | None:
+    """Return the dimension of a parameter's mesh along which it has replicas, if it has any."""
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    if mesh is None or REPLICATE not in (mesh.mesh_dim_names or ()):
+        return None
+    dim = (mesh.mesh_dim_names or ()).index(REPLICATE)
+    return dim if mesh.size(dim) > 1 else None
 
 
 def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -63,10 +67,8 @@ def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
 def _cut(tensor: Tensor) -> Tensor:
     """Return a view of this rank's rows."""
     tensor = cast(DTensor, tensor)
-    mesh = tensor.device_mesh
-    assert mesh.mesh_dim_names is not None
-    dim = mesh.mesh_dim_names.index(REPLICATE)
-    local = tensor.to_local()
+    mesh, dim, local = tensor.device_mesh, _replicate_dim(tensor), tensor.to_local()
+    assert dim is not None
     chunk = math.ceil(local.size(0) / mesh.size(dim))
     begin = min(mesh.get_local_rank(dim) * chunk, local.size(0))
     # Replicas divide the rows that are left after other dimensions of the mesh have divided them.
@@ -100,9 +102,8 @@ def _kind(parameter: DTensor) -> tuple[Any, ...]:
 @torch.no_grad()
 def _gather(parameters: Sequence[DTensor]) -> None:
     """Gather all replicas' rows on every replica, in one collective. The last replicas' rows are padded."""
-    mesh = parameters[0].device_mesh
-    assert mesh.mesh_dim_names is not None
-    dim = mesh.mesh_dim_names.index(REPLICATE)
+    mesh, dim = parameters[0].device_mesh, _replicate_dim(parameters[0])
+    assert dim is not None
     num_replicas, rank = mesh.size(dim), mesh.get_local_rank(dim)
     wholes = [parameter.to_local() for parameter in parameters]
     sizes = [math.ceil(whole.size(0) / num_replicas) * whole[:1].numel() for whole in wholes]

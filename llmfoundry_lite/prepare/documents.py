@@ -32,9 +32,7 @@ STDLIB_HASH_SEED = 187
 """Chosen by what it holds out on Python 3.11 to 3.13: modules of ordinary code (`argparse`, `pathlib`, `pickle`, …),
 5 % of the text, none of them much larger than the others."""
 
-SKIP_REASONS: tuple[str, ...] = (
-    *("empty", "invalid_utf8", "invalid_json", "missing_text_key", "not_text", "invalid_csv", "too_large"),
-)
+SKIP_REASONS = ("empty", "invalid_utf8", "invalid_json", "missing_text_key", "not_text", "invalid_csv", "too_large")
 """Reasons to leave a document out. `empty` is always left out; the others only with `--on-error skip`."""
 
 MAX_NAMED_PER_UNIT = 10

@@ -121,7 +121,7 @@ def _winograd(row: Row) -> Row:
     text, pronoun, at = row["text"], row["pronoun"], row["pronoun_loc"]
     if text[at : at + len(pronoun)] != pronoun:
         raise ValueError(f"no {pronoun!r} at {at}")
-    before, after = _one_space(text[:at]), _one_space(text[at + len(pronoun) :])
+    before, after = (re.sub(" {2,}", " ", part) for part in (text[:at], text[at + len(pronoun) :]))
     names = [
         _name_in_place(name, pronoun, starts_sentence=before.rstrip()[-1:] in ("", ".")) for name in row["options"]
     ]
@@ -137,10 +137,6 @@ def _name_in_place(name: str, pronoun: str, *, starts_sentence: bool) -> str:
     if not starts_sentence and first in ("A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their"):
         name = f"{first.lower()} {rest}".strip()
     return name + "'s" * (pronoun.lower() in ("my", "his", "her", "our", "their"))
-
-
-def _one_space(text: str) -> str:
-    return re.sub(" {2,}", " ", text)
 
 
 def _winogrande(row: Row) -> Row:

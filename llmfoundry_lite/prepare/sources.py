@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, one_line
 from llmfoundry_lite.files import without_magic
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_csv, read_lines, table_parts
 from llmfoundry_lite.prepare.documents import Unit, group_by_size, text_of_row
@@ -256,14 +256,13 @@ def hub_rows(
         try:
             rows = iter(datasets.load_dataset(plain, config, split=split, revision=revision, streaming=True))
         except Exception as error:
-            reason = " ".join(str(error).replace(plain, name).split())
+            reason = one_line(error).replace(plain, name)
             raise DataError(f"{HUB_PREFIX}{name}: the data set cannot be opened: {reason}") from error
         for number in itertools.count():
             try:
                 row = next(rows, None)
             except Exception as error:
-                reason = " ".join(str(error).split())
-                raise DataError(f"{origin}: reading stopped after row {number}: {reason}") from error
+                raise DataError(f"{origin}: reading stopped after row {number}: {one_line(error)}") from error
             if row is None:
                 return
             yield row
