@@ -197,10 +197,10 @@ def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_rank
     hash_of_zeros = hash_buffers([zeros])
     started = time.perf_counter()
     for rank in range(1, num_ranks):
-        entries = [one.entry for one in slices_of_rank(saver._plan.tensors, rank, seen)]
+        entries = slices_of_rank(saver._plan.tensors, rank, seen)
         header = build_header(entries, {"save_id": saver._flight.save_id}, block_bytes=BLOCK_BYTES)  # type: ignore[union-attr]
         header_bytes = max(header_bytes, len(header))
-        size = len(header) + sum(entry.num_bytes for entry in entries)
+        size = len(header) + sum(entry.num_bytes for entry in entries.values())
         hashes = []
         for begin in range(0, size, BLOCK_BYTES):
             part = header[begin : begin + BLOCK_BYTES]
@@ -295,7 +295,8 @@ def measure_requests(figures: dict[str, float], num_ranks: int) -> None:
             folder, prefix = store.commits.draft(save_id)
             files = []
             for rank in range(num_ranks):
-                header = build_header([Entry(f"model/w@{rank}", "U8", (1,), 1)], {}, block_bytes=BLOCK_BYTES)
+                entry = Entry("model/w", "U8", (rank,), (1,))
+                header = build_header({entry.key: entry}, {}, block_bytes=BLOCK_BYTES)
                 record = write_shard(folder, file_name(rank), header, [bytes(1)])
                 files.append(replace(record, name=prefix + record.name))
             tensors = {"model/w": TensorRecord("U8", (num_ranks,), Grid((1,), (0,), (1,)))}

@@ -43,10 +43,9 @@ from llmfoundry_lite.checkpoint.layouts import Grid, Slice, grid_of
 from llmfoundry_lite.checkpoint.lease import is_other_live_process
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, MANIFEST, FileRecord, Manifest, TensorRecord, Timestamp
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
-from llmfoundry_lite.checkpoint.planning import OwnSlice
 from llmfoundry_lite.checkpoint.restore import Overlap, overlap_of, read_files
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, file_order, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, file_order, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
@@ -59,7 +58,7 @@ Id = str | os.PathLike[str]
 class Piece(NamedTuple):
     """A slice that one rank has written."""
 
-    slice: OwnSlice
+    slice: Entry
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     file: FileRecord
@@ -67,16 +66,10 @@ class Piece(NamedTuple):
     """Its part of the state's digest."""
 
 
-class Value(NamedTuple):
-    """Something in a state dict that is no tensor."""
-
-    value: Any
-
-
 class Held(NamedTuple):
     """A slice in memory."""
 
-    slice: OwnSlice
+    slice: Entry
     shape: tuple[int, ...]
     tensor: torch.Tensor
 
@@ -129,8 +122,7 @@ class PortableStorageWriter(StorageWriter):
         results, held = [], {}
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                value = _value_of(item, planner)
-                results.append(WriteResult(item.index, 0, Value(value)))
+                results.append(WriteResult(item.index, 0, _value_of(item, planner)))
             else:
                 data, tensor = item.tensor_data, planner.resolve_data(item)
                 assert isinstance(tensor, torch.Tensor) and data is not None
@@ -139,16 +131,16 @@ class PortableStorageWriter(StorageWriter):
             store, _ = open_store(self.checkpoint_id)
             pieces = write_pieces(store, plan.storage_data, file_name(self.rank), list(held.values()))
             for index, piece in zip(held, pieces, strict=True):
-                results.append(WriteResult(index, piece.slice.entry.num_bytes, piece))
+                results.append(WriteResult(index, piece.slice.num_bytes, piece))
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store, _ = open_store(self.checkpoint_id)
         written = [(one.index.fqn, one.storage_data) for of_rank in results for one in of_rank]
-        values = {fqn: found.value for fqn, found in written if isinstance(found, Value)}
+        pieces = [found for _, found in written if isinstance(found, Piece)]
+        values = {fqn: found for fqn, found in written if not isinstance(found, Piece)}
         paths = {fqn: list(path) for fqn, path in (metadata.planner_data or {}).items()}
         assert self.lease is not None, "the coordinator has a lease"
-        pieces = [found for _, found in written if isinstance(found, Piece)]
         publish(store, self.lease, self.save_id, pieces, {DCP_STATE: {"values": values, "paths": paths}})
 
 
@@ -229,7 +221,7 @@ def hold(fqn: str, tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[
         raise CheckpointError(
             f"{fqn}: {tensor.dtype}, {tensor.layout} given, expected a dense tensor of a dtype that safetensors names"
         )
-    one = OwnSlice(stored_name(fqn), dtype, tuple(offset), tuple(tensor.shape))
+    one = Entry(stored_name(fqn), dtype, tuple(offset), tuple(tensor.shape))
     return Held(one, tuple(shape), tensor.detach().to("cpu").contiguous())
 
 
@@ -250,15 +242,15 @@ def write_pieces(store: CheckpointStore, save_id: str, name: str, held: Sequence
     """Write slices to one file of a draft. Raises CheckpointError, and then the file is not there."""
     folder, _ = store.open_draft(save_id)
     # A tensor without elements has no slice in a file, and the others stand in the file's order.
-    tensors = {one.slice.entry: one.tensor for one in held if math.prod(one.slice.lengths)}
-    entries = file_order(tensors)
+    tensors = {one.slice.key: one.tensor for one in held}
+    entries = file_order({one.slice.key: one.slice for one in held if math.prod(one.slice.shape)})
     header = build_header(entries, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
     try:
-        record = write_shard(folder, name, header, [as_bytes(tensors[entry]) for entry in entries])
+        record = write_shard(folder, name, header, [as_bytes(tensors[key]) for key in entries])
     except (OSError, EOFError) as error:
         raise CheckpointError(f"{folder.url}/{name}: not written: {getattr(error, 'strerror', '') or error}") from error
     return [
-        Piece(one.slice, one.shape, record, sum_keyed(one.slice.name, one.tensor, one.slice.offset, one.shape))
+        Piece(one.slice, one.shape, record, sum_keyed(one.slice.tensor, one.tensor, one.slice.offset, one.shape))
         for one in held
     ]
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
 from llmfoundry_lite.checkpoint.restore import read_tensors
-from llmfoundry_lite.checkpoint.shards import Entry, build_header, file_order
+from llmfoundry_lite.checkpoint.shards import build_header, file_order
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors
 from llmfoundry_lite.checkpoint.store import Checkpoint, open_checkpoint
 from llmfoundry_lite.errors import CheckpointError
@@ -110,18 +110,16 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
         raise CheckpointError(
             f"{checkpoint.url}: none of its tensors is named model/…; --everything writes all of them"
         )
-    records = {short: manifest.tensors[name] for short, name in names.items()}
-    entries = file_order(Entry(short, r.dtype, r.shape, r.num_bytes) for short, r in records.items())
+    records = file_order({short: manifest.tensors[name] for short, name in names.items()})
     metadata = {"format": "pt", "save_id": manifest.save_id, "aliases": json.dumps(manifest.aliases)}
-    header = build_header(entries, metadata)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(draft, "wb") as file:
-            file.write(header)
-            for entry in entries:
-                if math.prod(entry.shape):
-                    tensor = read_full(checkpoint, [names[entry.key]])[names[entry.key]]
+            file.write(build_header(records, metadata))
+            for short, record in records.items():
+                if math.prod(record.shape):
+                    tensor = read_full(checkpoint, [names[short]])[names[short]]
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())

@@ -33,27 +33,13 @@ Cut = int | tuple[int, ...]
 Ranks = NDArray[np.int64]
 
 
-class OwnSlice(NamedTuple):
-    """A slice that this rank writes."""
-
-    name: str
-    dtype: str
-    offset: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def entry(self) -> Entry:
-        num_bytes = math.prod(self.lengths) * ITEM_BYTES[self.dtype]
-        return Entry(f"{self.name}@{','.join(map(str, self.offset))}", self.dtype, self.lengths, num_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Which rank writes what. The same on all ranks, but for `mine`."""
 
     tensors: dict[str, TensorRecord]
-    mine: list[OwnSlice]
-    """In the order of this rank's file."""
+    mine: dict[str, Entry]
+    """Slices that this rank writes, by key, in the order of its file."""
     first_ranks: list[int]
     """The first rank with each different table."""
     table_of_rank: list[int]
@@ -186,19 +172,16 @@ def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dic
     return {name: records[name] for name in rows}
 
 
-def slices_of_rank(records: dict[str, TensorRecord], rank: int, seen: dict[Any, Any]) -> list[OwnSlice]:
+def slices_of_rank(records: dict[str, TensorRecord], rank: int, seen: dict[Any, Any]) -> dict[str, Entry]:
     """Return what a rank writes, in the order of its file. `seen` keeps work for further calls, for other ranks."""
-    slices = {}
+    slices = []
     for name, record in records.items():
         layout = record.layout
-        assert isinstance(layout, Grid)
         indices = seen.get(key := (id(layout), *layout.counts(record.shape), math.prod(record.shape) > 0))
         if indices is None:
             indices = seen[key] = layout.indices_by_file(record.shape)
-        for index in indices.get(rank, ()):
-            one = OwnSlice(name, record.dtype, *layout.box(record.shape, index))
-            slices[one.entry.key] = one
-    return [slices[entry.key] for entry in file_order(one.entry for one in slices.values())]
+        slices += [Entry(name, record.dtype, *layout.box(record.shape, index)) for index in indices.get(rank, ())]
+    return file_order({one.key: one for one in slices})
 
 
 def spread_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequence[int]], item_bytes: int) -> Spread:

@@ -207,7 +207,7 @@ def gather_held_keys(model: nn.Module, optimizer: Optimizer | None) -> Held:
         if optimizer is not None:
             names = state.parameter_names(model, optimizer)
             groups = [sorted({names[id(p)] for p in group["params"]}) for group in optimizer.param_groups]
-        mine = [sorted(state.model_tensors(model)[0]), groups]
+        mine = [sorted(state.read_state(model).tensors), groups]
     held = [value for value, _ in exchange.all_gather_distinct(mine)]
     groups = [set().union(*(names[i] for _, names in held)) for i in range(len(held[0][1]))]
     return Held(set().union(*(keys for keys, _ in held)), groups)
@@ -224,7 +224,7 @@ def find_targets(
 ) -> Targets:
     """Match keys, shapes and dtypes of both sides. Raises CheckpointError naming those that differ."""
     manifest, where = checkpoint.manifest, checkpoint.url
-    everything = state.model_tensors(model)[0]
+    everything = state.read_state(model).tensors
     for pattern in ignore:
         if not any(is_ignored(key, [pattern]) for key in (*held.keys, *manifest.tensors)):
             raise CheckpointError(

@@ -27,8 +27,8 @@ from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.planning import OwnSlice, Plan, agree_on_plan, boxes_of
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, write_shard
+from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_buffers, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
@@ -180,7 +180,9 @@ class Saver:
         found = state.read_state(model, optimizer)
         sources = _sources(self._agree_on_plan(found), found)
         with torch.no_grad():
-            parts = [sum_keyed(one.name, source, one.offset, found.tensors[one.name].shape) for one, source in sources]
+            parts = [
+                sum_keyed(one.tensor, source, one.offset, found.tensors[one.tensor].shape) for one, source in sources
+            ]
         return format_digest(exchange.all_reduce_sum([sum(parts)])[0])
 
     def poll(self, *, all_written: bool | None = None) -> Saved | None:
@@ -250,15 +252,15 @@ class Saver:
         if on_device:
             torch.cuda.synchronize()
 
-    def _allocate(self, slices: list[OwnSlice], *, pinned: bool) -> None:
-        size = sum(one.entry.num_bytes for one in slices)
+    def _allocate(self, slices: dict[str, Entry], *, pinned: bool) -> None:
+        size = sum(one.num_bytes for one in slices.values())
         if size != self._content.numel():
             self._staged, self._content = {}, torch.empty(0, dtype=torch.uint8)  # given back before more is taken
             self._content = aligned_memory(size, pinned)
         self._staged, begin = {}, 0
-        for one in slices:
-            end = begin + one.entry.num_bytes
-            self._staged[one.entry.key] = self._content[begin:end].view(DTYPES[one.dtype]).view(one.lengths)
+        for key, one in slices.items():
+            end = begin + one.num_bytes
+            self._staged[key] = self._content[begin:end].view(DTYPES[one.dtype]).view(one.shape)
             begin = end
 
     def _write(self, plan: Plan, found: state.State, save_id: str) -> tuple[FileRecord, bytes, int]:
@@ -266,7 +268,7 @@ class Saver:
         this rank's part of the state's digest."""
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
-        header = build_header([one.entry for one in plan.mine], {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+        header = build_header(plan.mine, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
                 checked = beside.submit(self._examine, plan)
@@ -284,10 +286,11 @@ class Saver:
     def _examine(self, plan: Plan) -> tuple[list[str], int]:
         """Return the staged slices with a value that is not finite, and this rank's part of the state's digest."""
         poisoned, digest = [], 0
-        for one, (key, staged) in zip(plan.mine, self._staged.items(), strict=True):
+        for key, one in plan.mine.items():
+            staged = self._staged[key]
             if not _is_finite(staged):
                 poisoned.append(key)
-            digest += sum_keyed(one.name, staged, one.offset, plan.tensors[one.name].shape)
+            digest += sum_keyed(one.tensor, staged, one.offset, plan.tensors[one.tensor].shape)
         return poisoned, digest % (1 << 64)
 
     # ---------------------------------------------------------------------------------------------------- publishing
@@ -350,15 +353,15 @@ class Saver:
         self.after_publish(self.lease)
 
 
-def _sources(plan: Plan, found: state.State) -> Iterator[tuple[OwnSlice, torch.Tensor]]:
+def _sources(plan: Plan, found: state.State) -> Iterator[tuple[Entry, torch.Tensor]]:
     """Yield each slice that this rank writes, and what it holds of it."""
-    for one in plan.mine:
-        tensor = found.tensors[one.name]
+    for one in plan.mine.values():
+        tensor = found.tensors[one.tensor]
         source = local_tensor(tensor)
-        if one.name in found.row_orders:
-            held = boxes_of(tensor, found.row_orders[one.name])
+        if one.tensor in found.row_orders:
+            held = boxes_of(tensor, found.row_orders[one.tensor])
             at = next(box.at for box in held if box.offset == one.offset)
-            source = source.narrow(0, at, one.lengths[0])
+            source = source.narrow(0, at, one.shape[0])
         yield one, source
 
 

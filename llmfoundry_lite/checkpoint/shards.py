@@ -7,17 +7,17 @@ stays plain safetensors. The manifest has one digest for header and hashes, whic
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 
 from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, T, retry_on_damage, unreadable
-from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, ITEM_BYTES, FileRecord, Manifest
+from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, ITEM_BYTES, FileRecord, Manifest, TensorRecord
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
@@ -33,17 +33,30 @@ HASHES = "__hashes__"
 
 
 class Entry(NamedTuple):
-    """A slice in a file's header."""
+    """A slice that is to be written."""
 
-    key: str
+    tensor: str
     dtype: str
+    offset: tuple[int, ...]
     shape: tuple[int, ...]
-    num_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Its name inside the file."""
+        return f"{self.tensor}@{','.join(map(str, self.offset))}"
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+E = TypeVar("E", Entry, TensorRecord)
 
 
 class Stored(NamedTuple):
     """A slice as its file's header has it, from byte `begin` of the file to `end`."""
 
+    tensor: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -63,26 +76,26 @@ class ReadRequest(NamedTuple):
 
 BlockRange = tuple[int, int]
 """First byte and end of whole blocks that are read at once."""
-NamedRange = tuple[int, int, str]
-"""First byte, end, and the tensor that has them, for messages."""
+NamedRange = ReadRequest | Stored
+"""Bytes of which the tensor is known, for messages."""
 
 
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def file_order(entries: Iterable[Entry]) -> list[Entry]:
+def file_order(entries: Mapping[str, E]) -> dict[str, E]:
     """Put wide items first: each slice then starts at a multiple of its item size without holes, which are not
     allowed."""
-    return sorted(entries, key=lambda entry: (-ITEM_BYTES[entry.dtype], entry.key))
+    return dict(sorted(entries.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
 
 
-def build_header(entries: Sequence[Entry], metadata: dict[str, str], *, block_bytes: int = 0) -> bytes:
-    """Return the first bytes of a file that has `entries` in this order. With `block_bytes` the file ends with the
-    hashes of its blocks."""
-    ends = [0, *accumulate(entry.num_bytes for entry in entries)]
+def build_header(entries: Mapping[str, E], metadata: dict[str, str], *, block_bytes: int = 0) -> bytes:
+    """Return the first bytes of a file that has slices or whole tensors, by key, in this order. With `block_bytes` the
+    file ends with the hashes of its blocks."""
+    ends = [*accumulate((entry.num_bytes for entry in entries.values()), initial=0)]
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    for entry, (begin, end) in zip(entries, pairwise(ends), strict=True):
-        header[entry.key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
+    for (key, entry), (begin, end) in zip(entries.items(), pairwise(ends), strict=True):
+        header[key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
     start, is_settled = 8, False
     text = b""
     while not is_settled:  # how long the table is depends on how long the header is that says so
@@ -225,16 +238,15 @@ class Shard:
 
         def read(blocks: BlockRange) -> None:
             inside = requests[bisect_right(ends, blocks[0]) : bisect_left(begins, blocks[1])]
-            self._read_range(blocks, inside, [(request.begin, request.end, request.tensor) for request in inside])
+            self._read_range(blocks, inside, inside)
 
         _for_each(read, _block_ranges(self.file, requests), num_threads)
 
     def verify(self, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Hash all blocks. Raises UnsoundCheckpointError naming the file and a tensor in the damaged block."""
-        named = [(stored.begin, stored.end, key.partition("@")[0]) for key, stored in self.contents.items()]
 
         def read(blocks: BlockRange) -> None:
-            self._read_range(blocks, (), named)
+            self._read_range(blocks, (), [*self.contents.values()])
             on_read(blocks[1] - blocks[0])
 
         _for_each(read, _split_range(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
@@ -253,23 +265,19 @@ class Shard:
         if position < last:
             buffers.append(np.empty(last - position, np.uint8))
 
+        starts = [*accumulate((len(buffer) for buffer in buffers), initial=first)]
+
         def read(source: Source) -> None:
             source.read_into(first, buffers)
-            self._check_blocks(blocks, buffers, named)
+            for begin in range(first, last, self.file.block_bytes):
+                end, at = min(begin + self.file.block_bytes, last), begin // self.file.block_bytes * HASH_BYTES
+                if hash_buffers(_cut_buffers(buffers, starts, begin, end)) != self.hashes[at : at + HASH_BYTES]:
+                    hit = sorted({one.tensor for one in named if one.begin < end and one.end > begin})
+                    more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
+                    inside = f" (in {hit[0]}{more})" if hit else ""
+                    raise self.damage(f"bytes {begin:,} to {end:,} are not what was written{inside}")
 
         self._read_twice_if_damaged(read)
-
-    def _check_blocks(self, blocks: BlockRange, buffers: Sequence[Buffer], named: Sequence[NamedRange]) -> None:
-        block_bytes = self.file.block_bytes
-        starts = [blocks[0], *(blocks[0] + n for n in accumulate(len(buffer) for buffer in buffers))]
-        for first in range(*blocks, block_bytes):
-            last = min(first + block_bytes, blocks[1])
-            at = first // block_bytes * HASH_BYTES
-            if hash_buffers(_cut_buffers(buffers, starts, first, last)) != self.hashes[at : at + HASH_BYTES]:
-                hit = sorted({name for begin, end, name in named if begin < last and end > first})
-                more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
-                inside = f" (in {hit[0]}{more})" if hit else ""
-                raise self.damage(f"bytes {first:,} to {last:,} are not what was written{inside}")
 
 
 @contextmanager
@@ -308,8 +316,11 @@ def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
         header.pop("__metadata__", None)
         header.pop(HASHES, None)
         contents = {
-            key: Stored(str(entry["dtype"]), tuple(entry["shape"]), *(len(raw) + int(n) for n in entry["data_offsets"]))
+            key: Stored(
+                key.partition("@")[0], str(entry["dtype"]), tuple(entry["shape"]), len(raw) + begin, len(raw) + end
+            )
             for key, entry in header.items()
+            for begin, end in [map(int, entry["data_offsets"])]
         }
         end = len(raw)
         for stored in sorted(contents.values(), key=lambda stored: (stored.begin, stored.end)):
@@ -332,7 +343,8 @@ def check_headers(folder: Folder, manifest: Manifest) -> None:
             for key, stored in shard.contents.items():
                 name, _, offset = key.rpartition("@")
                 record = manifest.tensors.get(name)
-                expected = None if record is None else record.layout.at(record.shape, _numbers(offset))
+                begin = [int(n) if n.isdecimal() else -1 for n in offset.split(",")] if offset else []
+                expected = None if record is None else record.layout.at(record.shape, begin)
                 found = (index, stored.shape, stored.dtype)
                 if record is None or expected is None or (expected.file, expected.shape, record.dtype) != found:
                     raise shard.damage(f"{key} is {stored.dtype} {list(stored.shape)} in its header alone")
@@ -399,15 +411,7 @@ def _read_bytes(source: Source, offset: int, size: int) -> bytes:
     return bytes(buffer)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(n) if n.isdecimal() else -1 for n in text.split(",")] if text else []
-
-
 def _for_each(work: Callable[[Any], None], items: Sequence[Any], num_threads: int) -> None:
     """Call `work` for each item in several threads. Raises the first failure, once all threads have stopped."""
-    if min(num_threads, len(items)) <= 1:
-        for item in items:
-            work(item)
-        return
-    with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="checkpoint") as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="checkpoint") as pool:
         list(pool.map(work, items))

@@ -54,18 +54,20 @@ Named = list[tuple[str, torch.Tensor]]
 def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
     """Collect the state without a copy: tensors are those of the model and the optimizer."""
     parameters, buffers = _members(model)
-    tensors, aliases = _unique([*parameters, *buffers])
+    tensors: Tensors = {}
+    aliases: dict[str, str] = {}
+    first_keys: dict[int, str] = {}
+    for name, tensor in [*parameters, *buffers]:
+        key = f"model/{name}"
+        if (first := first_keys.setdefault(id(tensor), key)) == key:
+            tensors[key] = tensor
+        else:
+            aliases[key] = first
     numbers = None
     if optimizer is not None:
         slots, numbers = _read_optimizer(_names(parameters, optimizer), optimizer)
         tensors |= slots
     return State(tensors, aliases, numbers, row_orders(model, tensors))
-
-
-def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors of the model's state dict, each once, and further name -> first name of those tied."""
-    parameters, buffers = _members(model)
-    return _unique([*parameters, *buffers])
 
 
 def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Runs]:
@@ -118,19 +120,6 @@ def _members(model: nn.Module) -> tuple[Named, Named]:
         parameters += [(start + name, p) for name, p in module._parameters.items() if p is not None]
         buffers += [(start + name, b) for name, b in module._buffers.items() if b is not None and name not in passing]
     return parameters, buffers
-
-
-def _unique(named: Named) -> tuple[Tensors, dict[str, str]]:
-    tensors: Tensors = {}
-    aliases: dict[str, str] = {}
-    first_keys: dict[int, str] = {}
-    for name, tensor in named:
-        key = f"model/{name}"
-        if (first := first_keys.setdefault(id(tensor), key)) == key:
-            tensors[key] = tensor
-        else:
-            aliases[key] = first
-    return tensors, aliases
 
 
 def _names(parameters: Named, optimizer: Optimizer) -> dict[int, str]:

@@ -25,9 +25,8 @@ def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | 
     folder, prefix = store.open_draft(save_id)
     files = []
     for rank, half in enumerate(np.split(values_of(batch), 2)):
-        offset = (rank * ROWS,)
-        entry = Entry(f"model/w@{offset[0]}", "I64", (ROWS,), 8 * ROWS)
-        header = build_header([entry], {}, block_bytes=BLOCK_BYTES)
+        entry = Entry("model/w", "I64", (rank * ROWS,), (ROWS,))
+        header = build_header({entry.key: entry}, {}, block_bytes=BLOCK_BYTES)
         name = f"shard-{rank:05d}.safetensors"
         options = {"block_bytes": BLOCK_BYTES, "num_threads": 2, "on_phase": store.on_phase}
         record = write_shard(folder, name, header, [half.view(np.uint8)], **options)

@@ -93,10 +93,10 @@ def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
     for rank, plan in enumerate(plans):
         with rank_of(rank, len(plans)):
             tensors = distribute(whole, layouts, mesh_shape)
-            for box in plan.mine:
-                assert box_of(tensors[box.name]) == (box.offset, box.lengths)
-            pieces = [as_bytes(local_tensor(tensors[box.name]).contiguous()) for box in plan.mine]
-        header = build_header([box.entry for box in plan.mine], {"save_id": SAVE_ID}, block_bytes=4096)
+            for box in plan.mine.values():
+                assert box_of(tensors[box.tensor]) == (box.offset, box.shape)
+            pieces = [as_bytes(local_tensor(tensors[box.tensor]).contiguous()) for box in plan.mine.values()]
+        header = build_header(plan.mine, {"save_id": SAVE_ID}, block_bytes=4096)
         files.append(write_shard(folder, file_name(rank), header, pieces, block_bytes=4096))
         assert plan.tensors == plans[0].tensors
     manifest = Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plans[0].tensors, files=tuple(files))
@@ -158,7 +158,7 @@ def test_replicated_tensors_are_written_once_and_spread_evenly(tmp_path):
     whole = {f"model/t{i}": torch.randn(64, 8) for i in range(16)}
     layouts = dict.fromkeys(whole, (Replicate(), Shard(0)))
     checkpoint, plans = save_simulated(tmp_path, whole, layouts, (4, 1))
-    assert [sum(box.entry.num_bytes for box in plan) for plan in plans] == [4 * 64 * 8 * 4] * 4
+    assert [sum(box.num_bytes for box in plan.values()) for plan in plans] == [4 * 64 * 8 * 4] * 4
     assert sum(t.num_bytes for t in checkpoint.manifest.tensors.values()) == sum(len(p) for p in plans) * 64 * 8 * 4
     layouts = dict.fromkeys(whole, None)
     _, plans = save_simulated(tmp_path / "plain", whole, layouts, (4,))
@@ -172,7 +172,7 @@ def test_tensors_need_not_be_on_every_rank(tmp_path):
     absent = {(rank, "model/last" if rank < 2 else "model/first") for rank in range(4)}
     checkpoint, plans = save_simulated(tmp_path, whole, layouts, (4,), absent)
     assert list(checkpoint.manifest.tensors) == list(whole)
-    where = {box.name: rank for rank, boxes in enumerate(plans) for box in boxes}
+    where = {box.tensor: rank for rank, boxes in enumerate(plans) for box in boxes.values()}
     assert where["model/first"] in (0, 1) and where["model/last"] in (2, 3)
     loaded = read_tensors(checkpoint, whole)
     assert all(same_bits(loaded[name], whole[name]) for name in whole)
@@ -198,7 +198,7 @@ def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
             check_local_tensors({"model/w": tensor})
             assert box_of(tensor) == ((begin, 0), (4, 2))
             plan = make_plan([(describe({"model/w": tensor}), list(range(6)))], rank, 6)
-            assert [(box.offset, box.lengths) for box in plan.mine] == [((begin, 0), (4, 2))]
+            assert [(box.offset, box.shape) for box in plan.mine.values()] == [((begin, 0), (4, 2))]
             assert plan.tensors["model/w"].layout == Grid((4,), (0, 2, 4, 1, 3, 5))
 
 
@@ -246,7 +246,7 @@ def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(sha
             table = describe({"model/w": weight}, {"model/w": runs})
             plan = make_plan([(table, list(range(world_size)))], rank, world_size)
             own = boxes_of(weight, runs)
-        assert {(box.offset, box.lengths) for box in plan.mine} == {(box.offset, box.lengths) for box in own}
+        assert {(box.offset, box.shape) for box in plan.mine.values()} == {(box.offset, box.lengths) for box in own}
         for box in own:
             first, count = box.offset[0], box.lengths[0]
             assert torch.equal(held[box.at : box.at + count], whole[first : first + count])

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 
 from llmfoundry_lite.checkpoint import local_folder, shards
 from llmfoundry_lite.checkpoint.folders import open_folder
+from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest import FileRecord
+from llmfoundry_lite.checkpoint.manifest import FileRecord, TensorRecord
 from llmfoundry_lite.checkpoint.shards import (
     HASHES,
     Entry,
@@ -71,8 +72,8 @@ def test_any_ranges_come_back_however_bytes_are_cut(tmp_path_factory, data, size
 
 
 def write(folder, name, pieces, **options):
-    entries = [Entry(f"t{i:02}@0", "U8", (len(piece),), len(piece)) for i, piece in enumerate(pieces)]
-    header = build_header(entries, {}, block_bytes=BLOCK)
+    entries = [Entry(f"t{i:02}", "U8", (0,), (len(piece),)) for i, piece in enumerate(pieces)]
+    header = build_header({entry.key: entry for entry in entries}, {}, block_bytes=BLOCK)
     return write_shard(folder, name, header, pieces, block_bytes=BLOCK, **options)
 
 
@@ -196,9 +197,9 @@ def test_a_full_disk_is_an_error(tmp_path, small_chunks):
 def test_files_are_plain_safetensors_that_can_be_mapped(tmp_path):
     arrays = {"b": np.arange(7, dtype=np.uint8), "a": np.arange(6.0).reshape(2, 3), "c": np.array(3.5, np.float32)}
     names = {"b": "U8", "a": "F64", "c": "F32"}
-    entries = file_order(Entry(k, names[k], v.shape, v.nbytes) for k, v in arrays.items())
+    entries = file_order({k: TensorRecord(names[k], v.shape, Grid((), (0,))) for k, v in arrays.items()})
     header = build_header(entries, {"save_id": "x"})
-    (tmp_path / "s.safetensors").write_bytes(header + b"".join(arrays[e.key].tobytes() for e in entries))
+    (tmp_path / "s.safetensors").write_bytes(header + b"".join(arrays[key].tobytes() for key in entries))
     loaded = load_file(tmp_path / "s.safetensors")
     assert all(np.array_equal(loaded[key], arrays[key]) for key in arrays)
     assert len(header) % 4096 == 0
