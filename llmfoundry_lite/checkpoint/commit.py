@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmfoundry_lite.checkpoint.folders import Folder, retry_on_damage, unreadable
-from llmfoundry_lite.checkpoint.lease import Leases
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, MAX_BYTES, Head, Manifest, decode, read_head
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
@@ -117,11 +116,6 @@ class RenameCommits:
         """Return where shards of this save are written, and what to put before their names in the manifest."""
         return self.root.child(DRAFT + save_id), ""
 
-    def open_draft(self, save_id: str, leases: Leases) -> None:
-        """Make the draft's folder and none above it, for a process that sees the run's folder."""
-        leases.check_is_seen(epoch_of(save_id))
-        self.root.child(DRAFT + save_id).make()
-
     def commit(self, save_id: str, raw: bytes, check: Callable[[], None]) -> None:
         """Put a draft in its place, unless `check` objects at the last moment."""
         self.root.child(DRAFT + save_id).put(MANIFEST, raw)
@@ -218,9 +212,6 @@ class PutCommits:
 
     def draft(self, save_id: str) -> tuple[Folder, str]:
         return self.root.child(committed_name(save_id)).child(save_id), f"{save_id}/"
-
-    def open_draft(self, save_id: str, leases: Leases) -> None:
-        pass
 
     def commit(self, save_id: str, raw: bytes, check: Callable[[], None]) -> None:
         check()

@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -148,8 +148,9 @@ def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointEr
     return UnreadableCheckpointError(f"{folder.url}/{name}: cannot be read on host {host}: {reason}", name)
 
 
-def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | None] | None:
-    """Return the first file of name -> bytes that is not there (None) or has another size; one listing a folder.
+def check_files(folder: Folder, expected: Mapping[str, int]) -> None:
+    """Check files by name -> bytes, with one listing a folder. Raises IncompleteCheckpointError for one that is not
+    there, DamagedCheckpointError for one of another size, and OSError.
 
     A network disk may list what was there a moment ago, so a file that differs is opened.
     """
@@ -161,11 +162,11 @@ def find_absent(folder: Folder, expected: dict[str, int]) -> tuple[str, int | No
             try:
                 source = folder.source(path, bypass_cache=True)
             except (FileNotFoundError, IsADirectoryError):
-                return path, None
+                raise IncompleteCheckpointError(f"{folder.url}/{path}: missing", path) from None
             source.close()
             if source.num_bytes != num_bytes:
-                return path, source.num_bytes
-    return None
+                sizes = f"has {source.num_bytes:,} bytes, expected {num_bytes:,}"
+                raise DamagedCheckpointError(f"{folder.url}/{path}: {sizes}", path)
 
 
 def retry_on_damage(look: Callable[[bool], T]) -> T:

@@ -88,26 +88,23 @@ def load_newest(
     A checkpoint that is whole but does not fit this run raises: an older one would not fit better.
     """
     is_main = exchange.rank_and_size()[0] == 0
-    notes: list[str] = []
-    passed: set[str] = set()
+    passed: dict[str, str] = {}
     while True:
         checkpoint = None
         with exchange.raising_on_all_ranks():
             if is_main:
                 search = store.newest_intact(check_readable, quarantine=lease, skip=passed)
                 checkpoint = search.checkpoint
-                notes += search.notes
-                passed.update(search.passed)
+                passed |= search.passed
         name = exchange.broadcast_json(checkpoint.name if checkpoint else None)
         if name is None:
-            return Restored(None, store.root.url, exchange.broadcast_json(notes))
+            return Restored(None, store.root.url, exchange.broadcast_json([*passed.values()]))
         try:
             manifest = _load_together(checkpoint, model, optimizer, cast, ignore_keys, check)
-            return Restored(manifest, store.root.child(name).url, exchange.broadcast_json(notes))
+            return Restored(manifest, store.root.child(name).url, exchange.broadcast_json([*passed.values()]))
         except (DamagedCheckpointError, IncompleteCheckpointError) as fault:
-            passed.add(name)
             if is_main:
-                notes.append(store.set_aside(name, fault, lease))
+                passed[name] = store.set_aside(name, fault, lease)
 
 
 def _load_together(

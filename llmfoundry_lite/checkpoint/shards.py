@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, T, retry_on_damage, unreadable
-from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, ITEM_BYTES, FileRecord, Manifest, TensorRecord
+from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, ITEM_BYTES, FileRecord, TensorRecord
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
@@ -333,28 +333,6 @@ def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise shard.damage("its header is not that of a safetensors file") from None
     return contents
-
-
-def check_headers(folder: Folder, manifest: Manifest) -> None:
-    """Raise UnsoundCheckpointError unless all headers together have every slice of every tensor, and nothing else."""
-    seen = dict.fromkeys(manifest.tensors, 0)
-    for index, file in enumerate(manifest.files):
-        with open_shard(folder, file) as shard:
-            for key, stored in shard.contents.items():
-                name, _, offset = key.rpartition("@")
-                record = manifest.tensors.get(name)
-                begin = [int(n) if n.isdecimal() else -1 for n in offset.split(",")] if offset else []
-                expected = None if record is None else record.layout.at(record.shape, begin)
-                found = (index, stored.shape, stored.dtype)
-                if record is None or expected is None or (expected.file, expected.shape, record.dtype) != found:
-                    raise shard.damage(f"{key} is {stored.dtype} {list(stored.shape)} in its header alone")
-                seen[name] += 1
-    for name, count in seen.items():
-        if count != manifest.tensors[name].num_slices:
-            raise DamagedCheckpointError(
-                f"{folder.url}: {name} has {manifest.tensors[name].num_slices} slices in the manifest and {count} in "
-                "the files' headers"
-            )
 
 
 # ----------------------------------------------------------------------------------------------------------- details

@@ -5,6 +5,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.commit import (
@@ -16,11 +17,12 @@ from llmfoundry_lite.checkpoint.commit import (
     batch_of,
     commits_in,
     committed_name,
+    epoch_of,
     head_of,
     name_of_batch,
     read_checkpoint,
 )
-from llmfoundry_lite.checkpoint.folders import Folder, find_absent, open_folder
+from llmfoundry_lite.checkpoint.folders import Folder, check_files, open_folder
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, Manifest, encode, read_head
 from llmfoundry_lite.errors import (
@@ -40,42 +42,36 @@ KINDS = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Candidate:
     """A folder that looks like a checkpoint. Its manifest is decoded when it is first asked for, and not to list it."""
 
-    def __init__(
-        self, name: str, folder: Folder, head: Head | None = None, found: Checkpoint | CheckpointError | None = None
-    ):
-        self.name = name
-        self.head = head
-        """None: it cannot be read, and its place among the others is not known."""
-        self._folder = folder
-        self._found = found
+    name: str
+    folder: Folder
+    head: Head | None = None
+    """None: it cannot be read, and its place among the others is not known."""
+    found: Checkpoint | CheckpointError | None = None
+    """The checkpoint, or why it cannot be read; None until it is asked for."""
 
     def open(self) -> Checkpoint:
         """Return the checkpoint. Raises CheckpointError if it cannot be read, the same each time."""
-        if self._found is None:
-            try:
-                self._found = read_checkpoint(self._folder)
-            except CheckpointError as error:
-                self._found = error
-        if isinstance(self._found, CheckpointError):
-            raise self._found
-        return self._found
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        with contextlib.suppress(CheckpointError):
-            return self.open()
-        return None
+        if self.error is not None:
+            raise self.error
+        assert isinstance(self.found, Checkpoint)
+        return self.found
 
     @property
     def error(self) -> CheckpointError | None:
-        return self._found if self.checkpoint is None and isinstance(self._found, CheckpointError) else None
+        if self.found is None:
+            try:
+                self.found = read_checkpoint(self.folder)
+            except CheckpointError as error:
+                self.found = error
+        return self.found if isinstance(self.found, CheckpointError) else None
 
     @property
-    def is_listed(self) -> bool:
-        return self.head is not None
+    def checkpoint(self) -> Checkpoint | None:
+        return None if self.error else self.open()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -91,16 +87,18 @@ class Search(NamedTuple):
     """The checkpoint that `newest_intact` found, and those that it passed over."""
 
     checkpoint: Checkpoint | None
-    notes: list[str]
-    """A line for each checkpoint that was passed over."""
-    passed: list[str]
-    """And its name."""
+    passed: dict[str, str]
+    """Name of each checkpoint that was passed over -> the line that says so."""
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.passed.values()]
 
 
 def refuse_newer(candidates: Sequence[Candidate]) -> None:
     """Raise NewerFormatError if a newer release has written one of them: carrying on beside it cannot be meant."""
     for candidate in candidates:
-        if not candidate.is_listed and isinstance(candidate.error, NewerFormatError):
+        if candidate.head is None and isinstance(candidate.error, NewerFormatError):
             raise candidate.error
 
 
@@ -153,7 +151,7 @@ class CheckpointStore:
         been told to stop.
         """
         with _os_errors(f"{self.root.url}: no lease can be taken"):
-            at_least = max((found.order[0] for found in self.candidates() if found.is_listed), default=0) + 1
+            at_least = max((found.order[0] for found in self.candidates() if found.head is not None), default=0) + 1
             lease = self.leases.acquire(at_least=at_least, steal_from_live_writer=steal_from_live_writer)
             self.commits.clear_remains(lease.epoch)
         return lease
@@ -185,7 +183,9 @@ class CheckpointStore:
         """
         folder, prefix = self.commits.draft(save_id)
         with _os_errors(f"{folder.url}: not written"):
-            self.commits.open_draft(save_id, self.leases)
+            if not self.commits.drafts_in_place:
+                self.leases.check_is_seen(epoch_of(save_id))
+            folder.make()
         return folder, prefix
 
     def publish(self, manifest: Manifest, lease: Lease) -> Checkpoint:
@@ -213,17 +213,14 @@ class CheckpointStore:
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
         folder, prefix = self.commits.draft(manifest.save_id)
-        expected = {file.name.removeprefix(prefix): file.num_bytes for file in (*manifest.files, *manifest.attachments)}
-        absent = find_absent(folder, expected)
-        if absent is None:
-            return
-        name, size = absent
-        if size is None:
+        files = (*manifest.files, *manifest.attachments)
+        try:
+            check_files(folder, {file.name.removeprefix(prefix): file.num_bytes for file in files})
+        except IncompleteCheckpointError as error:
             raise CheckpointError(
-                f"{folder.url}/{name}: written by another rank but not to be seen from rank 0; save_folder must be "
-                "on a disk that all nodes share, or a URL"
-            )
-        raise CheckpointError(f"{folder.url}/{name}: has {size:,} bytes, expected {expected[name]:,}")
+                f"{folder.url}/{error.file}: written by another rank but not to be seen from rank 0; save_folder must "
+                "be on a disk that all nodes share, or a URL"
+            ) from None
 
     def _check_not_newer(self, folder: Folder, manifest: Manifest) -> None:
         try:
@@ -286,17 +283,16 @@ class CheckpointStore:
         else that is wrong with one (a newer format, a disk that does not answer) is raised: going back behind it could
         not be what the user requests.
         """
-        notes, passed = [], []
+        passed: dict[str, str] = {}
         for candidate in self.candidates():
             if candidate.name in skip:
                 continue
             try:
                 verify(found := candidate.open())
-                return Search(found, notes, passed)
+                return Search(found, passed)
             except (DamagedCheckpointError, IncompleteCheckpointError) as error:
-                notes.append(self.set_aside(candidate.name, error, quarantine))
-                passed.append(candidate.name)
-        return Search(None, notes, passed)
+                passed[candidate.name] = self.set_aside(candidate.name, error, quarantine)
+        return Search(None, passed)
 
     def set_aside(self, name: str, error: CheckpointError, lease: Lease | None) -> str:
         """Rename a checkpoint if it is damaged, under a lease and on a local disk; return the line to tell the user.
@@ -338,7 +334,7 @@ class CheckpointStore:
         if lease is not None:
             self.check(lease)
         candidates = self.candidates()
-        listed = [candidate for candidate in candidates if candidate.is_listed]
+        listed = [candidate for candidate in candidates if candidate.head is not None]
         doomed = [
             candidate
             for candidate in listed[max(keep_newest, 1) :]

@@ -3,30 +3,43 @@
 from collections.abc import Callable
 
 from llmfoundry_lite.checkpoint.commit import Checkpoint
-from llmfoundry_lite.checkpoint.folders import find_absent, unreadable
-from llmfoundry_lite.checkpoint.shards import check_headers, verify_file
-from llmfoundry_lite.errors import DamagedCheckpointError, IncompleteCheckpointError
+from llmfoundry_lite.checkpoint.folders import check_files, unreadable
+from llmfoundry_lite.checkpoint.shards import open_shard, verify_file
+from llmfoundry_lite.errors import DamagedCheckpointError
 
 
 def check_present(checkpoint: Checkpoint) -> None:
     """Check by one listing that every file is there with its size. Raises UnsoundCheckpointError."""
     files = (*checkpoint.manifest.files, *checkpoint.manifest.attachments)
-    expected = {file.name: file.num_bytes for file in files}
     try:
-        absent = find_absent(checkpoint.folder, expected)
+        check_files(checkpoint.folder, {file.name: file.num_bytes for file in files})
     except OSError as error:
         raise unreadable(checkpoint.folder.parent(), checkpoint.name, error) from error
-    if absent is not None:
-        name, size = absent
-        where = f"{checkpoint.url}/{name}"
-        if size is None:
-            raise IncompleteCheckpointError(f"{where}: missing", name)
-        raise DamagedCheckpointError(f"{where}: has {size:,} bytes, expected {expected[name]:,}", name)
 
 
 def check_structure(checkpoint: Checkpoint) -> None:
-    """Check every file's size, and its header against the manifest: a few kilobytes each."""
-    check_headers(checkpoint.folder, checkpoint.manifest)
+    """Check that all headers together have every slice of every tensor, and nothing else: a few kilobytes a file.
+
+    Raises UnsoundCheckpointError.
+    """
+    tensors = checkpoint.manifest.tensors
+    num_found = dict.fromkeys(tensors, 0)
+    for index, file in enumerate(checkpoint.manifest.files):
+        with open_shard(checkpoint.folder, file) as shard:
+            for key, stored in shard.contents.items():
+                name, _, offset = key.rpartition("@")
+                record = tensors.get(name)
+                begin = [int(n) if n.isdecimal() else -1 for n in offset.split(",")] if offset else []
+                expected = None if record is None else record.layout.at(record.shape, begin)
+                found = (index, stored.shape, stored.dtype)
+                if record is None or expected is None or (expected.file, expected.shape, record.dtype) != found:
+                    raise shard.damage(f"{key} is {stored.dtype} {list(stored.shape)} in its header alone")
+                num_found[name] += 1
+    for name, count in num_found.items():
+        if count != (expected := tensors[name].num_slices):
+            raise DamagedCheckpointError(
+                f"{checkpoint.url}: {name} has {expected} slices in the manifest and {count} in the files' headers"
+            )
 
 
 def check_readable(checkpoint: Checkpoint) -> None:

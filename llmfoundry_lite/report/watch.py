@@ -124,7 +124,7 @@ class Watched:
         if "://" in where:
             return None
         with contextlib.suppress(CheckpointError):  # a disk that does not answer now
-            return next((f"ba{one.batch}" for one in CheckpointStore(where).candidates() if one.is_listed), None)
+            return next((f"ba{one.batch}" for one in CheckpointStore(where).candidates() if one.head is not None), None)
         return None
 
 
