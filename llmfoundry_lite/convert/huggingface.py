@@ -35,9 +35,8 @@ from llmfoundry_lite.convert.layout import (
     read_config,
     write_config,
 )
-from llmfoundry_lite.convert.layouts import GPT2
+from llmfoundry_lite.convert.layouts import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, layout_with_rope
 from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
-from llmfoundry_lite.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3, layout_with_rope
 from llmfoundry_lite.errors import ExportError, either
 from llmfoundry_lite.models.mpt import MPT
 

@@ -1,8 +1,9 @@
 """The description of a layout, and its use: config.json from a model, a model from config.json."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +66,20 @@ class Layout:
     """For every tensor of the layout but the output embedding, in order, where it comes from."""
     read_others: Callable[[Values, HFConfig, State, str], None]
     """(values read so far, config.json, its tensors, where it is): adds what is no plain Field. Raises ExportError."""
-    known: Mapping[str, frozenset[str]]
-    """Block of config.json, "" for the whole -> its keys that are read, or change nothing that a model computes."""
+    also_known: Iterable[str]
+    """Further dotted keys that are read, or change nothing that a model computes."""
     prefix: str = ""
     """Beginning of the name of every tensor but the output embedding; files of the bare model lack it."""
     buffers: tuple[str, ...] = ()
     """Ends of the names of tensors that old files hold and no model needs."""
+
+    @property
+    def known(self) -> set[str]:
+        """Every dotted key of config.json that may be there, and the blocks that they are in."""
+        dotted = (*self.fields, *self.also_read, *self.must_be, *self.also_known)
+        return {
+            ".".join(parts[:end]) for key in dotted for parts in [key.split(".")] for end in range(1, len(parts) + 1)
+        }
 
 
 # ----------------------------------------------------------------------------------------- ModelConfig -> config.json
@@ -117,9 +126,7 @@ def attention_types(config: ModelConfig) -> tuple[str, ...]:
 def find_inexpressible(config: ModelConfig, layout: Layout) -> str | None:
     """Describe the first option that the layout cannot express, and what to do about it; None if there is none."""
     for key, values in layout.can_be(config).items():
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
+        value = attrgetter(key)(config)
         if value not in values:
             instead = "without" if values[0] in (None, False, -1) else f"with {_yaml(values[0])}"
             return (
@@ -188,35 +195,44 @@ NO_OTHER_KIND: Options = {"is_encoder_decoder": (False,), "add_cross_attention":
 
 def check_keys(hf_config: HFConfig, layout: Layout, where: str) -> None:
     """Raise ExportError for a key that may change what the model computes in a way that is not known here."""
-    for block, known in layout.known.items():
-        content: Any = hf_config
-        for part in filter(None, block.split(".")):
-            content = content.get(part) or {}
-            if not isinstance(content, dict):
-                raise ExportError(f"{where}: {block} is {json.dumps(content)} in config.json; expected an object")
-        for key, value in content.items():
-            if value is not None and key not in known and key not in BESIDE_THE_MODEL:
+    known = layout.known
+    blocks = {key.rpartition(".")[0] for key in known}
+
+    def check(content: HFConfig, start: str) -> None:
+        for name, value in content.items():
+            if value is not None and start + name not in known and name not in BESIDE_THE_MODEL:
+                text = json.dumps(value)
+                text = text if len(text) <= 60 else f"{text[:59]}…"
                 raise ExportError(
-                    f"{where}: {block and block + '.'}{key} is {_short(value)} in config.json, which is not known "
-                    "here and may change what the model computes; if it changes nothing, remove it there"
+                    f"{where}: {start}{name} is {text} in config.json, which is not known here and may change what the "
+                    "model computes; if it changes nothing, remove it there"
                 )
+        for name, value in content.items():
+            if start + name in blocks and value:
+                if not isinstance(value, dict):
+                    raise ExportError(
+                        f"{where}: {start}{name} is {json.dumps(value)} in config.json; expected an object"
+                    )
+                check(value, f"{start}{name}.")
+
+    check(hf_config, "")
     check_values(hf_config, NO_OTHER_KIND, where)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def check_values(hf_config: HFConfig, must_be: Options, where: str) -> None:
     """Raise ExportError for another value. A key that config.json leaves out counts as the first of the values."""
     for key, allowed in must_be.items():
-        value: Any = hf_config
-        for part in key.split("."):
-            value = value.get(part, allowed[0]) if isinstance(value, dict) else allowed[0]
-        if value not in allowed:
+        if (value := look_up(hf_config, key, allowed[0])) not in allowed:
             expected = " or ".join(json.dumps(option) for option in allowed)
             raise ExportError(f"{where}: {key} is {json.dumps(value)} in config.json; this model only has {expected}")
+
+
+def look_up(hf_config: HFConfig, key: str, default: Any) -> Any:
+    """Return the value of a dotted key, or `default` if config.json leaves it out."""
+    value: Any = hf_config
+    for part in key.split("."):
+        value = value.get(part, default) if isinstance(value, dict) else default
+    return value
 
 
 def needed(hf_config: HFConfig, key: str, where: str) -> int:
@@ -236,18 +252,13 @@ def write_config(config: ModelConfig, layout: Layout) -> HFConfig:
     """Describe the model as config.json does, without dtype and special tokens."""
     written: HFConfig = {}
     for key, source in layout.fields.items():
-        value = source
         if isinstance(source, Field):
-            value = config
-            for part in source.ours.split("."):
-                value = getattr(value, part)
-        elif callable(source):
-            value = source(config)
+            source = attrgetter(source.ours)
         *blocks, name = key.split(".")
         block = written
         for part in blocks:
             block = block.setdefault(part, {})
-        block[name] = value
+        block[name] = source(config) if callable(source) else source
     return written
 
 
@@ -257,10 +268,8 @@ def read_config(hf_config: HFConfig, state: State, layout: Layout, where: str) -
     fields = {**{key: source for key, source in layout.fields.items() if isinstance(source, Field)}, **layout.also_read}
     values: Values = {}
     for key, source in fields.items():
-        value: Any = hf_config
-        for part in key.split("."):
-            value = value.get(part, source.default) if isinstance(value, dict) else source.default
-        values[source.ours] = needed(hf_config, key, where) if source.default is ... else value
+        is_needed = source.default is ...
+        values[source.ours] = needed(hf_config, key, where) if is_needed else look_up(hf_config, key, source.default)
     layout.read_others(values, hf_config, state, where)
     blocks: dict[str, dict[str, Any]] = {"": {}, "attn_config": {}, "ffn_config": {}}
     for key, value in values.items():
