@@ -78,7 +78,7 @@ def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
         if order is not None:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    orders[_clean(f"{prefix}.") + name] = parameter.shape, order
+                    orders[clean_name(f"{prefix}.") + name] = parameter.shape, order
     found = {}
     for key, tensor in tensors.items() if orders else ():
         kind, _, rest = key.partition("/")
@@ -115,7 +115,7 @@ def _members(model: nn.Module) -> tuple[Named, Named]:
             module.reshard()
     parameters, buffers = [], []
     for prefix, module in modules:
-        start = _clean(f"{prefix}.") if prefix else ""
+        start = clean_name(f"{prefix}.") if prefix else ""
         passing = module._non_persistent_buffers_set
         parameters += [(start + name, p) for name, p in module._parameters.items() if p is not None]
         buffers += [(start + name, b) for name, b in module._buffers.items() if b is not None and name not in passing]
@@ -343,7 +343,8 @@ def describe_keys(only_there: set[str], only_here: set[str], limit: int = 3) -> 
     return "; ".join(parts)
 
 
-def _clean(name: str) -> str:
+def clean_name(name: str) -> str:
+    """Return a name without what wrappers of modules put in."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

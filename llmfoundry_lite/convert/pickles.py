@@ -24,6 +24,7 @@ import torch.distributed.checkpoint.filesystem as dcp_files
 import torch.distributed.checkpoint.metadata as dcp
 from torch.distributed._shard.sharded_tensor import metadata as older_dcp
 
+from llmfoundry_lite.checkpoint.folders import first_line
 from llmfoundry_lite.errors import CheckpointError
 
 
@@ -69,7 +70,7 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Un
     except CheckpointError:
         raise
     except Exception as error:  # a damaged or hostile pickle raises whatever it likes
-        raise CheckpointError(f"{where}: cannot be read: {_first_line(error)}") from None
+        raise CheckpointError(f"{where}: cannot be read: {first_line(error)}") from None
 
 
 def _reopen(source: Path | bytes) -> Any:
@@ -82,14 +83,10 @@ def read_dcp_metadata(path: Path) -> dcp.Metadata:
         with open(path, "rb") as file:
             metadata = TensorsOnly(file).load()
     except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read: {_first_line(error)}") from None
+        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from None
     if not isinstance(metadata, dcp.Metadata):
         raise CheckpointError(f"{path}: not the metadata of a sharded checkpoint")
     return metadata
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
 
 
 class StandIn:

@@ -7,7 +7,8 @@
     import_checkpoint("step-1000", "imported/llama", trust_pickle=True)         torchtitan, or any other user of DCP
 
 Only weights are imported. A position in the data or an optimizer's state means nothing without its run. A folder of
-DCP is imported whole.
+torch.distributed.checkpoint (DCP: `.metadata`, `*.distcp`) is imported whole. Nothing in its pickles is run: see
+`pickles.py`.
 """
 
 import json
@@ -20,26 +21,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
+from llmfoundry_lite.checkpoint.dcp import Held, hold, publish, write_pieces
 from llmfoundry_lite.checkpoint.folders import Folder
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, MANIFEST, Timestamp
 from llmfoundry_lite.checkpoint.paths import TOKENIZER, check_outside_checkpoints
-from llmfoundry_lite.checkpoint.save import About, Saver
-from llmfoundry_lite.checkpoint.state import WRAPPERS, Tensors
+from llmfoundry_lite.checkpoint.save import About, Saver, file_name
+from llmfoundry_lite.checkpoint.state import Tensors, clean_name
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert.dcp import damaged, import_state, is_composers, read_item, read_tensor
 from llmfoundry_lite.convert.huggingface import TOKENIZER_FILES, fit_weights, from_hugging_face, import_model
 from llmfoundry_lite.convert.pickles import read_dcp_metadata, read_torch_file
 from llmfoundry_lite.data import tokenizer as tokenizers
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.ranks.codec import encode_value
 
 HUB = "hf:"
 METADATA = ".metadata"
+FILE_BYTES = 4 << 30
+"""Tensors of one file of an import from DCP, more for a larger tensor. They are in memory together."""
 NARROW = (torch.bfloat16, torch.float16)
 STOOD_IN = "read with stand-ins for everything but tensors and plain values; nothing in it was run"
 
@@ -102,8 +106,9 @@ def import_plain_dcp(path: Path, store: CheckpointStore, trust_pickle: bool, con
         return None
     require_trust(path / METADATA, trust_pickle)
     metadata = read_dcp_metadata(path / METADATA)
-    if is_composers(metadata):
-        return None
+    paths = metadata.planner_data.values() if isinstance(metadata.planner_data, dict) else ()
+    if any(isinstance(names, tuple) and names[:2] == ("state", "model") for names in paths):
+        return None  # of Composer's Trainer
     if config:
         raise CheckpointError(f"{path}: every tensor is imported under its own name; leave out --config")
     origin = {"kind": DCP_STATE, "source": str(path.resolve())}
@@ -147,8 +152,11 @@ def read_source(source: str, trust_pickle: bool, config: Sequence[str]) -> Weigh
     if path.is_file():
         if path.suffix == ".safetensors":
             raise CheckpointError(f"{path}: does not say what model it is; give the folder that has its config.json")
-        require_trust(path, trust_pickle)
-        return read_composer_file(path, config)
+        require_trust(
+            path, trust_pickle
+        )  # a file has {"state": {"model": {name: tensor}, "integrations": …}, "rng": …}
+        content, refused = read_torch_file(path, str(path), is_trusted=True)
+        return _from_composer(path, _get(content, "state"), config, [_describe_reader(path.name, refused)])
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such file or folder; for a model of the Hub write {HUB}{source}")
     if (path / MANIFEST).is_file():
@@ -222,14 +230,8 @@ def download(name: str, trust_pickle: bool) -> Path:
 # ------------------------------------------------------------------------------------------ LLM Foundry / Composer
 
 
-def read_composer_file(path: Path, config: Sequence[str]) -> Weights:
-    """Read `ep0-ba10-rank0.pt`: {"state": {"model": {name: tensor}, "integrations": …}, "rng": …}."""
-    content, refused = read_torch_file(path, str(path), is_trusted=True)
-    return _from_composer(path, _get(content, "state"), config, [_describe_reader(path.name, refused)])
-
-
 def read_composer_folder(folder: Path, config: Sequence[str]) -> Weights:
-    """Read `ep0-ba10/`: the same dictionary as torch.distributed.checkpoint flattens it into several files."""
+    """Read `ep0-ba10/`: the dictionary of Composer's one file as DCP flattens it into several."""
     metadata = read_dcp_metadata(folder / METADATA)
     state: dict[Any, Any] = {}
     try:
@@ -250,7 +252,12 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
     model = _get(state, "model")
     if not isinstance(model, dict) or not model:
         raise CheckpointError(f"{path}: no state/model in it; expected a checkpoint of Composer's Trainer")
-    tensors = {_plain_name(str(name)): tensor for name, tensor in model.items() if isinstance(tensor, torch.Tensor)}
+    # Without what wrappers put in, and the attribute in which HuggingFaceModel keeps its model.
+    tensors = {
+        clean_name(str(name)).removeprefix("module.").removeprefix("model."): tensor
+        for name, tensor in model.items()
+        if isinstance(tensor, torch.Tensor)
+    }
     hugging_face = _get(state, "integrations", "huggingface")
     stored = _get(hugging_face, "model", "config", "content")
     if config:
@@ -269,13 +276,6 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
     return Weights("LLM Foundry / Composer", model_config, tensors, tokenizer, notes)
 
 
-def _plain_name(name: str) -> str:
-    """Remove what wrappers put in, and the attribute in which HuggingFaceModel keeps its model."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.").removeprefix("model.")
-
-
 def _get(value: Any, *keys: str) -> Any:
     """Return the value under nested keys; None if there is none."""
     for key in keys:
@@ -284,7 +284,6 @@ def _get(value: Any, *keys: str) -> Any:
 
 
 def _set(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
-    """Set the value under nested keys."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
@@ -313,6 +312,93 @@ def _describe_reader(name: str, refused: str | None) -> str:
     if refused is None:
         return f"{name} was read by torch's weights-only reader"
     return f"{name} holds {refused}, so it was {STOOD_IN}"
+
+
+# ----------------------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+def import_state(
+    folder: Path, metadata: Metadata, store: CheckpointStore, origin: dict[str, str]
+) -> tuple[Checkpoint, list[str]]:
+    """Publish every tensor and value as `ba0`. Returns a line for each value that is not carried.
+
+    Raises CheckpointError, and then nothing is published.
+    """
+    lease = store.acquire()
+    save_id = store.new_save_id(lease, 0)
+    held: list[Held] = []
+    pieces, values, notes = [], {}, []
+
+    def write() -> None:
+        files = {piece.file.name for piece in pieces}
+        pieces.extend(write_pieces(store, save_id, file_name(len(files)), held))
+        held.clear()
+
+    try:
+        for key, record in metadata.state_dict_metadata.items():
+            if isinstance(record, TensorStorageMetadata):
+                tensor = read_tensor(folder, metadata, key)
+                held.append(hold(key, tensor, (0,) * tensor.ndim, tensor.shape))
+                if sum(one.tensor.nbytes for one in held) >= FILE_BYTES:
+                    write()
+                continue
+            value = read_item(folder, metadata, MetadataIndex(key))
+            try:
+                encode_value(value, key)
+                values[key] = value
+            except CheckpointError:
+                notes.append(f"{key} is not carried: it holds more than plain values")
+        if held:
+            write()
+        paths = {key: list(path) for key, path in (metadata.planner_data or {}).items()}
+        scalars = {"imported_from": origin, DCP_STATE: {"values": values, "paths": paths}}
+        return publish(store, lease, save_id, pieces, scalars), notes
+    except BaseException as error:
+        store.abandon(save_id)
+        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+            raise
+        raise damaged(folder, error) from None
+
+
+def damaged(folder: Path, error: Exception) -> CheckpointError:
+    """Return what to raise for metadata that makes torch or Python raise whatever they like."""
+    words = str(error).split("\n")[0]
+    return CheckpointError(f"{folder}: damaged: {type(error).__name__} {words}")
+
+
+def read_tensor(folder: Path, metadata: Metadata, key: str) -> Any:
+    """Read a tensor from its pieces; None for what is no tensor. Raises CheckpointError if values are missing."""
+    record = metadata.state_dict_metadata[key]
+    if not isinstance(record, TensorStorageMetadata):
+        return None
+    tensor = torch.empty(record.size, dtype=record.properties.dtype)
+    num_read = 0
+    for chunk in record.chunks:
+        box = tensor
+        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            box = box.narrow(dim, offset, length)
+        piece = read_item(folder, metadata, MetadataIndex(key, chunk.offsets))
+        if not isinstance(piece, torch.Tensor) or (piece.shape, piece.dtype) != (box.shape, box.dtype):
+            raise CheckpointError(f"{folder}: {key}: the piece at {list(chunk.offsets)} is not a tensor of its shape")
+        box.copy_(piece)
+        num_read += math.prod(chunk.sizes)
+    if num_read != tensor.numel():
+        raise CheckpointError(f"{folder}: {key}: {num_read:,} of its {tensor.numel():,} values are there")
+    return tensor
+
+
+def read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
+    """Read a piece of a tensor, or a value. Raises CheckpointError."""
+    place = metadata.storage_data[index]
+    name = place.relative_path
+    if getattr(place, "transform_descriptors", None):
+        raise CheckpointError(f"{folder}/{name}: compressed by an extension; save it without, or as one file")
+    if Path(name).name != name or not (folder / name).is_file():
+        raise CheckpointError(f"{folder}/{name}: missing; all files of the checkpoint must be in one folder")
+    with open(folder / name, "rb") as file:
+        file.seek(place.offset)
+        raw = file.read(place.length)  # os.pread would stop at 2 GiB
+    return read_torch_file(raw, f"{folder}/{name}: {index.fqn}", is_trusted=True).content
 
 
 # ------------------------------------------------------------------------------------------------------- writing
