@@ -290,9 +290,11 @@ def encode(manifest: Manifest) -> bytes:
     check(manifest, manifest.save_id)
     places: dict[int, int] = {}
     layouts: dict[bytes, int] = {}
-    for record in manifest.tensors.values():
-        if id(record.layout) not in places:
-            places[id(record.layout)] = layouts.setdefault(write_json(_plain_layout(record.layout)), len(layouts))
+    for layout in [record.layout for record in manifest.tensors.values()]:
+        if id(layout) not in places:
+            strides = {} if layout.strides is None else {"strides": layout.strides}
+            plain_layout = {"chunks": layout.chunks, "files": layout.files, **strides} | layout.extra
+            places[id(layout)] = layouts.setdefault(write_json(plain_layout), len(layouts))
     plain = {name: encode_value(getattr(manifest, name), name) for name in PLAIN_FIELDS}
     content = {
         "format": FORMAT,
@@ -344,11 +346,6 @@ def _plain(record: Any, names: Sequence[str] = ()) -> dict[str, Any]:
     return encode_value(fields, type(record).__name__) | record.extra
 
 
-def _plain_layout(layout: Grid) -> dict[str, Any]:
-    strides = {} if layout.strides is None else {"strides": layout.strides}
-    return {"chunks": layout.chunks, "files": layout.files, **strides} | layout.extra
-
-
 def _names(kind: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(kind) if f.name != "extra"]
 
@@ -391,7 +388,7 @@ def decode(raw: bytes, where: str) -> Manifest:
     manifest = Manifest(
         **plain,
         state_digest=item.get("state_digest").string() if "state_digest" in item.object() else None,
-        timestamp=_decode_timestamp(item.get("timestamp")),
+        timestamp=_decode_record(Timestamp, item.get("timestamp"), _names(Timestamp)),
         segments=tuple(decode_segment(segment) for segment in item.get("segments").items()),
         tensors=tensors,
         files=files,
@@ -428,20 +425,14 @@ def _refuse_newer(version: int, where: str) -> None:
         )
 
 
-def _decode_record(kind: Any, item: Item) -> Any:
-    return kind(**item.fields(kind), extra=item.besides(*_names(kind)))
-
-
-def _decode_timestamp(item: Item) -> Timestamp:
-    names = _names(Timestamp)
-    return Timestamp(**item.fields(Timestamp, names), extra=item.besides(*names))
+def _decode_record(kind: Any, item: Item, needed: Sequence[str] = ()) -> Any:
+    """Read a record of which all fields are `needed`, or by default those without a default."""
+    return kind(**item.fields(kind, needed), extra=item.besides(*(needed or _names(kind))))
 
 
 def _decode_files(item: Item) -> tuple[FileRecord, ...]:
     """Read a list in which each file has its hashes."""
-    return tuple(
-        FileRecord(**file.fields(FileRecord, LISTED_FILE), extra=file.besides(*LISTED_FILE)) for file in item.items()
-    )
+    return tuple(_decode_record(FileRecord, file, LISTED_FILE) for file in item.items())
 
 
 def _decode_format_2(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[str, TensorRecord]]:
@@ -470,30 +461,30 @@ def _decode_format_2(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
     for name, tensor in item.get("tensors").entries():
         number = tensor.get("layout").integer()
         tensor.expect(number < len(layouts), f"one of the {len(layouts)} layouts")
-        extra = tensor.besides("dtype", "shape", "layout")
-        shape, layout = tensor.get("shape").integers(), layouts[number]
-        grid = layout if isinstance(layout, Grid) else _grid_of(layout, shape, tensor.where)
-        tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, grid, extra)
+        tensors[name] = _decode_tensor(tensor, "layout", layouts[number])
     return files, listed.besides("algorithm", "block_bytes", "digests", *FILE_COLUMNS), tensors
 
 
-def _grid_of(slices: Sequence[Slice], shape: tuple[int, ...], where: str) -> Grid:
-    grid = grid_of(slices, shape)
+def _decode_tensor(item: Item, its_layout: str, layout: Grid | list[Slice]) -> TensorRecord:
+    """Read a tensor whose `layout` stands in the field `its_layout`."""
+    shape = item.get("shape").integers()
+    grid = layout if isinstance(layout, Grid) else grid_of(layout, shape)
     if isinstance(grid, str):
-        raise DamagedCheckpointError(f"{where}: {grid}")
-    return grid
+        raise DamagedCheckpointError(f"{item.where}: {grid}")
+    return TensorRecord(item.get("dtype").string(), shape, grid, item.besides("dtype", "shape", its_layout))
 
 
-def _decode_slice(item: Item) -> Slice:
-    item.expect(isinstance(item.value, list) and len(item.value) == 3, "[file, offset, shape]")
-    file, offset, shape = item.items()
+def _decode_slice(item: Item, fields: str) -> Slice:
+    """Read a list of these `fields`, of which file, offset and shape count."""
+    item.expect(isinstance(item.value, list) and len(item.value) == fields.count(",") + 1, fields)
+    file, *_, offset, shape = item.items()
     return Slice(file.integer(), offset.integers(), shape.integers())
 
 
 def _decode_layout(item: Item) -> Grid | list[Slice]:
     """Read a grid, or listed slices, which the format allows and no release of ours writes."""
     if "boxes" in item.object():
-        return [_decode_slice(one) for one in item.get("boxes").items()]
+        return [_decode_slice(one, "[file, offset, shape]") for one in item.get("boxes").items()]
     chunks = [c.integers() if isinstance(c.value, list) else c.integer() for c in item.get("chunks").items()]
     strides = None
     if "strides" in item.object():
@@ -508,14 +499,8 @@ def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
     """Read lists of every slice, and files with every hash. Where slices lie in a file is in its header as well."""
     tensors = {}
     for name, tensor in item.get("tensors").entries():
-        slices = []
-        for part in tensor.get("slices").items():
-            part.expect(isinstance(part.value, list) and len(part.value) == 5, "[file, begin, end, offset, shape]")
-            file, _, _, offset, shape = part.items()
-            slices.append(Slice(file.integer(), offset.integers(), shape.integers()))
-        shape, extra = tensor.get("shape").integers(), tensor.besides("dtype", "shape", "slices")
-        grid = _grid_of(slices, shape, tensor.where)
-        tensors[name] = TensorRecord(tensor.get("dtype").string(), shape, grid, extra)
+        slices = [_decode_slice(one, "[file, begin, end, offset, shape]") for one in tensor.get("slices").items()]
+        tensors[name] = _decode_tensor(tensor, "slices", slices)
     return _decode_files(item.get("files")), {}, tensors
 
 
@@ -524,47 +509,49 @@ def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[st
 
 def check(manifest: Manifest, where: str) -> None:
     """Raise DamagedCheckpointError unless every tensor is covered once, by files that are listed once."""
+    if problem := next(_problems(manifest), None):
+        raise DamagedCheckpointError(f"{where}: {problem}")
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
     for files in ((*manifest.files, *manifest.attachments), manifest.log):
         names = [file.name for file in files]
         if len(set(names)) != len(names):
-            raise DamagedCheckpointError(f"{where}: a file is listed twice")
+            yield "a file is listed twice"
         for file in files:
-            _check_file(file, f"{where}: file {shorten(file.name)}")
+            yield from (f"file {shorten(file.name)}: {problem}" for problem in _problems_of_file(file))
     for file in manifest.files:
         if not file.name.endswith(".safetensors") or file.num_bytes < 8:
-            raise DamagedCheckpointError(f"{where}: file {shorten(file.name)}: expected a .safetensors file")
+            yield f"file {shorten(file.name)}: expected a .safetensors file"
         if manifest.version > 1 and not (file.digest and 10 <= file.header_bytes <= file.hashed_bytes):
-            raise DamagedCheckpointError(
-                f"{where}: file {shorten(file.name)}: a header of {file.header_bytes} bytes in {file.num_bytes:,}"
-            )
+            yield f"file {shorten(file.name)}: a header of {file.header_bytes} bytes in {file.num_bytes:,}"
     state = manifest.dcp_state or {"values": {}, "paths": {}}
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in ("values", "paths")):
-        raise DamagedCheckpointError(f"{where}: scalars: {DCP_STATE}: expected values and paths")
+        yield f"scalars: {DCP_STATE}: expected values and paths"
     sound: set[Any] = set()
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in ITEM_BYTES:
-            raise DamagedCheckpointError(f"{where}: tensor {name}: unknown dtype {tensor.dtype!r}")
+            yield f"tensor {name}: unknown dtype {tensor.dtype!r}"
         if any(n < 0 for n in tensor.shape) or len(tensor.shape) > 32:
-            raise DamagedCheckpointError(f"{where}: tensor {name}: shape {tensor.shape}")
+            yield f"tensor {name}: shape {tensor.shape}"
         if (kind := (id(tensor.layout), tensor.shape)) not in sound:
             if problem := tensor.layout.problem(tensor.shape, len(manifest.files)):
-                raise DamagedCheckpointError(f"{where}: tensor {name}: {problem}")
+                yield f"tensor {name}: {problem}"
             sound.add(kind)
     needed, there = (sum(one.num_bytes for one in these) for these in (manifest.tensors.values(), manifest.files))
     if needed > there:
-        raise DamagedCheckpointError(f"{where}: tensors of {needed:,} bytes in files of {there:,}")
+        yield f"tensors of {needed:,} bytes in files of {there:,}"
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors or alias in manifest.tensors:
-            raise DamagedCheckpointError(f"{where}: alias {alias} of {name}, which is not there or is stored as well")
+            yield f"alias {alias} of {name}, which is not there or is stored as well"
 
 
-def _check_file(file: FileRecord, where: str) -> None:
-    parts = file.name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or any(c in file.name for c in "\\:\0"):
-        raise DamagedCheckpointError(f"{where}: the name leads out of the checkpoint's folder")
+def _problems_of_file(file: FileRecord) -> Iterator[str]:
+    if any(part in ("", ".", "..") for part in file.name.split("/")) or any(c in file.name for c in "\\:\0"):
+        yield "the name leads out of the checkpoint's folder"
     if file.algorithm != ALGORITHM:
-        raise DamagedCheckpointError(f"{where}: hash algorithm {file.algorithm!r}, expected {ALGORITHM!r}")
+        yield f"hash algorithm {file.algorithm!r}, expected {ALGORITHM!r}"
     if not 4096 <= file.block_bytes <= 1 << 30:
-        raise DamagedCheckpointError(f"{where}: {file.num_bytes} bytes in blocks of {file.block_bytes}")
+        yield f"{file.num_bytes} bytes in blocks of {file.block_bytes}"
     if not file.digest and len(file.block_hashes) != file.num_blocks * HASH_CHARACTERS:
-        raise DamagedCheckpointError(f"{where}: block hashes for another size than {file.num_bytes} bytes")
+        yield f"block hashes for another size than {file.num_bytes} bytes"
