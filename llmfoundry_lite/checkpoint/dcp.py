@@ -41,7 +41,15 @@ from torch.futures import Future
 from llmfoundry_lite.checkpoint.commit import COMMITTED, SAVE_ID, Checkpoint, batch_of, committed_name, head_of
 from llmfoundry_lite.checkpoint.layouts import Grid, Slice, grid_of
 from llmfoundry_lite.checkpoint.lease import is_other_live_process
-from llmfoundry_lite.checkpoint.manifest import DCP_STATE, MANIFEST, FileRecord, Manifest, TensorRecord, Timestamp
+from llmfoundry_lite.checkpoint.manifest import (
+    DCP_STATE,
+    MANIFEST,
+    NO_STATE,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    Timestamp,
+)
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
 from llmfoundry_lite.checkpoint.restore import Overlap, overlap_of, read_files
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
@@ -323,7 +331,7 @@ class PortableStorageReader(StorageReader):
         manifest = self.checkpoint.manifest
         stored = {name: name for name in manifest.tensors} | manifest.aliases
         described = {fqn_of(name): _describe(manifest.tensors[tensor]) for name, tensor in stored.items()}
-        more = _state_of(manifest)
+        more = manifest.dcp_state or NO_STATE
         return Metadata(
             state_dict_metadata=described | {fqn: BytesStorageMetadata() for fqn in more["values"]},
             planner_data={fqn: tuple(path) for fqn, path in more["paths"].items()},
@@ -342,7 +350,7 @@ class PortableStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         checkpoint = self._open
-        manifest, values = checkpoint.manifest, _state_of(checkpoint.manifest)["values"]
+        manifest, values = checkpoint.manifest, (checkpoint.manifest.dcp_state or NO_STATE)["values"]
         boxes: dict[Any, torch.Tensor] = {}
         rounds: list[dict[int, list[Overlap]]] = []
         """A tensor is in each at most once: two names of one may ask for the same bytes."""
@@ -389,11 +397,6 @@ def _describe(record: TensorRecord) -> TensorStorageMetadata:
     size = torch.Size(record.shape)
     whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[record.dtype]), size, [whole])
-
-
-def _state_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the values and paths of a checkpoint, which only DCP's have."""
-    return manifest.dcp_state or {"values": {}, "paths": {}}
 
 
 def _done(value: Any) -> Future[Any]:

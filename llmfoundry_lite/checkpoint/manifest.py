@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 DCP_STATE = "torch.distributed.checkpoint"
 """Key of `scalars` for those who save through `dcp.py`: `values` that are no tensors, and `paths` in the nested state
 dict, by name."""
+NO_STATE: dict[str, Any] = {"values": {}, "paths": {}}
 HEAD_BYTES = 4096
 """First bytes of a manifest, which a listing reads."""
 MAX_BYTES = 256 << 20
@@ -525,7 +526,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"file {shorten(file.name)}: expected a .safetensors file"
         if manifest.version > 1 and not (file.digest and 10 <= file.header_bytes <= file.hashed_bytes):
             yield f"file {shorten(file.name)}: a header of {file.header_bytes} bytes in {file.num_bytes:,}"
-    state = manifest.dcp_state or {"values": {}, "paths": {}}
+    state = manifest.dcp_state or NO_STATE
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in ("values", "paths")):
         yield f"scalars: {DCP_STATE}: expected values and paths"
     sound: set[Any] = set()

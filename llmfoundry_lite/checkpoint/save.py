@@ -85,9 +85,8 @@ class Flight:
     stall_seconds: float
     task: Future[Any]
     """Writing this rank's file; then, on rank 0, publishing."""
-    is_publishing: bool = False
-    num_bytes: int = 0
-    state_digest: str = ""
+    manifest: Manifest | None = None
+    """Without its log; None until all ranks have written."""
 
 
 class Saver:
@@ -199,12 +198,14 @@ class Saver:
         if not all_written:
             return None
         try:
-            exchange.raise_on_all_ranks(_error_of(flight.task))
-            if not flight.is_publishing:
-                manifest = self._describe(flight)
-                flight.is_publishing = True
+            error = flight.task.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            exchange.raise_on_all_ranks(error)
+            if flight.manifest is None:
+                flight.manifest = self._describe(flight)
                 if self.rank == 0:
-                    flight.task = self._background.submit(self._publish, manifest, flight.about.log)
+                    flight.task = self._background.submit(self._publish, flight.manifest, flight.about.log)
                 return None
         except BaseException:
             self._flight = None
@@ -218,8 +219,8 @@ class Saver:
             save_id=flight.save_id,
             stall_seconds=flight.stall_seconds,
             durable_seconds=time.monotonic() - flight.started,
-            num_bytes=flight.num_bytes,
-            state_digest=flight.state_digest,
+            num_bytes=flight.manifest.num_bytes,
+            state_digest=flight.manifest.state_digest or "",
         )
 
     def wait(self) -> Saved | None:
@@ -307,15 +308,18 @@ class Saver:
                     f"not saved: rank {rank} has other optimizer groups or steps than rank {first}; ranks have drifted "
                     "apart"
                 )
-        flight.num_bytes = sum(report[0] for report in reports)
-        flight.state_digest = format_digest(sum(report[4] for report in reports))
         _, prefix = self.store.commits.draft(flight.save_id)
         sizes = {"block_bytes": record.block_bytes}
         files = [
             FileRecord(name=prefix + file_name(rank), num_bytes=n, header_bytes=m, digest=digest.hex(), **sizes)
             for rank, (n, m, digest, *_) in enumerate(reports)
         ]
-        optimizer, aliases = self._gather_numbers(plan, flight.state)
+        optimizer, aliases = flight.state.optimizer, flight.state.aliases
+        if len(plan.first_ranks) > 1:  # ranks have other tensors, each its own groups and steps
+            own = encode_value([optimizer, aliases])
+            parts = [decode_value(exchange.broadcast_json(own, source=rank)) for rank in plan.first_ranks]
+            optimizer = state.join_optimizers([its_optimizer for its_optimizer, _ in parts])
+            aliases = {alias: name for _, its_aliases in parts for alias, name in its_aliases.items()}
         return Manifest(
             **{one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"},
             save_id=flight.save_id,
@@ -325,18 +329,9 @@ class Saver:
             optimizer=optimizer,
             aliases=aliases,
             tensors=plan.tensors,
-            state_digest=flight.state_digest,
+            state_digest=format_digest(sum(report[4] for report in reports)),
             files=tuple(files),
         )
-
-    def _gather_numbers(self, plan: Plan, found: state.State) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """Join the optimizer's groups and steps of all ranks, which differ only where ranks have other tensors."""
-        if len(plan.first_ranks) == 1:
-            return found.optimizer, found.aliases
-        mine = encode_value([found.optimizer, found.aliases])
-        parts = [decode_value(exchange.broadcast_json(mine, source=rank)) for rank in plan.first_ranks]
-        aliases = {alias: name for _, more in parts for alias, name in more.items()}
-        return state.join_optimizers([optimizer for optimizer, _ in parts]), aliases
 
     def _publish(self, manifest: Manifest, log: Callable[[], bytes] | None) -> None:
         """Publish in the background, on rank 0."""
@@ -367,13 +362,6 @@ def _sources(plan: Plan, found: state.State) -> Iterator[tuple[Entry, torch.Tens
 
 def file_name(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
-
-
-def _error_of(task: Future[Any]) -> Exception | None:
-    error = task.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    return error
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

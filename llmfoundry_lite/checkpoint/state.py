@@ -6,6 +6,7 @@ without gradients, and name tied weights differently in model and optimizer.
 """
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,11 +54,10 @@ Named = list[tuple[str, torch.Tensor]]
 
 def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
     """Collect the state without a copy: tensors are those of the model and the optimizer."""
-    parameters, buffers = _members(model)
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
     first_keys: dict[int, str] = {}
-    for name, tensor in [*parameters, *buffers]:
+    for name, tensor in itertools.chain(*_members(model)):
         key = f"model/{name}"
         if (first := first_keys.setdefault(id(tensor), key)) == key:
             tensors[key] = tensor
@@ -65,7 +65,7 @@ def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
             aliases[key] = first
     numbers = None
     if optimizer is not None:
-        slots, numbers = _read_optimizer(_names(parameters, optimizer), optimizer)
+        slots, numbers = _read_optimizer(parameter_names(model, optimizer), optimizer)
         tensors |= slots
     return State(tensors, aliases, numbers, row_orders(model, tensors))
 
@@ -103,8 +103,22 @@ def to_rank_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Return id(parameter) -> name, for all that the optimizer updates."""
-    return _names(_members(model)[0], optimizer)
+    """Return id(parameter) -> name, for all that the optimizer updates. Raises CheckpointError if one is not the
+    model's."""
+    names: dict[int, str] = {}
+    for name, parameter in _members(model)[0]:
+        names.setdefault(id(parameter), name)
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            # With ZeRO-1 an optimizer has rows of a parameter, and the state of these.
+            whole = getattr(parameter, "share_of", parameter)
+            if id(whole) not in names:
+                raise CheckpointError(
+                    f"the optimizer's group {i} updates a tensor of shape {tuple(parameter.shape)} that is not a "
+                    "parameter of the model; build the optimizer from the model as it is trained (after sharding it)"
+                )
+            names[id(parameter)] = names[id(whole)]
+    return names
 
 
 def _members(model: nn.Module) -> tuple[Named, Named]:
@@ -120,23 +134,6 @@ def _members(model: nn.Module) -> tuple[Named, Named]:
         parameters += [(start + name, p) for name, p in module._parameters.items() if p is not None]
         buffers += [(start + name, b) for name, b in module._buffers.items() if b is not None and name not in passing]
     return parameters, buffers
-
-
-def _names(parameters: Named, optimizer: Optimizer) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for name, parameter in parameters:
-        names.setdefault(id(parameter), name)
-    for i, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            # With ZeRO-1 an optimizer has rows of a parameter, and the state of these.
-            whole = getattr(parameter, "share_of", parameter)
-            if id(whole) not in names:
-                raise CheckpointError(
-                    f"the optimizer's group {i} updates a tensor of shape {tuple(parameter.shape)} that is not a "
-                    "parameter of the model; build the optimizer from the model as it is trained (after sharding it)"
-                )
-            names[id(parameter)] = names[id(whole)]
-    return names
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

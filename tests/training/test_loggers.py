@@ -131,7 +131,7 @@ class KilledAt(Callback):
         if flight is not None:
             wait([flight.task])
         if int(state.timestamp.batch) + 1 == self.batch:
-            assert flight.is_publishing
+            assert flight.manifest is not None
             os.kill(os.getpid(), signal.SIGKILL)
 
 
