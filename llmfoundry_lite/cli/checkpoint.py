@@ -268,38 +268,28 @@ def import_weights(
         from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 
         imported = import_checkpoint(source, out, trust_pickle=trust_pickle, config=config or ())
-    manifest = imported.checkpoint.manifest
-    say(f"imported {source} as {imported.checkpoint.url}")
+    manifest, url = imported.checkpoint.manifest, imported.checkpoint.url
+    lines: dict[str, str | None] = {"from": imported.kind}
     if imported.kind == DCP_STATE:
         num_values = len((manifest.dcp_state or {})["values"])
-        print_lines(
-            {
-                "from": imported.kind,
-                "state": f"{len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}, and {num_values} values",
-                "load it": f'storage_reader=PortableStorageReader("{imported.checkpoint.url}")',
-            }
-        )
+        lines |= {
+            "state": f"{len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}, and {num_values} values",
+            "load it": f'storage_reader=PortableStorageReader("{url}")',
+        }
     else:
-        print_import(imported)
-    for note in imported.notes:
-        say(f"note: {note}")
-
-
-def print_import(imported: Any) -> None:
-    """Print what a checkpoint has of a model from elsewhere."""
-    manifest = imported.checkpoint.manifest
-    tokenizer = "none"
-    if manifest.fingerprints:
-        tokenizer = f"{manifest.config['tokenizer']['name']} ({manifest.fingerprints['tokenizer']})"
-    print_lines(
-        {
-            "from": imported.kind,
+        tokenizer = "none"
+        if manifest.fingerprints:
+            tokenizer = f"{manifest.config['tokenizer']['name']} ({manifest.fingerprints['tokenizer']})"
+        lines |= {
             "weights": f"{imported.num_parameters:,} parameters, fp32, {megabytes(manifest.num_bytes)}",
             "tokenizer": tokenizer,
             "not carried": "optimizer state, position in the data",
-            "train from it": f"load_path={imported.checkpoint.url} load_weights_only=true",
+            "train from it": f"load_path={url} load_weights_only=true",
         }
-    )
+    say(f"imported {source} as {url}")
+    print_lines(lines)
+    for note in imported.notes:
+        say(f"note: {note}")
 
 
 @checkpoint.command("consolidate")

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite`: every command, each group in a file of its own.
+"""`llmfoundry-lite`: every command.
 
     llmfoundry-lite data prepare --source python-stdlib --out data/stdlib --tokenizer train:4096 --max-seq-len 256
 
@@ -14,18 +14,8 @@ from typing import Annotated
 
 import typer
 
-from llmfoundry_lite.cli.bench import bench
-from llmfoundry_lite.cli.checkpoint import checkpoint
-from llmfoundry_lite.cli.data import data
-from llmfoundry_lite.cli.doctor import doctor_command
-from llmfoundry_lite.cli.islands import islands
-from llmfoundry_lite.cli.listing import list_command
-from llmfoundry_lite.cli.plan import fabric_command, plan_command
-from llmfoundry_lite.cli.rehearse import rehearse_command
-from llmfoundry_lite.cli.relay import relay_command
-from llmfoundry_lite.cli.replay import replay_command
-from llmfoundry_lite.cli.results import compare_results, report_runs, watch_run
-from llmfoundry_lite.cli.run import PASSED_ON, evaluate, generate, init, train
+from llmfoundry_lite.cli import checkpoint, data, listing, machine, plan, results
+from llmfoundry_lite.cli import run as runs
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
 
 app = typer.Typer(
@@ -34,24 +24,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("list")(list_command)
-app.command("init")(init)
-app.command("train", context_settings=PASSED_ON)(train)
-app.command("eval", context_settings=PASSED_ON)(evaluate)
-app.command("generate")(generate)
-app.add_typer(data, name="data")
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(bench, name="bench")
-app.command("watch")(watch_run)
-app.command("report")(report_runs)
-app.command("compare")(compare_results)
-app.command("doctor")(doctor_command)
-app.command("plan")(plan_command)
-app.command("fabric")(fabric_command)
-app.command("rehearse")(rehearse_command)
-app.command("relay")(relay_command)
-app.command("replay")(replay_command)
-app.add_typer(islands, name="islands")
+app.command("list")(listing.list_command)
+app.command("init")(runs.init)
+app.command("train", context_settings=runs.PASSED_ON)(runs.train)
+app.command("eval", context_settings=runs.PASSED_ON)(runs.evaluate)
+app.command("generate")(runs.generate)
+app.add_typer(data.data, name="data")
+app.add_typer(checkpoint.checkpoint, name="checkpoint")
+app.add_typer(machine.bench, name="bench")
+app.command("watch")(results.watch_run)
+app.command("report")(results.report_runs)
+app.command("compare")(results.compare_results)
+app.command("doctor")(machine.doctor_command)
+app.command("plan")(plan.plan_command)
+app.command("fabric")(plan.fabric_command)
+app.command("rehearse")(runs.rehearse_command)
+app.command("relay")(runs.relay_command)
+app.command("replay")(runs.replay_command)
+app.add_typer(runs.islands, name="islands")
 
 
 @app.callback(invoke_without_command=True)

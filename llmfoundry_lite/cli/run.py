@@ -1,23 +1,22 @@
-"""`llmfoundry-lite train`, `eval`, `generate` and `init`: from a data folder to a model that writes."""
+"""Commands that run a model: `init`, `train`, `eval`, `generate`, `relay`, `islands`, `replay`, `rehearse`."""
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
+from llmfoundry_lite.cli.options import refuse_beside
 from llmfoundry_lite.config.load_train import DRY_RUNS
-from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.errors import EXIT_DIFFERS, EXIT_DONE, ConfigError, UserError, printable
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """The rest of the line is the program's own, `--help` and `--dry-run` included."""
 
-DEFAULT_RESTARTS = 3
 Ranks = Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Processes on this machine.")]
-
-
 Restarts = Annotated[
     int | None, typer.Option("--max-restarts", min=0, help="After ranks that died or froze [3 with -n; else none].")
 ]
@@ -43,7 +42,7 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
     def batch() -> int:
         return (read_status(Path(config.run_folder)) or {}).get("batch", 0)
 
-    restarts = DEFAULT_RESTARTS if max_restarts is None else max_restarts
+    restarts = 3 if max_restarts is None else max_restarts
     launcher = Launcher(program, num_ranks, restarts, logs, batch, parse_seconds(config.retry_for))
     raise typer.Exit(launcher.run(context.args))
 
@@ -142,3 +141,136 @@ def init(
     path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
     print(f"trains for {write_starter(data, size, path)}")
     print(f"wrote {path}; next: llmfoundry-lite train {path} --dry-run")
+
+
+def relay_command(
+    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="The run, its places, and when it moves.")],
+) -> None:
+    """Move a run between places until it is done. It moves every so many batches, or when a place preempts it.
+
+    May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
+    """
+    from llmfoundry_lite.launch.places import load_relay
+    from llmfoundry_lite.launch.relay import run
+    from llmfoundry_lite.ranks.output import ignore_output_errors
+
+    ignore_output_errors()
+    raise typer.Exit(run(load_relay(path)))
+
+
+islands = typer.Typer(help="Several launches that train one run at once.", no_args_is_help=True)
+
+
+@islands.callback()
+def about_islands() -> None:
+    """Keep `coordinate` a subcommand: typer would make the only command of a group the group itself."""
+
+
+@islands.command("coordinate")
+def coordinate(
+    listen: Annotated[str, typer.Option(help="host:port where islands come.")] = "127.0.0.1:7070",
+    num_islands: Annotated[int, typer.Option("--islands", min=1, help="Begin when so many are here.")] = 2,
+    until_alone: Annotated[bool, typer.Option("--until-alone", help="End when no island is left.")] = False,
+    silence: Annotated[float, typer.Option(min=1.0, help="Seconds after which a silent island is left out.")] = 4.0,
+) -> None:
+    """Decide who trains which rows and which batches count.
+
+    Until Ctrl-C. No tensors pass through here. Islands prove the secret in LLMFOUNDRY_LITE_ISLANDS_TOKEN, and so does
+    this.
+    """
+    from llmfoundry_lite.islands.messages import find_token, parse_address
+    from llmfoundry_lite.islands.serve import serve
+    from llmfoundry_lite.ranks.output import ignore_output_errors
+
+    ignore_output_errors()
+    serve(parse_address(listen, "--listen"), find_token(), num_islands, silence, until_alone=until_alone)
+
+
+def replay_command(
+    where: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[baN..baM] [key=value ...]", help="States; and what differs here, such as folders."),
+    ] = None,
+    num_ranks: Ranks = 1,
+) -> None:
+    """Train batches of a run again, and compare with its log.
+
+    Data, losses, norms and the state are compared. From its checkpoint at baN or before, until baM; by default from the
+    last checkpoint but one to the last. Nothing is saved. Exit code 0: bit-equal. 3: within a band that other devices
+    or kernels explain, or it does not fit.
+    """
+    from llmfoundry_lite.config.changes import find_changes
+    from llmfoundry_lite.config.schema import as_dict
+    from llmfoundry_lite.launch.launcher import Launcher, Program, refuse_other_launchers
+    from llmfoundry_lite.launch.processes import rank_variables
+    from llmfoundry_lite.launch.replay import compare, plan_replay, write_replay
+    from llmfoundry_lite.train import check, prepare_environment
+    from llmfoundry_lite.training.lean_imports import HEAVY
+
+    refuse_other_launchers()
+    states = [argument for argument in arguments or () if argument.startswith("ba") and "=" not in argument]
+    changes = [argument for argument in arguments or () if argument not in states]
+    if len(states) > 1 or not all("=" in change for change in changes):
+        raise ConfigError(f"replay: {' '.join(arguments or ())} given, expected baN..baM once, and key=value pairs")
+    plan = plan_replay(where, *states) if states else plan_replay(where, None)
+    os.environ.update(rank_variables(0, num_ranks))
+    with tempfile.TemporaryDirectory(prefix="llmfoundry-lite-replay-") as temporary:
+        folder = Path(temporary) / "run"
+        path = write_replay(plan, folder, num_ranks)
+        config = check([path, *changes])[0].config
+        found = find_changes(as_dict(check([path])[0].config), as_dict(config)) if changes else {}
+        if other := [change for rule in ("never", "logged") for change in found.get(rule, ())]:
+            raise ConfigError(f"replay: {other[0]} would be another run; leave it out")
+        prepare_environment(config)
+        start = "its seed" if plan.start is None else plan.start.name
+        print(printable(f"training batches {plan.first_batch} to {plan.last_batch} of {where} again, from {start}"))
+        program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY)
+        code = Launcher(program, num_ranks, 0, Path(temporary) / "logs").run([path, *changes])
+        if code != EXIT_DONE:
+            raise typer.Exit(code)
+        verdict = compare(plan, folder)
+    print(printable(verdict.text))
+    raise typer.Exit(EXIT_DONE if verdict.is_equal else EXIT_DIFFERS)
+
+
+def rehearse_command(
+    context: typer.Context,
+    arguments: Annotated[list[str], typer.Argument(help="RUN.yaml HARDWARE.yaml [key=value ...]")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices of the run, in all nodes.")],
+    per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
+    rank: Annotated[
+        int | None, typer.Option(help="Which of them is rehearsed. By default the first one of each stage.")
+    ] = None,
+    all_kinds: Annotated[
+        bool, typer.Option("--all-kinds", help="The first and the last rank of each stage, in turn.")
+    ] = False,
+    batches: Annotated[
+        int, typer.Option(min=2, help="Whose memory is measured; the optimizer's state is there from the second on.")
+    ] = 2,
+    searches: Annotated[
+        bool, typer.Option("--search", help="Instead: find the largest microbatch that fits, by rehearsing.")
+    ] = False,
+    hardware: Annotated[str | None, typer.Option(help="The device, if no YAML is named after it.")] = None,
+) -> None:
+    """Run a rank's real training code on devices that are not there. Memory, FLOPs and collectives are measured.
+
+    Exit code 2 when the run would be refused or run out of memory.
+    """
+    from llmfoundry_lite.rehearse.rehearse import rehearse
+
+    if searches:
+        refuse_beside(context, "--search", "it rehearses one rank, for two batches", only=("all_kinds", "batches"))
+    if rank is not None:
+        refuse_beside(context, "--rank", "it is the only one that is rehearsed", only=("all_kinds",))
+    code = rehearse(
+        arguments,
+        num_devices=devices,
+        per_node=per_node,
+        rank=rank,
+        all_kinds=all_kinds,
+        num_batches=batches,
+        hardware=hardware,
+        searches=searches,
+    )
+    raise typer.Exit(code)
