@@ -29,11 +29,12 @@ def device_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def accelerator() -> Accelerator | None:
-    """Return this machine's row of the hardware table; None for a device that is not in it."""
-    if not torch.cuda.is_available():
+def accelerator(device: torch.device | None = None) -> Accelerator | None:
+    """Return the row of a device, by default the current one, in the hardware table; None if it is not in it."""
+    if not torch.cuda.is_available() or (device is not None and device.type == "cpu"):
         return None
-    return find_accelerator(device_name(), torch.cuda.get_device_properties().multi_processor_count)
+    units = torch.cuda.get_device_properties(device).multi_processor_count
+    return find_accelerator(torch.cuda.get_device_name(device), units)
 
 
 def has_tf32() -> bool:

@@ -7,6 +7,7 @@ are dense. An accelerator that is not in the table, or a slice of one that is, h
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
@@ -24,29 +25,32 @@ def in_bytes(number: int) -> str:
     return f"{number} B"
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Accelerator:
     """A row of the table."""
 
     name: str
-    vendor: str
-    """nvidia or amd"""
     pattern: str
     """Regular expression for the whole of `torch.cuda.get_device_name()`."""
     num_compute_units: int
     """Streaming multiprocessors or compute units, torch's `multi_processor_count`; a slice of the device has fewer."""
-    devices_per_card: int = 1
-    peak_teraflops: Mapping[str, float]
-    """fp32 (without TF32), tf32, bf16, fp16, fp8 -> dense matrix products with fp32 sums; a dtype whose peak is not
-    published is absent."""
     memory_bytes: int
     """Memory as sold. Vendors' GB are GiB here."""
     memory_bandwidth_bytes_per_second: float
     power_watts: float
     """The most one device draws."""
+    peak_teraflops: Mapping[str, float]
+    """fp32 (without TF32), tf32, bf16, fp16, fp8 -> dense matrix products with fp32 sums; a dtype whose peak is not
+    published is absent."""
     source: str
     pci_ids: tuple[int, ...] = ()
     """AMD: the PCI device numbers under which the kernel lists it (pci.ids, vendor 1002). NVIDIA's lists names."""
+    devices_per_card: int = 1
+
+    @property
+    def vendor(self) -> str:
+        """nvidia or amd"""
+        return "amd" if self.pci_ids else "nvidia"
 
     @property
     def free_bytes(self) -> int:
@@ -105,11 +109,6 @@ def accelerator_named(name: str) -> Accelerator:
     return rows[0]
 
 
-def is_named(name: str) -> bool:
-    """Return whether the table has a row, or several, that `accelerator_named` could mean."""
-    return bool(rows_named(name))
-
-
 def rows_named(name: str) -> list[Accelerator]:
     """Return the rows of this name, or that it begins; of these without PCIe cards if there are others."""
     exact = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
@@ -145,50 +144,37 @@ CDNA3 = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 26
 MI300X_SOURCE = "AMD Instinct MI300X data sheet, December 2023"
 MI325X_SOURCE = "AMD Instinct MI325X data sheet, October 2024"
 
-# Columns: name, the name in torch as a regular expression, compute units, GiB, GB/s, watts, dense TFLOP/s, source.
-_NVIDIA = (
-    ("V100-16GB", "Tesla V100-SXM2-16GB", 80, 16, 900, 300, V100, V100_SOURCE),
-    ("V100-32GB", "Tesla V100-SXM2-32GB", 80, 32, 900, 300, V100, V100_SOURCE),
-    ("A100-40GB", "(NVIDIA )?A100-SXM4-40GB", 108, 40, 1555, 400, A100, A100_SOURCE),
-    ("A100-80GB", "(NVIDIA )?A100-SXM4-80GB", 108, 80, 2039, 400, A100, A100_SOURCE),
-    ("A100-PCIe-40GB", "(NVIDIA )?A100-PCIE-40GB", 108, 40, 1555, 250, A100, A100_SOURCE),
-    ("A100-PCIe-80GB", "(NVIDIA )?A100 80GB PCIe", 108, 80, 1935, 300, A100, A100_SOURCE),
-    ("H100-80GB", "NVIDIA H100 80GB HBM3", 132, 80, 3350, 700, H100_SXM, H100_SOURCE),
-    ("H100-PCIe-80GB", "NVIDIA H100 PCIe", 114, 80, 2000, 350, H100_PCIE, H100_SOURCE),
-    ("H200", "NVIDIA H200", 132, 141, 4800, 700, H100_SXM, f"NVIDIA H200 (SXM) datasheet, 2024; {HALVED}"),
-    ("B200", "NVIDIA B200", 148, 180, 8000, 1000, B200, B200_SOURCE),
-    ("L4", "NVIDIA L4", 58, 24, 300, 72, L4, f"NVIDIA L4 datasheet, 2023; {HALVED}"),
-    ("A10", "NVIDIA A10", 72, 24, 600, 150, A10, "NVIDIA A10 datasheet, 2021"),
-    ("RTX-4090", "NVIDIA GeForce RTX 4090", 128, 24, 1008, 450, RTX_4090, ADA_SOURCE),
+# The fields of an Accelerator, in their order.
+_ROWS = (
+    ("V100-16GB", "Tesla V100-SXM2-16GB", 80, 16 * GIB, 900e9, 300, V100, V100_SOURCE),
+    ("V100-32GB", "Tesla V100-SXM2-32GB", 80, 32 * GIB, 900e9, 300, V100, V100_SOURCE),
+    ("A100-40GB", "(NVIDIA )?A100-SXM4-40GB", 108, 40 * GIB, 1555e9, 400, A100, A100_SOURCE),
+    ("A100-80GB", "(NVIDIA )?A100-SXM4-80GB", 108, 80 * GIB, 2039e9, 400, A100, A100_SOURCE),
+    ("A100-PCIe-40GB", "(NVIDIA )?A100-PCIE-40GB", 108, 40 * GIB, 1555e9, 250, A100, A100_SOURCE),
+    ("A100-PCIe-80GB", "(NVIDIA )?A100 80GB PCIe", 108, 80 * GIB, 1935e9, 300, A100, A100_SOURCE),
+    ("H100-80GB", "NVIDIA H100 80GB HBM3", 132, 80 * GIB, 3350e9, 700, H100_SXM, H100_SOURCE),
+    ("H100-PCIe-80GB", "NVIDIA H100 PCIe", 114, 80 * GIB, 2000e9, 350, H100_PCIE, H100_SOURCE),
+    ("H200", "NVIDIA H200", 132, 141 * GIB, 4800e9, 700, H100_SXM, f"NVIDIA H200 (SXM) datasheet, 2024; {HALVED}"),
+    ("B200", "NVIDIA B200", 148, 180 * GIB, 8000e9, 1000, B200, B200_SOURCE),
+    ("L4", "NVIDIA L4", 58, 24 * GIB, 300e9, 72, L4, f"NVIDIA L4 datasheet, 2023; {HALVED}"),
+    ("A10", "NVIDIA A10", 72, 24 * GIB, 600e9, 150, A10, "NVIDIA A10 datasheet, 2021"),
+    ("RTX-4090", "NVIDIA GeForce RTX 4090", 128, 24 * GIB, 1008e9, 450, RTX_4090, ADA_SOURCE),
+    ("MI210", "AMD Instinct MI210", 104, 64 * GIB, 1638.4e9, 300, MI210, CDNA2_SOURCE, (0x740F,), 1),
+    ("MI250", f"{MI250_NAME}|{MI250X_NAME} ?/ ?MI250", 104, 64 * GIB, 1638.4e9, 280, MI250, MI250_SOURCE, (0x740C,), 2),
+    ("MI250X", f"{MI250X_NAME}( ?/ ?MI250)?", 110, 64 * GIB, 1638.4e9, 280, MI250X, MI250X_SOURCE, (0x7408, 0x740C), 2),
+    (
+        "MI300X",
+        "AMD Instinct MI300X( OAM)?( VF)?",
+        304,
+        192 * GIB,
+        5300e9,
+        750,
+        CDNA3,
+        MI300X_SOURCE,
+        (0x74A1, 0x74B5),
+        1,
+    ),
+    ("MI325X", "AMD Instinct MI325X( VF)?", 304, 256 * GIB, 6000e9, 1000, CDNA3, MI325X_SOURCE, (0x74A5, 0x74B9), 1),
 )
-# The same, of a device; then PCI device numbers and devices per card.
-_AMD = (
-    ("MI210", "AMD Instinct MI210", 104, 64, 1638.4, 300, MI210, CDNA2_SOURCE, (0x740F,), 1),
-    ("MI250", f"{MI250_NAME}|{MI250X_NAME} ?/ ?MI250", 104, 64, 1638.4, 280, MI250, MI250_SOURCE, (0x740C,), 2),
-    ("MI250X", f"{MI250X_NAME}( ?/ ?MI250)?", 110, 64, 1638.4, 280, MI250X, MI250X_SOURCE, (0x7408, 0x740C), 2),
-    ("MI300X", "AMD Instinct MI300X( OAM)?( VF)?", 304, 192, 5300, 750, CDNA3, MI300X_SOURCE, (0x74A1, 0x74B5), 1),
-    ("MI325X", "AMD Instinct MI325X( VF)?", 304, 256, 6000, 1000, CDNA3, MI325X_SOURCE, (0x74A5, 0x74B9), 1),
-)
 
-
-def _accelerator(vendor: str, row: tuple) -> Accelerator:
-    name, pattern, num_compute_units, gib, gigabytes_per_second, power_watts, peaks, source, *amd = row
-    pci_ids, devices_per_card = amd or ((), 1)
-    return Accelerator(
-        name=name,
-        vendor=vendor,
-        pattern=pattern,
-        num_compute_units=num_compute_units,
-        devices_per_card=devices_per_card,
-        peak_teraflops=peaks,
-        memory_bytes=gib * GIB,
-        memory_bandwidth_bytes_per_second=gigabytes_per_second * 1e9,
-        power_watts=power_watts,
-        source=source,
-        pci_ids=pci_ids,
-    )
-
-
-ACCELERATORS: Mapping[str, Accelerator] = {
-    row[0]: _accelerator(vendor, row) for vendor, rows in (("nvidia", _NVIDIA), ("amd", _AMD)) for row in rows
-}
+ACCELERATORS: Mapping[str, Accelerator] = {row.name: row for row in starmap(Accelerator, _ROWS)}

@@ -79,7 +79,9 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
         if not invocation.dry_run:
             invocation.notes.extend(f"warning: {text}" for text in preflight.describe_slow_groups(config, layout))
         if invocation.dry_run == "here":
-            check_this_machine(config, layout)
+            from llmfoundry_lite.devices import local_devices  # imports torch
+
+            preflight.check_here(config, layout, local_devices())
     except UserError as error:
         if this_rank().local_rank == 0 and not DRY_RUNS.keys() & set(arguments):
             preflight.record_refusal(arguments, error)
@@ -93,13 +95,6 @@ def prepare_environment(config: TrainConfig) -> None:
         os.environ.setdefault(name, value)
     if config.has_own_components:
         os.environ.setdefault(FULL_IMPORTS, "1")
-
-
-def check_this_machine(config: TrainConfig, layout: Layout) -> None:
-    """Raise ConfigError for a tokenizer or for memory that is not here."""
-    from llmfoundry_lite.devices import local_devices  # imports torch
-
-    preflight.check_here(config, layout, local_devices())
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from llmfoundry_lite.devices import device_type
+from llmfoundry_lite.devices import accelerator, device_type
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status, judge
-from llmfoundry_lite.hardware import GIB, MIB, Accelerator, find_accelerator
+from llmfoundry_lite.hardware import GIB, MIB
 
 NUM_TERMS = 256
 """Terms of a sum; bf16 counts to 256."""
@@ -243,7 +243,7 @@ def check_bandwidth(machine: Machine) -> Iterator[Finding]:
     size = (32 if is_cpu else 256) * MIB if machine.quick else GIB // 4
     repeats = 3 if machine.quick else 10
     devices = all_devices()
-    rows = [find_row(device) for device in devices]
+    rows = [accelerator(device) for device in devices]
     rates = [2 * size / measure_copy(size, repeats, device, device) for device in devices]
     figures = [row and row.memory_bandwidth_bytes_per_second for row in rows]
     yield judge_rates("memory copy", rates, figures, LOWEST_SHARE_OF_MEMORY)
@@ -293,10 +293,3 @@ def measure_flops(device: torch.device, size: int, repeats: int) -> float:
     matrix = torch.randn(size, size, device=device).to(torch.bfloat16)
     out = torch.empty_like(matrix)
     return 2 * size**3 / measure_seconds(lambda: torch.mm(matrix, matrix, out=out), device, repeats)
-
-
-def find_row(device: torch.device) -> Accelerator | None:
-    if device.type == "cpu":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return find_accelerator(properties.name, properties.multi_processor_count)
