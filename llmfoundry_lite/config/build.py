@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmfoundry_lite.config.fields import Key, Setting, is_number, keys_of, schema_keys
-from llmfoundry_lite.config.layers import Layer, source_of
+from llmfoundry_lite.config.layers import Layer, naming_source, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, either
 
@@ -23,62 +23,61 @@ from llmfoundry_lite.errors import ConfigError, either
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> Any:
     """Fill the dataclass `cls` from a mapping that stands at `path`; `layers` name the files. Raises ConfigError."""
     refuse_unknown_keys(cls, values, path, layers)
-    return _fill(cls, values, path, layers)
+    with naming_source(layers):
+        return _fill(cls, values, path)
 
 
 def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
     """Raise ConfigError that names every key, at any depth, that `cls` does not have."""
-    unknown = list(_find_unknown_keys(cls, values, path))
-    if len(unknown) == 1:
-        key, hint = unknown[0]
-        raise ConfigError(f"{source_of(key, layers)}: {key}: unknown key; {hint}")
-    if unknown:
-        raise ConfigError(name_all(unknown, layers, "unknown keys"))
+    refuse_keys(list(_find_unknown_keys(cls, values, path)), layers, "unknown key; ", "unknown keys")
 
 
-def name_all(found: Sequence[tuple[str, str]], layers: Sequence[Layer], what: str) -> str:
-    """Write `run.yaml: 2 unknown keys: a (…), b (…)`, for (key, what to do instead) of each, file by file."""
+def refuse_keys(found: Sequence[tuple[str, str]], layers: Sequence[Layer], one: str, several: str) -> None:
+    """Raise ConfigError if any was found, for (key, what to do instead) of each: `run.yaml: a: unknown key; …`, or
+    `2 unknown keys: run.yaml: a (…), b (…)`, file by file."""
+    if len(found) == 1:
+        key, hint = found[0]
+        raise ConfigError(f"{source_of(key, layers)}: {key}: {one}{hint}")
     by_source: dict[str, list[str]] = {}
     for key, hint in found:
         by_source.setdefault(source_of(key, layers), []).append(f"{key} ({hint})")
-    parts = [f"{source}: {', '.join(keys)}" for source, keys in by_source.items()]
-    return f"{len(found)} {what}: {'; '.join(parts)}"
+    if found:
+        parts = [f"{source}: {', '.join(keys)}" for source, keys in by_source.items()]
+        raise ConfigError(f"{len(found)} {several}: {'; '.join(parts)}")
 
 
-def refuse_other_kinds(values: Any, layers: Sequence[Layer], cls: type = TrainConfig, path: str = "") -> None:
+def refuse_other_kinds(values: Any, cls: type = TrainConfig, path: str = "") -> None:
     """Raise ConfigError for a block of a kind that we do not have, before its keys are found unknown one by one."""
     for name, key in keys_of(cls).items() if isinstance(values, dict) else ():
         place = f"{path}.{name}" if path else name
         if key.setting.instead and values.get(name) is not None:
-            _check_choice(place, values[name], key.setting, layers)
+            _check_choice(place, values[name], key.setting)
         for inside, block in key.blocks(place, values.get(name)):
-            refuse_other_kinds(block, layers, typing.cast(type, key.block), inside)
+            refuse_other_kinds(block, typing.cast(type, key.block), inside)
 
 
 # ------------------------------------------------------------------------------------------------- types
 
 
-def _fill(cls: type, values: Any, path: str, layers: Sequence[Layer]) -> Any:
+def _fill(cls: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
-        raise _wrong(path, values, "a block of `key: value` lines", layers)
+        raise _wrong(path, values, "a block of `key: value` lines")
     arguments = {}
     for name, key in keys_of(cls).items():
         place = f"{path}.{name}" if path else name
         expected = key.setting.expected or _describe(key.hint)
         if name in values and (values[name] is not None or key.allows_none):
-            arguments[name] = _convert(key.hint, values[name], place, expected, layers)
-            _check(place, arguments[name], key.setting, layers)
+            arguments[name] = _convert(key.hint, values[name], place, expected)
+            _check(place, arguments[name], key.setting)
         elif key.default is dataclasses.MISSING:
-            raise ConfigError(f"{source_of(path, layers)}: {place}: missing; expected {expected}")
+            raise ConfigError(f"{place}: missing; expected {expected}")
         elif name in values and not isinstance(key.default, dict | list):
-            raise ConfigError(
-                f"{source_of(place, layers)}: {place}: nothing given, expected {expected}; "
-                f"remove the line for the default, {key.default}"
-            )
+            default = f"remove the line for the default, {key.default}"
+            raise ConfigError(f"{place}: nothing given, expected {expected}; {default}")
     return cls(**arguments)
 
 
-def _convert(hint: Any, value: Any, place: str, expected: str, layers: Sequence[Layer]) -> Any:
+def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:
     origin, parameters = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (value is None and type(None) in parameters):
         return value
@@ -87,18 +86,18 @@ def _convert(hint: Any, value: Any, place: str, expected: str, layers: Sequence[
         exact = [option for option in options if isinstance(option, type) and type(value) is option]
         for option in exact + options:
             try:
-                return _convert(option, value, place, _describe(option), layers)
+                return _convert(option, value, place, _describe(option))
             except ConfigError:
                 if len(options) == 1:
                     raise
     elif dataclasses.is_dataclass(hint):
-        return _fill(typing.cast(type, hint), value, place, layers)
+        return _fill(typing.cast(type, hint), value, place)
     elif origin is dict and isinstance(value, dict):
         inner = parameters[1]
-        return {k: _convert(inner, v, f"{place}.{k}", _describe(inner), layers) for k, v in value.items()}
+        return {k: _convert(inner, v, f"{place}.{k}", _describe(inner)) for k, v in value.items()}
     elif origin in (list, tuple) and isinstance(value, list) and (origin is list or len(value) == len(parameters)):
         inner = parameters[0]
-        return origin(_convert(inner, v, f"{place}[{i}]", _describe(inner), layers) for i, v in enumerate(value))
+        return origin(_convert(inner, v, f"{place}[{i}]", _describe(inner)) for i, v in enumerate(value))
     elif hint is float and isinstance(value, int) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
             return float(value)
@@ -108,7 +107,7 @@ def _convert(hint: Any, value: Any, place: str, expected: str, layers: Sequence[
         return str(value)
     elif type(value) is hint:
         return value
-    raise _wrong(place, value, expected, layers)
+    raise _wrong(place, value, expected)
 
 
 def _describe(hint: Any) -> str:
@@ -123,35 +122,31 @@ def _describe(hint: Any) -> str:
     return "a list" if typing.get_origin(hint) is list else "a block of `key: value` lines"
 
 
-def _wrong(place: str, value: Any, expected: Any, layers: Sequence[Layer]) -> ConfigError:
-    return ConfigError(f"{source_of(place, layers)}: {place}: {value!r} given, expected {expected}")
+def _wrong(place: str, value: Any, expected: Any) -> ConfigError:
+    return ConfigError(f"{place}: {value!r} given, expected {expected}")
 
 
 # ------------------------------------------------------------------------------------------------ values
 
 
-def _check(place: str, value: Any, setting: Setting, layers: Sequence[Layer]) -> None:
+def _check(place: str, value: Any, setting: Setting) -> None:
     """Check a key by its metadata, and its numbers. Raises ConfigError."""
     if value is None:
         return
     for index, number in enumerate(value) if isinstance(value, list | tuple) else [(None, value)]:
-        if is_number(number):
-            _check_number(place if index is None else f"{place}[{index}]", number, layers)
+        where = place if index is None else f"{place}[{index}]"
+        if is_number(number) and isinstance(number, int) and abs(number) >= 2**63:
+            raise _wrong(where, number, "a whole number of 64 bits")
+        if is_number(number) and not math.isfinite(number):
+            raise _wrong(where, number, "a finite number")
     if setting.choices:
-        _check_choice(place, value, setting, layers)
+        _check_choice(place, value, setting)
     for item in value if isinstance(value, tuple) else [value]:
         for check in setting.checks:
             try:
                 check(item)
             except ValueError as error:
-                raise _wrong(place, item, error, layers) from None
-
-
-def _check_number(place: str, number: float, layers: Sequence[Layer]) -> None:
-    if isinstance(number, int) and abs(number) >= 2**63:
-        raise _wrong(place, number, "a whole number of 64 bits", layers)
-    if not math.isfinite(number):
-        raise _wrong(place, number, "a finite number", layers)
+                raise _wrong(place, item, error) from None
 
 
 OTHER_WORDS = {
@@ -170,18 +165,18 @@ OTHER_WORDS = {
 """Our value -> other libraries' words for it."""
 
 
-def _check_choice(place: str, value: Any, setting: Setting, layers: Sequence[Layer]) -> None:
+def _check_choice(place: str, value: Any, setting: Setting) -> None:
     choices, instead = setting.choices, setting.instead
     if value in choices:
         return
     if "python:" in choices and str(value).startswith("python:"):
-        check_import_path(place, value, layers)
+        check_import_path(place, value)
         return
     hint = instead or f"expected {either(choices)}"
     if nearest := _nearest_choice(str(value), choices, cutoff=0.85 if instead else 0.75):
         hint = f"did you mean {nearest}?" + ("" if instead else f" ({hint})")
     hint = hint.replace("python:", "python:package.module:Thing")
-    raise ConfigError(f"{source_of(place, layers)}: {place}: {value!r} is not known; {hint}")
+    raise ConfigError(f"{place}: {value!r} is not known; {hint}")
 
 
 def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | None:
@@ -193,9 +188,9 @@ def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | 
     return near[0] if near else None
 
 
-def check_import_path(place: str, value: str, layers: Sequence[Layer]) -> None:
+def check_import_path(place: str, value: str) -> None:
     if not re.fullmatch(r"python:\w+(\.\w+)*:\w+", value):
-        raise _wrong(place, value, "an import path, python:package.module:Thing", layers)
+        raise _wrong(place, value, "an import path, python:package.module:Thing")
 
 
 # ------------------------------------------------------------------------------------------ unknown keys

@@ -10,7 +10,7 @@ from typing import Any
 from llmfoundry_lite.config.check_layout import check_layout, find_undivided
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layers import Layer, get, source_of
+from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
 from llmfoundry_lite.config.layout import divisors
 from llmfoundry_lite.config.model_schema import (
     LLAMA3_KEYS,
@@ -37,7 +37,7 @@ MAX_GRACE_SECONDS = 25
 
 def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     """Check combinations of keys that are valid by themselves. Raises ConfigError. The planner calls this often."""
-    try:
+    with naming_source(layers):
         check_model(config.model)
         _check_data(config)
         _check_only(config.optimizer, "optimizer")
@@ -50,8 +50,6 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_only(config.scheduler, "scheduler")
         _check_schedule_units(config, any(get(layer.values, "scheduler.t_scale")[0] for layer in layers))
         _check_schedule_spans(config.scheduler, Duration.parse(config.max_duration))
-    except ConfigError as error:
-        raise ConfigError(f"{source_of(str(error).partition(': ')[0], layers)}: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------- model

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.config.build import name_all
+from llmfoundry_lite.config.build import refuse_keys
 from llmfoundry_lite.config.layers import Layer, get, pop, source_of
 from llmfoundry_lite.errors import ConfigError
 
@@ -186,15 +186,13 @@ EVAL_LEFT_OUT = {
 }
 """The same in an evaluation's YAML."""
 
-FINE_TUNING_LOADERS = ("finetuning", "fine_tuning")
 
-
-def refuse_fine_tuning(values: dict[str, Any], layers: Sequence[Layer]) -> None:
+def refuse_fine_tuning(values: dict[str, Any]) -> None:
     """Raise ConfigError before anything else of such a file is found to be wrong: no other change would make it run."""
     for key in _keys_of("*.name", values):
-        if get(values, key)[1] in FINE_TUNING_LOADERS:
+        if get(values, key)[1] in ("finetuning", "fine_tuning"):
             raise ConfigError(
-                f"{source_of(key, layers)}: {key}: {get(values, key)[1]}: fine-tuning is absent here: no loader of "
+                f"{key}: {get(values, key)[1]}: fine-tuning is absent here: no loader of "
                 "prompts and responses, no loss on responses alone, no Hugging Face model or adapter to be trained. "
                 "Export a checkpoint (`llmfoundry-lite checkpoint export`) and fine-tune that with LLM Foundry or TRL"
             )
@@ -250,11 +248,8 @@ def refuse_left_out_keys(
                 pop(values, key)
             else:
                 refused.append((key, instead))
-    if len(refused) == 1:
-        key, instead = refused[0]
-        raise ConfigError(f"{source_of(key, layers)}: {key}: LLM Foundry's option is left out here; {instead}")
-    if refused:
-        raise ConfigError(name_all(refused, layers, "options of LLM Foundry are left out here"))
+    several = "options of LLM Foundry are left out here"
+    refuse_keys(refused, layers, "LLM Foundry's option is left out here; ", several)
     if values.get("device_eval_batch_size") == "auto":
         key = "device_eval_batch_size"
         raise ConfigError(f"{source_of(key, layers)}: {key}: auto is for training; give a number of samples")

@@ -3,11 +3,12 @@
 A layer keeps its source, so that every message can name the file. An overlay may set only what hardware decides.
 """
 
+import contextlib
 import difflib
 import json
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,6 +270,15 @@ def source_of(key: str, layers: Sequence[Layer]) -> str:
             if get(layer.values, ".".join(parts[:length]))[0]:
                 return layer.source
     return layers[0].source if layers else "configuration"
+
+
+@contextlib.contextmanager
+def naming_source(layers: Sequence[Layer]) -> Iterator[None]:
+    """Put the source of its key before a ConfigError: `d_model: 0 given, …` becomes `run.yaml: d_model: 0 given, …`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{source_of(str(error).partition(': ')[0], layers)}: {error}") from None
 
 
 def get(values: Any, key: str) -> tuple[bool, Any]:

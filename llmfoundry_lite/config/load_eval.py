@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, EVAL_WITHOUT_EFFECT, drop_keys, refuse_left_out_keys
-from llmfoundry_lite.config.layers import Layer, is_key_value, is_yaml, merge_layers, read_layers, source_of
+from llmfoundry_lite.config.layers import (
+    Layer,
+    is_key_value,
+    is_yaml,
+    merge_layers,
+    naming_source,
+    read_layers,
+    source_of,
+)
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.errors import ConfigError
 
@@ -65,8 +73,8 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
         values = {**layers[0].values, **values}
     values.setdefault("suite", Path(layers[0].source).stem)
     config = build_block(EvalConfig, values, "", layers)
-    for key, problem in _problems(config):
-        raise ConfigError(f"{source_of(key, layers)}: {key}: {problem}")
+    with naming_source(layers):
+        _check(config)
     tasks = [
         replace(task, dataset_uri=_find(task.dataset_uri, config.data_root))
         for task in load_tasks(config.icl_tasks, config.task_folder, layers)
@@ -80,22 +88,21 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
     return LoadedEval(config, tasks, notes + missing)
 
 
-def _problems(config: EvalConfig) -> list[tuple[str, str]]:
-    """Return (key, what is wrong with it)."""
-    found = []
+def _check(config: EvalConfig) -> None:
+    """Check combinations of keys, and names that become files. Raises ConfigError."""
     if config.margin is not None and (config.against is None or not 0 < config.margin < math.inf):
         expected = "a number above 0" if config.against else "one only beside against=RESULT.json"
-        found.append(("margin", f"{config.margin:g} given, expected {expected}"))
+        raise ConfigError(f"margin: {config.margin:g} given, expected {expected}")
     if config.against is not None and config.all_checkpoints:
-        found.append(("against", "a learning curve needs whole results; remove it, or all_checkpoints"))
+        raise ConfigError("against: a learning curve needs whole results; remove it, or all_checkpoints")
     if not re.fullmatch(r"\w[\w. \-]{0,150}", config.suite):
         folder = f"a folder in results_folder ({config.results_folder}), without slashes"
-        found.append(("suite", f"{config.suite!r} given, expected the name of {folder}"))
-    wrong = [name for name in config.models if not re.fullmatch(r"\w[\w.\-]{0,150}", name)]
-    found += [("models", f"{name!r} given, expected the name of a file") for name in wrong]
+        raise ConfigError(f"suite: {config.suite!r} given, expected the name of {folder}")
+    for name in config.models:
+        if not re.fullmatch(r"\w[\w.\-]{0,150}", name):
+            raise ConfigError(f"models: {name!r} given, expected the name of a file")
     if not config.icl_tasks:
-        found.append(("icl_tasks", "no task given, expected names or files of tasks"))
-    return found
+        raise ConfigError("icl_tasks: no task given, expected names or files of tasks")
 
 
 def _name_of_run(run: str) -> str:
@@ -140,14 +147,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
         layer = read_layers([values["eval_gauntlet"]])[0]
         values["eval_gauntlet"] = layer.values.get("eval_gauntlet", layer.values)
     if isinstance(values.get("models"), list):
-        source = source_of("models", layers)
-        for number, entry in enumerate(values["models"]):
-            if other := _other_tokenizer(entry):
-                notes.append(
-                    f"{source}: models[{number}].tokenizer {other!r} has no effect: a model has its own; "
-                    "tokenizer=PATH names one for all of them"
-                )
-        values["models"] = _name_models(values["models"], source)
+        values["models"] = _name_models(values["models"], source_of("models", layers), notes)
     return notes
 
 
@@ -156,8 +156,11 @@ def _find(path: str, root: str) -> str:
     return path if "://" in path or Path(path).exists() else str(Path(root) / path)
 
 
-def _name_models(models: Sequence[Any], source: str) -> dict[str, str]:
-    """Turn `[{model_name, model: {name, pretrained_model_name_or_path}, tokenizer, load_path}]` into name -> place."""
+def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[str, str]:
+    """Turn `[{model_name, model: {name, pretrained_model_name_or_path}, tokenizer, load_path}]` into name -> place.
+
+    Notes each tokenizer that is not the model's own.
+    """
     found: dict[str, str] = {}
     for number, entry in enumerate(models):
         where = _find_model(entry)
@@ -171,16 +174,13 @@ def _name_models(models: Sequence[Any], source: str) -> dict[str, str]:
         if name in found:
             raise ConfigError(f"{source}: models[{number}]: there are two models named {name}; rename one")
         found[name] = where
+        tokenizer, own = entry.get("tokenizer"), entry["model"].get("pretrained_model_name_or_path")
+        if isinstance(tokenizer, dict) and tokenizer.get("name") not in (None, "", own):
+            notes.append(
+                f"{source}: models[{number}].tokenizer {str(tokenizer['name'])!r} has no effect: a model has its own; "
+                "tokenizer=PATH names one for all of them"
+            )
     return found
-
-
-def _other_tokenizer(entry: Any) -> str | None:
-    """Return the tokenizer's name where it is not the model's own."""
-    model, tokenizer = (entry.get(key) if isinstance(entry, dict) else None for key in ("model", "tokenizer"))
-    if not isinstance(tokenizer, dict) or not tokenizer.get("name"):
-        return None
-    own = model.get("pretrained_model_name_or_path") if isinstance(model, dict) else None
-    return None if tokenizer["name"] == own else str(tokenizer["name"])
 
 
 def _find_model(entry: Any) -> str | None:

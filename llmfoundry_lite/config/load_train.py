@@ -19,7 +19,7 @@ from llmfoundry_lite.config.foundry import (
     refuse_fine_tuning,
     refuse_left_out_keys,
 )
-from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers, source_of
+from llmfoundry_lite.config.layers import Layer, merge_layers, naming_source, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, either
 
@@ -48,16 +48,18 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
             )
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
-    refuse_fine_tuning(values, layers)
-    refuse_other_kinds(values, layers)
+    with naming_source(layers):
+        refuse_fine_tuning(values)
+        refuse_other_kinds(values)
     notes = [layer.note for layer in layers if layer.note]
     notes += drop_keys(values, layers, WITHOUT_EFFECT) + drop_values_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
     _fill_in_names(values, layers, environ)
     _gather_extras(values)
     config = build_block(TrainConfig, values, "", layers)
-    for path in config.callbacks.extra:
-        check_import_path("callbacks", path, layers)
+    with naming_source(layers):
+        for path in config.callbacks.extra:
+            check_import_path("callbacks", path)
     check_together(config, layers)
     # srun has started all ranks itself, and not a launcher on each node, which would have a clock of its own.
     # For several tasks `adopt_srun` has set WORLD_SIZE, for one it has not, and another launcher has.
