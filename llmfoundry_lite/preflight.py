@@ -447,30 +447,28 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
 
 def describe_slow_groups(config: TrainConfig, layout: Layout) -> list[str]:
     """Tell what groups that span nodes cost: `context_exchanges` and `stream_reductions` of each sample."""
-    lines, in_node, degree = [], layout.node_size, layout.tensor
+    lines, in_node, degree = list[str](), layout.node_size, layout.tensor
     samples = config.global_train_batch_size // layout.num_data_ranks
     number_bytes = 4 if config.precision in ("fp32", "tf32") else 2
     num_blocks = -(-config.model.n_layers // layout.pipeline)  # of a device, to within one
     num_tokens, recomputes = config.max_seq_len // layout.context, config.sharding.activation_checkpointing
 
-    def cost(key: str, among: str, num_exchanges: int, what: str, num_bytes: int, way_out: str) -> str:
-        return (
+    def add(key: str, among: str, num_exchanges: int, what: str, num_bytes: int, stays: str) -> None:
+        lines.append(
             f"{key}: groups of {among} devices span nodes of {in_node}: each sample takes {num_exchanges} {what} of "
             f"{in_bytes(num_bytes)} over the network, {in_bytes(num_exchanges * num_bytes * samples)} for each device "
-            f"and batch; {way_out}"
+            f"and batch; a {stays} divides {in_node} stays in a node"
         )
 
     if layout.spans_nodes("context"):
         numbers, num_exchanges = context_exchanges(config.model, config.context, num_tokens, bool(recomputes))
         among = f"{layout.context} x {degree} (tp_config)" if degree > 1 else str(layout.context)
-        way_out = f"a group whose size divides {in_node} stays in a node"
         key, num_bytes = "cp_config.context_parallel_degree", numbers * number_bytes // degree
-        lines.append(cost(key, among, num_exchanges * num_blocks, "exchanges", num_bytes, way_out))
+        add(key, among, num_exchanges * num_blocks, "exchanges", num_bytes, "group whose size")
     if layout.spans_nodes("tensor"):
         num_sums = int(stream_reductions(num_blocks, recomputes is True, layout.pipeline))
-        way_out = f"a degree that divides {in_node} stays in a node"
         key, num_bytes = "tp_config.tensor_parallel_degree", num_tokens * config.model.d_model * number_bytes
-        lines.append(cost(key, str(degree), num_sums, "sums", num_bytes, way_out))
+        add(key, str(degree), num_sums, "sums", num_bytes, "degree that")
     return lines
 
 

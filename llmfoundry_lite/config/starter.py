@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from llmfoundry_lite.config.auto_hardware import find_devices
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.shipped import shipped_yamls
 from llmfoundry_lite.errors import ConfigError, DataError
 
@@ -81,7 +82,7 @@ def starter(
     data: Path, size: str, out: Path, length: int, tokenizer_size: int, samples: int, *, has_val: bool
 ) -> tuple[str, str]:
     """Return the YAML's text, and a sentence on how long it trains."""
-    shape = yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())
+    shape = read_shape(size)
     model, batch_size = shape["model"], shape["global_train_batch_size"]
     vocab_size = -(-tokenizer_size // 128) * 128
     if samples < batch_size:
@@ -134,19 +135,20 @@ def yaml_word(text: str) -> str:
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
+def read_shape(size: str) -> dict[str, Any]:
+    return yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())
+
+
 def count_parameters(model: dict[str, Any], vocab_size: int) -> int:
-    return vocab_size * model["d_model"] + 12 * model["n_layers"] * model["d_model"] ** 2
+    shape = ModelConfig(d_model=model["d_model"], n_layers=model["n_layers"], vocab_size=vocab_size)
+    return shape.num_matrix_parameters
 
 
 def fitting_size(parameters: float, vocab_size: int) -> str:
     """Return the largest size with at most so many parameters, or the smallest."""
-    models = {size: yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())["model"] for size in sizes()}
-    counts = {size: count_parameters(model, vocab_size) for size, model in models.items()}
-    return max(
-        (size for size in counts if counts[size] <= parameters),
-        key=counts.__getitem__,
-        default=min(counts, key=counts.__getitem__),
-    )
+    counts = {size: count_parameters(read_shape(size)["model"], vocab_size) for size in sizes()}
+    fitting = [size for size in counts if counts[size] <= parameters]
+    return max(fitting, key=counts.__getitem__) if fitting else min(counts, key=counts.__getitem__)
 
 
 def count_devices() -> int:

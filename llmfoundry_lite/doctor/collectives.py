@@ -75,7 +75,9 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
         for process in processes:
             process.kill()
             process.join(5)
-        reports = [read_reports(Path(folder, f"{rank}.json")) for rank in ranks]
+        files = [Path(folder, f"{rank}.json") for rank in ranks]
+        lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
+        reports = [[Report(*json.loads(line)) for line in of_rank] for of_rank in lines]
     for step, name in enumerate((READY, CLOCKS, *COLLECTIVES)):
         found = {rank: reports[rank][step] for rank in ranks if len(reports[rank]) > step}
         yield judge_step(name, found, dead, num_ranks, size, limit)
@@ -93,10 +95,6 @@ def wait_for(processes: Sequence[BaseProcess], limit_seconds: float) -> None:
         wait(running, left)
         if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + 2.0)
-
-
-def read_reports(path: Path) -> list["Report"]:
-    return [Report(*json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def judge_step(

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import resource
 import sys
 from collections import Counter
@@ -139,11 +140,9 @@ def check_build(build: Build) -> Finding:
 
 def has_amd_accelerator() -> bool:
     """Return whether the kernel's list of compute nodes has an Instinct; it also lists processors' graphics."""
-    for node in ROOT.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
-        units = dict(line.split() for line in node.read_text().splitlines() if len(line.split()) == 2)
-        if int(units.get("simd_count", 0)) >= MIN_SIMD_UNITS:
-            return True
-    return False
+    nodes = ROOT.glob("sys/class/kfd/kfd/topology/nodes/*/properties")
+    counts = (re.search(r"^simd_count (\d+)$", node.read_text(), re.M) for node in nodes)
+    return any(count and int(count[1]) >= MIN_SIMD_UNITS for count in counts)
 
 
 # --------------------------------------------------------------------------------------------------------- devices

@@ -50,15 +50,16 @@ def read_proof(path: Path) -> dict[str, Any]:
 def describe(proof: dict[str, Any]) -> list[str]:
     count = f"{proof['num_devices']} x " if proof.get("num_devices", 0) > 1 else ""
     build = f"torch {proof['torch']}" + (f", driver {proof['driver']}" if proof.get("driver") else "")
-    found = [*sum_up_tests(proof), *sum_up_speed(proof), *sum_up_exact(proof)]
+    counts = Counter(test["outcome"] for test in proof.get("tests", {}).values())
+    found = [", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))] if counts else []
+    found += sum_up_speed(proof)
+    runs = proof.get("exact", {})
+    if first := runs.get("whole"):
+        equal = ", ".join(name for name, run in runs.items() if run == first and name != "whole")
+        found.append(f"{len(first['digests'])} batches with exact sums; bit-equal: {equal or 'none'}")
     found += [f"left out: {text}" for text in proof.get("left_out", [])]
     commit = f"{proof.get('commit') or 'unknown'}, {proof['date']}"
     return [count + proof["device"], build, commit, proof["part"], printable("; ".join(found) or "nothing")]
-
-
-def sum_up_tests(proof: dict[str, Any]) -> list[str]:
-    counts = Counter(test["outcome"] for test in proof.get("tests", {}).values())
-    return [", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))] if counts else []
 
 
 def sum_up_speed(proof: dict[str, Any]) -> list[str]:
@@ -78,15 +79,6 @@ def sum_up_speed(proof: dict[str, Any]) -> list[str]:
         if not row["error"]:
             found.append(f"memory of {row['model']}: rehearsed {row['rehearsed_bytes'] / row['real_bytes'] - 1:+.1%}")
     return found
-
-
-def sum_up_exact(proof: dict[str, Any]) -> list[str]:
-    runs = proof.get("exact", {})
-    first = runs.get("whole")
-    if first is None:
-        return []
-    equal = [name for name, run in runs.items() if run == first and name != "whole"]
-    return [f"{len(first['digests'])} batches with exact sums; bit-equal: {', '.join(equal) or 'none'}"]
 
 
 def list_failures(proof: dict[str, Any]) -> list[str]:
