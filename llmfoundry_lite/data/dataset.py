@@ -44,8 +44,7 @@ from llmfoundry_lite.data.shared_memory import (
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.errors import DataError, TransientDataError, UserError, one_line
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raising_on_all_ranks
-from llmfoundry_lite.ranks.memory import return_freed_memory
-from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
 NUM_FETCHING_THREADS = 2
 

@@ -28,7 +28,9 @@ def lives(process: dict[str, Any]) -> bool | None:
     """Return whether the described process still runs; None where another machine or container must tell."""
     boot, is_of_this_host = process.get("boot"), process.get("host") == socket.gethostname()
     if boot is None or boot_id() is None:  # not Linux, or written by an earlier release
-        return _exists(process["pid"]) if is_of_this_host else None
+        import psutil  # takes a moment
+
+        return psutil.pid_exists(process["pid"]) if is_of_this_host else None
     if boot != boot_id():
         return False if is_of_this_host else None  # this machine has started again since
     if process.get("namespace") != pid_namespace():
@@ -68,13 +70,3 @@ def start_ticks(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         return None if fields[0] in "ZX" else int(fields[19])
     return None
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return True

@@ -26,8 +26,7 @@ from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.plan.memory import advise_less_memory, estimate_training_memory, slots_of
 from llmfoundry_lite.ranks.exchange import all_reduce_max
-from llmfoundry_lite.ranks.memory import return_freed_memory
-from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 
@@ -116,9 +115,8 @@ class Search:
         if most < 1:
             self.had = int(self.had * MARGIN)
             raise self.refuse(f"{(self.peaks[sizes[0]] + reserved) / GIB:.2f} GiB")
-        even = math.ceil(
-            self.device_batch_size / math.ceil(self.device_batch_size / most)
-        )  # no small remainder at the end
+        num_microbatches = math.ceil(self.device_batch_size / most)
+        even = math.ceil(self.device_batch_size / num_microbatches)  # no small remainder at the end
         expected = (self.expect(even) + reserved) / GIB
         return even, f"{expected:.2f} of {(limit + reserved) / MARGIN / GIB:.2f} GiB expected at the peak"
 
