@@ -144,15 +144,12 @@ class Exchange:
         for peer in self._cuts:
             if peer.island < self.island and self._broken is None:
                 try:
-                    self._connections[peer] = self._dial(others[peer.island].addresses[peer.rank])
+                    connection = dial(others[peer.island].addresses[peer.rank], self.token)
+                    connection.settimeout(None)
+                    connection.sendall(pack({"kind": "peer", "epoch": epoch, "island": self.island, "rank": self.rank}))
+                    self._connections[peer] = connection
                 except OSError as error:
                     self._broken = error
-
-    def _dial(self, address: tuple[str, int]) -> socket.socket:
-        connection = dial(address, self.token)
-        connection.settimeout(None)
-        connection.sendall(pack({"kind": "peer", "epoch": self._epoch, "island": self.island, "rank": self.rank}))
-        return connection
 
     def _connection_to(self, peer: Peer) -> socket.socket:
         """Return the connection to a peer. Waits for the peer to dial if it has to, until the epoch is over."""
@@ -350,8 +347,13 @@ def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxe
     """
     groups: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
     for name, tensor in tensors.items():
-        group = _group_of_copies(tensor)
-        if group is not None:
+        if not isinstance(tensor, DTensor):
+            continue
+        mesh, kinds = tensor.device_mesh, tensor.placements
+        copies = [i for i, kind in enumerate(kinds) if kind.is_replicate() and mesh.size(i) > 1]
+        assert len(copies) <= 1, kinds
+        if copies:  # other ranks hold the same part
+            group = mesh.get_group(copies[0])
             groups.setdefault(group.group_name, (group, []))[1].append(name)
     for group, names in groups.values():
         for name in names:
@@ -365,13 +367,3 @@ def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxe
         dist.all_reduce(flat, group=group)  # each element is one value plus zeros: exact
         for name, values in zip(names, flat.split([locals_[name].numel() for name in names]), strict=True):
             locals_[name].copy_(values.view_as(locals_[name]))
-
-
-def _group_of_copies(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the group of ranks that hold the same part; None if no other rank does."""
-    if not isinstance(tensor, DTensor):
-        return None
-    mesh = tensor.device_mesh
-    copies = [i for i, kind in enumerate(tensor.placements) if kind.is_replicate() and mesh.size(i) > 1]
-    assert len(copies) <= 1, tensor.placements
-    return mesh.get_group(copies[0]) if copies else None

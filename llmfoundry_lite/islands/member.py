@@ -82,13 +82,8 @@ def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, outp
     where = format_address(address)
     command = [sys.executable, "-m", "llmfoundry_lite", "islands", "coordinate", "--until-alone"]
     command += ["--listen", where, "--islands", str(num_islands)]
-    detached = [
-        "sh",
-        "-c",
-        '"$@" &',
-        "sh",
-        *command,
-    ]  # not a child of this rank: launchers kill the children of one that hangs
+    # Not a child of this rank: launchers kill the children of one that hangs.
+    detached = ["sh", "-c", '"$@" &', "sh", *command]
     started_at = None
     while not answers(address):
         if started_at is None:
@@ -140,11 +135,7 @@ class Member:
     """A rank's side of the connection. The reading thread calls the `on_…` functions."""
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        token: bytes,
-        name: str,
-        on_waiting: Callable[[str], None] = lambda reason: None,
+        self, address: tuple[str, int], token: bytes, name: str, on_waiting: Callable[[str], None] = lambda reason: None
     ):
         self.name = name
         self.on_newer_view: Callable[[int], None] = lambda epoch: None

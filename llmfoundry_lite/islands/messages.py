@@ -116,10 +116,6 @@ def receive(connection: socket.socket, limit: int = MAX_BYTES) -> Message:
 # ---------------------------------------------------------------------------------------------------------- handshake
 
 
-def challenge() -> str:
-    return secrets.token_hex(32)
-
-
 def prove(token: bytes, role: str, first: str, second: str) -> str:
     """Return the answer of a `role`, client or server. The role is signed, so no end can be made to answer itself."""
     return hmac.new(token, f"{PROTOCOL}/{role}/{first}/{second}".encode(), hashlib.sha256).hexdigest()
@@ -143,22 +139,32 @@ def text_of(message: Message, key: str) -> str:
 def greet(connection: socket.socket, token: bytes) -> None:
     """Run the handshake as the client. Raises OSError."""
     connection.settimeout(HANDSHAKE_SECONDS)
-    mine = challenge()
+    mine = secrets.token_hex(32)
     theirs = text_of(receive(connection, MAX_STRANGER_BYTES), "challenge")
-    answer = {"kind": "answer", "challenge": mine, "proof": prove(token, "client", theirs, mine)}
-    connection.sendall(pack(answer, MAX_STRANGER_BYTES))
+    proof = prove(token, "client", theirs, mine)
+    connection.sendall(pack({"kind": "answer", "challenge": mine, "proof": proof}, MAX_STRANGER_BYTES))
     check_proof(token, "server", theirs, mine, receive(connection, MAX_STRANGER_BYTES))
 
 
 def welcome(connection: socket.socket, token: bytes) -> None:
     """Run the handshake as the server. Raises OSError."""
     connection.settimeout(HANDSHAKE_SECONDS)
-    mine = challenge()
-    connection.sendall(pack({"kind": "challenge", "challenge": mine}, MAX_STRANGER_BYTES))
-    answer = receive(connection, MAX_STRANGER_BYTES)
-    theirs = text_of(answer, "challenge")
-    check_proof(token, "client", mine, theirs, answer)
-    connection.sendall(pack({"kind": "proof", "proof": prove(token, "server", mine, theirs)}, MAX_STRANGER_BYTES))
+    mine, asking = challenge()
+    connection.sendall(asking)
+    connection.sendall(answer(token, mine, receive(connection, MAX_STRANGER_BYTES)))
+
+
+def challenge() -> tuple[str, bytes]:
+    """Return a server's challenge, and the message that has it."""
+    mine = secrets.token_hex(32)
+    return mine, pack({"kind": "challenge", "challenge": mine}, MAX_STRANGER_BYTES)
+
+
+def answer(token: bytes, mine: str, message: Message) -> bytes:
+    """Check a client's answer to the challenge `mine`, and return the server's. Raises BadMessageError."""
+    theirs = text_of(message, "challenge")
+    check_proof(token, "client", mine, theirs, message)
+    return pack({"kind": "proof", "proof": prove(token, "server", mine, theirs)}, MAX_STRANGER_BYTES)
 
 
 def dial(address: tuple[str, int], token: bytes) -> socket.socket:

@@ -21,13 +21,11 @@ from llmfoundry_lite.islands.messages import (
     MAX_STRANGER_BYTES,
     BadMessageError,
     Message,
+    answer,
     challenge,
-    check_proof,
     format_address,
     pack,
-    prove,
     size_of,
-    text_of,
     unpack,
 )
 
@@ -106,7 +104,9 @@ class Server:
         self.attended.add(number)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                await self.welcome(reader, writer)
+                mine, asking = challenge()
+                writer.write(asking)
+                writer.write(answer(self.token, mine, await receive(reader, MAX_STRANGER_BYTES)))
             self.writers[number] = writer
             self.coordinator.greet(number)
             hello = {"kind": "beat"}
@@ -156,14 +156,6 @@ class Server:
         for writer in self.writers.values():
             if writer.transport.get_write_buffer_size() == 0:
                 writer.write(HEARTBEAT)
-
-    async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        mine = challenge()
-        writer.write(pack({"kind": "challenge", "challenge": mine}))
-        answer = await receive(reader, MAX_STRANGER_BYTES)
-        theirs = text_of(answer, "challenge")
-        check_proof(self.token, "client", mine, theirs, answer)
-        writer.write(pack({"kind": "proof", "proof": prove(self.token, "server", mine, theirs)}))
 
     async def introduce(self, hello: Message) -> Message:
         """Return the hello that other islands receive; benchmarks put proxies into it."""

@@ -29,21 +29,12 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.errors import CheckpointError, ConfigError
-from llmfoundry_lite.islands.exchange import (
-    Box,
-    Boxes,
-    Exchange,
-    Ranks,
-    Swapped,
-    complete,
-    share_out,
-    sum_weighted,
-)
+from llmfoundry_lite.islands.exchange import Box, Boxes, Exchange, Ranks, Swapped, complete, share_out, sum_weighted
 from llmfoundry_lite.islands.member import Lost, Member, View, start_coordinator_if_absent
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
-from llmfoundry_lite.ranks.exchange import all_reduce_max, all_reduce_sum, broadcast_json, raise_on_all_ranks
+from llmfoundry_lite.ranks.exchange import all_reduce_max, all_reduce_sum, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.optimizers import clear_gradients, local
@@ -90,30 +81,23 @@ class Islands(Partners):
 
     def connect(self) -> None:
         """Connect to the coordinator, and listen for other islands. Raises ConfigError on all ranks."""
-        error, member, exchange = None, None, None
         coordinator = parse_address(self.config.coordinator, "islands.coordinator")
-        try:
+        with raising_on_all_ranks(ConfigError):
             if self.config.begin_with is not None and self.rank == 0:
                 start_coordinator_if_absent(coordinator, self.config.begin_with, self.run_folder / "coordinator.txt")
-        except ConfigError as caught:
-            error = caught
-        raise_on_all_ranks(error)
-        try:
+        with raising_on_all_ranks(ConfigError):
             token = find_token()
             member = Member(coordinator, token, self.name, self._print_waiting)
-            exchange = Exchange(self.name, self.rank, self.config.address, token)
-        except ConfigError as caught:
-            error = caught
-        except (OSError, UnicodeError) as caught:  # UnicodeError: not a host name
-            reason = getattr(caught, "strerror", None) or caught
-            error = ConfigError(f"islands.address: {self.config.address}: {reason}")
-        raise_on_all_ranks(error)
-        assert member is not None and exchange is not None
-        member.on_newer_view = exchange.abort
-        member.on_lost = lambda: exchange.abort(math.inf)
-        member.count_bytes = lambda: exchange.num_bytes
-        exchange.on_transfer = self._note_transfer
-        self.member, self.exchange = member, exchange
+            try:
+                exchange = Exchange(self.name, self.rank, self.config.address, token)
+            except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(f"islands.address: {self.config.address}: {reason}") from error
+            member.on_newer_view = exchange.abort
+            member.on_lost = lambda: exchange.abort(math.inf)
+            member.count_bytes = lambda: exchange.num_bytes
+            exchange.on_transfer = self._note_transfer
+            self.member, self.exchange = member, exchange
 
     def _print_waiting(self, reason: str) -> None:
         if self.rank == 0:

@@ -81,7 +81,7 @@ def test_an_end_of_another_protocol_is_refused(listening, monkeypatch):
     address, found = listening
     monkeypatch.setattr(messages, "PROTOCOL", "islands/1")
     with socket.create_connection(address) as connection:
-        theirs, mine = receive(connection)["challenge"], messages.challenge()
+        theirs, mine = receive(connection)["challenge"], "ab" * 32
         proof = messages.prove(SECRET, "client", theirs, mine)
         monkeypatch.undo()
         connection.sendall(pack({"kind": "answer", "challenge": mine, "proof": proof}))
