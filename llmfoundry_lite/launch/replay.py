@@ -58,6 +58,13 @@ class Misfit(NamedTuple):
     there: Any
     here: Any
 
+    @property
+    def relative(self) -> float:
+        """Return the relative difference of two numbers; infinite for anything else."""
+        there, here = self.there, self.here
+        are_numbers = isinstance(there, int | float) and isinstance(here, int | float)
+        return abs(there - here) / max(abs(there), abs(here)) if are_numbers else float("inf")
+
     def __str__(self) -> str:
         return f"batch {self.batch}: {self.quantity} is {self.here} here and {self.there} in the run"
 
@@ -157,9 +164,9 @@ def compare(plan: Plan, folder: Path) -> Verdict:
     begun = json.loads((folder / BEGUN).read_text())
     differences, is_exact = begun["differences"], bool(plan.config.get("exact_sums"))
     here = {record["batch"]: record for _, record in read_lines((folder / METRICS).read_bytes())}
-    misfits = [Misfit(plan.first_batch - 1, STATE, there, begun["digest"]) for there in _start_digest(plan)]
-    misfits = [misfit for misfit in misfits if misfit.there != misfit.here]
-    is_wrong_start, num_compared = bool(misfits), dict.fromkeys(QUANTITIES, 0)
+    start = plan.start.manifest.state_digest if plan.start is not None else None
+    is_wrong_start, num_compared = start not in (None, begun["digest"]), dict.fromkeys(QUANTITIES, 0)
+    misfits = [Misfit(plan.first_batch - 1, STATE, start, begun["digest"])] if is_wrong_start else []
     for batch, record in plan.records.items():
         there = {**record, STATE: plan.digests.get(batch)}
         for quantity in QUANTITIES:
@@ -172,30 +179,13 @@ def compare(plan: Plan, folder: Path) -> Verdict:
     if not misfits:
         counts = ", ".join(f"{number} of {quantity}" for quantity, number in num_compared.items())
         return Verdict(f"bit-equal: {counts}{beside}", True)
-    band = {quantity: max(map(_relative, _of(misfits, quantity)), default=0.0) for quantity in (LOSS, NORM, RATE)}
     limit = MAX_BAND.get(plan.config.get("precision", ""), MAX_BAND_16_BITS)
     if is_wrong_start or not explained:
         return Verdict(f"does not fit: {misfits[0]}{beside}", False)
     limits = {LOSS: limit, NORM: NORM_FACTOR * limit, RATE: MAX_RATE_DIFFERENCE, DATA: 0.0, STATE: float("inf")}
-    outside = [misfit for misfit in misfits if not _relative(misfit) <= limits[misfit.quantity]]
+    outside = [misfit for misfit in misfits if not misfit.relative <= limits[misfit.quantity]]
     if outside:
         return Verdict(f"does not fit: {outside[0]}{beside}", False)
-    widths = ", ".join(f"{quantity} within {width:.1e}" for quantity, width in band.items() if width)
+    found = {quantity: [one.relative for one in misfits if one.quantity == quantity] for quantity in (LOSS, NORM, RATE)}
+    widths = ", ".join(f"{quantity} within {max(band):.1e}" for quantity, band in found.items() if band)
     return Verdict(f"within a band: {widths or 'only state/digest differs'}; {', '.join(explained)}", False)
-
-
-def _start_digest(plan: Plan) -> list[str]:
-    digest = plan.start.manifest.state_digest if plan.start is not None else None
-    return [] if digest is None else [digest]
-
-
-def _of(misfits: list[Misfit], quantity: str) -> list[Misfit]:
-    return [misfit for misfit in misfits if misfit.quantity == quantity]
-
-
-def _relative(misfit: Misfit) -> float:
-    """Return the relative difference of two numbers; infinite for anything else."""
-    there, here = misfit.there, misfit.here
-    if not isinstance(there, int | float) or not isinstance(here, int | float):
-        return float("inf")
-    return abs(there - here) / max(abs(there), abs(here))

@@ -130,7 +130,9 @@ def serve(channel: socket.socket) -> Start:
         ready, _, _ = select.select([channel, ended], [], [])
         if ended in ready:
             os.read(ended, 4096)
-            report_ended(channel)
+            with suppress(ChildProcessError):  # no rank is left
+                while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                    send(channel, Left(found[0], os.waitstatus_to_exitcode(found[1])))
         if channel not in ready:
             continue
         message = receive(channel)
@@ -146,16 +148,6 @@ def serve(channel: socket.socket) -> Start:
         os.close(ended)
         os.close(note)
         return message
-
-
-def report_ended(channel: socket.socket) -> None:
-    """Send `Left` for each rank that has ended."""
-    with suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            send(channel, Left(pid, os.waitstatus_to_exitcode(status)))
 
 
 def become(start: Start, channel: socket.socket) -> None:

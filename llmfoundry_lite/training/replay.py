@@ -52,16 +52,12 @@ def main(arguments: Sequence[str]) -> None:
     config = check(arguments)[0].config
     prepare_environment(config)
     folder = Path(config.run_folder)
-    _take_threads(_read_segments(folder))
+    # On as many threads as the run, if there are cores for them: each thread sums a part of its own.
+    threads = next((segment.num_threads for segment in reversed(_read_segments(folder))), None)
+    if threads is not None and threads * this_rank().local_world_size <= count_usable_cores():
+        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(threads))))
     train(config, Replay(folder))
 
 
 def _read_segments(folder: Path) -> list[Segment]:
     return [decode_segment(Item(one, RECORDED)) for one in json.loads((folder / RECORDED).read_text())]
-
-
-def _take_threads(segments: list[Segment]) -> None:
-    """Compute on as many threads as the run did, if there are cores for them: each thread sums a part of its own."""
-    threads = segments[-1].num_threads if segments else None
-    if threads is not None and threads * this_rank().local_world_size <= count_usable_cores():
-        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(threads))))
