@@ -102,9 +102,7 @@ class LanguageModel(ComposerModel):
         autocast = self.precision.autocast
         with torch.autocast(tokens_bt.device.type, autocast) if autocast else nullcontext():
             loss_sum = self.model(
-                self.part(tokens_bt.clamp(min=0)),
-                head=partial(sum_loss, labels_bt=self.part(labels_bt)),
-                **options,
+                self.part(tokens_bt.clamp(min=0)), head=partial(sum_loss, labels_bt=self.part(labels_bt)), **options
             )
         return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from composer import Trainer
 from composer.core import Callback, DataSpec, Evaluator, Event
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.state import row_orders
@@ -182,9 +181,8 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         model = build_parallel_model(config.model, **options)
         language_model = LanguageModel(model, precision, separator, context, loss, **weighting)
     language_model.sums = options["sums"]
-    if (
-        fsdp.offload_optimizer and layout.pipeline == 1
-    ):  # Composer moves every model to the device, and FSDP wants these parameters on the host
+    # Composer moves every model to the device, and FSDP wants these parameters on the host.
+    if fsdp.offload_optimizer and layout.pipeline == 1:
         language_model.to = lambda *args, **kwargs: language_model
     return language_model
 
@@ -266,54 +264,44 @@ def build_data(
             **loader.kwargs,
         )
     else:
-        batches = build_text_batches(loader, config, global_batch_size, layout, evaluation=evaluation)
+        ranks = layout.data_ranks(this_rank().rank)
+        dataset = TextDataset(
+            loader.dataset,
+            max_seq_len=config.max_seq_len,
+            global_batch_size=global_batch_size,
+            drop_last=loader.drop_last,
+            evaluation=evaluation,
+            vocab_size=config.model.vocab_size,
+            tokenizer=LazyTokenizer(config.tokenizer.name),
+            share=(ranks.rank, ranks.size),
+        )
+        batches = build_text_loader(
+            dataset,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory and devices.device_type() == "cuda",
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            timeout=loader.timeout,
+        )
     return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
-
-
-def build_text_batches(
-    loader: LoaderConfig, config: TrainConfig, global_batch_size: int, layout: Layout, *, evaluation: bool
-) -> DataLoader:
-    ranks = layout.data_ranks(this_rank().rank)
-    dataset = TextDataset(
-        loader.dataset,
-        max_seq_len=config.max_seq_len,
-        global_batch_size=global_batch_size,
-        drop_last=loader.drop_last,
-        evaluation=evaluation,
-        vocab_size=config.model.vocab_size,
-        tokenizer=LazyTokenizer(config.tokenizer.name),
-        share=(ranks.rank, ranks.size),
-    )
-    return build_text_loader(
-        dataset,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory and devices.device_type() == "cuda",
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        timeout=loader.timeout,
-    )
 
 
 # ---------------------------------------------------------------------------------------------- the user's own objects
 
 
 def call_object(name: str, key: str, /, *arguments: Any, **options: Any) -> Any:
-    """Make the user's own object from what the YAML gives it. Raises ConfigError."""
-    thing = load_object(name, f"{key}.name" if key != "callbacks" else key)
+    """Call what `python:package.module:Thing` names with what the YAML gives it. Raises ConfigError."""
+    where = f"{key}.name" if key != "callbacks" else key
+    module_name, _, attribute = name.removeprefix("python:").partition(":")
+    if not attribute:
+        raise ConfigError(f"{where}: {name!r} given, expected python:package.module:Thing")
+    try:
+        thing = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{where}: {name}: {error}; is its folder on PYTHONPATH?") from None
+    except AttributeError:
+        raise ConfigError(f"{where}: {name}: module {module_name} has no {attribute}") from None
     try:
         return thing(*arguments, **options)
     except TypeError as error:
         raise ConfigError(f"{key}: {name} does not take these keys: {error}") from error
-
-
-def load_object(name: str, key: str) -> Any:
-    """Turn `python:package.module:Thing` into Thing. Raises ConfigError."""
-    module_name, _, attribute = name.removeprefix("python:").partition(":")
-    if not attribute:
-        raise ConfigError(f"{key}: {name!r} given, expected python:package.module:Thing")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}: {name}: {error}; is its folder on PYTHONPATH?") from None
-    except AttributeError:
-        raise ConfigError(f"{key}: {name}: module {module_name} has no {attribute}") from None

@@ -41,14 +41,15 @@ from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, is_local_or_cached, l
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.ranks.ending import Preempted
-from llmfoundry_lite.ranks.exchange import broadcast_json, raise_on_all_ranks
+from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import METRICS, SAVED, log_until
 from llmfoundry_lite.training.run_state import RunState, build_segment, chosen_options, find_differences
-from llmfoundry_lite.training.save_policy import SavePolicy, has_passed
+from llmfoundry_lite.training.save_policy import SavePolicy
+from llmfoundry_lite.training.schedule import has_passed
 from llmfoundry_lite.training.trainer import GradientStep
 
 RETRY_PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -171,7 +172,9 @@ class Checkpointing(Callback):
 
     def _carry_on(self, url: str, manifest: Manifest, state: State) -> None:
         self.print_on_rank_0(*self.run_state.restore(manifest.scalars, state))
-        log = self._read_log(url)
+        log: Log | None = None
+        with raising_on_all_ranks(CheckpointError):
+            log = read_log(open_checkpoint(url)) if dist.get_rank() == 0 else None
         if log is not None:
             self.history = log.content
             self.print_on_rank_0(*log.notes)
@@ -181,17 +184,6 @@ class Checkpointing(Callback):
             self.wandb_run_id = manifest.scalars.get("wandb_run_id")
         self.segments = manifest.segments
         self.microbatch_of_run = find_microbatch(self.config, manifest)
-
-    def _read_log(self, url: str) -> Log | None:
-        """Return the checkpoint's log on rank 0, None elsewhere. Raises CheckpointError on all ranks."""
-        log, error = None, None
-        try:
-            if dist.get_rank() == 0:
-                log = read_log(open_checkpoint(url))
-        except CheckpointError as caught:
-            error = caught
-        raise_on_all_ranks(error)
-        return log
 
     def _differences(self, manifest: Manifest, state: State) -> str:
         """Return how this launch differs from the checkpoint's, in parentheses; empty if it does not."""
@@ -210,9 +202,9 @@ class Checkpointing(Callback):
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._advance_save(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
         if self.policy.digest_span is not None and has_passed(state, self.policy.digest_span):
-            self._log_digest(
-                self.saver.digest(self.model.model, state.optimizers[0]), int(state.timestamp.batch), logger
-            )
+            digest = self.saver.digest(self.model.model, state.optimizers[0])
+            metrics: dict[str, Any] = {"state/digest": digest, "state/batch": int(state.timestamp.batch)}
+            logger.log_metrics(metrics)
         decision = self.policy.decide(state)
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:
@@ -310,14 +302,15 @@ class Checkpointing(Callback):
     def _log(self, saved: Saved | None, logger: Logger) -> None:
         if saved is None:
             return
-        metrics = {
+        self.print_on_rank_0(f"saved {saved.name}")
+        self.published_batch = int(saved.name.removeprefix("ba"))
+        metrics: dict[str, Any] = {
+            "state/digest": saved.state_digest,
+            "state/batch": self.published_batch,
             "checkpoint/stall_seconds": saved.stall_seconds,
             "checkpoint/durable_seconds": saved.durable_seconds,
             SAVED: saved.num_bytes,
         }
-        self._log_digest(saved.state_digest, int(saved.name.removeprefix("ba")), logger)
-        self.print_on_rank_0(f"saved {saved.name}")
-        self.published_batch = int(saved.name.removeprefix("ba"))
         self.newest_url = f"{self.store.root.url}/{saved.name}"
         timer = self.policy.timer
         if timer is not None:
@@ -325,11 +318,6 @@ class Checkpointing(Callback):
             metrics["checkpoint/cost_seconds"] = timer.cost_seconds
             metrics["checkpoint/interval_seconds"] = timer.seconds
             self.print_on_rank_0(*([news] if news else []))
-        logger.log_metrics(metrics)
-
-    def _log_digest(self, digest: str, batch: int, logger: Logger) -> None:
-        """Log the state's digest after `batch`; that of a save is known batches later."""
-        metrics: dict[str, Any] = {"state/digest": digest, "state/batch": batch}
         logger.log_metrics(metrics)
 
     def _about(self, state: State) -> About:
@@ -414,13 +402,10 @@ def find_start(config: TrainConfig) -> Start:
     """Choose on rank 0 where this launch starts, and broadcast it. Raises CheckpointError on all ranks."""
     name = config.tokenizer.name
     fingerprints = {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
-    error, found = None, Start()
-    if dist.get_rank() == 0:
-        try:
+    found = Start()
+    with raising_on_all_ranks(CheckpointError):
+        if dist.get_rank() == 0:
             found = choose_start(config, fingerprints)
-        except CheckpointError as caught:
-            error = caught
-    raise_on_all_ranks(error)
     return Start(*broadcast_json(found))
 
 

@@ -147,7 +147,11 @@ class Preemption:
             self._look_for_file()
             now = time.monotonic()
             if self.leave_by is not None and now >= self.leave_by:
-                self._leave_late()
+                because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
+                text = f"{because}: nothing could be saved within {seconds}; what was saved stands"
+                if self.saved is not None:
+                    text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
+                self._leave("preempted", text, EXIT_PREEMPTED)
             if self.deadline is not None and now >= self.deadline:
                 self._request(REASONS.index("max_wall_time"))
 
@@ -180,13 +184,6 @@ class Preemption:
         with suppress(Exception):
             self.on_request(REASONS[reason])
         announce_preemption(REASONS[reason])
-
-    def _leave_late(self) -> None:
-        because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
-        text = f"{because}: nothing could be saved within {seconds}; what was saved stands"
-        if self.saved is not None:
-            text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
-        self._leave("preempted", text, EXIT_PREEMPTED)
 
     def _leave(self, status: str, text: str, exit_code: int) -> None:
         with suppress(Exception):

@@ -124,9 +124,7 @@ def _data_state(state: State) -> dict[str, Any] | None:
     if not hasattr(dataset, "state_dict"):
         return None
     num_samples = int(state.timestamp.sample_in_epoch)
-    if isinstance(
-        dataset, TextDataset
-    ):  # padding rows of an epoch's last batch take places, although they are no samples
+    if isinstance(dataset, TextDataset):  # an epoch's last batch may have padding rows, which are no samples
         num_samples = int(state.timestamp.batch_in_epoch) * dataset.global_batch_size
     return dataset.state_dict(num_samples, True)  # type: ignore[union-attr]
 
@@ -158,6 +156,7 @@ def build_segment(
 ) -> Segment:
     """Describe where this launch runs, with the actual values of the configured environment variables."""
     fsdp, layout = config.sharding, layout_here(config)
+    reduction = "each microbatch" if config.reduces_every_microbatch else "each batch"
     return Segment(
         first_batch=first_batch,
         last_batch=last_batch,
@@ -175,7 +174,7 @@ def build_segment(
         pipeline=f"{layout.pipeline} stages, {config.pipeline.schedule}" if layout.pipeline > 1 else None,
         precision=f"{devices.computed_precision(config.precision)} {fsdp.mixed_precision}",
         attention=model.attn_impl,
-        reduction=_describe_reduction(config),
+        reduction="each batch, exactly" if config.exact_sums else reduction,  # whenever it happens
         num_threads=torch.get_num_threads() if devices.device_type() == "cpu" else None,
         compile_config=config.compile_config,
         environment={name: os.environ.get(name, value) for name, value in config.environment.items()},
@@ -183,23 +182,15 @@ def build_segment(
     )
 
 
-def _describe_reduction(config: TrainConfig) -> str:
-    if config.exact_sums:  # whenever it happens
-        return "each batch, exactly"
-    return "each microbatch" if config.reduces_every_microbatch else "each batch"
-
-
 def find_differences(last: Segment, here: Segment) -> list[str]:
     """List what may change the last digits between two launches, such as `devices 8 -> 4`."""
+
+    def describe(value: Any) -> str:
+        return "none" if value is None else json.dumps(value) if isinstance(value, dict) else str(value)
+
     pairs = {name: (getattr(last, field), getattr(here, field)) for name, field in DIGITS_DEPEND_ON.items()}
     names = sorted({*last.environment, *here.environment})
     pairs |= {name: (last.environment.get(name), here.environment.get(name)) for name in names}
     if here.device_train_microbatch_size is None:  # not chosen yet
         del pairs["microbatch"]
-    return [f"{name} {_format(before)} -> {_format(now)}" for name, (before, now) in pairs.items() if before != now]
-
-
-def _format(value: Any) -> str:
-    if value is None:
-        return "none"
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+    return [f"{name} {describe(before)} -> {describe(now)}" for name, (before, now) in pairs.items() if before != now]

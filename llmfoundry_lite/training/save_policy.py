@@ -15,7 +15,7 @@ from llmfoundry_lite.launch.log_lines import duration_text
 from llmfoundry_lite.launch.status import seconds_between_failures
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.preemption import REASONS, Preemption
-from llmfoundry_lite.training.schedule import elapsed, is_evaluation_due
+from llmfoundry_lite.training.schedule import elapsed, has_passed, is_evaluation_due, progress_of
 
 FIRST_SECONDS = 60.0
 """With `auto`: training before the first save, which measures the cost of one."""
@@ -63,30 +63,19 @@ class SavePolicy:
 
     def decide(self, state: State) -> Decision:
         """Decide after a batch. Returns the same on every rank."""
-        is_last = elapsed(state, self.end.unit) >= self.end.value
-        is_launch_over = self.stop_after is not None and self._elapsed_in_launch(state) >= self.stop_after.value
+        is_last, is_launch_over = progress_of(state, self.end) >= 1, False
+        if (span := self.stop_after) is not None:
+            is_launch_over = elapsed(state, span.unit) - elapsed(state, span.unit, self.started_at) >= span.value
+        is_due = self.agreement.save_is_due if self.span is None else has_passed(state, self.span)
         agreed = REASONS[self.preemption.agreed]
         owes_evaluation = bool(agreed) and is_evaluation_due(self.config, state)
         preempted_by = agreed if not is_last or owes_evaluation else ""
         return Decision(
-            saves=self._is_due(state) or is_last or is_launch_over or bool(preempted_by),
+            saves=is_due or is_last or is_launch_over or bool(preempted_by),
             preempted_by=preempted_by,
             stops=is_launch_over and not is_last and not preempted_by,
             owes_evaluation=owes_evaluation,
         )
-
-    def _is_due(self, state: State) -> bool:
-        return self.agreement.save_is_due if self.span is None else has_passed(state, self.span)
-
-    def _elapsed_in_launch(self, state: State) -> float:
-        assert self.stop_after is not None
-        return elapsed(state, self.stop_after.unit) - elapsed(state, self.stop_after.unit, self.started_at)
-
-
-def has_passed(state: State, span: Duration) -> bool:
-    """Return whether a multiple of the span was reached in the last batch."""
-    before = elapsed(state, span.unit, state.previous_timestamp) // span.value
-    return elapsed(state, span.unit) // span.value > before
 
 
 class SaveTimer:

@@ -131,9 +131,14 @@ def is_evaluation_due(config: TrainConfig, state: State) -> bool:
     """Return whether an evaluation follows this batch: every `eval_interval`, and after the last batch."""
     if config.eval_interval == 0 or not (config.validation or config.icl_tasks):
         return False
-    every, end = Duration.parse(config.eval_interval), Duration.parse(config.max_duration)
-    rounds_before = elapsed(state, every.unit, state.previous_timestamp) // every.value
-    return elapsed(state, every.unit) // every.value > rounds_before or elapsed(state, end.unit) >= end.value
+    is_over = progress_of(state, Duration.parse(config.max_duration)) >= 1
+    return is_over or has_passed(state, Duration.parse(config.eval_interval))
+
+
+def has_passed(state: State, span: Duration) -> bool:
+    """Return whether a multiple of the span was reached in the last batch."""
+    before = elapsed(state, span.unit, state.previous_timestamp) // span.value
+    return elapsed(state, span.unit) // span.value > before
 
 
 def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import os
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,7 +50,9 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     raise_when_interrupted()  # Composer has installed its own handlers when it was imported
     devices.keep_freed_memory()
     if config.deterministic:
-        make_deterministic()
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
+        torch.use_deterministic_algorithms(True)
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
     choose_device(devices.device_type())
     start_process_group(devices.device_type(), config.dist_timeout)
     run, partners = RunFolder(config), partners or find_partners(config)
@@ -110,9 +111,7 @@ def report(
 ) -> BaseException:
     """Write to status.json how this launch ends. Returns what to raise for `error`."""
     reported, reason = error, REASONS[preemption.reason] or announced_preemption()
-    if isinstance(error, Preempted):
-        pass
-    elif reason and is_lost_peer(error):  # a peer that was asked to leave has left without waiting for us
+    if reason and is_lost_peer(error):  # a peer that was asked to leave has left without waiting for us
         reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; what was saved stands")
     elif is_out_of_memory(error):
         size = config.first_microbatch_size(config.global_train_batch_size // layout_here(config).num_data_ranks)
@@ -132,12 +131,6 @@ def report(
         may_come_back = exit_code_of(reported) in (EXIT_PREEMPTED, EXIT_RETRY)
         run.fail("preempted" if may_come_back else "failed", cause_of(reported))
     return reported
-
-
-def make_deterministic() -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
-    torch.use_deterministic_algorithms(True)
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
 
 
 def run_missed_evaluation(trainer: Trainer, run: RunFolder, checkpointing: Checkpointing) -> None:
@@ -175,7 +168,10 @@ def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) ->
     if run.is_main:
         if reason is None and newest is not None:
             try:
-                write_export(config, newest, folder)
+                with tempfile.TemporaryDirectory() as tokenizer:
+                    if is_local_or_cached(config.tokenizer.name):
+                        load_tokenizer(config.tokenizer.name).save(tokenizer)
+                    export_model(load_full_tensors(newest), config.model, folder, tokenizer_folder=tokenizer)
             except Exception as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 reason += f"; `llmfoundry-lite checkpoint export {run.folder} {folder}` makes up for it"
@@ -187,10 +183,3 @@ def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) ->
             store.set(key, "")
         else:
             store.wait([key], MAX_WAIT)
-
-
-def write_export(config: TrainConfig, checkpoint: str, folder: Path) -> None:
-    with tempfile.TemporaryDirectory() as tokenizer_folder:
-        if is_local_or_cached(config.tokenizer.name):
-            load_tokenizer(config.tokenizer.name).save(tokenizer_folder)
-        export_model(load_full_tensors(checkpoint), config.model, folder, tokenizer_folder=tokenizer_folder)

@@ -114,30 +114,29 @@ class ParallelTrainer(Trainer):
 
         Returns this rank's share of the global batch's loss, times the number of data ranks: a scalar.
         """
-        state, spec, run_event = self.state, self._train_data_spec, self.engine.run_event
-        model = self._original_model
+        state, spec, run_event, step = self.state, self._train_data_spec, self.engine.run_event, self.gradient_step
+        model: Any = self._original_model
         assert spec is not None and isinstance(state.device_train_microbatch_size, int)
         batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
-        total = agreed.num_losses if self.accumulate_train_batch_on_tokens else agreed.num_filled
-        # All rows of one launch among several may be padding.
-        share, sums = max(total, 1) / self.ranks.size, self.gradient_step.sums
+        by_tokens, sums = self.accumulate_train_batch_on_tokens, step.sums
+        total = agreed.num_losses if by_tokens else agreed.num_filled
+        share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
         is_pipeline = isinstance(model, PipelinedLanguageModel)
         device = state.device._device
         assert device is not None
         self.partners.begin_batch()
-        num_microbatches = -(-len(batch["input_ids"]) // size)
-        self.gradient_step.begin(num_microbatches, device)
+        step.begin(-(-len(batch["input_ids"]) // size), device)
         run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
         if sums:  # no means over ranks, and a weight that does not depend on the rows of other launches
             num_rows, num_tokens = self.device_batch_size * self.ranks.size, max(batch["input_ids"].size(1) - 1, 1)
-            share = num_rows * (num_tokens if self.accumulate_train_batch_on_tokens else 1)
-            self.gradient_step.full_weight, self.gradient_step.weight = share, total
+            share = num_rows * (num_tokens if by_tokens else 1)
+            step.full_weight, step.weight = share, total
             sums.begin(whole_parameters(state.optimizers[0]), num_rows // size)
         loss_sum = torch.zeros((), device=device)
         for microbatch in [batch] if is_pipeline else spec.split_batch(batch, size):
             state.batch = state.device.batch_to_device(microbatch)
-            self.gradient_step.before_forward()
+            step.before_forward()
             run_event(Event.BEFORE_FORWARD)
             if not is_pipeline:
                 state.outputs = state.model(state.batch)
@@ -149,32 +148,22 @@ class ParallelTrainer(Trainer):
             else:
                 state.loss = model.loss(state.outputs, state.batch)
             assert isinstance(state.loss, torch.Tensor)
-            self.gradient_step.after_loss(state.loss)
+            step.after_loss(state.loss)
             run_event(Event.AFTER_LOSS)
             run_event(Event.BEFORE_BACKWARD)
             if not is_pipeline:
-                losses = self._weigh(microbatch, share)
+                if sums:  # as a pipeline does, to the bit
+                    outputs: Any = state.outputs
+                    losses = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], share)
+                elif by_tokens:
+                    losses = state.loss * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / share)
+                else:
+                    losses = state.loss * (count_filled(microbatch) / share)
                 losses.backward()
             run_event(Event.AFTER_BACKWARD)
-            loss_sum = loss_sum + self.gradient_step.sum_losses(losses.detach())
+            loss_sum = loss_sum + (round_loss(losses.detach()) if sums else losses.detach()).sum()
         state.batch = batch
         return loss_sum
-
-    def _weigh(self, microbatch: Any, share: float) -> torch.Tensor:
-        """Return the microbatch's loss times its weight in the batch."""
-        if self.gradient_step.sums:  # as a pipeline does, to the bit
-            outputs: Any = self.state.outputs
-            model: Any = self._original_model
-            return outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], share)
-        assert isinstance(self.state.loss, torch.Tensor)
-        return self.state.loss * (self._count(microbatch) / share)
-
-    def _count(self, microbatch: Any) -> int:
-        """Count the tokens that have a loss, or the samples, whichever the loss is a mean of."""
-        assert self._train_data_spec is not None
-        if self.accumulate_train_batch_on_tokens:
-            return int(self._train_data_spec.get_num_tokens_in_batch(microbatch, token_type="loss_generating"))
-        return count_filled(microbatch)
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
@@ -275,9 +264,6 @@ class GradientStep:
     def after_loss(self, loss: torch.Tensor) -> None:
         self.bad_losses += (~torch.isfinite(loss.detach())).float().sum()
 
-    def sum_losses(self, losses: torch.Tensor) -> torch.Tensor:
-        return (round_loss(losses) if self.sums else losses).sum()
-
     def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
         """Unscale and clip the gradient, or drop it if it is not finite. Returns the global batch's loss.
 
@@ -354,12 +340,22 @@ def measure(
 ) -> Measured:
     """All-reduce norm, loss and bad losses of the batch: the one time that the host waits for the device.
 
-    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Of `num_stages` pipeline
-    stages one has the losses, and two have the `shared` parameters. The ranks of a tensor group each count a bad loss.
+    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Each parameter is on all
+    ranks of a stage, replicated or sharded. Of `num_stages` pipeline stages one has the losses, and two have the
+    `shared` parameters. The ranks of a tensor group each count a bad loss.
     """
-    total = torch.zeros((), device=bad_losses.device)
-    stage_size = dist.get_world_size() // num_stages
-    for replicas, gradients in _by_replicas(parameters, stage_size, {id(parameter) for parameter in shared}).items():
+    total, by_replicas = torch.zeros((), device=bad_losses.device), dict[int, list[torch.Tensor]]()
+    stage_size, shared_ids = dist.get_world_size() // num_stages, {id(parameter) for parameter in shared}
+    for parameter in parameters:
+        replicas = stage_size * (2 if id(parameter) in shared_ids else 1)
+        if isinstance(parameter.grad, DTensor):
+            mesh = parameter.grad.device_mesh
+            shards = [mesh.size(i) for i, kind in enumerate(parameter.grad.placements) if not kind.is_replicate()]
+            replicas //= math.prod(shards)
+        gradient = local(parameter.grad)
+        if gradient.numel():
+            by_replicas.setdefault(replicas, []).append(gradient)
+    for replicas, gradients in by_replicas.items():
         norms = torch.stack(torch._foreach_norm(gradients))
         total += norms.float().square().sum().to(total.device) / replicas  # offloaded gradients are the host's
     sums = torch.stack([total, loss.float(), bad_losses])
@@ -391,24 +387,6 @@ def measure_exactly(
     *summands, loss_sum, num_bad_losses, num_too_large_found, num_infinite = found.tolist()
     norm = math.nan if num_infinite else norm_of(summands, int(exponent))
     return Measured(norm, loss_sum, int(num_bad_losses), num_too_large_found > 0)
-
-
-def _by_replicas(
-    parameters: list[torch.nn.Parameter], stage_size: int, shared: set[int]
-) -> dict[int, list[torch.Tensor]]:
-    """Group gradients by the number of ranks that hold the same shard. Each parameter is on all ranks of a stage,
-    replicated or sharded."""
-    groups: dict[int, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        replicas = stage_size * (2 if id(parameter) in shared else 1)
-        if isinstance(parameter.grad, DTensor):
-            mesh = parameter.grad.device_mesh
-            shards = [mesh.size(i) for i, kind in enumerate(parameter.grad.placements) if not kind.is_replicate()]
-            replicas //= math.prod(shards)
-        gradient = local(parameter.grad)
-        if gradient.numel():
-            groups.setdefault(replicas, []).append(gradient)
-    return groups
 
 
 def clip(gradients: list[torch.Tensor], norm: float, clipping: GradientClippingConfig) -> None:
