@@ -274,8 +274,9 @@ class Coordinator:
         staying = [name for name in self.members if not self.islands[name].is_leaving]
         if not staying:
             return None, []  # the last ones save and leave by themselves
-        waiting = [one for one in self.islands.values() if one.is_whole and one.name not in self.members]
-        joiners, too_many = self._fitting(staying, [one.name for one in waiting if not one.is_leaving]), []
+        others = (one for name, one in self.islands.items() if name not in self.members)
+        joiners = self._fitting(staying, [one.name for one in others if one.is_whole and not one.is_leaving])
+        too_many: list[str] = []
         if len(staying) < len(self.members) and not joiners:
             fitting = self._best_choice(staying)
             too_many = [name for name in staying if name not in fitting]
@@ -315,8 +316,8 @@ class Coordinator:
 
     def _view(self, members: list[str], joiners: list[str]) -> Message:
         """Begin a new epoch and return its view. New members and old ones receive each other's descriptions."""
-        strangers = [name for name in joiners if name not in self.members]
-        self.members, self.joiners = sorted([*members, *joiners]), joiners
+        before, self.members, self.joiners = self.members, sorted([*members, *joiners]), joiners
+        strangers = [name for name in self.members if name not in before]
         for name in strangers:
             for other in self.members:
                 self._introduce(other, to=name)
@@ -347,22 +348,16 @@ class Coordinator:
         if not whole or len(whole) < self.num_founders:
             return
         self.num_rows = self.islands[whole[0]].facts["rows"]
-        try:
-            divide(self.num_rows, self._paces(whole))
-        except ConfigError as error:
+        if reason := self._why_not(whole):
             for name in whole:
-                self._refuse(self.islands[name], str(error))
+                self._refuse(self.islands[name], reason)
             return
-        self.batch = max(self.islands[name].facts["batch"] for name in whole)
-        first = [name for name in whole if self.islands[name].facts["batch"] == self.batch]
+        self.batch = max(self.islands[name].batch for name in whole)
+        first = [name for name in whole if self.islands[name].batch == self.batch]
         self.scribe = first[0]
         for name in first:
             self.islands[name].has_state = True
-            for other in first:
-                self._introduce(other, to=name)
-        view = self._view(first, [name for name in whole if name not in first])
-        for name in first:
-            self._send(self.islands[name], view)
+        self._view(first, [name for name in whole if name not in first])
 
     def _refusal(self, island: Island) -> str:
         """Return why this island cannot take part; empty if it can."""
@@ -372,10 +367,8 @@ class Coordinator:
         tensors = _tensors_of(island.facts)
         if any(_tensors_of(hello) != tensors for hello in island.hellos.values()):
             return f"{island.name}: its ranks differ in their parameters"
-        try:
-            divide(island.facts["rows"], self._paces([island.name]))
-        except ConfigError as error:
-            return str(error)
+        if reason := self._why_not([island.name], island.facts["rows"]):
+            return reason
         for name, other in self.islands.items():
             if name == island.name or not other.is_whole:
                 continue
@@ -418,9 +411,10 @@ class Coordinator:
     def _can_divide(self, names: Sequence[str]) -> bool:
         return not self._why_not(names)
 
-    def _why_not(self, names: Sequence[str]) -> str:
+    def _why_not(self, names: Sequence[str], num_rows: int | None = None) -> str:
+        """Return why these islands cannot divide a batch; empty if they can."""
         try:
-            divide(self.num_rows, self._paces(names))
+            divide(num_rows or self.num_rows, self._paces(names))
         except ConfigError as error:
             return str(error)
         return ""
