@@ -68,7 +68,7 @@ def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = Fal
     if num_ranks == 1 and not is_asked:
         return False
     from llmfoundry_lite.launch.launcher import refuse_other_launchers
-    from llmfoundry_lite.launch.processes import rank_variables
+    from llmfoundry_lite.ranks.rank import rank_variables
 
     refuse_other_launchers()
     os.environ.update(rank_variables(0, num_ranks))
@@ -203,8 +203,8 @@ def replay_command(
     from llmfoundry_lite.config.changes import find_changes
     from llmfoundry_lite.config.schema import as_dict
     from llmfoundry_lite.launch.launcher import Launcher, Program, refuse_other_launchers
-    from llmfoundry_lite.launch.processes import rank_variables
     from llmfoundry_lite.launch.replay import compare, plan_replay, write_replay
+    from llmfoundry_lite.ranks.rank import rank_variables
     from llmfoundry_lite.train import check, prepare_environment
     from llmfoundry_lite.training.lean_imports import HEAVY
 

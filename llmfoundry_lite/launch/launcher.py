@@ -35,11 +35,12 @@ from llmfoundry_lite.errors import (
     ConfigError,
     printable,
 )
-from llmfoundry_lite.launch.processes import Ending, is_running, rank_variables, rendezvous
+from llmfoundry_lite.launch.processes import Ending, is_running, rendezvous
 from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
+from llmfoundry_lite.ranks.rank import rank_variables
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses before restarts in a row without progress; the last one repeats."""

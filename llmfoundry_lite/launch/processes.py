@@ -118,14 +118,6 @@ def terminate(processes: Sequence[psutil.Process], number: int = signal.SIGTERM)
             process.send_signal(number)
 
 
-def rank_variables(rank: int, num_ranks: int, ranks_per_node: int | None = None) -> dict[str, str]:
-    """Return the environment variables by which a process knows its rank, under torch's names. Default: one node."""
-    per_node = ranks_per_node or num_ranks
-    numbers = {"RANK": rank, "WORLD_SIZE": num_ranks, "NODE_RANK": rank // per_node}
-    numbers |= {"LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
-    return {name: str(number) for name, number in numbers.items()}
-
-
 def rendezvous() -> dict[str, str]:
     """Return the variables by which the ranks of this machine find each other: a port that is free now."""
     with socket.socket() as listener:

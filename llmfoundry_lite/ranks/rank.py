@@ -113,7 +113,15 @@ def count_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def rank_variables(rank: int, num_ranks: int, ranks_per_node: int | None = None) -> dict[str, str]:
+    """Return the environment variables by which a process knows its rank, under torch's names. Default: one node."""
+    per_node = ranks_per_node or num_ranks
+    numbers = {"RANK": rank, "WORLD_SIZE": num_ranks, "NODE_RANK": rank // per_node}
+    numbers |= {"LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    return {name: str(number) for name, number in numbers.items()}
+
+
 def this_rank() -> Rank:
     """Read this process's rank from the environment; rank 0 of 1 without a launcher."""
-    names, alone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (0, 1, 0, 1)
-    return Rank(*(int(os.environ.get(name, default)) for name, default in zip(names, alone, strict=True)))
+    alone, names = rank_variables(0, 1), ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Rank(*(int(os.environ.get(name, alone[name])) for name in names))

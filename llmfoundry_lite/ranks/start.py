@@ -11,7 +11,7 @@ import torch.distributed as dist
 from llmfoundry_lite.errors import EXIT_BUG, ConfigError
 from llmfoundry_lite.ranks.ending import ending_after, leaving_within
 from llmfoundry_lite.ranks.exchange import open_host_group
-from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
+from llmfoundry_lite.ranks.rank import count_usable_cores, rank_variables, this_rank
 
 RENDEZVOUS_GRACE_SECONDS = 5.0
 """How long a rank that is asked to leave still waits for others: they may have left without it."""
@@ -39,9 +39,8 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
             if backend != "gloo":
                 open_host_group(timeout)
         return
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": 0}
-    for name, value in alone.items():
-        os.environ.setdefault(name, str(value))  # Composer and StreamingDataset look there
+    for name, value in rank_variables(0, 1).items():
+        os.environ.setdefault(name, value)  # Composer and StreamingDataset look there
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -62,8 +61,10 @@ def check_address(address: str) -> None:
 
 def choose_device(device_type: str) -> torch.device:
     """Return this rank's device, and divide the cores among the node's ranks: with GPUs too, a save checks and hashes
-    on them. Raises ConfigError, on all of a
-    node's ranks, if they see too few devices."""
+    on them.
+
+    Raises ConfigError, on all of a node's ranks, if they see too few devices.
+    """
     here = this_rank()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, count_usable_cores() // here.local_world_size))

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import Accelerator
-from llmfoundry_lite.launch.processes import rank_variables, rendezvous
+from llmfoundry_lite.launch.processes import rendezvous
+from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.rehearse.build import NAME, build_library
 from llmfoundry_lite.rehearse.device import describe_device
 
