@@ -46,9 +46,7 @@ class Agreement(Callback):
     def __post_init__(self) -> None:
         self.is_writing: Callable[[], bool] = lambda: False
         """Returns whether this rank still writes its part of a save."""
-        self.is_saving: Callable[[], bool] = lambda: False
-        """Returns whether any rank is saving."""
-        self.wants_save: Callable[[State], bool] = lambda state: False
+        self.wants_save: Callable[[], bool] = lambda: False
         """Returns whether to save after this batch; only rank 0's answer counts."""
         self.current = NOTHING
         """The batch that is being trained."""
@@ -85,7 +83,7 @@ class Agreement(Callback):
         reason = self.preemption.look()
         self._batches = self.changed(state) or self._batches
         counted = NOTHING if state.timestamp >= state.max_duration else self._read_ahead()
-        self.preemption.set_agreed(self._agree(counted, reason, self.ranks.is_first and self.wants_save(state)))
+        self.preemption.set_agreed(self._agree(counted, reason, self.ranks.is_first and self.wants_save()))
 
     def _read_ahead(self) -> Upcoming:
         """Read this rank's share of the next batch, and count it."""

@@ -116,7 +116,8 @@ class Checkpointing(Callback):
             self.store, after_publish=self._after_publish, takes_lease=self.partners.takes_lease_at_start
         )
         self.agreement.is_writing = lambda: self.saver.is_writing
-        self.agreement.is_saving = lambda: self.saver.is_saving
+        if (timer := self.policy.timer) is not None:
+            self.agreement.wants_save = lambda: timer.note_batch_end(self.saver.is_saving)
         rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:

@@ -110,7 +110,7 @@ class Islands(Partners):
         """
         state: State = trainer.state
         self.checkpointing: Checkpointing = checkpointing
-        self.agreement, self.gradient_step = checkpointing.agreement, trainer.gradient_step  # type: ignore[attr-defined]
+        self.agreement, self.gradient_step = checkpointing.agreement, checkpointing.gradient_step
         self.save_before_leaving = lambda reason: self._save_before_leaving(reason, state, trainer.logger)
         self.member.on_evicted = lambda reason: on_evicted("preempted", reason)
         dataset: Any = state.train_dataloader.dataset  # type: ignore[union-attr]

@@ -48,9 +48,7 @@ class SavePolicy:
         self.timer: SaveTimer | None = None
         """For intervals by the clock. Only rank 0's counts: `Agreement` broadcasts when a save is due."""
         if self.span is None:
-            timer = SaveTimer(interval.seconds, seconds_between_failures(Path(config.run_folder)))
-            agreement.wants_save = lambda state: timer.note_batch_end(agreement.is_saving())
-            self.timer = timer
+            self.timer = SaveTimer(interval.seconds, seconds_between_failures(Path(config.run_folder)))
         self.digest_span = Duration.parse(config.digest_interval) if config.digest_interval is not None else None
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None

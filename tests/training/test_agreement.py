@@ -87,7 +87,7 @@ def test_no_rank_leaves_without_a_reason(monkeypatch):
 @pytest.mark.parametrize(("number", "is_due"), [(0, True), (1, False)])
 def test_rank_0_alone_decides_that_a_save_is_due(monkeypatch, number, is_due):
     ranks = rank([BATCH]), rank([BATCH], number=1)
-    ranks[number].wants_save = lambda state: True
+    ranks[number].wants_save = lambda: True
     end_batch(monkeypatch, *ranks)
     assert [one.save_is_due for one in ranks] == [is_due] * 2
 
