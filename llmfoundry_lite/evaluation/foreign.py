@@ -75,7 +75,7 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
                 f"task file: cluster: {cluster}"
             )
         return load_results(paths)
-    found = load_results(paths, partial(_read_lm_eval if tools[first] == LM_EVAL else _read_inspect, cluster=cluster))
+    found = load_results(paths, partial(_read_logs, tool=tools[first], cluster=cluster))
     for results in found if cluster is not None else ():
         if not any("cluster" in task["settings"] for task in results.tasks.values()):
             raise DataError(f"--cluster {cluster}: no row of {results.path} has that field as a text or a whole number")
@@ -103,90 +103,98 @@ def tool_of(path: Path) -> str:
     return LM_EVAL if "results" in facts and "configs" in facts else OURS
 
 
-# --------------------------------------------------------------------------------------------- lm-evaluation-harness
+class Log(NamedTuple):
+    """A log of one task."""
+
+    task: str
+    model: str | None  # None: the log does not say
+    record: Record
+    items: list[Record]
+    facts: Record  # of the model, as Results has them
 
 
-def _read_lm_eval(path: Path, cluster: str | None) -> Results:
-    files = sorted(path.glob("samples_*.jsonl")) if path.is_dir() else [path]
-    if path.suffix == ".json":
-        date = path.stem.rsplit("_", 1)[-1]
-        files = [file for file in sorted(path.parent.glob("samples_*.jsonl")) if file.stem.endswith(f"_{date}")]
-        if not files:
+def _read_logs(path: Path, tool: str, cluster: str | None) -> Results:
+    """Read the logs of one model at `path`. Raises DataError."""
+    logs: dict[str, tuple[Path, Log]] = {}
+    for file in (_lm_eval_logs if tool == LM_EVAL else _inspect_logs)(path):
+        with _refuse_other_layouts(file, tool):
+            log = (_read_lm_eval if tool == LM_EVAL else _read_inspect)(file, cluster)
+        if log.task in logs:
             raise DataError(
-                f"{path} has averages alone, and no samples_*_{date}.jsonl lies beside it; run lm_eval again with "
-                "--log_samples"
+                f"{path} has two logs of {log.task}, {logs[log.task][0].name} and {file.name}; give one file, or move "
+                "one away"
             )
-    tasks: dict[str, tuple[Path, Record, list[Record]]] = {}
-    facts: Record = {}
-    models: dict[str, None] = {}
-    for file in files:
-        named = SAMPLES.fullmatch(file.name)
-        task = named["task"] if named else file.stem.removeprefix("samples_")
-        facts = _results_beside(file, named["date"]) if named else {}
-        if task in tasks:
-            raise DataError(
-                f"{path} has two logs of {task}, {tasks[task][0].name} and {file.name}; give one file, or move one away"
-            )
-        with _refuse_other_layouts(file, LM_EVAL):
-            tasks[task] = (file, *_lm_eval_task(task, file, facts, cluster))
-        models |= {str(facts["model_name"]): None} if facts.get("model_name") else {}
+        logs[log.task] = file, log
+    models = list(dict.fromkeys(log.model for _, log in logs.values() if log.model is not None))
     if len(models) > 1:
         raise DataError(f"{path} has logs of {' and '.join(models)}; expected a folder for each model, or files")
-    settings = facts.get("config") if isinstance(facts.get("config"), dict) else {}
-    assert settings is not None
     folder = path if path.is_dir() else path.parent
     return Results(
-        model=str(facts.get("model_name") or folder.name or path.stem),
-        suite=LM_EVAL,
+        model=models[0] if models else folder.name or path.stem,
+        suite=tool,
         source=str(path),
-        save_id=settings.get("model_sha") or None,
-        num_parameters=settings.get("model_num_parameters"),
-        precision=str(settings.get("model_dtype", "")).removeprefix("torch."),
-        tasks={task: record for task, (_, record, _) in tasks.items()},
-        items={task: items for task, (_, _, items) in tasks.items()},
+        tasks={task: log.record for task, (_, log) in logs.items()},
+        items={task: log.items for task, (_, log) in logs.items()},
         path=path,
+        **log.facts,
     )
 
 
-def _results_beside(file: Path, date: str) -> Record:
-    """Return what lm_eval wrote about all tasks of that run; nothing where it was moved away."""
-    found = sorted(file.parent.glob(f"*_{date}.json"))
-    return _read_json(found[0].read_bytes(), str(found[0])) if found else {}
+# --------------------------------------------------------------------------------------------- lm-evaluation-harness
 
 
-def _lm_eval_task(task: str, file: Path, facts: Record, cluster: str | None) -> tuple[Record, list[Record]]:
-    samples = [_read_json(line, f"{file}, line {number}") for number, line in _lines(file)]
+def _lm_eval_logs(path: Path) -> list[Path]:
+    if path.suffix != ".json":
+        return sorted(path.glob("samples_*.jsonl")) if path.is_dir() else [path]
+    date = path.stem.rsplit("_", 1)[-1]
+    files = [file for file in sorted(path.parent.glob("samples_*.jsonl")) if file.stem.endswith(f"_{date}")]
+    if not files:
+        raise DataError(
+            f"{path} has averages alone, and no samples_*_{date}.jsonl lies beside it; run lm_eval again with "
+            "--log_samples"
+        )
+    return files
+
+
+def _read_lm_eval(file: Path, cluster: str | None) -> Log:
+    named, facts = SAMPLES.fullmatch(file.name), {}
+    task = named["task"] if named else file.stem.removeprefix("samples_")
+    if named and (about_all := sorted(file.parent.glob(f"*_{named['date']}.json"))):  # unless it was moved away
+        facts = _read_json(about_all[0].read_bytes(), str(about_all[0]))
+    try:
+        # Not splitlines(), which also splits at characters that JSON allows inside a text, such as U+2028.
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    samples = [_read_json(line, f"{file}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
     if not samples:
         raise DataError(f"{file} has no samples; expected a line for each item, as lm_eval --log_samples writes them")
-    filters = list(dict.fromkeys(str(sample.get("filter", "none")) for sample in samples))
+    has_filters = len({str(sample.get("filter", "none")) for sample in samples}) > 1
     directions = (facts.get("higher_is_better") or {}).get(task) or {}
     rows: dict[int, Row] = {}
     seen: set[tuple[int, str]] = set()
     for sample in samples:
-        row = _lm_eval_row(sample, str(file), len(filters) > 1, directions, cluster)
+        row = _lm_eval_row(sample, str(file), has_filters, directions, cluster)
         key = (row.index, str(sample.get("filter", "none")))
         if key in seen:
             raise DataError(f"{file} has {row.id} twice; is it two logs in one? Give a log of one evaluation")
         seen.add(key)
         rows[row.index] = row._replace(values={**(rows[row.index].values if row.index in rows else {}), **row.values})
     sizes = (facts.get("n-samples") or {}).get(task) or {}
-    is_cut = sizes.get("effective", 0) < sizes.get("original", 0)
     settings = {
-        "limit": sizes["effective"] if is_cut else None,
+        "limit": sizes["effective"] if sizes.get("effective", 0) < sizes.get("original", 0) else None,
         "prompts": "by a chat template" if facts.get("chat_template") else None,
     }
-    code = f"lm-eval {facts.get('lm_eval_version', 'of an unknown release')}"
     version = (facts.get("versions") or {}).get(task)
-    return _build(task, str(file), list(rows.values()), settings, f"{code}, task version {version}", cluster)
-
-
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    try:
-        # Not splitlines(), which also splits at characters that JSON allows inside a text, such as U+2028.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    code = f"lm-eval {facts.get('lm_eval_version', 'of an unknown release')}, task version {version}"
+    about = facts["config"] if isinstance(facts.get("config"), dict) else {}
+    model = {
+        "save_id": about.get("model_sha") or None,
+        "num_parameters": about.get("model_num_parameters"),
+        "precision": str(about.get("model_dtype", "")).removeprefix("torch."),
+    }
+    built = _build(task, str(file), list(rows.values()), settings, code, cluster)
+    return Log(task, str(facts["model_name"]) if facts.get("model_name") else None, *built, model)
 
 
 def _lm_eval_row(sample: Record, where: str, names_filter: bool, directions: Record, cluster: str | None) -> Row:
@@ -220,41 +228,11 @@ def _lm_eval_row(sample: Record, where: str, names_filter: bool, directions: Rec
 # -------------------------------------------------------------------------------------------------------- Inspect
 
 
-def _inspect_logs(folder: Path) -> list[Path]:
-    logs = sorted(folder.glob("*.eval"))
-    return logs + [path for path in sorted(folder.glob("*.json")) if path.name != "logs.json" and _is_inspect(path)]
-
-
-def _is_inspect(path: Path) -> bool:
-    return tool_of(path) == INSPECT
-
-
-def _read_inspect(path: Path, cluster: str | None) -> Results:
-    files = _inspect_logs(path) if path.is_dir() else [path]
-    tasks: dict[str, tuple[Path, Record, list[Record]]] = {}
-    models: dict[str, Path] = {}
-    for file in files:
-        with _refuse_other_layouts(file, INSPECT):
-            header, samples = _open_inspect(file)
-            task, model = str(header["eval"].get("task")), str(header["eval"].get("model"))
-            if task in tasks:
-                raise DataError(
-                    f"{path} has two logs of {task}, {tasks[task][0].name} and {file.name}; give one file, or move one "
-                    "away"
-                )
-            models.setdefault(model, file)
-            tasks[task] = (file, *_inspect_task(task, file, header, samples, cluster))
-    if len(models) > 1:
-        raise DataError(f"{path} has logs of {' and '.join(models)}; expected a folder for each model, or files")
-    return Results(
-        model=next(iter(models)),
-        suite=INSPECT,
-        source=str(path),
-        precision="",
-        tasks={task: record for task, (_, record, _) in tasks.items()},
-        items={task: items for task, (_, _, items) in tasks.items()},
-        path=path,
-    )
+def _inspect_logs(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    others = (file for file in sorted(path.glob("*.json")) if file.name != "logs.json")
+    return [*sorted(path.glob("*.eval")), *(file for file in others if tool_of(file) == INSPECT)]
 
 
 def _open_inspect(file: Path) -> tuple[Record, list[Record]]:
@@ -298,11 +276,10 @@ def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
     return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True).read()
 
 
-def _inspect_task(
-    task: str, file: Path, header: Record, samples: Sequence[Record], cluster: str | None
-) -> tuple[Record, list[Record]]:
-    spec = header["eval"]
-    config, plan = spec.get("config") or {}, header.get("plan") or {}
+def _read_inspect(file: Path, cluster: str | None) -> Log:
+    header, samples = _open_inspect(file)
+    spec, plan = header["eval"], header.get("plan") or {}
+    config = spec.get("config") or {}
     if not samples:
         raise DataError(f"{file} has no samples; log them: inspect eval without --no-log-samples")
     reducers = config.get("epochs_reducer")
@@ -325,8 +302,9 @@ def _inspect_task(
     }
     generation = {key: value for key, value in (plan.get("config") or {}).items() if value is not None}
     release = (spec.get("packages") or {}).get("inspect_ai", "of an unknown release")
+    task = str(spec.get("task"))
     record, items = _build(task, str(file), rows, settings, f"Inspect {release}", cluster)
-    return {**record, "generation": generation}, items
+    return Log(task, str(spec.get("model")), {**record, "generation": generation}, items, {"precision": ""})
 
 
 def _inspect_row(sample: Record, where: str, cluster: str | None) -> Row:
@@ -362,9 +340,9 @@ def _build(
     """Return a task's record and items, as an evaluation of ours would have them. Raises DataError."""
     rows = sorted(rows, key=lambda row: row.index)
     scored = [row for row in rows if row.values or row.text is not None]
-    texts = [row.text for row in rows]
-    is_text = bool(scored) and all(text is not None for text in texts)
-    metrics = [BITS] if is_text else [name for name in (scored[0].values if scored else ()) if _all_have(name, scored)]
+    is_text = bool(scored) and all(row.text is not None for row in rows)
+    named = scored[0].values if scored else ()
+    metrics = [BITS] if is_text else [name for name in named if all(name in row.values for row in scored)]
     if not metrics:
         names = sorted({name for row in rows for name in row.values})
         raise DataError(
@@ -387,16 +365,18 @@ def _build(
         if is_text and row.text is not None:
             item |= {"log_probability": [-row.text[0]], "num_characters": [row.text[1]]}
         items.append(item)
-    asked = [[row.index, row.prompt] for row in rows]
-    prompts = settings.get("prompts") or (fingerprint(asked) if all(row.prompt for row in rows) else None)
+    data = [[row.index, row.row] for row in rows]
+    prompts = settings.get("prompts")
+    if prompts is None and all(row.prompt for row in rows):
+        prompts = fingerprint([[row.index, row.prompt] for row in rows])
     record: Record = {
         "n": len(items),
         "type": "perplexity" if is_text else code.split()[0],
         "metric": metrics[0],
         "metrics": metrics,
         "settings": {**settings, "prompts": prompts, **({"cluster": cluster} if any(groups) else {})},
-        "data_fingerprint": fingerprint([[row.index, row.row] for row in rows]),
-        "fingerprint": fingerprint([settings, prompts, [[row.index, row.row] for row in rows]]),
+        "data_fingerprint": fingerprint(data),
+        "fingerprint": fingerprint([settings, prompts, data]),
         "items_hash": hash_of(items),
         "code": code,
         "skipped": {"not scored": len(rows) - len(items)} if len(items) < len(rows) else None,
@@ -407,10 +387,6 @@ def _build(
         for name in metrics:
             record[name], record[f"{name}_stderr"] = mean_and_error(items, name)
     return record, items
-
-
-def _all_have(name: str, rows: Sequence[Row]) -> bool:
-    return all(name in row.values for row in rows)
 
 
 def _number(value: Any) -> float | None:
