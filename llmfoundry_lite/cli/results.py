@@ -80,8 +80,7 @@ def compare_results(
     from llmfoundry_lite.evaluation.compare import compare
     from llmfoundry_lite.evaluation.foreign import load_any
     from llmfoundry_lite.evaluation.sequential import Rule
-    from llmfoundry_lite.evaluation.tables import published_table
-    from llmfoundry_lite.evaluation.verdicts import panels, print_comparison, write_comparison
+    from llmfoundry_lite.evaluation.tables import panels, print_comparison, published_table, write_comparison
 
     if len(results) < 2 and not published:
         raise UserError(f"{results[0]} alone: name another result to compare it with, or --published")

@@ -96,7 +96,7 @@ def generate(
     import torch
 
     from llmfoundry_lite.devices import device_type
-    from llmfoundry_lite.evaluation.generation import generate_text, model_of
+    from llmfoundry_lite.evaluation.loaded import generate_text, model_of
     from llmfoundry_lite.evaluation.models import load_subject
 
     device = torch.device(device_type())

@@ -2,12 +2,11 @@
 
 tasks.py        a file -> rows -> prompts -> token ids; held-out text -> windows of token ids
 packing.py      requests -> prefix trees -> batches
-scoring.py      a batch -> log-probabilities; generation.py: a prompt -> the text that a model writes
+scoring.py      a batch -> log-probabilities
 records.py      log-probabilities -> an item, items -> a task's record; the schema of both
-harness.py      the above for each task, on all ranks; reference.py: until the difference to a result is decided
+harness.py      the above for each task, on all ranks, and answers that a model writes; loaded.py: for programs
 results.py      records <-> files
 suite.py        the above for each model (models.py)
-tables.py       records -> tables
 compare.py      two results -> differences; significance.py: tests and intervals, sequential.py: looks and boundaries
-verdicts.py     differences -> tables
+tables.py       records, and differences -> tables
 """

@@ -47,7 +47,7 @@ from llmfoundry_lite.evaluation.sequential import (
     in_order,
     noun_of,
     plan_task,
-    unit_of_record,
+    unit_of,
 )
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
 
@@ -77,6 +77,7 @@ class Paired:
     needed: int | None = None  # items that find a difference of 0.01 with 80 % power, in a test of its own
     error: float  # standard error of the difference
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # at a level, such as 0.05 for 95 %
+    counts: significance.Counts | None = field(default=None, repr=False)  # of accuracies
     is_detected: bool = False
     stage: Stage | None = None  # the look at which a sequential comparison stopped
 
@@ -151,7 +152,7 @@ class Pair:
 
     def __repr__(self) -> str:
         """Return the table that `llmfoundry-lite compare` prints."""
-        from llmfoundry_lite.evaluation.verdicts import text_of  # which imports this module
+        from llmfoundry_lite.evaluation.tables import text_of  # which imports this module
 
         return text_of([self])
 
@@ -233,7 +234,7 @@ def _compare_two(
         if stage is None:
             tasks.append(_pair_task(task, first, other, metric))
             continue
-        ours, theirs = ({unit_of_record(item) for item in result.items[task]} for result in (first, other))
+        ours, theirs = ({unit_of(item) for item in result.items[task]} for result in (first, other))
         units = in_order(list(ours & theirs))[: stage.plan.looks[stage.look - 1]]
         ours, theirs = cut_to(first, task, units), cut_to(other, task, units)
         tasks.append(_at_stage(_pair_task(task, ours, theirs, metric), stage))
@@ -253,10 +254,10 @@ def _compare_two(
         first=first.name,
         other=other.name,
         tasks=tasks,
-        mean=_pair_answers(accuracies, first, other)[0] if len(accuracies) > 1 and not stages else None,
+        mean=_pair_answers(accuracies, first, other) if len(accuracies) > 1 and not stages else None,
         more=more,
         notes=[
-            *notes_on(replace(first, items=first_items), replace(other, items=other_items), common, skip),
+            *notes_on(replace(first, items=first_items), replace(other, items=other_items), tasks, skip),
             *(f"{task}: {note}" for task in stages if (note := note_on_unshared(task, first, other))),
             *(f"{task}: {stage.words}" for task, stage in stages.items()),
         ],
@@ -272,7 +273,7 @@ def main_metric(result: Results, task: str, texts_alone: bool) -> str:
 
 
 def refuse_if_different(task: str, first: Results, other: Results, left_out_by: str = "") -> None:
-    """Raises DataError where the two were not asked the same, in the same way."""
+    """Raise DataError where the two were not asked the same, in the same way."""
     leave_out = f"leave the task out: {left_out_by or f'--skip {task}'}"
     a, b = first.tasks[task], other.tasks[task]
     ours, theirs = a["settings"], b["settings"]
@@ -322,7 +323,7 @@ def _where_different(task: str, first: Results, other: Results) -> str:
 
 
 def refuse_partial(task: str, first: Results, other: Results) -> None:
-    """Raises DataError where a result has only the items that decided its difference to another than `first`."""
+    """Raise DataError where a result has only the items that decided its difference to another than `first`."""
     for result in (first, other):
         record = result.tasks[task]
         if num_unasked(record) and not (result is other and is_reference(task, first, other)):
@@ -354,7 +355,7 @@ def _find_stage(task: str, first: Results, other: Results, metric: str, rule: Ru
     if rule is None:
         return None
     theirs = {item["index"] for item in other.items[task]}
-    units = [unit_of_record(item) for item in first.items[task] if item["index"] in theirs]
+    units = [unit_of(item) for item in first.items[task] if item["index"] in theirs]
     plan = plan_task(task, noun_of(first.items[task], metric), units, rule)
     answer = lambda wanted: cut_to(other, task, wanted).items[task]  # noqa: E731
     return look_until_decided(plan, task, first, other, metric, units, answer)[0]
@@ -413,16 +414,15 @@ def _at_stage(paired: Paired, stage: Stage) -> Paired:
 def _pair_task(task: str, first: Results, other: Results, metric: str) -> Paired:
     if metric == BITS:
         return _pair_texts(task, first, other)
-    paired, counts = _pair_answers([(task, metric)], first, other)
-    if discordant := counts.wins + counts.losses:
+    paired = _pair_answers([(task, metric)], first, other)
+    counts = paired.counts
+    if counts is not None and (discordant := counts.wins + counts.losses):
         units = significance.items_needed(float(discordant) / counts.num_units, 0.01 / float(counts.jump))
         paired.needed = math.ceil(units * paired.n / counts.num_units)
     return paired
 
 
-def _pair_answers(
-    asked: Sequence[tuple[str, str]], first: Results, other: Results
-) -> tuple[Paired, significance.Counts]:
+def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> Paired:
     """Compare the mean of the accuracies by (task, metric), each counting the same."""
     answers = [answers_of(task, first, other, metric) for task, metric in asked]
     unit_of: dict[tuple[str, int], tuple[str, int | str]] = {}
@@ -442,7 +442,7 @@ def _pair_answers(
     ours = sum(float(task.weights @ task.first) for task in answers) / len(answers)
     theirs = sum(float(task.weights @ task.other) for task in answers) / len(answers)
     name, metric = asked[0] if len(asked) == 1 else (f"mean of {len(asked)} tasks", "mean")
-    paired = Paired(
+    return Paired(
         task=name,
         metric=metric,
         first=ours,
@@ -453,8 +453,8 @@ def _pair_answers(
         test="score",
         error=math.sqrt(max(0.0, float(counts.variance))),
         interval=lambda level: significance.score_interval(counts, level),
+        counts=counts,
     )
-    return paired, counts
 
 
 def _count_won(gains: significance.Floats) -> dict[str, Any]:
@@ -534,7 +534,7 @@ FACTS = {
 """Facts of two results -> what a reader must know where they differ."""
 
 
-def notes_on(first: Results, other: Results, common: Sequence[str], skip: Sequence[str]) -> list[str]:
+def notes_on(first: Results, other: Results, tasks: Sequence[Paired], skip: Sequence[str]) -> list[str]:
     """Return what a reader of the numbers must know."""
     names, notes = f"{first.name} and {other.name}", []
     for key, text in FACTS.items():
@@ -548,7 +548,7 @@ def notes_on(first: Results, other: Results, common: Sequence[str], skip: Sequen
         )
     if first.save_id is not None and first.save_id == other.save_id:
         notes.append(f"{names} are the same checkpoint")
-    ours, theirs = (", ".join(sorted({result.tasks[task]["code"] for task in common})) for result in (first, other))
+    ours, theirs = (", ".join(sorted({result.tasks[one.task]["code"] for one in tasks})) for result in (first, other))
     if ours != theirs:
         notes.append(f"evaluated by different code: {first.name} by {ours}, {other.name} by {theirs}")
     for one, two in ((first, other), (other, first)):
@@ -556,11 +556,12 @@ def notes_on(first: Results, other: Results, common: Sequence[str], skip: Sequen
             notes.append(f"only in {one.name}, left out: {', '.join(alone)}")
     if skip:
         notes.append(f"left out, as asked: {', '.join(skip)}")
-    return notes + [f"{task}: {note}" for task in common for note in _notes_on_task(task, first, other)]
+    return notes + [f"{paired.task}: {note}" for paired in tasks for note in _notes_on_task(paired, first, other)]
 
 
-def _notes_on_task(task: str, first: Results, other: Results) -> list[str]:
-    notes, (a, b) = [], (first.tasks[task], other.tasks[task])
+def _notes_on_task(paired: Paired, first: Results, other: Results) -> list[str]:
+    task, counts, notes = paired.task, paired.counts, list[str]()
+    a, b = first.tasks[task], other.tasks[task]
     if limit := cut_at(a):
         notes.append(f"only its first {limit:,} items (limit): a try, not a result")
     ours, theirs = a.get("beginning", []), b.get("beginning", [])
@@ -572,7 +573,7 @@ def _notes_on_task(task: str, first: Results, other: Results) -> list[str]:
     ours, theirs = a.get("num_trimmed", 0), b.get("num_trimmed", 0)
     if ours != theirs:
         notes.append(f"contexts cut to fit: {ours:,} of {first.name}, {theirs:,} of {other.name}")
-    if a["metric"] == BITS:
+    if counts is None:
         found, _, unit = text_units(task, first, other)
         if len(found) < MIN_DOCUMENTS:
             is_cut = unit == "windows" and len(found) > 1
@@ -583,18 +584,14 @@ def _notes_on_task(task: str, first: Results, other: Results) -> list[str]:
         return notes
     if note := note_on_unshared(task, first, other):
         notes.append(note)
-    answers = answers_of(task, first, other, a["metric"])
-    shares: dict[object, float] = {}
-    for unit, weight in zip(answers.clusters or answers.items, answers.weights, strict=True):
-        shares[unit] = shares.get(unit, 0.0) + weight
-    effective = significance.effective_units(np.array(list(shares.values())))
-    if effective < MIN_UNITS:
-        noun = _count(len(shares), "cluster" if answers.clusters else "item")
-        if len(shares) >= MIN_UNITS:
-            noun += f", of such different weight that they are worth {effective:.1f} equal ones"
+    has_clusters = "cluster" in first.items[task][0]
+    if counts.num_effective < MIN_UNITS:
+        noun = _count(counts.num_units, "cluster" if has_clusters else "item")
+        if counts.num_units >= MIN_UNITS:
+            noun += f", of such different weight that they are worth {counts.num_effective:.1f} equal ones"
         notes.append(f"{noun}: no interval and no verdict below {MIN_UNITS}")
-    elif answers.clusters:
-        notes.append(f"{len(answers.items):,} items in {len(shares):,} clusters, which are what is independent")
+    elif has_clusters:
+        notes.append(f"{paired.n:,} items in {counts.num_units:,} clusters, which are what is independent")
     return notes
 
 

@@ -1,26 +1,48 @@
 """Evaluation of one model on tasks, on one rank or several.
 
-Files are written after every task, so that an evaluation that was killed repeats no finished task.
+Files are written after every task, so that an evaluation that was killed repeats no finished task. Against a stored
+result, a task's items are asked until their difference is decided.
 """
 
 import math
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
-from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.generation import generate_answers, is_right, prompts_of
+from llmfoundry_lite.errors import DataError, NonFiniteError
+from llmfoundry_lite.evaluation.compare import has_other_tokenizer, look_until_decided, main_metric, refuse_if_different
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
-from llmfoundry_lite.evaluation.reference import Reference, ask_until_decided
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version, outline
+from llmfoundry_lite.evaluation.records import (
+    Record,
+    asked_of,
+    generated_item,
+    hash_of,
+    num_unasked,
+    scored_item,
+    summarise,
+)
+from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, code_version, differences, load_results
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, check_tokens, score, text_separator
-from llmfoundry_lite.evaluation.tasks import GENERATION, Prepared, Request, prepare, prepare_text, read_rows
+from llmfoundry_lite.evaluation.sequential import Plan, Rule, describe_plan, noun_of, plan_task, unit_of
+from llmfoundry_lite.evaluation.tasks import (
+    GENERATION,
+    Prepared,
+    Request,
+    is_right,
+    prepare,
+    prepare_text,
+    read_rows,
+)
 from llmfoundry_lite.ranks.exchange import (
     all_gather_json,
+    all_reduce_max,
     broadcast_json,
     raise_on_all_ranks,
     rank_and_size,
@@ -45,7 +67,7 @@ def evaluate(
     limit: int | None = None,
     on_progress: Progress = lambda task, done, total: None,
     share: tuple[int, int] | None = None,
-    reference: Reference | None = None,
+    reference: "Reference | None" = None,
 ) -> Results:
     """Ask all `tasks`, or those that `files` does not have yet; with a `reference`, until a difference is decided.
 
@@ -61,10 +83,10 @@ def evaluate(
         for config in tasks:
             prepared += _prepare_task(config, tokenizer, longest, tokenization, limit)
         for task in prepared:
-            if reference is not None:
-                reference.refuse(task, results)
+            if reference is not None:  # or its task was asked otherwise, now that the tokenizer is known
+                refuse_if_different(task.name, reference.results, _as_asked(task, results), "icl_tasks")
         if files is not None:
-            files.refuse_to_replace(results, [outline(task) for task in prepared])
+            files.refuse_to_replace(results, prepared)
         for task in prepared:
             largest = (max(*r.context, *r.continuation, -1) for item in task.items for r in item.requests)
             check_tokens(model, largest, task.label)
@@ -76,7 +98,10 @@ def evaluate(
         on_progress=on_progress,
     )
     for task in prepared:
-        plan = None if reference is None else reference.describe_plan(task)
+        plan = None
+        if reference is not None:
+            planned = reference.plan(task.name, _as_asked(task, results).items[task.name])
+            plan = describe_plan(planned, reference.results, task.name)
         # Rank 0's word, because it alone may see the files.
         if files is not None and (known := broadcast_json(files.find(task, results, plan))) is not None:
             results.tasks[task.name] = known
@@ -84,7 +109,7 @@ def evaluate(
         results.tasks[task.name], items = run_task(asker, task, results, reference)
         if files is not None:
             with user_errors_on_all_ranks():  # rank 0 alone writes, and the others would wait for it at the next task
-                files.add(results, outline(task), items)
+                files.add(results, task, items)
     if files is not None:
         results.tasks |= {k: v for k, v in broadcast_json(files.kept(results)).items() if k not in results.tasks}
     return results
@@ -103,21 +128,15 @@ def _prepare_task(
 
 
 def run_task(
-    asker: "Asker", task: Prepared, results: Results, reference: Reference | None = None
+    asker: "Asker", task: Prepared, results: Results, reference: "Reference | None" = None
 ) -> tuple[Record, list[Record]]:
     """Return (the task's record, one for each item that was asked)."""
-    started, total, more = time.monotonic(), len(task.items), {}
-    asker.on_progress(task.name, 0, total)
-
-    def ask_part(part: Prepared, num_before: int) -> list[Record]:
-        # Not reported as done while another look may follow.
-        return asker.ask(part, lambda name, done, _: asker.on_progress(name, min(num_before + done, total - 1), total))
-
+    started, more = time.monotonic(), {}
+    asker.on_progress(task.name, 0, len(task.items))
     if reference is None:
-        items = asker.ask(task)
+        items = asker.ask(task, asker.on_progress)
     else:
-        task, items, more["sequential"] = ask_until_decided(task, reference, results, ask_part)
-        asker.on_progress(task.name, len(items), len(items))
+        task, items, more["sequential"] = ask_until_decided(asker, task, reference, results)
     record = summarise(task, items, time.monotonic() - started) | more
     return record | {"code": code_version(), "items_hash": hash_of(items)}, items
 
@@ -132,11 +151,14 @@ class Asker:
     share: tuple[int, int]
     on_progress: Progress
 
-    def ask(self, task: Prepared, on_progress: Progress | None = None) -> list[Record]:
+    def ask(self, task: Prepared, on_progress: Progress) -> list[Record]:
         """Return a record for each item."""
-        progress = partial(on_progress or self.on_progress, task.name)
+        progress = partial(on_progress, task.name)
         if task.kind in GENERATION:
-            texts = generate_answers(self.model, self.tokenizer, task.name, prompts_of(task), self.share, progress)
+            num_tokens, stops = task.config.max_new_tokens, task.config.early_stopping_criteria
+            assert num_tokens is not None, "tasks.prepare fills it in"
+            prompts = [Prompt(item.requests[0].context, num_tokens, stops) for item in task.items]
+            texts = generate_answers(self.model, self.tokenizer, task.name, prompts, self.share, progress)
             return [
                 generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
                 for item, text in zip(task.items, texts, strict=True)
@@ -181,3 +203,158 @@ def score_all(
     shares = all_gather_json([[number, *value] for number, value in found.items()])
     by_number = {number: Score(*value) for part in shares for number, *value in part}  # some ranks share a part
     return [by_number[number] for number in sorted(by_number)]
+
+
+class Prompt(NamedTuple):
+    """Tokens after which the model writes greedily: up to so many, the end of text or one of the texts `stops`."""
+
+    context: Sequence[int]
+    num_tokens: int
+    stops: Sequence[str] = ()
+
+
+def generate_answers(
+    model: Scorable,
+    tokenizer: Tokenizer,
+    name: str,
+    prompts: Sequence[Prompt],
+    share: tuple[int, int],
+    on_progress: Callable[[int, int], None],
+) -> list[str]:
+    """Generate the answer to each prompt of the task `name`; `share` is (rank, ranks) that divide them.
+
+    Raises DataError on all ranks where the model's logits are NaN or infinite.
+    """
+    (rank, world_size), num_items = share, len(prompts)
+    found: list[tuple[int, str]] = []
+    for start in range(0, num_items, world_size):
+        number = min(start + rank, num_items - 1)  # a rank without one repeats the last, for sharded models
+        text = generate_answer(model, tokenizer, prompts[number])
+        raise_on_all_ranks(
+            DataError(f"{name}: the model gives NaN or infinity in its answer to item {number}; nothing is kept")
+            if text is None
+            else None
+        )
+        assert text is not None
+        if start + rank < num_items:
+            found.append((number, text))
+        on_progress(min(start + world_size, num_items), num_items)
+    answers = {number: text for part in all_gather_json(found) for number, text in part}  # some ranks share a part
+    return [answers[number] for number in sorted(answers)]
+
+
+def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> str | None:
+    """Generate what follows a prompt; None for logits of NaN or infinity.
+
+    Ranks go on until all are done or one has failed: those of a sharded model compute together, equally many tokens.
+    """
+    tokens: Iterator[int] | None = islice(model.generate(prompt.context, prompt.num_tokens), prompt.num_tokens)
+    written: list[int] = []
+    answer: str | None = None
+    while True:
+        is_open, has_failed = all_reduce_max([answer is None, tokens is None])
+        if has_failed or not is_open:
+            break
+        assert tokens is not None
+        try:
+            token = next(tokens, None)
+        except NonFiniteError:
+            tokens = None
+            continue
+        if answer is not None:
+            continue
+        if token is None or token == tokenizer.eos_token_id:
+            answer = tokenizer.decode(written)
+            continue
+        written.append(token)
+        text = tokenizer.decode(written)
+        if any(stop in text for stop in prompt.stops):
+            answer = re.split("|".join(map(re.escape, prompt.stops)), text)[0]
+    return None if tokens is None else answer
+
+
+# -------------------------------------------------------------------------------------------- against a stored result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A stored result, and the rule by which a task has been asked enough."""
+
+    results: Results
+    rule: Rule
+
+    def plan(self, name: str, items: Sequence[Record]) -> Plan:
+        noun = noun_of(self.results.items[name], self.results.tasks[name]["metric"])
+        return plan_task(name, noun, list(map(unit_of, items)), self.rule)
+
+
+def load_reference(path: Path, rule: Rule, asked: Sequence[Outline], written: Sequence[Path]) -> Reference:
+    """Load a reference, and check all that can be known before a model is loaded. Raises DataError.
+
+    `written` are this evaluation's own files.
+    """
+    if path.resolve() in (file.resolve() for file in written):
+        raise DataError(
+            f"against: {path} is where this evaluation is written to; name the model otherwise, models.NAME=…, or "
+            "choose another results_folder"
+        )
+    (stored,) = load_results([path])
+    reference = Reference(results=stored, rule=rule)
+    for task in asked:
+        record = stored.tasks.get(task.name)
+        if record is None:
+            raise DataError(
+                f"against: {path} has no {task.name}; it has {', '.join(stored.items)}: ask for these in icl_tasks"
+            )
+        if num_unasked(record):
+            raise DataError(
+                f"against: {task.name} of {path} is sequential, {record['n']:,} of "
+                f"{record['sequential']['num_items']:,} items asked; evaluate it whole first, without against"
+            )
+        if differs := differences(record, task):
+            raise DataError(f"against: {path} has {task.name} with {'; '.join(differs)} asked for now")
+        reference.plan(task.name, stored.items[task.name])  # or there are too few
+    return reference
+
+
+def ask_until_decided(
+    asker: Asker, task: Prepared, reference: Reference, results: Results
+) -> tuple[Prepared, list[Record], Record]:
+    """Return (the task with the items that were asked, a record for each, the content of `sequential`).
+
+    All ranks must call this, and decide alike.
+    """
+    stored, now = reference.results, _as_asked(task, results)
+    units, total = list(map(unit_of, now.items[task.name])), len(task.items)
+    found: dict[int, Record] = {}
+
+    def answer(wanted: Sequence[str]) -> list[Record]:
+        chosen, num_before = set(wanted), len(found)
+        places = [place for place, unit in enumerate(units) if unit in chosen and place not in found]
+        part = replace(task, items=tuple(task.items[place] for place in places))
+
+        def on_progress(name: str, done: int, _: int) -> None:
+            # Not reported as done while another look may follow.
+            asker.on_progress(name, min(num_before + done, total - 1), total)
+
+        found.update(zip(places, asker.ask(part, on_progress), strict=True))
+        return [found[place] for place in sorted(found)]
+
+    metric = main_metric(stored, task.name, has_other_tokenizer(stored, now))
+    plan = reference.plan(task.name, now.items[task.name])
+    stage, decision = look_until_decided(plan, task.name, stored, now, metric, units, answer)
+    asker.on_progress(task.name, len(found), len(found))
+    asked = replace(task, items=tuple(task.items[place] for place in sorted(found)))
+    plan_record = describe_plan(plan, stored, task.name)
+    sequential = {"against": stored.name, **plan_record, "look": stage.look, "decision": decision}
+    return asked, [found[place] for place in sorted(found)], sequential
+
+
+def _as_asked(task: Prepared, results: Results) -> Results:
+    """Return the evaluation as a result without answers, to be compared before anything is asked."""
+    sizes = [
+        {"index": item.index, "log_probability": [0.0], "num_characters": [item.requests[0].num_characters]}
+        | ({} if item.cluster is None else {"cluster": item.cluster})
+        for item in task.items
+    ]
+    return replace(results, name=results.model, tasks={task.name: asked_of(task)}, items={task.name: sizes})

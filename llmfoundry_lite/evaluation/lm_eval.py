@@ -23,8 +23,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.fields import POSITIVE, setting
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.generation import Prompt, generate_answers
-from llmfoundry_lite.evaluation.harness import score_all
+from llmfoundry_lite.evaluation.harness import Prompt, generate_answers, score_all
 from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.scoring import check_tokens
 from llmfoundry_lite.evaluation.suite import BATCH_TOKENS

@@ -2,8 +2,9 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +15,17 @@ from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError, either
-from llmfoundry_lite.evaluation.generation import generate_text, model_of
-from llmfoundry_lite.evaluation.models import DTYPES, Subject, load_subject
+from llmfoundry_lite.evaluation.models import DTYPES, Subject, TreeModel, load_subject
 from llmfoundry_lite.evaluation.packing import pack
 from llmfoundry_lite.evaluation.scoring import check_tokens, score_tokens, text_separator
 from llmfoundry_lite.evaluation.tasks import Request, document_of, windows_of
+from llmfoundry_lite.models.generate import generate
+from llmfoundry_lite.models.mpt import MPT
 
 MAX_BATCH_TOKENS = 4096
 """Tokens of a forward pass, or one text's if that is longer."""
+INCOMPLETE = "\ufffd"
+"""A decoder's stand-in for a character whose bytes have not all arrived."""
 _one_at_a_time = Lock()
 """PyTorch's choice of attention kernels, which a forward pass sets and restores, is of the process, not of a thread."""
 
@@ -153,3 +157,40 @@ def _checked(text: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"the text cannot be written in UTF-8: {error}") from error
     return text
+
+
+def model_of(subject: Subject) -> MPT:
+    """Return the model of a loaded subject. Raises DataError for one that only transformers can run."""
+    if not isinstance(subject.model, TreeModel):
+        raise DataError(
+            f"{subject.source}: text is written by models in MPT's, GPT-2's and Llama's layouts; this one can only be "
+            "evaluated. Use transformers' own generate()"
+        )
+    return subject.model.model
+
+
+def generate_text(
+    model: MPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    num_tokens: int,
+    *,
+    device: torch.device | None = None,
+    **sampling: Any,
+) -> Iterator[str]:
+    """Yield pieces of text that follow `prompt`, up to `num_tokens` tokens or the end of text.
+
+    `sampling` is for `models.generate`: temperature, top_k, top_p and seed.
+    """
+    asked = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
+    written: list[int] = []
+    shown = ""
+    for token in generate(model, torch.tensor(asked, device=device), num_tokens, **sampling):
+        if token == tokenizer.eos_token_id:
+            break
+        written.append(token)
+        text = tokenizer.decode(written)
+        if not text.endswith(INCOMPLETE):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(written)[len(shown) :]

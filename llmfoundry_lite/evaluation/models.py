@@ -87,10 +87,6 @@ class Subject:
     notes: list[str] = field(default_factory=list)  # lines for the user on how it was found
     model: Any = None  # the loaded model, once `load_subject` has read it
 
-    @property
-    def fingerprint(self) -> str:
-        return self.tokenizer.fingerprint
-
 
 def find_checkpoint(where: str) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one.
@@ -154,28 +150,22 @@ def find_subject(
     checkpoint, notes = find_checkpoint(where)
     if checkpoint is None:
         raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
-    manifest = checkpoint.manifest
-    config = model_config_of(checkpoint)
+    manifest, config = checkpoint.manifest, model_config_of(checkpoint)
+    found = find_tokenizer(manifest.config, checkpoint, f"models: {where}", tokenizer)
+    if found is None:
+        name = (manifest.config.get("tokenizer") or {}).get("name")
+        raise DataError(
+            f"models: {where}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
+        )
     return Subject(
         source=checkpoint.url,
         save_id=manifest.save_id,
         num_tokens_trained=manifest.timestamp.token or None,
         load=lambda: load_checkpoint(checkpoint, config, at),
-        tokenizer=_find_tokenizer(where, checkpoint, tokenizer),
+        tokenizer=found,
         manifest=manifest,
         notes=notes,
     )
-
-
-def _find_tokenizer(where: str, checkpoint: Checkpoint, tokenizer: str | None) -> Tokenizer:
-    config = checkpoint.manifest.config
-    found = find_tokenizer(config, checkpoint, f"models: {where}", tokenizer)
-    if found is None:
-        name = (config.get("tokenizer") or {}).get("name")
-        raise DataError(
-            f"models: {where}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
-        )
-    return found
 
 
 def model_config_of(checkpoint: Checkpoint) -> ModelConfig:

@@ -100,11 +100,6 @@ def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None =
     return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
 
 
-def _read_with_items(path: Path) -> Results:
-    results = read_results(path)
-    return replace(results, items=_read_items(results))
-
-
 def read_results(path: Path) -> Results:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -118,15 +113,14 @@ def read_results(path: Path) -> Results:
     return Results(**{key: facts.get(key) for key in RESULT}, tasks=facts["tasks"], path=path, name=facts["model"])
 
 
-def _read_items(results: Results) -> dict[str, list[Record]]:
-    beside, found = _items_path(results.path), {}
+def _read_with_items(path: Path) -> Results:
+    results, beside, found = read_results(path), _items_path(path), {}
     try:
         lines_of = _lines_by_task(beside)
     except OSError as error:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise DataError(
-            f"{beside} {reason}, and results are compared item by item; keep it beside {results.path.name}, or "
-            "evaluate again"
+            f"{beside} {reason}, and results are compared item by item; keep it beside {path.name}, or evaluate again"
         ) from error
     for task, record in results.tasks.items():
         lines = lines_of.get(task, [])
@@ -136,7 +130,7 @@ def _read_items(results: Results) -> dict[str, list[Record]]:
                 "not done twice"
             )
         found[task] = check_items(record, lines, f"{beside}: the items of {task}")
-    return found
+    return replace(results, items=found)
 
 
 def _items_path(path: Path) -> Path:
@@ -144,7 +138,7 @@ def _items_path(path: Path) -> Path:
 
 
 def _lines_by_task(path: Path) -> dict[str, list[str]]:
-    """Skip lines that are torn."""
+    """Return the lines of each task, without those that are torn."""
     found: dict[str, list[str]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -169,16 +163,15 @@ def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list
 
 
 class Outline(NamedTuple):
-    """A task's questions, as far as they are known."""
+    """A task's questions, as far as they are known before a model is loaded."""
 
     name: str
     settings: Record
     data_fingerprint: str | None
-    prepared: Prepared | None = None
 
 
 def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | None) -> list[Outline]:
-    """Tell what is known before a model is loaded. Raises DataError for a file that cannot be read."""
+    """Outline every task. Raises DataError for a file that cannot be read."""
     found = []
     for config in tasks:
         if config.icl_task_type == "perplexity":
@@ -192,26 +185,22 @@ def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | N
     return found
 
 
-def outline(task: Prepared) -> Outline:
-    return Outline(task.name, task.settings, task.data_fingerprint, task)
-
-
-def differences(record: Record, task: Outline) -> list[str]:
+def differences(record: Record, task: Outline | Prepared) -> list[str]:
     """Name what of a finished task is not as `task` asks it; nothing for the same."""
-    stored, asked, exact = record["settings"], dict(task.settings), task.prepared
-    if exact and record["fingerprint"] == exact.fingerprint:
+    stored, asked, is_exact = record["settings"], dict(task.settings), isinstance(task, Prepared)
+    if isinstance(task, Prepared) and record["fingerprint"] == task.fingerprint:
         begins = record.get("beginning", [])
-        return [] if begins == exact.beginning else [f"texts that begin with {begins}, not {exact.beginning} as"]
+        return [] if begins == task.beginning else [f"texts that begin with {begins}, not {task.beginning} as"]
     # How many windows a text has is known where it was evaluated.
-    if asked.get("icl_task_type") == "perplexity" and not exact and stored.get("limit") is None:
+    if asked.get("icl_task_type") == "perplexity" and not is_exact and stored.get("limit") is None:
         asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
-    keys = [key for key in {**stored, **asked} if exact or key != "max_seq_len"]  # unknown before tokenising
+    keys = [key for key in {**stored, **asked} if is_exact or key != "max_seq_len"]  # unknown before tokenising
     found = [
         f"{key} {stored.get(key)!r}, not {asked.get(key)!r} as" for key in keys if stored.get(key) != asked.get(key)
     ]
     if task.data_fingerprint not in (None, record["data_fingerprint"]):
         found.append("other data than")
-    return found or (["another fingerprint than"] if exact else [])
+    return found or (["another fingerprint than"] if is_exact else [])
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -225,34 +214,33 @@ class ResultFiles:
     """
 
     def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
-        """Raises DataError where nothing can be written, or for a file that is there and no result."""
+        """Raise DataError where nothing can be written, or for a file that is there and no result."""
         from llmfoundry_lite.ranks.exchange import rank_and_size  # imports torch, which comparing does not need
 
         self.path = folder / suite / f"{model}.json"
         self.items_path = _items_path(self.path)
         self.redo = redo
         self.is_main = rank_and_size(None)[0] == 0
-        self.known: Results | None = None
-        self.lines: dict[str, list[str]] = {}
-        if not self.is_main:
-            return
         existing = next(place for place in self.path.absolute().parents if place.exists())
-        if not (existing.is_dir() and os.access(existing, os.W_OK)):  # known now, not after the first task
+        if self.is_main and not (existing.is_dir() and os.access(existing, os.W_OK)):  # known now, not after a task
             raise DataError(f"results_folder: {existing} is no folder that can be written to")
         self._read()
 
     def _read(self) -> None:
+        self.known = Results(model="", suite="", source="")
+        self.lines: dict[str, list[str]] = {}
         try:
-            self.known = read_results(self.path) if self.path.exists() else None
-            self.lines = _lines_by_task(self.items_path) if self.known and self.items_path.exists() else {}
+            if self.is_main and self.path.exists():
+                known = read_results(self.path)
+                self.lines = _lines_by_task(self.items_path) if self.items_path.exists() else {}
+                self.known = known
         except (DataError, OSError) as error:
-            self.known, self.lines = None, {}
             if not self.redo:
                 raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
 
-    def refuse_to_replace(self, results: Results, asked: Sequence[Outline]) -> None:
-        """Raises DataError, naming what is there and what is asked, where a finished task would be lost."""
-        if self.known is None or self.redo:
+    def refuse_to_replace(self, results: Results, asked: Sequence[Outline | Prepared]) -> None:
+        """Raise DataError, naming what is there and what is asked, where a finished task would be lost."""
+        if self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
         finished = self._finished()
@@ -269,12 +257,11 @@ class ResultFiles:
 
     def _finished(self) -> set[str]:
         """Return the tasks that must not be lost: no try with a `limit`, and none that stopped when it was decided."""
-        tasks = {} if self.known is None else self.known.tasks
-        return {name for name, record in tasks.items() if cut_at(record) is None and not num_unasked(record)}
+        tasks = self.known.tasks.items()
+        return {name for name, record in tasks if cut_at(record) is None and not num_unasked(record)}
 
     def _other_model(self, results: Results) -> str:
         """Say what the file is of, beside what is evaluated now, if that is another model."""
-        assert self.known is not None
         keys = ("save_id", "tokenizer", "precision") if results.save_id else ("source", "tokenizer", "precision")
         for key in keys:
             stored, now = getattr(self.known, key), getattr(results, key)
@@ -285,13 +272,13 @@ class ResultFiles:
         return ""
 
     def _is_whole(self, name: str) -> bool:
-        return self.known is not None and len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
+        return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
     def find(self, task: Prepared, results: Results, plan: Record | None = None) -> Record | None:
         """Return the finished result of this very task on this very model. One that stopped when it was decided is
         finished if it was asked by the same `plan`."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
-        if record is None or not self._is_whole(task.name) or differences(record, outline(task)):
+        if record is None or not self._is_whole(task.name) or differences(record, task):
             return None
         if num_unasked(record) and (plan is None or any(record["sequential"][key] != plan[key] for key in plan)):
             return None
@@ -299,10 +286,10 @@ class ResultFiles:
 
     def kept(self, results: Results) -> dict[str, Record]:
         """Return what is here of the same model, asked for now or not."""
-        return {} if self.known is None or self._other_model(results) else self.known.tasks
+        return {} if self._other_model(results) else self.known.tasks
 
-    def add(self, results: Results, task: Outline, items: Sequence[Record]) -> None:
-        """Raises DataError where it cannot be written, or another launch has meanwhile finished what would be lost."""
+    def add(self, results: Results, task: Outline | Prepared, items: Sequence[Record]) -> None:
+        """Raise DataError where it cannot be written, or another launch has meanwhile finished what would be lost."""
         if not self.is_main:
             return
         try:

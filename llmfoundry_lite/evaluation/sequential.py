@@ -112,13 +112,9 @@ class Stage:
         )
 
 
-def unit_of(index: int, cluster: str | None) -> str:
+def unit_of(item: Record) -> str:
     """Name the unit that is asked as a whole."""
-    return f"item {index}" if cluster is None else f"cluster {cluster}"
-
-
-def unit_of_record(item: Record) -> str:
-    return unit_of(item["index"], item.get("cluster"))
+    return f"cluster {item['cluster']}" if "cluster" in item else f"item {item['index']}"
 
 
 def in_order(units: Sequence[str]) -> list[str]:
@@ -150,18 +146,12 @@ def noun_of(items: Sequence[Record], metric: str) -> str:
 def cut_to(result: Results, task: str, units: Sequence[str]) -> Results:
     """Return the result with the items of these units of this task alone."""
     wanted = set(units)
-    return replace(result, items={task: [item for item in result.items[task] if unit_of_record(item) in wanted]})
+    return replace(result, items={task: [item for item in result.items[task] if unit_of(item) in wanted]})
 
 
 def describe_plan(plan: Plan, reference: Results, task: str) -> Record:
     """Return what a task's record says of its plan. Equal plans are the same comparison."""
     return {"against_items": reference.tasks[task]["items_hash"], **asdict(plan), "looks": list(plan.looks)}
-
-
-def to_record(stage: Stage, reference: Results, task: str, decision: str) -> Record:
-    """Return what a task's record says under `sequential`."""
-    plan = describe_plan(stage.plan, reference, task)
-    return {"against": reference.name, **plan, "look": stage.look, "decision": decision}
 
 
 def from_record(record: Record) -> Stage:

@@ -31,7 +31,7 @@ MAX_RESAMPLED = 5_000
 """Units beyond which the normal distribution stands for the bootstrap."""
 MIN_UNITS = 6
 """Independent items below which nothing is claimed: even five of five won have an exact p above 0.05. Units of
-different sizes count as `effective_units`: an interval of 31 of which one holds 5 of 8 items covers .50, not .95."""
+different sizes count as `num_effective`: an interval of 31 of which one holds 5 of 8 items covers .50, not .95."""
 MIN_DOCUMENTS = 20
 """MIN_UNITS for real numbers: a few documents do not show their tails."""
 CAUTION = 40
@@ -57,10 +57,6 @@ class Counts(NamedTuple):
     num_effective: float = math.inf  # units of one size that would be worth as much
 
     @property
-    def difference(self) -> float | Floats:
-        return self.jump * (self.wins - self.losses) / self.num_units
-
-    @property
     def variance(self) -> float | Floats:
         """Variance of the difference."""
         wins, losses, n, jump, _ = self
@@ -76,17 +72,13 @@ def count(added_u: Floats, share_u: Floats) -> Counts:
     """
     n = len(added_u)
     total, absolute, squares = float(added_u.sum()), float(np.abs(added_u).sum()), float((added_u**2).sum())
-    effective = effective_units(share_u)
+    # Kish's effective number of units (Survey Sampling, 1965, section 11.7): where one holds most of the items, the
+    # others say little of how far the difference may be off.
+    effective = round(float(share_u.sum() ** 2 / (share_u**2).sum()), 6)
     if squares == 0:
         return Counts(0.0, 0.0, n, n * float((share_u**2).sum()), effective)
     ratio = absolute / squares / 2
     return Counts((absolute + total) * ratio, (absolute - total) * ratio, n, n * squares / absolute, effective)
-
-
-def effective_units(share_u: Floats) -> float:
-    """Return Kish's effective number of units (Survey Sampling, 1965, section 11.7): where one holds most of the items,
-    the others say little of how far the difference may be off."""
-    return round(float(share_u.sum() ** 2 / (share_u**2).sum()), 6)
 
 
 def score_p(counts: Counts) -> float:

@@ -25,10 +25,9 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.harness import Reference, evaluate, load_reference
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.records import ACCURACIES, score_of
-from llmfoundry_lite.evaluation.reference import Reference, load_reference
 from llmfoundry_lite.evaluation.results import (
     Outline,
     ResultFiles,
@@ -39,8 +38,7 @@ from llmfoundry_lite.evaluation.results import (
     read_others,
 )
 from llmfoundry_lite.evaluation.sequential import Rule
-from llmfoundry_lite.evaluation.tables import gauntlet_table, print_results, write_tables
-from llmfoundry_lite.evaluation.verdicts import print_comparison
+from llmfoundry_lite.evaluation.tables import gauntlet_table, print_comparison, print_results, write_tables
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
@@ -137,7 +135,7 @@ def find_models(
                 subject = find_subject(
                     where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
                 )
-                like = (subject.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
+                like = (subject.tokenizer.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
                 subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs one
                 results = Results(
                     model=name,
@@ -145,7 +143,7 @@ def find_models(
                     source=subject.source,
                     save_id=subject.save_id,
                     num_tokens_trained=subject.num_tokens_trained,
-                    tokenizer=subject.fingerprint,
+                    tokenizer=subject.tokenizer.fingerprint,
                     precision=devices.computed_precision(config.precision),
                 )
                 files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)

@@ -367,7 +367,7 @@ def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fe
 def _build_item(
     config: TaskConfig, rows: list[dict[str, Any]], index: int, examples: list[int], encode: "_Encoding"
 ) -> Item:
-    """Raises _Unaskable."""
+    """Render and tokenise one item. Raises _Unaskable."""
     row, preamble, is_written = rows[index], config.prompt_string, config.icl_task_type in GENERATION
     for example in examples:
         preamble += render_example(config, rows[example], is_first=not preamble)
@@ -392,7 +392,7 @@ def _build_item(
 
 
 def _options(config: TaskConfig, row: dict[str, Any]) -> tuple[list[str], list[str], int]:
-    """(contexts, answers, which is right), one pair for each option."""
+    """Return (contexts, answers, which is right), one pair for each option."""
     match config.icl_task_type:
         case "multiple_choice":
             return [row["query"]] * len(row["choices"]), row["choices"], row["gold"]
@@ -441,6 +441,14 @@ def clean(config: TaskConfig, text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
+def is_right(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
+    """Return whether the text begins with one of the answers, after the clean-up LLM Foundry takes from TriviaQA."""
+    if config.cot_delimiter:
+        text = text.split(config.cot_delimiter)[-1]
+    text = clean(config, text)
+    return any(text.startswith(wanted) for answer in answers if (wanted := clean(config, answer)))
+
+
 # ----------------------------------------------------------------------------------------------------------- tokens
 
 
@@ -463,8 +471,16 @@ class _Encoding:
         self._encode = functools.lru_cache(4096)(tokenizer.encode)  # the choices of an item share their context
 
     def request(self, preamble: str, context: str, answer: str) -> Request:
-        split = self._joint if self.is_joint else self._separate
-        ids, answer_ids = split(preamble, context, answer)
+        if self.is_joint:
+            # White space at the context's end goes to the answer, where tokenizers like to have it. As in
+            # lm-evaluation-harness the context is what it is by itself, and of the whole what is beyond its length is
+            # the answer: what the answer's first token would swallow of the context stays with the context.
+            before = self._encode((preamble + context).rstrip())
+            ids = self.tokenizer.beginning + before
+            answer_ids = self.tokenizer.encode(preamble + context + answer)[len(before) :]
+        else:
+            space = " " if self.needs_space and answer and not answer.startswith(" ") else ""
+            ids, answer_ids = self._apart(preamble, context), self._encode(space + answer)
         if not answer_ids:
             raise _Unaskable("an answer without tokens")
         return self._fit(ids, answer_ids, len(answer_ids), len(answer))
@@ -482,24 +498,9 @@ class _Encoding:
         ids = ids or [self.tokenizer.prefix_token_id]  # something to predict the first token from
         return Request(tuple(ids[-room:]), tuple(answer_ids), num_characters, max(0, len(ids) - room))
 
-    def _separate(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:
-        if self.needs_space and answer and not answer.startswith(" "):
-            answer = " " + answer
-        return self._apart(preamble, context), self._encode(answer)
-
     def _apart(self, preamble: str, context: str) -> list[int]:
         context = context.rstrip() if self.strips else context
         return self.tokenizer.beginning + self._encode(preamble) + self._encode(context)
-
-    def _joint(self, preamble: str, context: str, answer: str) -> tuple[list[int], list[int]]:
-        """White space at the context's end goes to the answer, where tokenizers like to have it.
-
-        As in lm-evaluation-harness the context is what it is by itself, and of the whole what is beyond its length is
-        the answer: what the answer's first token would swallow of the context stays with the context.
-        """
-        before = self._encode((preamble + context).rstrip())
-        answer_ids = self.tokenizer.encode(preamble + context + answer)[len(before) :]
-        return self.tokenizer.beginning + before, answer_ids
 
 
 # ---------------------------------------------------------------------------------------------------- held-out text
@@ -585,8 +586,7 @@ def _documents(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Document]:
             yield Document(before, ids, len(written.encode()), [before, *ids])
         return
     for text in _texts(config) if path.suffix in LINES else [read_text(config)]:
-        document = document_of(text, tokenizer)
-        if document.ids:
+        if (document := document_of(text, tokenizer)).ids:
             yield document
 
 

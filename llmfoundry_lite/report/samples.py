@@ -27,7 +27,7 @@ def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: 
 
     import torch
 
-    from llmfoundry_lite.evaluation.generation import generate_text, model_of
+    from llmfoundry_lite.evaluation.loaded import generate_text, model_of
     from llmfoundry_lite.evaluation.models import load_subject
 
     subject = load_subject(str(folder), device=torch.device("cpu"))
@@ -72,7 +72,7 @@ def earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
 
     import torch
 
-    from llmfoundry_lite.evaluation.generation import model_of
+    from llmfoundry_lite.evaluation.loaded import model_of
     from llmfoundry_lite.evaluation.models import find_all_checkpoints, load_subject
     from llmfoundry_lite.models.initialise import initialise_weights
     from llmfoundry_lite.models.mpt import MPT

@@ -206,7 +206,7 @@ def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys, monkey
     shutil.rmtree(tmp_path / "mine")
     (tmp_path / "bucket").rename(tmp_path / "moved")
     subject = find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
-    assert subject.fingerprint == tokenizer.fingerprint
+    assert subject.tokenizer.fingerprint == tokenizer.fingerprint
     assert run(capsys, "export", tmp_path / "moved", tmp_path / "hf")[0] == 0
     assert load_tokenizer(tmp_path / "hf").fingerprint == tokenizer.fingerprint
     with monkeypatch.context() as inside:

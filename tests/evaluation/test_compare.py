@@ -22,7 +22,7 @@ from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
 from llmfoundry_lite.evaluation.significance import items_needed
-from llmfoundry_lite.evaluation.verdicts import panels
+from llmfoundry_lite.evaluation.tables import panels
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
 
@@ -403,7 +403,7 @@ def test_items_that_are_missing_torn_or_another_evaluations(tmp_path, capsys):
 
 
 def test_comparing_needs_no_torch():
-    code = "import llmfoundry_lite.evaluation.verdicts, sys; assert 'torch' not in sys.modules"
+    code = "import llmfoundry_lite.evaluation.tables, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -73,7 +73,7 @@ def tasks():
 def run(names=("choice", "next"), *, redo=False, source="model", **options):
     subject = load_subject("model", device=CPU)
     files = ResultFiles(Path("results"), "suite", "ours", redo=redo)
-    results = Results(model="ours", suite="suite", source=source, tokenizer=subject.fingerprint)
+    results = Results(model="ours", suite="suite", source=source, tokenizer=subject.tokenizer.fingerprint)
     return evaluate(subject.model, subject.tokenizer, load_tasks(names, "evals"), results, files, **options)
 
 
@@ -145,12 +145,12 @@ def test_launches_side_by_side_keep_each_others_tasks(here):
     subject = load_subject("model", device=CPU)
     both_begin = [ResultFiles(Path("results"), "suite", "ours") for _ in range(2)]
     for name, files in zip(("choice", "next"), both_begin, strict=True):
-        results = Results(model="ours", suite="suite", source="model", tokenizer=subject.fingerprint)
+        results = Results(model="ours", suite="suite", source="model", tokenizer=subject.tokenizer.fingerprint)
         evaluate(subject.model, subject.tokenizer, load_tasks([name], "evals"), results, files)
     (loaded,) = load_results([here / "results/suite/ours.json"])
     counts = {"next/0-shot": 12, "next/2-shot": 12, "choice/0-shot": 20, "choice/2-shot": 20}
     assert {name: len(items) for name, items in loaded.items.items()} == counts
-    other = Results(model="ours", suite="suite", source="other", tokenizer=subject.fingerprint)
+    other = Results(model="ours", suite="suite", source="other", tokenizer=subject.tokenizer.fingerprint)
     with pytest.raises(DataError, match=r"ours.json holds 4 finished tasks of model, and other is to be evaluated"):
         files.add(other, Outline("choice/0-shot", {}, None), [])
 
@@ -158,7 +158,9 @@ def test_launches_side_by_side_keep_each_others_tasks(here):
 def test_a_try_side_by_side_does_not_replace_what_was_finished_meanwhile(here):
     path = here / "results/suite/ours.json"
     subject, asked = load_subject("model", device=CPU), load_tasks(["next"], "evals")
-    results = [Results(model="ours", suite="suite", source="model", tokenizer=subject.fingerprint) for _ in range(2)]
+    results = [
+        Results(model="ours", suite="suite", source="model", tokenizer=subject.tokenizer.fingerprint) for _ in range(2)
+    ]
     begun = ResultFiles(Path("results"), "suite", "ours")
     evaluate(subject.model, subject.tokenizer, asked, results[0], ResultFiles(Path("results"), "suite", "ours"))
     before = path.read_text()

@@ -15,8 +15,8 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.generation import Prompt, generate_answer, is_right
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, prepare_text, read_rows
+from llmfoundry_lite.evaluation.harness import Prompt, generate_answer
+from llmfoundry_lite.evaluation.tasks import choose_examples, is_right, prepare, prepare_text, read_rows
 from tests.helpers.pieces import Pieces
 
 
