@@ -101,7 +101,7 @@ def compare_results(
         return
     written = write_comparison(loaded, pairs, out, beside.markdown() if beside else "")
     if pairs:
-        from llmfoundry_lite.report.evaluation_figures import plot_differences
+        from llmfoundry_lite.report.figure import plot_differences
 
         others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
         written.append(out / "compare.png")

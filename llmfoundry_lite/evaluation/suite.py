@@ -42,7 +42,7 @@ from llmfoundry_lite.evaluation.tables import gauntlet_table, print_comparison, 
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
-from llmfoundry_lite.report.evaluation_figures import Panel, plot_curves
+from llmfoundry_lite.report.figure import Panel, plot_curves
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 

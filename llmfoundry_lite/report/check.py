@@ -23,7 +23,7 @@ def check_run(where: str) -> str:
     lines = [f"{config.run_name}: tokens/s of each device", "   batches  devices             measured  predicted"]
     left_out = []
     for segment in run.segments:
-        row = accelerator_of(run.log, run.log.within(segment.first_batch, segment.last_batch), segment)
+        row = accelerator_of(run.log, segment)
         rate = measure(run.log, segment, {})["tokens_per_second_per_device"]
         if row is None:
             left_out.append(f"{segment.span}: {describe_unknown(segment.device)}, no prediction")

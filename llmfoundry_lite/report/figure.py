@@ -1,14 +1,30 @@
-"""Parts of all figures: pyplot without a screen, panels, colours, and files (PNG, PDF or SVG by their suffix)."""
+"""Figures of runs and evaluations, drawn from numbers into files: PNG, PDF or SVG by their suffix.
 
-from collections.abc import Sequence
+    plot_run(path, curve, spans, title=…)          loss and throughput, shaded where the hardware changed
+    plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
+    plot_relay(path, legs, title=…)                which place had a run when, and how far it came
+    plot_curves(panels, path, x_label=…)           a score along a run, in a panel for each task
+    plot_differences(panels, path, title=…)        how far models are from a first one, with their intervals
+
+Curves of more than MAX_POINTS are thinned to the lowest and the highest value of each stretch. `Axis` places batches
+along the figure by number, tokens or FLOPs.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # pyplot without a screen
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 from matplotlib.text import Text
+from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
+from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
 
@@ -16,6 +32,443 @@ matplotlib.rcParams["text.parse_math"] = False  # names are text: "$" is no form
 
 TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
 CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
+SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
+MAX_POINTS = 4000
+"""Points drawn of one curve; a figure is a quarter as many pixels wide."""
+MAX_DISTINCT_POINTS = 400
+"""Points of one curve that can still be told apart."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The place of a batch along the figure: its number, or how much had been trained after it."""
+
+    label: str = "batch"
+    batches: Ints | None = None
+    """Ascending; None places every batch by its number."""
+    totals: Floats | None = None
+    """Tokens or FLOPs after each of `batches`."""
+
+    def place(self, batches: Any) -> Any:
+        """Return the place of each batch. Batches without a total are interpolated, from 0 where the run began.
+
+        Dead branches go on at the run's mean pace after its last batch.
+        """
+        if self.batches is None or self.totals is None:
+            return batches
+        known = np.isfinite(self.totals)
+        at, totals = self.batches[known], self.totals[known]
+        return np.interp(batches, [0, *at, 2 * at[-1]], [0.0, *totals, 2 * totals[-1]])
+
+    def draw(self, axes: Any, batches: Ints, values: Floats, **look: Any) -> None:
+        batches, values = thin(batches, values)
+        axes.plot(self.place(batches), values, **look)
+
+    def draw_with_mean(
+        self, axes: Any, batches: Ints, values: Floats, reach: int | None, *, linewidth: float, label: str, **look: Any
+    ) -> None:
+        """Draw each value; where they are too many to be told apart, draw a running mean over them."""
+        if reach == 0 or (reach is None and len(values) <= MAX_DISTINCT_POINTS):
+            self.draw(axes, batches, values, linewidth=linewidth, label=label, **look)
+            return
+        self.draw(axes, batches, values, color=look["color"], linewidth=0.6, alpha=0.35)
+        look["marker"] = None
+        self.draw(axes, batches, smooth(values, reach), linewidth=linewidth, label=label, **look)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One run. Batches ascend; a loss that was not finite is NaN."""
+
+    name: str
+    batches: Ints
+    losses: Floats
+    tokens_per_second: Floats
+    eval_batches: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    eval_losses: Floats = field(default_factory=lambda: np.empty(0))
+    not_finite: Sequence[int] = ()
+    """Batches to mark."""
+    dead: Sequence[tuple[Ints, Floats]] = ()
+    """Batches and losses of branches that no later state comes from."""
+    axis: Axis = Axis()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Batches that ran on one kind of hardware; spans with equal labels get the same shade."""
+
+    first_batch: int
+    last_batch: int
+    label: str
+    """Parts are joined by ` · `; with enough room they stand below each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Absolute differences of a run's losses from the first run's, at the batches that both have."""
+
+    name: str
+    batches: Ints
+    absolute: Floats
+    digests_part_at: int | None = None
+
+
+def plot_run(
+    path: Path,
+    curve: Curve,
+    spans: Sequence[Span] = (),
+    *,
+    title: str,
+    baselines: Mapping[str, float] | None = None,
+    reach: int | None = None,
+) -> None:
+    """Plot loss, with validation and baselines, above throughput. `reach` is that of `smooth`; 0 draws no mean."""
+    axis = curve.axis
+    num_strips = 1 if spans else 0
+    figure, (*strip, loss, speed) = stack((*[0.32] * num_strips, 3, 1), (8, 6 + 0.4 * num_strips), sharex=True)
+    for i, (batches, losses) in enumerate(curve.dead):
+        label = "dead branches" if len(curve.dead) > 1 else "dead branch"
+        axis.draw(loss, batches, losses, color=REFERENCE, linewidth=0.9, label="" if i else label)
+    if reach == 0:
+        axis.draw(loss, curve.batches, curve.losses, color=TRAIN, linewidth=1.2, label="training")
+    else:
+        label = f"training (mean of {2 * reach_of(len(curve.losses), reach) + 1} batches)"
+        axis.draw(loss, curve.batches, curve.losses, color=TRAIN, linewidth=1, alpha=0.35)
+        axis.draw(loss, curve.batches, smooth(curve.losses, reach), color=TRAIN, linewidth=1.8, label=label)
+    if len(curve.eval_losses):
+        dots = "o" if len(curve.eval_losses) <= 100 else None
+        label = f"validation, {curve.eval_losses[-1]:.3f} at batch {curve.eval_batches[-1]:,}"
+        look = {"color": VALIDATION, "linewidth": 1.5, "marker": dots, "markersize": 4, "label": label}
+        axis.draw(loss, curve.eval_batches, curve.eval_losses, **look)
+        _mark_last_validation(loss, curve, VALIDATION)
+    for style, (name, value) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
+        loss.axhline(value, color=REFERENCE, linestyle=style, linewidth=1.2, label=f"{name} model, {value:.2f}")
+    _finish_loss(loss, [curve])
+    axis.draw(speed, curve.batches, curve.tokens_per_second, color=TRAIN, linewidth=1.2)
+    speed.set_ylim(bottom=0)
+    speed.set_ylabel("tokens/s")
+    speed.yaxis.set_major_formatter("{x:,.0f}")
+    _finish_axes((loss, speed), [curve])
+    if spans:
+        shades = _shades([spans])
+        for panel, span in itertools.product((loss, speed), spans):
+            panel.axvspan(*_ends(span, axis), color=shades[span.label], linewidth=0, zorder=0)
+        _label_strips(figure, strip, [spans], [""], [axis])
+    figure.axes[0].set_title(title, fontsize=11)
+    write(figure, path)
+
+
+def plot_comparison(
+    path: Path,
+    curves: Sequence[Curve],
+    differences: Sequence[Difference],
+    spans: Sequence[Sequence[Span]] = (),
+    *,
+    title: str,
+    reach: int | None = None,
+) -> None:
+    """Plot losses of several runs, and below, on a logarithmic scale, how far each is from the first one.
+
+    `spans`, if any are known, are those of each curve. Differences of exactly zero have no place on the scale; the
+    legend says how many there are. `reach` is that of `smooth`; 0 draws no means.
+    """
+    num_strips = len(curves) if any(spans) else 0
+    figure, (*strip, loss, gap) = stack((*[0.2] * num_strips, 2.6, 1.4), (8, 6 + 0.4 * num_strips), sharex=True)
+    for i, curve in enumerate(curves):
+        look = {"color": color(i), "linestyle": "-" if i == 0 else "--"}
+        width = 2.2 if i == 0 else 1.3
+        curve.axis.draw_with_mean(loss, curve.batches, curve.losses, reach, linewidth=width, label=curve.name, **look)
+        if len(curve.eval_losses):
+            marker = "o" if i == 0 else "x"
+            marks = {"color": color(i), "linestyle": "", "marker": marker, "markersize": 5}
+            curve.axis.draw(loss, curve.eval_batches, curve.eval_losses, **marks)
+            _mark_last_validation(loss, curve, color(i), marker)
+    if any(len(curve.eval_losses) for curve in curves):
+        loss.plot([], [], "o", color=REFERENCE, markersize=5, label="validation (x: other runs)")
+    _finish_loss(loss, curves)
+    for i, difference in enumerate(differences, start=1):
+        _plot_difference(gap, curves[0].axis, difference, color(i), reach)
+    gap.set_yscale("log")
+    gap.yaxis.set_major_formatter(LogFormatter())  # the scale's own writes formulas, and texts are not parsed as such
+    gap.yaxis.set_minor_formatter(LogFormatter())
+    if not gap.lines:
+        gap.set_ylim(1e-7, 1)
+    gap.set_ylabel(f"|difference| from\n{curves[0].name}")
+    if differences:
+        gap.legend(frameon=False, fontsize=8, loc="best")
+    _finish_axes((loss, gap), curves)
+    if strip:
+        _label_strips(figure, strip, spans, [curve.name for curve in curves], [curve.axis for curve in curves])
+    figure.axes[0].set_title(title, fontsize=11)
+    write(figure, path)
+
+
+def plot_relay(path: Path, legs: Sequence[Mapping[str, Any]], *, title: str) -> None:
+    """Plot batches over hours since the first leg began, and below which place had the run.
+
+    A leg: place, began_hours, hours, first_batch, last_batch.
+    """
+    places = list(dict.fromkeys(leg["place"] for leg in legs))
+    is_long = max(leg["began_hours"] + leg["hours"] for leg in legs) >= 1
+    unit, per_hour = ("hours", 1) if is_long else ("seconds", 3600)
+    figure, (progress, rows) = stack((3, 0.4 * len(places) + 0.4), (8, 3.4 + 0.4 * len(places)), sharex=True)
+    for leg in legs:
+        start, end = leg["began_hours"] * per_hour, (leg["began_hours"] + leg["hours"]) * per_hour
+        number = places.index(leg["place"])
+        look = {"color": color(number), "linewidth": 2.2, "solid_capstyle": "butt"}
+        progress.plot([start, end], [leg["first_batch"] - 1, leg["last_batch"]], **look)
+        rows.barh(number, end - start, left=start, color=color(number), height=0.7)
+    progress.set_ylabel("batch")
+    rows.set_yticks(range(len(places)), list(map(printable, places)))
+    rows.invert_yaxis()
+    rows.set_xlabel(f"{unit} since the first launch")
+    clean([progress])
+    rows.spines[["top", "right"]].set_visible(False)
+    progress.set_title(title, fontsize=11)
+    write(figure, path)
+
+
+def _mark_last_validation(axes: Any, curve: Curve, color: str, marker: str = "o") -> None:
+    """Mark the last one unclipped: it usually stands at the edge of the figure."""
+    look = {"markeredgecolor": "white", "zorder": 5} if marker == "o" else {"zorder": 5}
+    at = curve.axis.place(curve.eval_batches[-1:])
+    axes.plot(at, curve.eval_losses[-1:], marker, color=color, markersize=7, clip_on=False, **look)
+
+
+def _plot_difference(axes: Any, axis: Axis, difference: Difference, color: str, reach: int | None) -> None:
+    known = difference.absolute[np.isfinite(difference.absolute)]
+    num_zero = int((known == 0).sum())
+    label = difference.name
+    if not len(known):
+        label += ": no common batch"
+    elif num_zero:
+        label += f": zero at {num_zero:,} of {len(known):,} batches"
+    above = np.where(difference.absolute > 0, difference.absolute, np.nan)
+    if np.isfinite(above).any():
+        look = {"color": color, "marker": ".", "markersize": 2, "linewidth": 1.3, "label": label}
+        axis.draw_with_mean(axes, difference.batches, above, reach, **look)
+    else:
+        axes.plot([], [], color=color, linewidth=1, label=label)
+    if (at := difference.digests_part_at) is not None:
+        label = f"{difference.name}: other data from batch {at:,}"
+        axes.axvline(axis.place(at), color="#333333", linestyle=":", label=label)
+
+
+def _finish_loss(axes: Any, curves: Sequence[Curve]) -> None:
+    """Mark losses that are not finite at the foot, and name the curves."""
+    for curve in curves:
+        if curve.not_finite:
+            look = {"label": f"not finite: {len(curve.not_finite):,} of {curve.name}", "markersize": 10}
+            look |= {"transform": axes.get_xaxis_transform(), "color": VALIDATION, "clip_on": False}
+            axes.plot(curve.axis.place(curve.not_finite), np.zeros(len(curve.not_finite)), "|", **look)
+    axes.set_ylabel("loss, nats per token")
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+
+
+def _finish_axes(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
+    clean(panels)
+    first = min(curve.axis.place(curve.batches[0] - 0.5) for curve in curves)
+    # Dead branches may end after the newest batch.
+    last = max(
+        curve.axis.place(max(int(batches[-1]) for batches in (curve.batches, *(dead for dead, _ in curve.dead))) + 0.5)
+        for curve in curves
+    )
+    panels[-1].set_xlim(first, last)
+    panels[-1].set_xlabel(curves[0].axis.label)
+    panels[-1].xaxis.set_major_formatter("{x:,.0f}" if curves[0].axis.totals is None else EngFormatter(sep=""))
+
+
+# ------------------------------------------------------------------------------------------------ hardware
+
+
+def _ends(span: Span, axis: Axis) -> tuple[float, float]:
+    return axis.place(span.first_batch - 0.5), axis.place(span.last_batch + 0.5)
+
+
+def _shades(spans: Sequence[Sequence[Span]]) -> dict[str, str]:
+    labels = dict.fromkeys(span.label for row in spans for span in row)
+    return {label: SHADES[i % len(SHADES)] for i, label in enumerate(labels)}
+
+
+def _label_strips(
+    figure: Any, strips: Sequence[Any], rows: Sequence[Sequence[Span]], names: Sequence[str], scales: Sequence[Axis]
+) -> None:
+    """Fill a bar for each run with its hardware: labels if all of them fit, else numbers and a legend."""
+    shades, bars = _shades(rows), []
+    look = {"ha": "center", "va": "center", "fontsize": 8, "color": "#333333", "in_layout": False}
+    for axes, spans, name, scale in zip(strips, rows, names, scales, strict=True):
+        axes.spines[:].set_visible(False)
+        axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+        for span in spans:
+            bar = axes.axvspan(*_ends(span, scale), color=shades[span.label], linewidth=0)
+            text = span.label.replace(" · ", "\n", 1) if len(rows) == 1 else span.label
+            bars.append((span.label, bar, axes.annotate(text, (0.5, 0.5), xycoords=bar, **look)))
+    escape_texts(figure)
+    figure.draw_without_rendering()  # which gives every panel its place
+
+    def fits(bar: Any, text: Any) -> bool:
+        return text.get_window_extent().width + 6 < bar.get_window_extent().width
+
+    if all(fits(bar, text) for _, bar, text in bars):
+        return
+    numbers = {label: i for i, label in enumerate(shades, start=1)}
+    for label, bar, text in bars:
+        text.set_text(f"{numbers[label]}")
+        if not fits(bar, text):
+            text.remove()
+    handles = [Patch(color=shades[label], label=f"{number}  {label}") for label, number in numbers.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
+
+
+# ------------------------------------------------------------------------------------------------- numbers
+
+
+def thin(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> tuple[NDArray[Any], Floats]:
+    """Keep at most `max_points`, among these the lowest and the highest of every stretch.
+
+    A gap of NaN stays only where a whole stretch is NaN.
+    """
+    if len(values) <= max_points:
+        return batches, values
+    edges = np.linspace(0, len(values), max_points // 2 + 1).astype(int).tolist()
+    low, high = (np.where(np.isnan(values), fill, values) for fill in (np.inf, -np.inf))
+    stretches = [slice(*ends) for ends in itertools.pairwise(edges)]
+    chosen = np.unique([at.start + f(of[at]) for at in stretches for f, of in ((np.argmin, low), (np.argmax, high))])
+    return batches[chosen], values[chosen]
+
+
+def reach_of(num: int, reach: int | None) -> int:
+    """Return neighbours on either side that a mean takes in: by default four, or a hundredth of many."""
+    return max(4, num // 100) if reach is None else reach
+
+
+def smooth(values: Floats, reach: int | None = None) -> Floats:
+    """Return the mean over `reach` neighbours on either side, fewer at the ends; NaN are left out."""
+    num = len(values)
+    reach = reach_of(num, reach)
+    at = np.arange(num)
+    half = np.minimum(reach, np.minimum(at, num - 1 - at))
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    total, count = sums[at + half + 1] - sums[at - half], counts[at + half + 1] - counts[at - half]
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+# ---------------------------------------------------------------------------------------------- evaluations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One panel of small multiples."""
+
+    title: str
+    y_label: str
+    points: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
+    """Name -> (x, y, error of y)."""
+    chance: float | None = None
+    """Value of y by guessing."""
+
+
+def plot_curves(panels: Sequence[Panel], path: Path, *, x_label: str) -> None:
+    """Plot small multiples, at most three to a row."""
+    num_columns = min(3, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    figure, grid = plt.subplots(
+        num_rows, num_columns, figsize=(4 * num_columns, 3 * num_rows), squeeze=False, layout="constrained", dpi=130
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for name, points in panel.points.items():
+            x, y, error = zip(*points, strict=True)
+            axes.errorbar(x, y, yerr=error, marker="o", markersize=4, linewidth=1.5, capsize=2, label=name)
+        if panel.chance is not None:
+            axes.axhline(panel.chance, color=REFERENCE, linestyle="--", linewidth=1.2, zorder=1)
+            axes.annotate(
+                *(f"chance, {panel.chance:.2f}", (1, panel.chance), (0, 2)),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                color="#555555",
+                ha="right",
+                va="bottom",
+                fontsize=8,
+            )
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(panel.y_label)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    clean(list(grid.flat[: len(panels)]))
+    if any(len(panel.points) > 1 for panel in panels):
+        handles, labels = grid.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    write(figure, path)
+
+
+def plot_differences(
+    panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float, bool]]]], path: Path, *, title: str
+) -> None:
+    """Plot differences from a first model: panel -> row -> model -> (difference, low, high, whether it is detected).
+
+    Those that may be chance are hollow. Rows go downwards; one that starts with `mean` is set apart.
+    """
+    models = list(dict.fromkeys(model for rows in panels.values() for points in rows.values() for model in points))
+    step = 0.7 / max(1, len(models))
+    heights = [max(1, len(rows)) * max(1, 0.55 * len(models)) + 0.6 for rows in panels.values()]
+    figure, grid = stack(heights, (8, 1.3 + 0.38 * sum(heights) + 0.3 * len(panels)))
+    for axes, (x_label, rows) in zip(grid, panels.items(), strict=True):
+        axes.axvline(0, color="#333333", linewidth=1, zorder=1)
+        for row, (name, points) in enumerate(rows.items()):
+            if name.startswith("mean") and row:
+                axes.axhline(row - 0.5, color=REFERENCE, linewidth=0.8)
+            for i, model in enumerate(models):
+                if model in points:
+                    place = row + (i - (len(models) - 1) / 2) * step
+                    _plot_interval(axes, points[model], place, color(i), is_mean=name.startswith("mean"))
+        axes.set_yticks(range(len(rows)), list(map(printable, rows)), fontsize=9)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        farthest = max(
+            (abs(end) for points in rows.values() for point in points.values() for end in point[:3]), default=0
+        )
+        axes.set_xlim(-1.08 * farthest or -1, 1.08 * farthest or 1)
+        axes.set_xlabel(x_label, fontsize=9)
+        axes.tick_params(axis="y", length=0)
+        clean([axes], grid="x", hidden=("top", "right", "left"))
+    looks = [(color(i), color(i), model) for i, model in enumerate(models) if len(models) > 1]
+    looks += [
+        ("#555555", "#555555", "a difference (corrected p < 0.05)"),
+        ("#555555", "white", "none to be told from chance"),
+    ]
+    handles = [
+        plt.Line2D([], [], color=edge, marker="o", markerfacecolor=face, markersize=6, linewidth=1.6, label=label)
+        for edge, face, label in looks
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
+    grid[0].set_title(title, fontsize=11)
+    write(figure, path)
+
+
+def _plot_interval(axes: Any, point: tuple[float, float, float, bool], y: float, color: str, *, is_mean: bool) -> None:
+    difference, low, high, is_detected = point
+    axes.plot([low, high], [y, y], color=color, linewidth=2.4 if is_mean else 1.6, solid_capstyle="butt", zorder=2)
+    axes.plot(
+        [difference],
+        [y],
+        "D" if is_mean else "o",
+        color=color,
+        markerfacecolor=color if is_detected else "white",
+        markeredgewidth=1.6,
+        markersize=7,
+        zorder=3,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- parts
 
 
 def color(number: int) -> str:

@@ -130,10 +130,11 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     try:
         names = folder.names()
         content = folder.read(METRICS, MAX_BYTES) if METRICS in names else b""
-        launches = read_launches(folder.read(LAUNCHES, MAX_BYTES)) if LAUNCHES in names else []
+        statuses = folder.read(LAUNCHES, MAX_BYTES) if LAUNCHES in names else b""
         config = read_config(folder, notes) if CONFIG in names else None
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from error
+    launches = [record for _, record in read_lines(statuses) if isinstance(record.get("status"), str)]
     lines = content.splitlines(keepends=True)
     is_run = METRICS in names or CONFIG in names
     newest = find_newest(folder_of_checkpoints(folder, config) if is_run else folder.url, notes)
@@ -176,11 +177,6 @@ def runs_within(where: Path) -> str:
         return ""
     names = ", ".join(sorted(path.parent.name for path in found))
     return f"its folders {names} are runs, such as islands of one; give {found[0].parent}, which has the longest log"
-
-
-def read_launches(content: bytes) -> list[Record]:
-    """Return the lines that have a launch's status."""
-    return [record for _, record in read_lines(content) if isinstance(record.get("status"), str)]
 
 
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:

@@ -25,8 +25,8 @@ import numpy as np
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator
+from llmfoundry_lite.report.figure import Span
 from llmfoundry_lite.report.reading import ELAPSED, FLOPS, MFU, RATE, SECONDS, Log, Run
-from llmfoundry_lite.report.run_figures import Span
 
 Facts = dict[str, Any]
 """Facts as report.json has them; None is unknown."""
@@ -49,7 +49,7 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
     rate = None
     if num_devices and timed.any() and seconds[timed].sum() > 0:
         rate = float(tokens[timed].sum() / seconds[timed].sum()) / num_devices
-    row = accelerator_of(log, here, segment)
+    row = accelerator_of(log, segment)
     price = next((prices[name] for name in names_of(segment, row) if name in prices), None)
     device_hours = hours * num_devices if hours is not None and num_devices else None
     as_recorded = ("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size")
@@ -90,8 +90,9 @@ def elapsed_hours(log: Log, here: slice) -> float | None:
 # ----------------------------------------------------------------------------------------------- what a device is
 
 
-def accelerator_of(log: Log, here: slice, segment: Segment) -> Accelerator | None:
+def accelerator_of(log: Log, segment: Segment) -> Accelerator | None:
     """Find the row of the table by whose peak the run computed its MFU."""
+    here = log.within(segment.first_batch, segment.last_batch)
     flops, mfu = log[FLOPS][here], log[MFU][here]
     known = np.flatnonzero(np.isfinite(flops) & np.isfinite(mfu) & (mfu > 0))
     if not len(known) or segment.device is None or segment.precision is None:
@@ -136,11 +137,8 @@ def names_of(segment: Segment, row: Accelerator | None) -> list[str]:
 
 def unused_prices(runs: Sequence[Run], prices: Mapping[str, float]) -> list[str]:
     """Return devices with a price on which no segment ran: their names may be misspelt."""
-    used = set()
-    for run in runs:
-        for segment in run.segments:
-            row = accelerator_of(run.log, run.log.within(segment.first_batch, segment.last_batch), segment)
-            used.update(names_of(segment, row))
+    segments = [(run.log, segment) for run in runs for segment in run.segments]
+    used = {name for log, segment in segments for name in names_of(segment, accelerator_of(log, segment))}
     return [name for name in prices if name not in used]
 
 
@@ -148,9 +146,21 @@ def unused_prices(runs: Sequence[Run], prices: Mapping[str, float]) -> list[str]
 
 
 def spans_of(facts: Sequence[Facts]) -> list[Span]:
-    """Return the spans that the figure shades: neighbours of one kind are merged, and kinds have different labels."""
+    """Return the spans that the figure shades: neighbours of one kind are merged.
+
+    A label is `8 x H100-80GB · FULL_SHARD · amp_bf16 PURE`, and what tells kinds with equal ones apart.
+    """
+    bases = [base_label(fact) for fact in facts]
+    details = [
+        [str(fact[name]) for name in ("device", "torch", "runtime", "attention")]
+        + ["not compiled" if fact["compile_config"] is None else "compiled"]
+        for fact in facts
+    ]
     spans: list[Span] = []
-    for fact, label in zip(facts, label_kinds([kind_of(fact) for fact in facts]), strict=True):
+    for fact, base, own in zip(facts, bases, details, strict=True):
+        alike = [other for other, its_base in zip(details, bases, strict=True) if its_base == base]
+        telling = [word for i, word in enumerate(own) if any(other[i] != word for other in alike)]
+        label = " · ".join([base, *telling])
         if spans and spans[-1].label == label and spans[-1].last_batch + 1 == fact["first_batch"]:
             spans[-1] = replace(spans[-1], last_batch=fact["last_batch"])
         else:
@@ -158,40 +168,13 @@ def spans_of(facts: Sequence[Facts]) -> list[Span]:
     return spans
 
 
-def kind_of(fact: Facts) -> Facts:
-    names = ("vendor", "num_devices", "sharding", "precision", "device", "torch", "runtime", "attention")
-    return {name: fact[name] for name in names} | {
-        "compiled": "not compiled" if fact["compile_config"] is None else "compiled"
-    }
-
-
-def label_kinds(kinds: Sequence[Facts]) -> list[str]:
-    """Return `8 x H100-80GB · FULL_SHARD · amp_bf16 PURE` for each kind, and what tells equal ones apart."""
-    bases = [base_label(kind) for kind in kinds]
-    labels = []
-    for kind, base in zip(kinds, bases, strict=True):
-        alike = [other for other, other_base in zip(kinds, bases, strict=True) if other_base == base]
-        telling = [
-            str(kind[name])
-            for name in ("device", "torch", "runtime", "attention", "compiled")
-            if any(other[name] != kind[name] for other in alike)
-        ]
-        labels.append(" · ".join([base, *telling]))
-    return labels
-
-
-def base_label(kind: Facts) -> str:
-    if kind["vendor"] is None and kind["device"] is None:
+def base_label(fact: Facts) -> str:
+    if fact["vendor"] is None and fact["device"] is None:
         return "since the last save"
-    words = [kind["sharding"], short_precision(kind["precision"])]
-    return " · ".join([f"{kind['num_devices'] or '?'} x {short_device(kind)}", *(word for word in words if word)])
-
-
-def short_device(kind: Facts) -> str:
-    if kind["vendor"] == "cpu":
-        return "cpu"
-    rows = [row.name for row in ACCELERATORS.values() if re.fullmatch(row.pattern, kind["device"] or "")]
-    return rows[0] if len(rows) == 1 else kind["device"] or kind["vendor"]
+    rows = [row.name for row in ACCELERATORS.values() if re.fullmatch(row.pattern, fact["device"] or "")]
+    device = rows[0] if len(rows) == 1 else fact["device"] or fact["vendor"]
+    words = ["cpu" if fact["vendor"] == "cpu" else device, fact["sharding"], short_precision(fact["precision"])]
+    return f"{fact['num_devices'] or '?'} x {' · '.join(filter(None, words))}"
 
 
 def short_precision(precision: str | None) -> str | None:

@@ -173,20 +173,15 @@ def _print_lines(run: Watched, console: Console, pause: Callable[[float], None])
     shown = None
     while True:
         if run.last and run.last["batch"] != shown:
-            shown = run.last["batch"]
-            console.print(Text(printable(line_of(run))))
+            shown, saved = run.last["batch"], run.last_checkpoint()
+            line = console_line(run.last, run.max_duration) if run.max_duration else f"batch {shown}"
+            console.print(Text(printable(f"{line} · saved {saved}" if saved else line)))
         if run.has_ended:
             break
         pause(PIPE_SECONDS)
         run.look()
     console.print(Text(printable(ending_of(run))))
     return run.status
-
-
-def line_of(run: Watched) -> str:
-    line = console_line(run.last, run.max_duration) if run.max_duration else f"batch {run.last['batch']}"
-    saved = run.last_checkpoint()
-    return f"{line} · saved {saved}" if saved else line
 
 
 def ending_of(run: Watched) -> str:

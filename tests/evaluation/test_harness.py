@@ -29,7 +29,7 @@ from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, lo
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tasks import prepare
-from llmfoundry_lite.report.evaluation_figures import Panel
+from llmfoundry_lite.report.figure import Panel
 from tests.helpers.launch import launch, train
 from tests.helpers.models import normal_model
 from tests.helpers.results import write_result
