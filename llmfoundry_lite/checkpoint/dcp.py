@@ -330,7 +330,13 @@ class PortableStorageReader(StorageReader):
         self.checkpoint = open_checkpoint(self.checkpoint_id)
         manifest = self.checkpoint.manifest
         stored = {name: name for name in manifest.tensors} | manifest.aliases
-        described = {fqn_of(name): _describe(manifest.tensors[tensor]) for name, tensor in stored.items()}
+        described: dict[str, Any] = {}
+        for name, tensor in stored.items():
+            record = manifest.tensors[tensor]
+            size = torch.Size(record.shape)
+            # As one chunk: which files have it is found when it is read.
+            whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            described[fqn_of(name)] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[record.dtype]), size, [whole])
         more = manifest.dcp_state or NO_STATE
         return Metadata(
             state_dict_metadata=described | {fqn: BytesStorageMetadata() for fqn in more["values"]},
@@ -390,13 +396,6 @@ class PortableStorageReader(StorageReader):
     def _open(self) -> Checkpoint:
         assert self.checkpoint is not None, "read_metadata is called first"
         return self.checkpoint
-
-
-def _describe(record: TensorRecord) -> TensorStorageMetadata:
-    """Describe a tensor as one chunk: which files have it is found when it is read."""
-    size = torch.Size(record.shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[record.dtype]), size, [whole])
 
 
 def _done(value: Any) -> Future[Any]:

@@ -243,7 +243,15 @@ class Saver:
 
     def _stage(self, plan: Plan, found: state.State) -> None:
         if plan is not self._staged_plan:
-            self._allocate(plan.mine, pinned=any(tensor.device.type == PINNED for tensor in found.tensors.values()))
+            size = sum(one.num_bytes for one in plan.mine.values())
+            self._staged = {}
+            if size != self._content.numel():
+                self._content = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+                is_pinned = any(tensor.device.type == PINNED for tensor in found.tensors.values())
+                self._content = aligned_memory(size, is_pinned)
+            parts = self._content.split([one.num_bytes for one in plan.mine.values()])
+            for (key, one), part in zip(plan.mine.items(), parts, strict=True):
+                self._staged[key] = part.view(DTYPES[one.dtype]).view(one.shape)
             self._staged_plan = plan
         on_device = False
         with torch.no_grad():
@@ -252,17 +260,6 @@ class Saver:
                 staged.copy_(source, non_blocking=True)
         if on_device:
             torch.cuda.synchronize()
-
-    def _allocate(self, slices: dict[str, Entry], *, pinned: bool) -> None:
-        size = sum(one.num_bytes for one in slices.values())
-        if size != self._content.numel():
-            self._staged, self._content = {}, torch.empty(0, dtype=torch.uint8)  # given back before more is taken
-            self._content = aligned_memory(size, pinned)
-        self._staged, begin = {}, 0
-        for key, one in slices.items():
-            end = begin + one.num_bytes
-            self._staged[key] = self._content[begin:end].view(DTYPES[one.dtype]).view(one.shape)
-            begin = end
 
     def _write(self, plan: Plan, found: state.State, save_id: str) -> tuple[FileRecord, bytes, int]:
         """Write this rank's file, in the background. Returns its record, the digest of all that is not a tensor, and

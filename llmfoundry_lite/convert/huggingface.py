@@ -88,13 +88,9 @@ def export_model(
             for name in TOKENIZER_FILES:
                 if (Path(tokenizer_folder) / name).is_file():
                     shutil.copyfile(Path(tokenizer_folder) / name, draft / name)
-            write_max_length(draft / "tokenizer_config.json", config.max_seq_len)
-
-
-def write_max_length(file: Path, max_seq_len: int) -> None:
-    """Write the length to the tokenizer's configuration. Evaluation harnesses take 2,048 tokens for MPT otherwise."""
-    written = read_json(file) if file.is_file() else {}
-    write_json(file, {**written, "model_max_length": max_seq_len})
+            # Without the length, evaluation harnesses take 2,048 tokens for MPT.
+            file = draft / "tokenizer_config.json"
+            write_json(file, {**(read_json(file) if file.is_file() else {}), "model_max_length": config.max_seq_len})
 
 
 def import_model(
@@ -220,32 +216,21 @@ def layout_shapes(config: ModelConfig, sources: Mapping[str, Source]) -> dict[st
 
 def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], where: str) -> None:
     """Raise ExportError, naming tensors that are missing, of another shape or a packed dtype, or too many."""
-    missing = [name for name in expected if name not in state_dict]
-    if missing:
-        raise ExportError(
-            f"{where}: tensor {missing[0]} is missing; the model's configuration asks for it{_likewise(missing[1:])}"
-        )
-    misshapen = [name for name, shape in expected.items() if state_dict[name].shape != shape]
-    if misshapen:
-        first = misshapen[0]
-        raise ExportError(
-            f"{where}: tensor {first} has shape {list(state_dict[first].shape)}, the model's configuration says "
-            f"{list(expected[first])}{_likewise(misshapen[1:])}"
-        )
-    packed = [name for name in expected if state_dict[name].dtype not in WEIGHT_DTYPES]
-    if packed:
+    if missing := [name for name in expected if name not in state_dict]:
+        raise _refused(where, missing, "is missing; the model's configuration asks for it")
+    if misshapen := [name for name, shape in expected.items() if state_dict[name].shape != shape]:
+        here, wanted = state_dict[misshapen[0]].shape, expected[misshapen[0]]
+        raise _refused(where, misshapen, f"has shape {list(here)}, the model's configuration says {list(wanted)}")
+    if packed := [name for name in expected if state_dict[name].dtype not in WEIGHT_DTYPES]:
         kind = str(state_dict[packed[0]].dtype).removeprefix("torch.")
-        raise ExportError(f"{where}: tensor {packed[0]} is {kind}; expected fp32, bf16 or fp16{_likewise(packed[1:])}")
-    unknown = [name for name in state_dict if name not in expected]
-    if unknown:
-        raise ExportError(
-            f"{where}: tensor {unknown[0]} has no place in the model's configuration{_likewise(unknown[1:])}"
-        )
+        raise _refused(where, packed, f"is {kind}; expected fp32, bf16 or fp16")
+    if unknown := [name for name in state_dict if name not in expected]:
+        raise _refused(where, unknown, "has no place in the model's configuration")
 
 
-def _likewise(names: Sequence[str], limit: int = 8) -> str:
-    """List the other tensors with the same problem."""
-    if not names:
-        return ""
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"; likewise {', '.join(names[:limit])}{rest}"
+def _refused(where: str, names: Sequence[str], problem: str, limit: int = 8) -> ExportError:
+    """Return the error for the first of `names`. It lists the other tensors with the same problem."""
+    first, *others = names
+    rest = f" and {len(others) - limit} more" if len(others) > limit else ""
+    likewise = f"; likewise {', '.join(others[:limit])}{rest}" if others else ""
+    return ExportError(f"{where}: tensor {first} {problem}{likewise}")

@@ -141,18 +141,11 @@ GPT2 = Layout(
 def mpt_can_be(config: ModelConfig) -> Options:
     has_width = config.ffn_config.ffn_hidden_size is not None
     return {
-        "no_bias": (True,),
-        "attn_config.alibi_bias_max": (8,),
-        "attn_config.rope": (False,),
+        **TRANSFORMERS_MUST_BE,
         **plain_attention(config),
         "attn_config.attn_type": attention_types(config),
         "expansion_ratio": (config.expansion_ratio if has_width else 4,),
         "ffn_config.ffn_hidden_size": (None, 4 * config.d_model),
-        "ffn_config.ffn_type": ("mptmlp",),
-        "ffn_config.ffn_act_fn.name": ("gelu",),
-        "ffn_config.ffn_act_fn.approximate": ("none",),
-        "norm_type": ("low_precision_layernorm", "layernorm"),
-        "logit_scale": (None,),
     }
 
 

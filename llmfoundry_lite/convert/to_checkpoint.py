@@ -166,9 +166,11 @@ def read_source(source: str, trust_pickle: bool, config: Sequence[str]) -> Weigh
         return read_composer_folder(path, config)
     if (path / "config.json").is_file():
         return read_hugging_face(path, source, trust_pickle, config)
+    batches = [(int(match[1]), one) for one in path.glob("ep*-ba*") if (match := re.search(r"-ba(\d+)", one.name))]
+    suggestion = f"; did you mean {max(batches)[1]}?" if batches else ""
     raise CheckpointError(
         f"{path}: neither a Hugging Face folder (config.json) nor a checkpoint of Composer (ep0-ba10-rank0.pt, or a "
-        f"folder with .metadata){_suggest_checkpoint(path)}"
+        f"folder with .metadata){suggestion}"
     )
 
 
@@ -178,11 +180,6 @@ def require_trust(path: Path, trust_pickle: bool) -> None:
             f"{path}: a pickle, which can run code when it is read; if you trust where it comes from, add "
             "--trust-pickle"
         )
-
-
-def _suggest_checkpoint(folder: Path) -> str:
-    batches = [(int(match[1]), path) for path in folder.glob("ep*-ba*") if (match := re.search(r"-ba(\d+)", path.name))]
-    return f"; did you mean {max(batches)[1]}?" if batches else ""
 
 
 # -------------------------------------------------------------------------------------------------- Hugging Face
