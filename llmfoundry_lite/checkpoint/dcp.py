@@ -10,7 +10,6 @@ stand in the manifest as typed JSON. DCP raises `CheckpointException` on every r
 
 import dataclasses
 import datetime
-import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -251,7 +250,7 @@ def write_pieces(store: CheckpointStore, save_id: str, name: str, held: Sequence
     folder, _ = store.open_draft(save_id)
     # A tensor without elements has no slice in a file, and the others stand in the file's order.
     tensors = {one.slice.key: one.tensor for one in held}
-    entries = file_order({one.slice.key: one.slice for one in held if math.prod(one.slice.shape)})
+    entries = file_order({one.slice.key: one.slice for one in held if one.slice.num_bytes})
     header = build_header(entries, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
     try:
         record = write_shard(folder, name, header, [as_bytes(tensors[key]) for key in entries])
@@ -283,22 +282,25 @@ def publish(
 
 
 def lay_out(pieces: Sequence[Piece], file_numbers: dict[str, int]) -> dict[str, TensorRecord]:
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    slices: dict[str, list[Slice]] = {}
-    for (name, dtype, offset, lengths), shape, file, _ in pieces:
-        if (there := kinds.setdefault(name, (dtype, shape))) != (dtype, shape):
-            raise CheckpointError(
-                f"{name} is {dtype} {list(shape)} on one rank and {there[0]} {list(there[1])} on another"
-            )
-        of_tensor = slices.setdefault(name, [])
-        if math.prod(lengths):
-            of_tensor.append(Slice(file_numbers[file.name], offset, lengths))
+    pieces_of: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        pieces_of.setdefault(piece.slice.tensor, []).append(piece)
     grids: dict[Any, Grid | str] = {}
     records = {}
-    for name, (dtype, shape) in kinds.items():
-        key = (tuple(slices[name]), shape)
-        grid = grids[key] if key in grids else grids.setdefault(key, grid_of(slices[name], shape))
-        if isinstance(grid, str):
+    for name, found in pieces_of.items():
+        dtype, shape = found[0].slice.dtype, found[0].shape
+        if other := next((one for one in found if (one.slice.dtype, one.shape) != (dtype, shape)), None):
+            raise CheckpointError(
+                f"{name} is {other.slice.dtype} {list(other.shape)} on one rank and {dtype} {list(shape)} on another"
+            )
+        slices = tuple(
+            Slice(file_numbers[one.file.name], one.slice.offset, one.slice.shape)
+            for one in found
+            if one.slice.num_bytes
+        )
+        if (slices, shape) not in grids:
+            grids[slices, shape] = grid_of(slices, shape)
+        if isinstance(grid := grids[slices, shape], str):
             raise CheckpointError(f"{name}: {grid}; this sharding cannot be saved")
         records[name] = TensorRecord(dtype, shape, grid)
     return records

@@ -106,6 +106,19 @@ def _describe_placement(placement: Any, name: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------------ arithmetic
 
 
+class Row(NamedTuple):
+    """A tensor as `describe` has it in a table."""
+
+    table: int
+    dtype: str
+    shape: list[int]
+    mesh: int | None
+    """Its number among the table's; None: each rank has the whole tensor."""
+    placements: list[list[int]]
+    order: int | None
+    """Its number among the table's orders of rows; None: the tensor's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """The slices that a tensor of one table is cut into, and the ranks that have each."""
@@ -120,36 +133,34 @@ class Spread:
 def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size: int) -> Plan:
     """Plan for `rank`, from the different tables, each with the ranks that have it."""
     records = lay_out(tables, world_size)
-    table_of_rank = [0] * world_size
-    for number, (_, ranks) in enumerate(tables):
-        for one in ranks:
-            table_of_rank[one] = number
+    by_rank = {one: number for number, (_, ranks) in enumerate(tables) for one in ranks}
+    table_of_rank = [by_rank[one] for one in range(world_size)]
     return Plan(records, slices_of_rank(records, rank, {}), [ranks[0] for _, ranks in tables], table_of_rank)
 
 
 def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dict[str, TensorRecord]:
     """Return every tensor's layout, by its name. Of replicas, the one with the fewest bytes so far writes."""
-    rows: dict[str, list[tuple[int, list[Any]]]] = {}
-    for number, (table, _) in enumerate(tables):
-        for row in table["tensors"]:
-            rows.setdefault(row[0], []).append((number, row))
-    for name, found in rows.items():
-        for number, row in found[1:]:
-            if row[1:3] != found[0][1][1:3]:
-                a, b = tables[found[0][0]][1][0], tables[number][1][0]
+    rows: dict[str, list[Row]] = {}
+    for number, (table, ranks) in enumerate(tables):
+        for name, *described in table["tensors"]:
+            row = Row(number, *described)
+            first = rows.setdefault(name, [row])[0]
+            if (row.dtype, row.shape) != (first.dtype, first.shape):
                 raise CheckpointError(
-                    f"{name} is {found[0][1][1]} {found[0][1][2]} on rank {a} and {row[1]} {row[2]} on rank {b}; ranks "
-                    "have drifted apart"
+                    f"{name} is {first.dtype} {first.shape} on rank {tables[first.table][1][0]} and {row.dtype} "
+                    f"{row.shape} on rank {ranks[0]}; ranks have drifted apart"
                 )
+            if row is not first:
+                rows[name].append(row)
     meshes = [[np.array(ranks, np.int64).reshape(shape) for shape, ranks in table["meshes"]] for table, _ in tables]
     spreads: dict[Any, Spread] = {}
     layouts: dict[Any, Grid] = {}
     loads = np.zeros(world_size, np.int64)
     records: dict[str, TensorRecord] = {}
-    sizes = {name: math.prod(found[0][1][2]) * ITEM_BYTES[found[0][1][1]] for name, found in rows.items()}
+    sizes = {name: math.prod(first.shape) * ITEM_BYTES[first.dtype] for name, (first, *_) in rows.items()}
     for name in sorted(rows, key=lambda name: (-sizes[name], name)):
         options = []
-        for number, (_, dtype, shape, mesh, placements, order) in rows[name]:
+        for number, dtype, shape, mesh, placements, order in rows[name]:
             key = (number, mesh, order, dtype, *shape, str(placements))
             if key not in spreads:
                 ranks = np.array(tables[number][1], np.int64) if mesh is None else meshes[number][mesh]
@@ -162,13 +173,13 @@ def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dic
             replica = int(highest.argmin())
             options.append((int(highest[replica]), number, replica, key))
         _, _, replica, key = min(options)
-        spread, (_, dtype, shape, *_) = spreads[key], rows[name][0][1]
-        holders = spread.holders[replica]
+        spread, holders = spreads[key], spreads[key].holders[replica]
         np.add.at(loads, holders.ravel(), spread.num_bytes.ravel())
         alike = (*key[:3], key[-1], spread.cuts, holders.shape, replica)
         if alike not in layouts:
             layouts[alike] = _as_grid(spread.cuts, holders)
-        records[name] = TensorRecord(dtype, tuple(shape), layouts[alike])
+        first = rows[name][0]
+        records[name] = TensorRecord(first.dtype, tuple(first.shape), layouts[alike])
     return {name: records[name] for name in rows}
 
 

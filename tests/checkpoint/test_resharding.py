@@ -179,7 +179,7 @@ def test_tensors_need_not_be_on_every_rank(tmp_path):
 
 
 def test_ranks_that_have_drifted_apart_are_refused():
-    tables = [({"meshes": [], "tensors": [["model/w", "F32", [n], None, []]]}, [n - 3]) for n in (3, 4)]
+    tables = [({"meshes": [], "tensors": [["model/w", "F32", [n], None, [], None]]}, [n - 3]) for n in (3, 4)]
     with pytest.raises(CheckpointError, match=r"model/w is F32 \[3\] on rank 0 and F32 \[4\] on rank 1"):
         make_plan(tables, 0, 2)
 
