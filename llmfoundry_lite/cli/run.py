@@ -130,17 +130,38 @@ def _next_line() -> str:
 
 def init(
     data: Annotated[Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made.")],
-    size: Annotated[str, typer.Option(help="quickstart, 125m, 350m, 1b, …: the shape of mpt-SIZE.")] = "125m",
-    out: Annotated[Path | None, typer.Option(help="The file to write [mpt-SIZE-DATA.yaml].")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="quickstart, 125m, 350m, 1b, …: the shape of mpt-SIZE [125m].")
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Instead: train on from a Hugging Face model, a folder or hf:NAME."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write [mpt-SIZE-DATA.yaml or LIKE-DATA.yaml].")] = None,
 ) -> None:
-    """Write a commented YAML for a data folder and a model's size."""
-    from llmfoundry_lite.config.starter import write_starter
+    """Write a commented YAML for a data folder and a model's size, or a model to train on.
 
+    With --like, the model is that folder's (Llama, Mistral, Qwen2, Qwen3, GPT-2 or MPT). Its weights become a
+    checkpoint beside the YAML. Prepare the data with `--tokenizer FOLDER`.
+    """
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out: {out} given, expected a name that ends in .yaml")
-    path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
-    print(f"trains for {write_starter(data, size, path)}")
-    print(f"wrote {path}; next: llmfoundry-lite train {path} --dry-run")
+    if like is None:
+        from llmfoundry_lite.config.starter import write_starter
+
+        size = size or "125m"
+        path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
+        note, wrote = write_starter(data, size, path), str(path)
+    else:
+        if size is not None:
+            raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
+        from llmfoundry_lite.convert.like import write_like
+
+        path = out or Path(f"{Path(like.removeprefix('hf:')).name}-{data.resolve().name}.yaml")
+        folder, note = write_like(data, like, path)
+        wrote = f"{folder} and {path}"
+    print(printable(f"trains for {note}"))
+    print(printable(f"wrote {wrote}; next: llmfoundry-lite train {path} --dry-run"))
 
 
 def relay_command(

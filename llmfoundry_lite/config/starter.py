@@ -3,8 +3,9 @@
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -24,6 +25,16 @@ ADAMW_LR = 3e-3
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 TEMPLATE = Path(__file__).with_name("starter.template")
+MODEL = """\
+name: mpt_causal_lm
+d_model: {d_model}
+n_heads: {n_heads}
+n_layers: {n_layers}
+max_seq_len: ${{max_seq_len}}
+# At least the tokenizer's {tokenizer_size}; a multiple of 128 is faster.
+vocab_size: {vocab_size}
+no_bias: true
+"""
 EVAL_LOADER = """\
 eval_loader:
   name: text
@@ -42,6 +53,19 @@ def sizes() -> list[str]:
     return [name.removeprefix("mpt-") for name in runs if name.startswith("mpt-")]
 
 
+class Facts(NamedTuple):
+    """Facts about prepared data."""
+
+    max_seq_len: int
+    vocab_size: int
+    """Ids of its tokenizer."""
+    num_train: int
+    """Samples; the next too."""
+    num_val: int
+    fingerprint: str | None
+    """Fingerprint of its tokenizer."""
+
+
 def write_starter(data: Path, size: str, out: Path) -> str:
     """Write `out` and return a sentence on how long it trains.
 
@@ -49,6 +73,13 @@ def write_starter(data: Path, size: str, out: Path) -> str:
     """
     if size not in sizes():
         raise ConfigError(f"--size: {size!r} given, expected one of {', '.join(sizes())}")
+    text, note = starter(data, size, out, check_places(data, out))
+    write_yaml(out, text)
+    return note
+
+
+def check_places(data: Path, out: Path) -> Facts:
+    """Return facts about the data. Raises ConfigError if `out` is there, DataError without prepared data."""
     if out.exists():
         raise ConfigError(f"{out}: there is one already; choose another name with --out, or remove it")
     summary_file = data / "summary.json"
@@ -59,71 +90,88 @@ def write_starter(data: Path, size: str, out: Path) -> str:
         )
     try:
         summary = json.loads(summary_file.read_text())
-        splits = summary["splits"]
-        facts = (summary["max_seq_len"], summary["tokenizer"]["vocab_size"], splits["train"]["samples"])
-        length, tokenizer_size, num_train, num_val = map(int, (*facts, splits.get("val", {}).get("samples", 0)))
+        splits, tokenizer = summary["splits"], summary["tokenizer"]
+        numbers = (summary["max_seq_len"], tokenizer["vocab_size"], splits["train"]["samples"])
+        length, vocab_size, num_train, num_val = map(int, (*numbers, splits.get("val", {}).get("samples", 0)))
+        return Facts(length, vocab_size, num_train, num_val, tokenizer.get("fingerprint"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
             f"{summary_file} is not what `data prepare` writes ({error}); prepare the data again"
         ) from error
-    text, duration_note = starter(data, size, out, length, tokenizer_size, num_train, has_val=num_val > 0)
-    if num_val < MIN_VALIDATION:
-        duration_note += (
-            f"; the validation split has {num_val or 'no'} samples, which tell little: prepare with --val-fraction 0.05"
-        )
+
+
+def write_yaml(out: Path, text: str) -> None:
     try:
         out.write_text(text)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}; name another place with --out") from error
-    return duration_note
 
 
-def starter(
-    data: Path, size: str, out: Path, length: int, tokenizer_size: int, samples: int, *, has_val: bool
-) -> tuple[str, str]:
+def starter(data: Path, size: str, out: Path, facts: Facts) -> tuple[str, str]:
     """Return the YAML's text, and a sentence on how long it trains."""
     shape = read_shape(size)
-    model, batch_size = shape["model"], shape["global_train_batch_size"]
-    vocab_size = -(-tokenizer_size // 128) * 128
-    if samples < batch_size:
-        batch_size = 1 << max(0, samples.bit_length() - 1)  # a power of two, which most numbers of devices can share
+    model, length, samples = shape["model"], facts.max_seq_len, facts.num_train
+    vocab_size = -(-facts.vocab_size // 128) * 128
+    batch_size = fitting_batch(shape["global_train_batch_size"], samples)
     parameters = count_parameters(model, vocab_size)
     epoch = samples // batch_size
     for_parameters = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
     wanted = min(for_parameters, MAX_EPOCHS * epoch)
+    tokens = wanted * batch_size * length / parameters
     note = (
-        f"{wanted / epoch:,.1f} epochs of {epoch:,} batches: {wanted * batch_size * length / parameters:,.1f} tokens "
-        f"for each of about {parameters / 1e6:,.0f} M parameters"
+        f"{wanted / epoch:,.1f} epochs of {epoch:,} batches: {f'{tokens:,.1f}' if tokens >= 0.05 else f'{tokens:.1g}'} "
+        f"tokens for each of about {parameters / 1e6:,.0f} M parameters"
     )
     if wanted < for_parameters:
         note += f" ({TOKENS_PER_PARAMETER} would be best; text read more than {MAX_EPOCHS} times teaches little)"
     available = MAX_EPOCHS * samples * length
     if available < parameters:
         fitting = available / TOKENS_PER_PARAMETER
-        note += (
-            f"; this text is enough for {fitting / 1e6:,.2g} M parameters: --size {fitting_size(fitting, vocab_size)}"
-        )
-    interval, num_devices = max(1, wanted // 20), count_devices()
-    text = TEMPLATE.read_text().format(
-        size=size,
+        best = fitting_size(fitting, vocab_size)
+        note += f"; this text is enough for {fitting / 1e6:,.2g} M parameters: "
+        note += f"--size {best}" if best != size else "the smallest size will learn it by heart; add text"
+    lr = shape["optimizer"]["lr"] if shape["optimizer"]["name"] == "decoupled_adamw" else ADAMW_LR
+    block = MODEL.format(**model | {"tokenizer_size": facts.vocab_size, "vocab_size": vocab_size})
+    text = fill_template(data, out, facts, title=f"MPT-{size}", model=block, lr=lr, batches=(wanted, batch_size, note))
+    return text, note + note_on_validation(facts)
+
+
+def fill_template(
+    data: Path, out: Path, facts: Facts, *, title: str, model: str, lr: float, batches: tuple[int, int, str], load=""
+) -> str:
+    """Return the YAML. `batches`: their number, their size, and a note; `model` and `load` are lines of YAML."""
+    num_batches, batch_size, note = batches
+    interval, num_devices = max(1, num_batches // 20), count_devices()
+    return TEMPLATE.read_text().format(
+        title=title,
         data=data,
         data_word=yaml_word(str(data)),
         out=shlex.quote(str(out)),
         num_ranks=max(1, num_devices),
         run_name=yaml_word(re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"),
-        max_seq_len=length,
-        tokenizer_size=tokenizer_size,
-        vocab_size=vocab_size,
-        eval_loader=EVAL_LOADER.format(eval_interval=interval) if has_val else "",
-        lr=shape["optimizer"]["lr"] if shape["optimizer"]["name"] == "decoupled_adamw" else ADAMW_LR,
+        max_seq_len=facts.max_seq_len,
+        model=textwrap.indent(model, "  "),
+        load=load,
+        eval_loader=EVAL_LOADER.format(eval_interval=interval) if facts.num_val else "",
+        lr=lr,
         precision="amp_bf16" if num_devices or multiplies_in_bf16() else "fp32",
         duration_note=note,
-        num_batches=wanted,
+        num_batches=num_batches,
         batch_size=batch_size,
         save_interval=interval,
-        **{key: model[key] for key in ("d_model", "n_heads", "n_layers")},
     )
-    return text, note
+
+
+def note_on_validation(facts: Facts) -> str:
+    if facts.num_val >= MIN_VALIDATION:
+        return ""
+    count = facts.num_val or "no"
+    return f"; the validation split has {count} samples, which tell little: prepare with --val-fraction 0.05"
+
+
+def fitting_batch(wanted: int, samples: int) -> int:
+    """Return the batch size: of little data a power of two, which most numbers of devices can share."""
+    return wanted if samples >= wanted else 1 << max(0, samples.bit_length() - 1)
 
 
 def yaml_word(text: str) -> str:

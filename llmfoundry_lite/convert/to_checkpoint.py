@@ -79,7 +79,11 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     store = open_empty_store(out)
     if imported := import_plain_dcp(Path(source), store, trust_pickle, config):
         return imported
-    weights = read_source(source, trust_pickle, config)
+    return publish_weights(read_source(source, trust_pickle, config), source, store, out)
+
+
+def publish_weights(weights: Weights, source: str, store: CheckpointStore, out: str) -> Imported:
+    """Publish weights of `source` in an empty store, at `out`. Raises CheckpointError for NaN."""
     notes = list(weights.notes)
     origin = source if source.startswith(HUB) else str(Path(source).resolve())
     about = About(  # only what is known: no data, no optimizer, no hardware, batch 0
@@ -145,7 +149,7 @@ def open_empty_store(out: str) -> CheckpointStore:
 def read_source(source: str, trust_pickle: bool, config: Sequence[str]) -> Weights:
     """Find out what `source` is, and read it. Raises CheckpointError, ExportError or ConfigError."""
     if source.startswith(HUB):
-        return read_hugging_face(download(source.removeprefix(HUB), trust_pickle), source, trust_pickle, config)
+        return read_hugging_face_source(source, trust_pickle, config)
     if "://" in source:
         raise CheckpointError(f"{source}: copy it to a local disk first; only local sources and {HUB}NAME are read")
     path = Path(source)
@@ -165,7 +169,7 @@ def read_source(source: str, trust_pickle: bool, config: Sequence[str]) -> Weigh
         require_trust(path / METADATA, trust_pickle)
         return read_composer_folder(path, config)
     if (path / "config.json").is_file():
-        return read_hugging_face(path, source, trust_pickle, config)
+        return read_hugging_face_source(source, trust_pickle, config)
     batches = [(int(match[1]), one) for one in path.glob("ep*-ba*") if (match := re.search(r"-ba(\d+)", one.name))]
     suggestion = f"; did you mean {max(batches)[1]}?" if batches else ""
     raise CheckpointError(
@@ -183,6 +187,13 @@ def require_trust(path: Path, trust_pickle: bool) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def read_hugging_face_source(source: str, trust_pickle: bool = False, config: Sequence[str] = ()) -> Weights:
+    """Read a folder, or a model of the Hub. Raises CheckpointError and ExportError."""
+    name = source.removeprefix(HUB)
+    folder = Path(source) if name == source else download(name, trust_pickle)
+    return read_hugging_face(folder, source, trust_pickle, config)
 
 
 def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Sequence[str]) -> Weights:

@@ -38,6 +38,12 @@ def test_a_text_is_read_four_times_at_most(tmp_path, samples, batches, said):
     assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.max_duration == f"{batches}ba"
 
 
+def test_of_the_smallest_size_no_smaller_one_is_asked_for(tmp_path):
+    note = write_starter(data_folder(tmp_path, 8), "quickstart", tmp_path / "mine.yaml")
+    assert note.endswith("enough for 0.0033 M parameters: the smallest size will learn it by heart; add text"), note
+    assert ": 0.0 tokens" not in write_starter(data_folder(tmp_path, 8), "125m", tmp_path / "other.yaml")
+
+
 @pytest.mark.parametrize("size", sizes())
 def test_every_size_makes_a_yaml_that_loads(tmp_path, size):
     write_starter(data_folder(tmp_path, 100_000), size, tmp_path / "mine.yaml")

@@ -1,0 +1,96 @@
+"""`llmfoundry-lite init --like`: a YAML and a starting checkpoint from the folder of a Hugging Face model.
+
+The model is the folder's own, to the last setting. Its tokenizer must be the one that the data was prepared with.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.starter import (
+    Facts,
+    check_places,
+    fill_template,
+    fitting_batch,
+    note_on_validation,
+    write_yaml,
+    yaml_word,
+)
+from llmfoundry_lite.convert.to_checkpoint import HUB, open_empty_store, publish_weights, read_hugging_face_source
+from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.errors import DataError
+
+LR = 5e-5
+"""Default learning rate of transformers' own Trainer."""
+BATCH_SIZE = 32
+MIN_BATCHES = 20
+"""Batches of an epoch, below which the batch is made smaller."""
+LOAD = """\
+# The weights of {like}, in this product's format: the first launch begins with them.
+load_path: {weights}
+load_weights_only: true
+
+"""
+
+
+def write_like(data: Path, like: str, out: Path) -> tuple[Path, str]:
+    """Write `out` and, beside it, the weights of `like` (a folder, or hf:NAME) as a checkpoint.
+
+    Returns the checkpoint's folder, and a sentence on how long the YAML trains. Raises DataError for data of another
+    tokenizer or of longer samples, ConfigError if `out` is there, and what `import_checkpoint` raises.
+    """
+    facts = check_places(data, out)
+    if not like.startswith(HUB) and not (Path(like) / "config.json").is_file():
+        raise DataError(f"--like: {like} has no config.json; expected the folder of a Hugging Face model, or hf:NAME")
+    check_tokenizer(data, like, facts)
+    folder = out.with_name(f"{out.stem}-weights")
+    store = open_empty_store(str(folder))
+    weights = read_hugging_face_source(like)
+    if facts.max_seq_len > weights.config.max_seq_len:
+        raise DataError(
+            f"{data} has samples of {facts.max_seq_len} tokens, and {like} takes {weights.config.max_seq_len}; prepare "
+            f"the data with --max-seq-len {weights.config.max_seq_len}"
+        )
+    imported = publish_weights(weights, like, store, str(folder))
+    text, note = describe(data, like, out, facts, weights.config, imported.checkpoint.url)
+    write_yaml(out, text)
+    return folder, "; ".join([note, *imported.notes])
+
+
+def check_tokenizer(data: Path, like: str, facts: Facts) -> None:
+    name = like.removeprefix(HUB)
+    theirs = load_tokenizer(name).fingerprint
+    if facts.fingerprint != theirs:
+        raise DataError(
+            f"{data} was prepared with another tokenizer ({facts.fingerprint}) than that of {like} ({theirs}); prepare "
+            f"it again with --tokenizer {name}"
+        )
+
+
+def describe(data: Path, like: str, out: Path, facts: Facts, model: ModelConfig, url: str) -> tuple[str, str]:
+    """Return the YAML's text, and a sentence on how long it trains: one epoch."""
+    batch_size = fitting_batch(BATCH_SIZE, max(1, facts.num_train // MIN_BATCHES))
+    num_batches = facts.num_train // batch_size
+    note = f"1 epoch of {num_batches:,} batches"
+    text = fill_template(
+        data,
+        out,
+        facts,
+        title=Path(like.removeprefix(HUB)).name,
+        model=yaml.safe_dump(differing(asdict(model), asdict(ModelConfig())), sort_keys=False),
+        load=LOAD.format(like=like, weights=yaml_word(url)),
+        lr=LR,
+        batches=(num_batches, batch_size, note),
+    )
+    return text, note + note_on_validation(facts)
+
+
+def differing(values: dict, defaults: dict) -> dict:
+    """Return the keys, at any depth, that are not the defaults; a model's name is always given."""
+    found = {"name": values["name"]} if values.get("name") == "mpt_causal_lm" else {}
+    for key, value in values.items():
+        if value != defaults[key]:
+            found[key] = differing(value, defaults[key]) if isinstance(value, dict) else value
+    return found
