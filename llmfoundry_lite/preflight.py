@@ -21,6 +21,7 @@ import yaml
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import find_run_folder
@@ -123,7 +124,8 @@ def record_refusal(arguments: Sequence[str], error: UserError) -> None:
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
     """Return None where only the opened data set can tell: with weights of streams, or with an epoch_size."""
     dataset = config.train_loader.dataset
-    return None if dataset.streams or dataset.epoch_size is not None else found.num_samples.get("train")
+    is_plain = not (dataset.streams or dataset.stages) and dataset.epoch_size is None
+    return found.num_samples.get("train") if is_plain else None
 
 
 def _check_tasks(config: TrainConfig, *, must_exist: bool) -> None:
@@ -170,10 +172,9 @@ def _find_missing_module(module: str) -> str | None:
 
 def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
     dataset = loader.dataset
-    folders = dataset.streams or {"": dataset}
-    counts = []
-    for stream_name, stream in folders.items():
-        key = f"{block}.dataset" + (f".streams.{stream_name}" if stream_name else "")
+    folders, counts = places_of(dataset), []
+    for place, stream in folders.items():
+        key = f"{block}.dataset{place}"
         folder = Path(stream.local or "") / (stream.split or dataset.split or "")
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
@@ -363,8 +364,8 @@ def _describe_data(config: TrainConfig, found: Preflight) -> list[str]:
     lines, batch = [], config.global_train_batch_size
     for key, loader in config.loaders.items():
         dataset, label = loader.dataset, data_label(key)
-        streams = dataset.streams or {"": dataset}
-        facts = ["/".join(filter(None, (s.local or s.remote, s.split or dataset.split))) for s in streams.values()]
+        streams = places_of(dataset).values()
+        facts = ["/".join(filter(None, (s.local or s.remote, s.split or dataset.split))) for s in streams]
         if loader.name != "text" or len(facts) > MAX_LISTED:
             facts = [loader.name if loader.name != "text" else f"{len(facts)} streams"]
         if label in found.num_samples:
@@ -373,6 +374,9 @@ def _describe_data(config: TrainConfig, found: Preflight) -> list[str]:
             facts.append(f"every {Duration.parse(config.eval_interval)}" if config.eval_interval else "never evaluated")
         elif (count := _samples_per_epoch(config, found)) is not None and loader.drop_last:
             facts.append(f"{count % batch} of them left out of each epoch")
+        if dataset.stages:
+            begins = first_batches(dataset, f"{key}.dataset", config.max_duration, batch, config.max_seq_len)
+            facts.append(f"{len(begins)} stages, from batches {' and '.join(f'{begin + 1:,}' for begin in begins)}")
         lines.append(f"{label + ' data':<14} {', '.join(facts)}")
     return lines
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmfoundry_lite.config.check_layout import check_layout, find_undivided
 from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, streams_of_stages
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
 from llmfoundry_lite.config.layout import divisors
@@ -160,20 +161,16 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
         raise ConfigError(
             f"{block}: both streams and local/remote given; put each folder under streams, or use no streams"
         )
-    if not dataset.streams and not dataset.local:
-        raise ConfigError(
-            f"{block}.local: missing; expected the folder of an MDS data set (a remote one is cached there)"
-        )
-    for name, stream in dataset.streams.items():
-        if not stream.local:
+    for number, streams in enumerate(streams_of_stages(dataset)):
+        is_own = not dataset.stages or not dataset.stages[number].streams
+        if is_own and not dataset.streams and not dataset.local:
             raise ConfigError(
-                f"{block}.streams.{name}.local: missing; expected the folder this stream is read or cached in"
+                f"{block}.local: missing; expected the folder of an MDS data set (a remote one is cached there)"
             )
-        given = [key for key in ("proportion", "repeat", "choose") if getattr(stream, key) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{block}.streams.{name}: {' and '.join(given)} given, expected one of them at most")
-    if len({stream.proportion is None for stream in dataset.streams.values()}) == 2:
-        raise ConfigError(f"{block}.streams: some streams have a proportion and some do not; give it to all or to none")
+        if not is_own or dataset.streams:
+            _check_streams(streams, f"{block}.streams" if is_own else f"{block}.stages[{number}].streams")
+    if dataset.stages:
+        _check_stages(loader, block, config)
     if dataset.max_seq_len is not None and dataset.max_seq_len > model.max_seq_len:
         raise ConfigError(
             f"{block}.max_seq_len: {dataset.max_seq_len} is more than model.max_seq_len, {model.max_seq_len}"
@@ -191,6 +188,37 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
         raise ConfigError(
             f"{block}: both eos_token_id and bos_token_id given; documents end with one or begin with one"
         )
+
+
+def _check_streams(streams: Streams, block: str) -> None:
+    for name, stream in streams.items():
+        if not stream.local:
+            raise ConfigError(f"{block}.{name}.local: missing; expected the folder this stream is read or cached in")
+        given = [key for key in SHARES if getattr(stream, key) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{block}.{name}: {' and '.join(given)} given, expected one of them at most")
+    if len({stream.proportion is None for stream in streams.values()}) == 2:
+        raise ConfigError(f"{block}: some streams have a proportion and some do not; give it to all or to none")
+
+
+def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None:
+    """Refuse what stages do not go with, and folders that no stage reads."""
+    dataset = loader.dataset
+    if not block.startswith("train_loader"):
+        raise ConfigError(f"{block}.stages: validation has one stage; leave it out, or name a loader for each mixture")
+    if not loader.drop_last:
+        raise ConfigError(f"{block}.stages: stages end by full batches; remove train_loader.drop_last: false")
+    first_batches(dataset, block, config.max_duration, config.global_train_batch_size, config.max_seq_len)
+    named = {name for stage in dataset.stages for name in stage.streams}
+    if not all(stage.streams for stage in dataset.stages):
+        return
+    if dataset.local or dataset.remote:
+        raise ConfigError(f"{block}.local: no stage reads it; name it under a stage's streams, or remove it")
+    for name, stream in dataset.streams.items():
+        if name not in named:
+            raise ConfigError(f"{block}.streams.{name}: no stage names it; name it in one, or remove it")
+        if share := next((key for key in SHARES if getattr(stream, key) is not None), None):
+            raise ConfigError(f"{block}.streams.{name}.{share}: every stage has shares of its own; give it there")
 
 
 # ------------------------------------------------------------------------------- optimizer, FSDP, compilation
@@ -319,6 +347,7 @@ def _check_islands(config: TrainConfig) -> None:
         "optimizer.name: muon": config.optimizer.name == "muon",
         "dropout": any((model.resid_pdrop, model.emb_pdrop, model.attn_config.attn_pdrop)),
         "train_loader.name: python": config.train_loader.name != "text",
+        "train_loader.dataset.stages": bool(config.train_loader.dataset.stages),
     }
     for what, is_asked_for in unsupported.items():
         if is_asked_for:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting
+from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting, span
 
 HASHES = (
     "md5 sha1 sha224 sha256 sha384 sha512 sha3_224 sha3_256 sha3_384 sha3_512 blake2b blake2s "
@@ -47,6 +47,15 @@ class StreamConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class StageConfig:
+    until: str | float | None = span(None, ("ba", "sp", "tok", "dur"))
+    """End of the stage; the last one ends with the run."""
+    streams: dict[str, StreamConfig] = setting(dict)
+    """Default: the data set's own. What a stream leaves out, but for its share, is that of the one of its name before
+    it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class TextDatasetConfig:
     local: str | None = setting(None, hardware=True)
     """Folder of an MDS data set, or where a remote one is cached."""
@@ -54,6 +63,8 @@ class TextDatasetConfig:
     split: str | None = None
     streams: dict[str, StreamConfig] = setting(dict)
     """Several data sets, mixed; keys are names of your choice."""
+    stages: list[StageConfig] = setting(list, change="logged")
+    """Mixtures, one after another. Nothing that has been trained may change: each checkpoint knows its stages."""
     shuffle: bool = False
     shuffle_seed: int = setting(9176, NON_NEGATIVE)
     shuffle_block_size: int | None = setting(None, POSITIVE)

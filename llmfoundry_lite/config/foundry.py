@@ -151,10 +151,7 @@ _ROWS: tuple[tuple[str, str, *tuple[Any, ...]], ...] = (
     ("callbacks.scheduled_gc", "no garbage collection stops ranks one by one; remove it"),
     ("callbacks.env_logging", "config.yaml and the checkpoint's segments have it; remove it"),
     ("callbacks.mbmoe_tok_per_expert", "there is no mixture of experts; remove it"),
-    (
-        "callbacks.curriculum_learning callbacks.dataset_swap",
-        "use another run with load_path, load_weights_only and the other data",
-    ),
+    ("callbacks.curriculum_learning callbacks.dataset_swap", "use train_loader.dataset.stages"),
     (
         "loggers.inmemory loggers.in_memory_logger loggers.mlflow loggers.mosaicml",
         "use wandb or tensorboard; metrics.jsonl is always written",

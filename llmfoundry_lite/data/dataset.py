@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
+from llmfoundry_lite.config.data_stages import first_batches
 from llmfoundry_lite.data.cache import ShardCache
 from llmfoundry_lite.data.order import (
     DEFAULT_WINDOW_SAMPLES,
@@ -41,7 +42,8 @@ from llmfoundry_lite.data.shared_memory import (
     register_folders,
     wait_for_folders,
 )
-from llmfoundry_lite.data.streams import build_folders
+from llmfoundry_lite.data.stages import StagedOrder
+from llmfoundry_lite.data.streams import build_stages
 from llmfoundry_lite.errors import DataError, TransientDataError, UserError, one_line
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
@@ -66,11 +68,13 @@ class TextDataset(IterableDataset):
         vocab_size: int | None = None,
         tokenizer: Tokenizer | None = None,
         share: tuple[int, int] | None = None,
+        max_duration: str | int | None = None,
     ) -> None:
         """Open the data on all ranks together.
 
         `share` is this rank's part of each batch and the number of parts, where some ranks read the same samples. With
         `evaluation`, samples come in file order, each exactly once, and rows of `PAD_TOKEN` fill up the last batch.
+        `max_duration` is the run's, which a stage's `until: 0.8dur` is a part of.
 
         Raises `DataError` for everything that is wrong with the data or with the arguments.
         """
@@ -89,13 +93,16 @@ class TextDataset(IterableDataset):
         self.reader = RowReader(self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type)
         self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
         self._lanes: range | None = None
-        self._laid_out: EpochOrder | None = None
+        self._laid_out: tuple[int, EpochOrder] | None = None
         self._next = (0, 0)
         """Epoch, and the number of its samples that are done, at the next iteration's begin."""
         self._epoch = 0
         # Where the current iteration begins. Shared with the loader's workers, which may live longer than an epoch.
         self._begin = torch.tensor(self._next).share_memory_()
 
+        self.first_batches = first_batches(
+            config, "train_loader.dataset", max_duration, global_batch_size, self.max_seq_len
+        )
         self.registration: Registration | None = None
         try:
             self._open(drop_last=drop_last and not evaluation)
@@ -107,7 +114,7 @@ class TextDataset(IterableDataset):
     def _open(self, *, drop_last: bool) -> None:
         what = "cannot open the data set"
         with failing_together(what):
-            self.folders = build_folders(self.config)
+            self.folders, streams_of_stages = build_stages(self.config)
             limit = self.config.cache_limit
             cache_limit = bytes_to_int(limit) if isinstance(limit, str) else limit
         what += " " + ", ".join(folder.remote or folder.path for folder in self.folders)
@@ -124,7 +131,9 @@ class TextDataset(IterableDataset):
                 self.cache.check_limit()
                 self.cache.find_present()
             self._check_columns()
-            self.order = self._build_order(drop_last)
+            orders = [self._build_order(streams, drop_last) for streams in streams_of_stages]
+            self.stages = StagedOrder(orders, self.first_batches)
+            self._shard_begins = max(orders, key=lambda order: len(order.shard_begins)).shard_begins
         check_alike(all_gather_json(self._describe()))
         self.registration.table_path.unlink(missing_ok=True)  # all ranks have it open, and nothing is left of it
 
@@ -147,10 +156,12 @@ class TextDataset(IterableDataset):
             ) from None
         return str(self.registration.path), facts
 
-    def _build_order(self, drop_last: bool) -> SampleOrder:
+    def _build_order(self, streams: dict[int, Stream], drop_last: bool) -> SampleOrder:
+        """Build the order of a stage. Streams that only later stages have take no part in its fingerprint."""
+        choose_per_stream = self._choose_samples(streams)
         order = SampleOrder(
-            shard_sizes_per_stream=[self._sizes(i) for i in range(len(self.folders))],
-            choose_per_stream=self._choose_samples(),
+            shard_sizes_per_stream=[self._sizes(i) for i in range(len(choose_per_stream))],
+            choose_per_stream=choose_per_stream,
             num_lanes=self.global_batch_size,
             seed=self.config.shuffle_seed,
             shuffle=self.config.shuffle and not self.same_every_epoch,
@@ -174,19 +185,18 @@ class TextDataset(IterableDataset):
     def _sizes(self, stream: int) -> np.ndarray:
         return np.ascontiguousarray(self.cache.table.of_stream(stream)["samples"])
 
-    def _choose_samples(self) -> list[int]:
-        """Count the samples that an epoch takes from each stream, by its weight."""
-        samples_per_stream = np.array([self._sizes(i).sum() for i in range(len(self.folders))])
-        for folder, num_samples in zip(self.folders, samples_per_stream, strict=True):
+    def _choose_samples(self, streams: dict[int, Stream]) -> list[int]:
+        """Count the samples that an epoch takes from each folder, up to the last one used, by its stream's weight."""
+        samples_per_stream = np.array([self._sizes(i).sum() for i in streams])
+        for i, num_samples in zip(streams, samples_per_stream, strict=True):
             if not num_samples:
-                raise DataError(f"{folder.path} holds no samples; prepare the data again")
+                raise DataError(f"{self.folders[i].path} holds no samples; prepare the data again")
         size = self.config.epoch_size
         epoch_samples = number_abbrev_to_int(size) if size else None
         if epoch_samples and epoch_samples > 10**18:
             raise DataError(f"epoch_size is {size}, expected at most 10^18 samples")
-        streams = [folder.stream for folder in self.folders]
-        Stream.apply_weights(streams, samples_per_stream, epoch_samples, self.config.shuffle_seed)
-        return [int(stream.choose) for stream in streams]
+        Stream.apply_weights(list(streams.values()), samples_per_stream, epoch_samples, self.config.shuffle_seed)
+        return [int(streams[i].choose) if i in streams else 0 for i in range(max(streams) + 1)]
 
     def _check_columns(self) -> None:
         for i, folder in enumerate(self.folders):
@@ -207,17 +217,26 @@ class TextDataset(IterableDataset):
             sizes, place = self._sizes(i), folder.remote or os.path.abspath(folder.path)
             text = f"{place} on {node} has {sizes.sum()} samples in {len(sizes)} shards ({content})"
             streams.append({"name": folder.name, "content": content, "text": text})
-        return {"node": node, "order": self.order.fingerprint, "streams": streams}
+        order = [self.first_batches, [order.fingerprint for order in self.stages.orders]]
+        return {"node": node, "order": order, "streams": streams}
 
     # State and epochs -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return the rows that this rank yields in an epoch, so that `len(loader)` is the number of global batches."""
+        """Return the rows that this rank yields in an epoch, so that `len(loader)` is the number of global batches.
+
+        Raises TypeError where there are stages, whose epochs differ in length.
+        """
+        if len(self.first_batches) > 1:
+            raise TypeError("epochs of different stages have different lengths")
         return self.order.num_batches * self.device_batch_size
 
     def state_dict(self, num_samples: int, from_beginning: bool = True) -> dict[str, Any]:
         """Return the place in the data, in the form that Composer asks for: `num_samples` are done over all parts."""
         assert from_beginning
+        batch = self.stages.batch_at(self._epoch, num_samples // self.global_batch_size)
+        num_streams = self.stages.num_streams(batch)
+        stages = {"batch": batch, "stages": self.stages.begun(batch)} if len(self.first_batches) > 1 else {}
         return {
             "epoch": self._epoch,
             "sample_in_epoch": num_samples,
@@ -225,8 +244,9 @@ class TextDataset(IterableDataset):
             "global_batch_size": self.global_batch_size,
             "order": self.order.fingerprint,
             "order_version": ORDER_VERSION,
-            "streams": [folder.name for folder in self.folders],
-            "content": self.cache.table.contents,
+            "streams": [folder.name for folder in self.folders[:num_streams]],
+            "content": self.cache.table.contents[:num_streams],
+            **stages,
         }
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
@@ -251,8 +271,13 @@ class TextDataset(IterableDataset):
                 f"the checkpoint was trained in version {obj['order_version']} of the sample order, this release has "
                 f"version {ORDER_VERSION}; carry on with the release that saved it"
             )
-        self._check_content(obj)
-        if obj["order"] != self.order.fingerprint:
+        steps = obj["sample_in_epoch"] // self.global_batch_size
+        batch = obj.get("batch", obj["epoch"] * self.order.num_batches + steps)
+        here, there = self.stages.begun(batch), obj.get("stages", [[0, obj["order"]]])
+        if [begin for begin, _ in here] != [begin for begin, _ in there]:
+            self._refuse_stages(batch, there)
+        self._check_content(obj, self.stages.num_streams(batch))
+        if here != [list(stage) for stage in there]:
             raise DataError(
                 f"the data (shards, streams, epoch size) or the shuffling is not what the checkpoint was trained with "
                 f"(order {obj['order']} there, {self.order.fingerprint} here): carrying on would repeat and skip "
@@ -263,11 +288,20 @@ class TextDataset(IterableDataset):
                 f"the checkpoint stands at sample {obj['sample_in_epoch']} of its epoch, which is not between two "
                 f"global batches of {self.global_batch_size}"
             )
+        if self.stages.batch_at(obj["epoch"], steps) != batch or steps > self.stages.num_batches(obj["epoch"]):
+            self._refuse_stages(batch, there)
         self.begin_at(obj["epoch"], obj["sample_in_epoch"])
 
-    def _check_content(self, state: dict[str, Any]) -> None:
+    def _refuse_stages(self, batch: int, there: list[list[Any]]) -> NoReturn:
+        now, then = (" and ".join(map(str, begins)) for begins in (self.first_batches, [begin for begin, _ in there]))
+        raise DataError(
+            f"train_loader.dataset.stages: here they begin after batch {now}; the checkpoint, of batch {batch}, was "
+            f"trained with beginnings after batch {then}; only stages that begin after {batch} may be added or moved"
+        )
+
+    def _check_content(self, state: dict[str, Any], num_streams: int) -> None:
         """Raise DataError unless a checkpoint was trained with this data. (First releases kept only shard sizes.)"""
-        here = self.cache.table.contents
+        here = self.cache.table.contents[:num_streams]
         there = state.get("content", here)
         if there == here:
             return
@@ -310,9 +344,14 @@ class TextDataset(IterableDataset):
 
     def _lay_out(self, epoch: int) -> EpochOrder:
         epoch = 0 if self.same_every_epoch else epoch
-        if self._laid_out is None or self._laid_out.epoch != epoch:
-            self._laid_out = self.order.epoch(epoch)
-        return self._laid_out
+        if self._laid_out is None or self._laid_out[0] != epoch:
+            self._laid_out = epoch, self.stages.epoch(epoch)
+        return self._laid_out[1]
+
+    @property
+    def order(self) -> SampleOrder:
+        """The order of the first stage, or of all epochs."""
+        return self.stages.orders[0]
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -336,8 +375,8 @@ class TextDataset(IterableDataset):
 
     def locate(self, sample_id: int) -> tuple[int, int]:
         """Return shard and place in it of a sample."""
-        shard = int(self.order.shard_begins.searchsorted(sample_id, "right")) - 1
-        return shard, sample_id - int(self.order.shard_begins[shard])
+        shard = int(self._shard_begins.searchsorted(sample_id, "right")) - 1
+        return shard, sample_id - int(self._shard_begins[shard])
 
     def read_sample(self, shard: int, sample: int) -> Tensor:
         """Return a row [max_seq_len], whose shard is brought if it is not here. Raises DataError."""
@@ -349,20 +388,20 @@ class TextDataset(IterableDataset):
 
     def _sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
         """Yield this worker's sample ids for the rest of the epoch, computed piece by piece."""
-        worker = get_worker_info()
+        worker, epoch_order = get_worker_info(), self._lay_out(epoch)
         lanes, steps = share_of_worker(
-            self.order,
+            epoch_order.order,
             rank=self.part,
             world_size=self.num_parts,
             worker=worker.id if worker else 0,
             num_workers=worker.num_workers if worker else 1,
             first_batch=sample_in_epoch // self.global_batch_size,
+            num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
         )
         lanes = self._lanes or lanes
         # One shuffled block is the least that can be computed, unless that is very little or very much.
-        steps_per_block = self.order.block_samples // steps.step
+        steps_per_block = epoch_order.order.block_samples // steps.step
         steps_per_piece = min(max(steps_per_block, (1 << 14) // len(lanes), 1), -(-(1 << 20) // len(lanes)))
-        epoch_order = self._lay_out(epoch)
         for first in range(0, len(steps), steps_per_piece):
             yield from epoch_order.sample_ids(lanes, steps[first : first + steps_per_piece]).ravel().tolist()
 

@@ -214,16 +214,25 @@ class EpochOrder:
 
 
 def share_of_worker(
-    order: SampleOrder, *, rank: int, world_size: int, worker: int = 0, num_workers: int = 1, first_batch: int = 0
+    order: SampleOrder,
+    *,
+    rank: int,
+    world_size: int,
+    worker: int = 0,
+    num_workers: int = 1,
+    first_batch: int = 0,
+    num_batches: int | None = None,
 ) -> tuple[range, range]:
     """Return the lanes of a rank and the steps of one of its DataLoader workers, from global batch `first_batch` on.
+
+    `num_batches` are those of the epoch, all of the order's by default.
 
     torch's DataLoader takes batches from its workers in turn, beginning with worker 0; hence the stride.
     """
     assert order.num_lanes % world_size == 0
     num_lanes_per_rank = order.num_lanes // world_size
     lanes = range(rank * num_lanes_per_rank, (rank + 1) * num_lanes_per_rank)
-    return lanes, range(first_batch + worker, order.num_batches, num_workers)
+    return lanes, range(first_batch + worker, order.num_batches if num_batches is None else num_batches, num_workers)
 
 
 def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array, Int64Array]:

@@ -24,7 +24,7 @@ class StatefulLoader(TextLoader):
     """Batches `{"input_ids": int64 [b, t]}` of one rank. b is the global batch size over the number of ranks.
 
     Each iteration begins where `state_dict()` says, and goes to the end of the epoch; the next one is the next epoch.
-    `len()` counts the batches of an epoch. No batch is lost or repeated after `break`.
+    `len()` counts the batches of an epoch, where there are no stages. No batch is lost or repeated after `break`.
     """
 
     dataset: TextDataset
@@ -40,7 +40,7 @@ class StatefulLoader(TextLoader):
 
     def move_to(self, epoch: int, num_samples: int) -> None:
         """Begin the next iteration here. The end of an epoch is the beginning of the next one."""
-        is_end = num_samples >= len(self) * self.dataset.global_batch_size
+        is_end = num_samples >= self.dataset.stages.num_batches(epoch) * self.dataset.global_batch_size
         self._place = (epoch + 1, 0) if is_end else (epoch, num_samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,8 +74,9 @@ def open_dataset(
     """Open MDS shards as this rank's batches, for any training loop.
 
     Batch 1000 holds the same samples on any number of ranks. The other words are those of
-    [`train_loader.dataset`](data.md): `split`, `shuffle`, `shuffle_seed`, `streams`, `remote`. Ranks are those of
-    torch.distributed, all of which call this together. `rank` and `world_size` are for meshes whose ranks share data.
+    [`train_loader.dataset`](data.md): `split`, `shuffle`, `shuffle_seed`, `streams`, `stages`, `remote`. Ranks are
+    those of torch.distributed, all of which call this together. `rank` and `world_size` are for meshes whose ranks
+    share data.
     `drop_last=False` fills the last batch with rows of -100. `tokenizer` is for shards of text.
 
     >>> loader = lf.open_dataset("data/mine", split="train", shuffle=True, global_batch_size=8, max_seq_len=32)

@@ -25,6 +25,7 @@ from streaming.base.storage import CloudDownloader
 from streaming.base.util import retry
 
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
+from llmfoundry_lite.config.data_stages import streams_of_stages
 from llmfoundry_lite.data.shared_memory import are_one_place
 from llmfoundry_lite.errors import DataError, one_line
 from llmfoundry_lite.files import open_regular
@@ -178,20 +179,43 @@ class ShardFolder:
 
 def build_folders(config: TextDatasetConfig) -> list[ShardFolder]:
     """Build the folders of a data set's streams, or its one folder. Raises DataError."""
-    if bool(config.streams) == bool(config.local or config.remote):
+    return build_stages(config)[0]
+
+
+def build_stages(config: TextDatasetConfig) -> tuple[list[ShardFolder], list[dict[int, Stream]]]:
+    """Build the folders of all stages; and of each stage the streams, by the index of their folder. Raises DataError.
+
+    A folder is there once, whatever stages read it.
+    """
+    has_own = bool(config.streams or config.local or config.remote)
+    is_own_used = not all(stage.streams for stage in config.stages) or not config.stages
+    if (is_own_used and not has_own) or (config.streams and (config.local or config.remote)):
         raise DataError(
             "a data set is either `streams` or one folder (`local`, and `remote` if it is to be downloaded); "
-            + ("both are set" if config.streams else "neither is set")
+            + ("both are set" if has_own else "neither is set")
         )
     folders: list[ShardFolder] = []
-    streams = config.streams or {"": StreamConfig(local=config.local, remote=config.remote)}
-    for name, stream in streams.items():
-        folder = ShardFolder(name, _build_stream(config, stream, where=f"stream {name}: " if name else ""))
-        for other in folders:
-            if os.path.realpath(other.path) == os.path.realpath(folder.path):
-                raise DataError(f"streams {other.name} and {name} both use the folder {folder.path}; give each its own")
-        folders.append(folder)
-    return folders
+    stages: list[dict[int, Stream]] = []
+    for streams in streams_of_stages(config):
+        stages.append({})
+        for name, described in streams.items():
+            stream = _build_stream(config, described, where=f"stream {name}: " if name else "")
+            folder = ShardFolder(name, stream)
+            place = os.path.realpath(folder.path)
+            index = next((i for i, other in enumerate(folders) if os.path.realpath(other.path) == place), len(folders))
+            if index in stages[-1]:
+                raise DataError(
+                    f"streams {folders[index].name} and {name} both use the folder {folder.path}; give each its own"
+                )
+            if index == len(folders):
+                folders.append(folder)
+            elif folders[index].remote != folder.remote:
+                raise DataError(
+                    f"stream {name}: its folder {folder.path} is filled from {folder.remote} in one stage and from "
+                    f"{folders[index].remote} in another; give one remote"
+                )
+            stages[-1][index] = stream
+    return folders, stages
 
 
 def _build_stream(config: TextDatasetConfig, described: StreamConfig, where: str) -> Stream:

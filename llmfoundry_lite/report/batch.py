@@ -95,8 +95,8 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
         if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
             raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
     dataset, config, tokenizer = open_data(run, read_layers(changes, needs_file=False))
-    epoch, step = divmod(number - 1, dataset.order.num_batches)
-    ids = dataset.order.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
+    epoch, step = dataset.stages.locate(number - 1)
+    ids = dataset.stages.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
     rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]
     digest = format_digest(sum(batch_digest(torch.from_numpy(padded_t)[None]) for padded_t, _ in rows))
     logged = check_digest(run, number, digest)
@@ -145,7 +145,7 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     words = json.loads(json.dumps(dataset, default=os.fspath))
     opened, *_ = open_data(found, [Layer("batches", {"train_loader": {"dataset": words}})])
     loader = build_text_loader(opened, kind=StatefulLoader)
-    epoch, num_batches = divmod(first - 1, len(loader))
+    epoch, num_batches = opened.stages.locate(first - 1)
     loader.move_to(epoch, num_batches * opened.global_batch_size)
     return _read_batches(found, loader, first, last)
 
@@ -183,6 +183,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
         vocab_size=(config.get("model") or {}).get("vocab_size"),
         tokenizer=tokenizer,
         share=(0, 1),
+        max_duration=config.get("max_duration"),
     )
     state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
     if isinstance(state, dict):

@@ -274,6 +274,7 @@ def build_data(
             vocab_size=config.model.vocab_size,
             tokenizer=LazyTokenizer(config.tokenizer.name),
             share=(ranks.rank, ranks.size),
+            max_duration=config.max_duration,
         )
         batches = build_text_loader(
             dataset,

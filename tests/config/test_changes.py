@@ -36,6 +36,9 @@ TABLE = {
             allow_unhashed_shards keep_zip override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error""",
         ),
         **in_loaders("dataset.streams.*.", "local remote download_retry download_timeout validate_hash keep_zip"),
+        **in_loaders(
+            "dataset.stages.*.streams.*.", "local remote download_retry download_timeout validate_hash keep_zip"
+        ),
         **in_loaders("", "num_workers pin_memory prefetch_factor persistent_workers timeout"),
         "": """run_name run_folder precision eval_first loss_chunk_mib device_eval_batch_size icl_task_folder
             device_train_microbatch_size fsdp_config tp_config cp_config pp_config islands max_skipped_batches
@@ -59,6 +62,9 @@ TABLE = {
     },
     "logged": {
         "train_loader.": "kwargs",
+        "train_loader.dataset.": "stages",
+        **in_loaders("dataset.stages.*.", "until streams"),
+        **in_loaders("dataset.stages.*.streams.*.", "split proportion repeat choose"),
         "optimizer.": "lr adamw_lr ns_dtype weight_decay",
         "scheduler.": """name t_warmup t_max alpha_i alpha_f t_decay decay t_scale t_cooldown alpha_f_decay
             alpha_f_cooldown""",
@@ -68,7 +74,7 @@ TABLE = {
         **dict.fromkeys(
             ["eval_loader.dataset.", "eval_loaders.*.dataset."],
             """split streams shuffle shuffle_seed shuffle_block_size max_seq_len epoch_size
-            token_encoding_type eos_token_id bos_token_id""",
+            token_encoding_type eos_token_id bos_token_id stages""",
         ),
         **dict.fromkeys(
             ["eval_loader.dataset.streams.*.", "eval_loaders.*.dataset.streams.*."], "split proportion repeat choose"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from streaming import MDSWriter
 
-from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
+from llmfoundry_lite.config.data_schema import StageConfig, StreamConfig, TextDatasetConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import TextLoader, build_text_loader
 
@@ -21,12 +21,20 @@ def write_shards(folder: Path, num_samples: int = 100, size_limit: int = 1_000, 
     return folder
 
 
+def _streams(described: dict) -> dict[str, StreamConfig]:
+    return {name: StreamConfig(**stream) for name, stream in described.items()}
+
+
 def open_data(folder: Path | None, **settings) -> TextDataset:
-    """`settings` are those of the YAML's block and those of `TextDataset`; streams as plain dictionaries."""
+    """`settings` are those of the YAML's block and those of `TextDataset`; streams and stages as plain dictionaries."""
     settings = {"max_seq_len": SEQ_LEN, "global_batch_size": 12, "shuffle": True, "shuffle_seed": 3} | settings
     if folder:
         settings["local"] = str(folder)
-    settings["streams"] = {name: StreamConfig(**stream) for name, stream in settings.get("streams", {}).items()}
+    settings["stages"] = [
+        StageConfig(until=stage.get("until"), streams=_streams(stage.get("streams", {})))
+        for stage in settings.get("stages", [])
+    ]
+    settings["streams"] = _streams(settings.get("streams", {}))
     names = {field.name for field in fields(TextDatasetConfig)} - {"max_seq_len"}
     config = TextDatasetConfig(**{name: value for name, value in settings.items() if name in names})
     return TextDataset(config, **{name: value for name, value in settings.items() if name not in names})

@@ -1,0 +1,91 @@
+"""Stages of training data, as a YAML says them: the streams of each, and the batch that it begins at. No torch.
+
+`data/stages.py` makes the order of samples of it.
+"""
+
+import math
+from dataclasses import fields, replace
+from fractions import Fraction
+from pathlib import Path
+
+from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
+from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.errors import ConfigError
+
+SHARES = ("proportion", "repeat", "choose")
+Streams = dict[str, StreamConfig]
+
+
+def own_streams(dataset: TextDatasetConfig) -> Streams:
+    return dataset.streams or {"": StreamConfig(local=dataset.local, remote=dataset.remote)}
+
+
+def streams_of_stages(dataset: TextDatasetConfig) -> list[Streams]:
+    """Return the streams of each stage; one stage where the data set has none.
+
+    A stage's stream takes what it leaves out, but for its share, from the stream of its name before it.
+    """
+    known, found = own_streams(dataset), []
+    for stage in dataset.stages:
+        streams = {name: _complete(stream, known.get(name)) for name, stream in stage.streams.items()}
+        known = {**known, **streams}
+        found.append(streams or own_streams(dataset))
+    return found or [own_streams(dataset)]
+
+
+def _complete(stream: StreamConfig, before: StreamConfig | None) -> StreamConfig:
+    lacking = [one.name for one in fields(stream) if getattr(stream, one.name) is None and one.name not in SHARES]
+    return replace(stream, **{name: getattr(before, name) for name in lacking}) if before else stream
+
+
+def places_of(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
+    """Return each folder's stream once, by the key it stands at within the data set's block."""
+    found: dict[Path, tuple[str, StreamConfig]] = {}
+    for number, streams in enumerate(streams_of_stages(dataset)):
+        is_own = not dataset.stages or not dataset.stages[number].streams
+        for name, stream in streams.items():
+            key = "" if not name else f".streams.{name}" if is_own else f".stages[{number}].streams.{name}"
+            folder = Path(stream.local or stream.remote or "", stream.split or dataset.split or "")
+            found.setdefault(folder, (key, stream))
+    return dict(found.values())
+
+
+def first_batches(
+    dataset: TextDatasetConfig, path: str, max_duration: str | int | None, batch_size: int, max_seq_len: int
+) -> list[int]:
+    """Return the number of batches before each stage. `path` is the block's, for errors. Raises ConfigError.
+
+    A stage begins with the batch at which its predecessor's `until` is reached, as a schedule's decay does.
+    `max_duration` is None where there is no run, and no `dur`.
+    """
+    run = None if max_duration is None else Duration.parse(max_duration)
+    num_samples = {"ba": batch_size, "sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}
+
+    def batches_in(span: Duration) -> int:
+        return math.ceil(Fraction(str(span.value)) * num_samples[span.unit] / batch_size)
+
+    if dataset.stages and run is not None and run.unit == "ep":
+        raise ConfigError(f"{path}.stages: max_duration is {run}, and a stage may end within an epoch; write it in ba")
+    begins = [0]
+    for number, stage in enumerate(dataset.stages):
+        key, is_last = f"{path}.stages[{number}].until", number == len(dataset.stages) - 1
+        if stage.until is None:
+            if not is_last:
+                raise ConfigError(f"{key}: missing; expected where this stage ends and the next begins, such as 0.8dur")
+            continue
+        until = Duration.parse(str(stage.until))
+        if until.unit == "dur":
+            if run is None:
+                raise ConfigError(f"{key}: {until} given, and there is no run to take a part of; write it in ba")
+            until = Duration(float(Fraction(str(until.value)) * int(run.value)), run.unit)
+        end, last = batches_in(until), None if run is None else batches_in(run)
+        if is_last:
+            if last is None or end < last:
+                raise ConfigError(f"{key}: {stage.until} given for the last stage, which lasts to the end; remove it")
+            continue
+        if end <= begins[-1]:
+            raise ConfigError(f"{key}: {stage.until} is batch {end}, and the stage begins there or later; give more")
+        if last is not None and end >= last:
+            raise ConfigError(f"{key}: {stage.until} is not before the end of the run, {max_duration}; give less")
+        begins.append(end)
+    return begins
