@@ -39,6 +39,8 @@ With -n, ranks that die or freeze start again from the newest save: llmfoundry-l
 
 Exit codes: 0 done, 2 the configuration or the data is wrong, 1 a bug, 75 preempted or stopped by a fault that may pass
 (run the same command again).
+
+Example: llmfoundry-lite train -n 8 mpt-1b h100-8 variables.data=data/mine
 """
 
 

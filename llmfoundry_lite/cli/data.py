@@ -19,32 +19,39 @@ data = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=T
 # A parameter for each option: typer makes the command from them.
 @data.command("prepare")
 def data_prepare(
-    out: Annotated[Path, typer.Option(help="The folder for train, val, tokenizer and summary.json.")],
-    tokenizer: Annotated[str, typer.Option(help="A Hub name, a local folder, or train:VOCAB_SIZE.")],
-    max_seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: train, val, tokenizer, summary.json.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="A Hub name, a folder, or train:32768 to train one of so many tokens.")
+    ],
+    max_seq_len: Annotated[int, typer.Option(help="Tokens of a sample, such as 2048.")],
     sources: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SOURCES]...", help="python-stdlib, hf:NAME[:CONFIG], or files, folders and globs."),
+        typer.Argument(
+            metavar="[SOURCES]...",
+            help="Files, folders and globs of txt, md, jsonl, csv, tsv or parquet; hf:NAME; python-stdlib.",
+        ),
     ] = None,
-    source: Annotated[list[str] | None, typer.Option(help="The same, before the others.")] = None,
+    source: Annotated[list[str] | None, typer.Option(help="A source, as the arguments are; repeat for others.")] = None,
     text_key: Annotated[
         list[str] | None,
-        typer.Option(help="The field or column that holds the text, such as meta.text; several are joined [text]."),
+        typer.Option(help="Field or column of the text, such as meta.text; repeat to join several [text]."),
     ] = None,
-    split: Annotated[str, typer.Option(help="The split of a Hub data set, or of a saved one, to read.")] = "train",
+    split: Annotated[str, typer.Option(help="Split to read of a Hub data set, or of a saved one.")] = "train",
     encoding: Annotated[
-        str | None, typer.Option(help="Of text, JSON lines and CSV: latin-1, utf-16, … [utf-8]")
+        str | None, typer.Option(help="Encoding of text, JSON lines and CSV: latin-1, … [utf-8]")
     ] = None,
     val_fraction: Annotated[
-        float | None, typer.Option(help="Share held out for validation [0.005; python-stdlib: 0.05].")
+        float | None, typer.Option(help="Share of documents held out for validation [0.005; python-stdlib: 0.05].")
     ] = None,
     num_workers: Annotated[int | None, typer.Option(min=1, help="Processes [one per core].")] = None,
-    on_error: Annotated[Literal["stop", "skip"], typer.Option(help="At a document that cannot be read.")] = "stop",
-    size_limit: Annotated[int, typer.Option(help="Bytes of a shard.")] = 64 * 1024 * 1024,
-    compression: Annotated[str | None, typer.Option(help="Of the shards: zstd, zstd:9, gz, …")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in OUT.")] = False,
+    on_error: Annotated[
+        Literal["stop", "skip"], typer.Option(help="Stop at a document that cannot be read, or skip and count it.")
+    ] = "stop",
+    size_limit: Annotated[int, typer.Option(help="Most bytes of a shard.")] = 64 * 1024 * 1024,
+    compression: Annotated[str | None, typer.Option(help="Compression of shards: zstd, zstd:9, gz, … [none]")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in --out.")] = False,
 ) -> None:
-    """Turn text into tokenised MDS shards. Killed and started again, it carries on."""
+    """Turn text into tokenised MDS shards, from which a run trains. Killed and started again, it carries on."""
     check_is_path(out)
     from llmfoundry_lite.prepare.prepare import prepare
     from llmfoundry_lite.prepare.request import Request

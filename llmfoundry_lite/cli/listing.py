@@ -26,12 +26,9 @@ KINDS = {
 
 
 def list_command(
-    kind: Annotated[str | None, typer.Argument(metavar="KIND", help=f"{either(list(KINDS))}, or all.")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="KIND", help=f"{either(list(KINDS))} [all].")] = None,
 ) -> None:
-    """List the YAML files and tasks that come with the package.
-
-    Example: llmfoundry-lite list models
-    """
+    """List the YAML files and tasks that come with the package."""
     if kind not in (None, *KINDS):
         raise UserError(f"list: {kind!r} given, expected {either(list(KINDS))}")
     for number, name in enumerate([kind] if kind else KINDS):

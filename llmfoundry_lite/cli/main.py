@@ -16,6 +16,7 @@ import typer
 
 from llmfoundry_lite.cli import checkpoint, data, listing, machine, plan, results
 from llmfoundry_lite.cli import run as runs
+from llmfoundry_lite.cli.examples import add_examples
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.command("rehearse")(runs.rehearse_command)
 app.command("relay")(runs.relay_command)
 app.command("replay")(runs.replay_command)
 app.add_typer(runs.islands, name="islands")
+add_examples(app)
 
 
 @app.callback(invoke_without_command=True)

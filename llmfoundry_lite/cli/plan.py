@@ -20,44 +20,56 @@ DEFAULT_WAN_GIGABITS = 10.0
 class PlanOptions:
     """Arguments of `plan`."""
 
-    arguments: Annotated[list[str] | None, typer.Argument(help="RUN.yaml [HARDWARE.yaml] [key=value ...]")] = None
-    hardware: Annotated[str, typer.Option(help="The device: h100-80gb, mi250 and so on. Several: a,b,c.")] = ""
-    devices: Annotated[str, typer.Option(help="Devices in all nodes. Several counts, 64,128, make one table.")] = ""
-    check: Annotated[str | None, typer.Option(help="A finished run: its rates beside the predicted ones.")] = None
-    per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node. Default: as it is sold.")] = None
-    link: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a device within its node.")] = None
-    adapter: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of a node to others.")] = None
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="RUN.yaml or its name [HARDWARE.yaml] [key=value ...]")
+    ] = None
+    hardware: Annotated[
+        str, typer.Option(help="Device: h100, a100-40gb, mi250, …; several, h100,mi300x, make one table.")
+    ] = ""
+    devices: Annotated[str, typer.Option(help="Devices in all nodes; several counts, 64,128, make one table.")] = ""
+    check: Annotated[str | None, typer.Option(help="Instead: a finished run, its rates beside the predicted ones.")] = (
+        None
+    )
+    per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node [as it is sold].")] = None
+    link: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a device to others of its node [as sold].")] = (
+        None
+    )
+    adapter: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of a node to other nodes [as sold].")] = None
     efficiency: Annotated[
-        float | None, typer.Option(min=0.01, max=1, help="Of the peak that matrix products reach.")
+        float | None, typer.Option(min=0.01, max=1, help="Share of the peak that matrix products reach [fitted].")
     ] = None
-    calibrate: Annotated[Path | None, typer.Option(help="mfu.json of `bench mfu`, measured on such a device.")] = None
-    pipeline: Annotated[
-        int | None, typer.Option(min=1, help="Stages of a pipeline; default: the run's, else searched.")
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Rates measured on such a device: mfu.json of `bench mfu --out`.")
     ] = None
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline [the run's, else searched].")] = None
     schedule: Annotated[
-        str | None, typer.Option(help="Of --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv [1f1b].")
+        str | None, typer.Option(help="With --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv [1f1b].")
     ] = None
-    virtual: Annotated[int | None, typer.Option(min=1, help="Runs of blocks on a device.")] = None
-    tokens: Annotated[float | None, typer.Option(min=1, help="Default: the run's max_duration.")] = None
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour.")] = None
-    mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures.")] = None
+    virtual: Annotated[int | None, typer.Option(min=1, help="With --pipeline: runs of blocks on a device.")] = None
+    tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run [its max_duration].")] = None
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour: adds the cost.")] = None
+    mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures [50000].")] = None
     stall: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds that a save holds training up, as `report` measures it.")
     ] = None
-    join: Annotated[str | None, typer.Option(help="A second cluster, HARDWARE:DEVICES, that trains along.")] = None
-    wan: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between the two clusters [10].")] = None
-    exchange_every: Annotated[int | None, typer.Option(min=1, help="Steps between their exchanges [1].")] = None
-    samples: Annotated[int | None, typer.Option(min=1, help="A batch of so many samples for each device.")] = None
-    top: Annotated[int, typer.Option(min=1, help="Layouts that are shown.")] = 5
+    join: Annotated[str | None, typer.Option(help="HARDWARE:DEVICES of a second cluster that trains along.")] = None
+    wan: Annotated[float | None, typer.Option(min=0.001, help="With --join: Gbit/s between the clusters [10].")] = None
+    exchange_every: Annotated[int | None, typer.Option(min=1, help="With --join: steps between exchanges [1].")] = None
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples of a batch for each device [the run's batch, whatever the devices]."),
+    ] = None
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts that are shown.")] = 5
     write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
 
 
 @takes(PlanOptions)
 def plan_command(context: typer.Context, given: PlanOptions) -> None:
-    """Predict memory, speed, days and cost of a run. Tries every way to divide the devices; starts nothing.
+    """Predict memory, speed, days and cost of a run on hardware you do not have. Starts nothing.
 
-    Exit code 2 when no layout fits.
+    Tries every way to divide the devices. Layout 1 takes the least memory among those within 1 % of the fastest; the
+    others follow, the fastest first. Exit code 2 when no layout fits.
     """
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
     from llmfoundry_lite.plan.plan import parse_cluster, parse_counts

@@ -145,7 +145,9 @@ def _explain(plan: Plan) -> list[str]:
     ]
     fastest = min(c.time.seconds for c in plan.candidates)
     if best.time.seconds > fastest:
-        lines.append("choice    as fast as the fastest, within 1 %, and the least memory among those")
+        lines.append(
+            "choice    1 is within 1 % of the fastest, with the least memory among those; the others are by speed"
+        )
     elif len(plan.candidates) > 1:
         lines.append(_against(best, plan.candidates[1]))
     else:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import typer
 
+import llmfoundry_lite.eval
+import llmfoundry_lite.train
 from llmfoundry_lite.cli.main import app, run
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
@@ -50,6 +52,32 @@ def test_a_command_is_there_and_has_these_options(command):
         return
     options = {option for parameter in found.params for option in parameter.opts} | {"--help"}
     assert {word for word in words if word.startswith("-")} <= options
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    below = getattr(command, "commands", {})
+    return [leaf for name in below for leaf in leaves(below[name], (*path, name))] if below else [path]
+
+
+@pytest.mark.parametrize("path", leaves(PROGRAM), ids=" ".join)
+def test_every_help_ends_with_an_example_that_parses(path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(ROOT)
+    own = {("train",): llmfoundry_lite.train.HELP, ("eval",): llmfoundry_lite.eval.HELP}.get(path)
+    assert own or run([*path, "--help"]) == 0
+    last = (own or capsys.readouterr().out).splitlines()[-1]
+    said, _, example = last.partition(": llmfoundry-lite ")
+    words = shlex.split(example)
+    assert said.strip() == "Example" and tuple(words[: len(path)]) == path, last
+    if path == ("train",):
+        load_train_config(words[3:], {})
+    elif path == ("eval",):
+        load_eval_config(words[3:])
+    else:
+        command: Any = PROGRAM
+        for name in path:
+            command = command.commands[name]
+        command.make_context(" ".join(path), words[len(path) :])
 
 
 def test_there_are_examples_of_every_kind():

@@ -1,15 +1,8 @@
 """What differs from the committed record on purpose."""
 
 INTENDED: dict[str, str] = {
-    "commands/help/bench*": "proofs and races moved to `python -m benchmarks`; each help begins with a verb",
-    "commands/help/checkpoint*": "each help begins with a verb",
-    "commands/help/top": "bench measures this machine alone; replay and list are new",
-    "commands/help/replay": "new",
-    "commands/help/list": "new",
-    "commands/help/doctor": "--verified is new",
-    "commands/help/data*": "`data show` is new",
-    "commands/help/compare": "it reads logs of other tools, whose clusters --cluster names",
-    "commands/help/report": "prompts of samples are words of the validation data",
+    "commands/help/*": "each ends with an example and begins with a verb; new: list, replay, data show, init --like",
+    "commands/plan/*": "the line on the choice says how the layouts stand",
     "commands/dry-run/mpt-*[0-9][bm]": "lines on start, data, precision, optimizer, saves and logs are new",
     "errors/key/--dry*": "a dry run has more lines; --dry-run=full is new",
     "errors/key/max_duration=4": "a dry run has more lines; --dry-run=full is new",
