@@ -196,6 +196,7 @@ def check_import_path(place: str, value: str) -> None:
 # ------------------------------------------------------------------------------------------ unknown keys
 
 
+MAX_KEYS_LISTED = 24
 NICKNAMES = {
     "learning_rate": "lr",
     "batch_size": "global_train_batch_size",
@@ -233,6 +234,8 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
         return f"did you mean {max(elsewhere, key=lambda other: (_num_shared_parts(other, full), -other.count('.')))}?"
     if far:
         return f"did you mean {next(other for other in everywhere if _last(other) == far[0])}?"
+    if len(keys) > MAX_KEYS_LISTED:
+        return "nothing here is spelled like it; a value of your own, for ${…}, stands under variables"
     return f"valid keys here: {', '.join(keys) or 'none'}"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.build import refuse_keys
+from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, pop, source_of
 from llmfoundry_lite.errors import ConfigError
 
@@ -195,6 +196,16 @@ def refuse_fine_tuning(values: dict[str, Any]) -> None:
             )
 
 
+def drop_variables(values: dict[str, Any], layers: Sequence[Layer], cls: type) -> None:
+    """Take out keys that the schema lacks and that `${key}` elsewhere names, in place.
+
+    LLM Foundry's YAMLs of before 2024 have their variables at the top: data_local, global_seed.
+    """
+    used = set(re.findall(r"\$\{(\w+)\}", str([layer.values for layer in layers])))
+    for name in used - set(keys_of(cls)):
+        values.pop(name, None)
+
+
 def drop_keys(values: dict[str, Any], layers: Sequence[Layer], without_effect: Mapping[str, str]) -> list[str]:
     """Take out keys that are ignored, in place. Returns a note for each."""
     notes = []
@@ -216,18 +227,22 @@ def _keys_of(pattern: str, values: dict[str, Any]) -> list[str]:
 
 
 def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
-    """Take out a shard degree of -1, which asks for the default, and rope_hf_config where rope_impl, dail by default,
-    ignores it in LLM Foundry. Returns a note for the latter."""
+    """Take out a shard degree of -1, which asks for the default; attn_impl triton, which LLM Foundry no longer has; and
+    rope_hf_config where rope_impl, dail by default, ignores it there. Returns notes for the latter two."""
     if get(values, "fsdp_config.data_parallel_shard_degree")[1] == -1:
         pop(values, "fsdp_config.data_parallel_shard_degree")
-    attention = get(values, "model.attn_config")[1]
+    attention, key = get(values, "model.attn_config")[1], "model.attn_config.attn_impl"
+    notes = []
+    if isinstance(attention, dict) and attention.get("attn_impl") == "triton":
+        pop(values, key)
+        notes.append(f"{source_of(key, layers)}: {key} triton has no effect: LLM Foundry has removed it; auto chooses")
     scaling = attention.get("rope_hf_config") if isinstance(attention, dict) else None
     kind = scaling.get("type", "no_scaling") if isinstance(scaling, dict) else "no_scaling"
     if kind == "no_scaling" or not attention.get("rope") or attention.get("rope_impl", "dail") != "dail":
-        return []
+        return notes
     key = "model.attn_config.rope_hf_config"
     pop(values, key)
-    return [f"{source_of(key, layers)}: {key} has no effect: rope_impl is dail; rope_impl: hf scales positions"]
+    return [*notes, f"{source_of(key, layers)}: {key} has no effect: rope_impl is dail; rope_impl: hf scales positions"]
 
 
 def refuse_left_out_keys(

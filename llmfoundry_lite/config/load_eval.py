@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
-from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, EVAL_WITHOUT_EFFECT, drop_keys, refuse_left_out_keys
+from llmfoundry_lite.config.foundry import (
+    EVAL_LEFT_OUT,
+    EVAL_WITHOUT_EFFECT,
+    drop_keys,
+    drop_variables,
+    refuse_left_out_keys,
+)
 from llmfoundry_lite.config.layers import (
     Layer,
     is_key_value,
@@ -56,6 +62,7 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
         )
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
     values = merge_layers(layers) if layers else {}
+    drop_variables(values, layers, EvalConfig)
     refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
     notes = _translate(values, layers)
     refuse_unknown_keys(EvalConfig, values, "", layers)

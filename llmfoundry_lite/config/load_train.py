@@ -16,6 +16,7 @@ from llmfoundry_lite.config.foundry import (
     WITHOUT_EFFECT,
     drop_keys,
     drop_values_without_effect,
+    drop_variables,
     refuse_fine_tuning,
     refuse_left_out_keys,
 )
@@ -48,6 +49,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
             )
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
+    drop_variables(values, layers, TrainConfig)
     with naming_source(layers):
         refuse_fine_tuning(values)
         refuse_other_kinds(values)

@@ -83,6 +83,20 @@ def test_an_island_refuses_each_kind_of_dropout(key):
     assert "islands: an island does not go with dropout yet" in refusal("run.yaml", *island, f"model.{key}=0.1")
 
 
+def test_an_older_yaml_of_llm_foundry_has_its_variables_at_the_top():
+    old = RUN.replace("local: data", "local: '${data_local}', remote: '${data_remote}'")
+    Path("old.yaml").write_text(f"data_local: ./c4\ndata_remote:\nglobal_seed: 17\n{old}seed: ${{global_seed}}\n")
+    loaded = load_train_config(["old.yaml", "data_local=mine", "model.attn_config.attn_impl=triton"], {})
+    assert (loaded.config.train_loader.dataset.local, loaded.config.seed) == ("mine", 17)
+    assert "command line: model.attn_config.attn_impl triton has no effect: LLM Foundry has removed it; auto " in str(
+        loaded.notes
+    )
+    assert refusal("old.yaml", "dat_local=mine") == (
+        "command line: dat_local: unknown key; nothing here is spelled like it; a value of your own, for ${…}, stands "
+        "under variables"
+    )
+
+
 # ------------------------------------------------------------------------------------------ files and arguments
 
 
