@@ -28,7 +28,9 @@ MIN_VOCAB_SIZE = 257
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE)
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""File of its own in transformers 5; kept as tokenizer_config.json's key, which every release reads."""
+FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, CHAT_TEMPLATE_FILE)
 
 VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 """Files of a vocabulary, in the layouts that we and `transformers` read."""
@@ -61,6 +63,8 @@ def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
         contents = []
         for file in (CONFIG_FILE, SPECIAL_TOKENS_FILE):
             contents.append(dict(json.loads(files.get(file, b"{}"))))
+        if (file := CHAT_TEMPLATE_FILE) in files:
+            contents[0]["chat_template"] = files[file].decode()
     except Exception as error:  # the Rust side raises a bare Exception for whatever is wrong with the file
         raise DataError(f"tokenizer {name}: {file} cannot be read ({error})") from error
     return build_tokenizer(name, backend, *contents)
@@ -263,7 +267,7 @@ def download_from_hub(name: str) -> dict[str, Path]:
 
     cached = cached_files(name)
     here = {file: path for file, path in cached.items() if isinstance(path, Path)}
-    if None not in cached.values():
+    if None not in (path for file, path in cached.items() if file != CHAT_TEMPLATE_FILE):  # old caches lack that one
         return here
     try:
         # Asked first because it fails at once without a network, where a download tries for half a minute.

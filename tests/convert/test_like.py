@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.cli import main
@@ -39,6 +39,7 @@ MODELS = {
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
 }
+TEMPLATE = "{% for message in messages %}{{ message.content }};{% endfor %}"
 WORDS = ["import", "return", "for", "in", "def", "range", "class", "self", "None", "list"]
 
 
@@ -54,6 +55,7 @@ def make_model(name: str, folder: Path, texts: Path) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(folder)
     train_tokenizer((path.read_text() for path in sorted(texts.iterdir())), 300).save(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
@@ -86,6 +88,9 @@ def test_a_folder_of_transformers_is_trained_on_and_written_in_its_layout(name, 
     plain = AutoModelForCausalLM.from_pretrained(run / "huggingface")
     there, here = (json.loads((folder / "config.json").read_text()) for folder in (theirs, run / "huggingface"))
     assert (here["model_type"], here["architectures"]) == (name, there["architectures"])
+    talk = [{"role": "user", "content": "import"}]
+    tokenizer = AutoTokenizer.from_pretrained(run / "huggingface")
+    assert tokenizer.apply_chat_template(talk, tokenize=False) == "import;"
     before = AutoModelForCausalLM.from_pretrained(theirs).state_dict()
     after = plain.state_dict()
     assert before.keys() == after.keys()
