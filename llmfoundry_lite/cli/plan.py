@@ -66,7 +66,7 @@ class PlanOptions:
 
 @takes(PlanOptions)
 def plan_command(context: typer.Context, given: PlanOptions) -> None:
-    """Predict memory, speed, days and cost of a run on hardware you do not have. Starts nothing.
+    """Predict memory, speed, days and cost of a run. Starts nothing, and needs no such hardware.
 
     Tries every way to divide the devices. Layout 1 takes the least memory among those within 1 % of the fastest; the
     others follow, the fastest first. Exit code 2 when no layout fits.

@@ -139,7 +139,7 @@ def init(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write [mpt-SIZE-DATA.yaml or LIKE-DATA.yaml].")] = None,
 ) -> None:
-    """Write a commented YAML for a data folder and a model's size, or a model to train on.
+    """Write a commented YAML for a data folder and a model. The model is one of our sizes, or trained on from another.
 
     With --like, the model is that folder's (Llama, Mistral, Qwen2, Qwen3, GPT-2 or MPT). Its weights become a
     checkpoint beside the YAML. Prepare the data with `--tokenizer FOLDER`.
