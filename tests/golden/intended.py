@@ -11,7 +11,7 @@ INTENDED: dict[str, str] = {
     "errors/key/tokenizer.name=nobody*": "a dry run has more lines; --dry-run=full is new",
     "errors/key/train_loader.dataset.local=nowhere": "a dry run has more lines; --dry-run=full is new",
     "errors/key/train_loader.dataset.split=test": "a dry run has more lines; --dry-run=full is new",
-    "commands/of-a-run/config.yaml": "attn_config.head_dim, attn_config.qkv_bias and train_loader.dataset.stages are new",
+    "commands/of-a-run/config.yaml": "attn_config.head_dim, attn_config.qkv_bias and dataset.stages are new",
     "commands/help/train": "--dry-run=full prints the YAML, --dry-run is short",
     "commands/*/mpt-quickstart*": "its model is Llama-like, by Muon and exact sums, half the tokens",
     "commands/init/*": "precision and ranks are those of the machine; the warm-up is 0.05dur; names are quoted",
