@@ -46,7 +46,7 @@ def run(*, num_draws: int = 20_000, out: Path | None = None) -> list[Row]:
     report = describe_conditions() | {"cases": [row._asdict() for row in rows], "powers": powers, "levels": levels}
     heading = "What intervals and verdicts of `compare` keep of what they promise"
     command = "python -m benchmarks intervals"
-    tell(report, *tables, notes=[PROMISE], name="intervals", heading=heading, command=command, out=out)
+    tell(report, *tables, [PROMISE], name="intervals", heading=heading, command=command, out=out)
     return rows
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.data.order import SampleOrder
 from llmfoundry_lite.report.tables import Table
 
@@ -38,11 +38,9 @@ def run(*, num_shards: int = 1_560_000, num_workers: int = 2, out: Path | None =
         "mixing": measure_mixing(),
         "opening": measure_opening(num_shards, num_workers),
     }
-    mixing, opening, words = table_of_mixing(report), table_of_opening(report), opening_in_words(report)
-    show(open_console(), mixing, opening, notes=[words])
-    if out is not None:
-        command = f"python -m benchmarks order --num-shards {num_shards}"
-        write_report(out, "shuffle", "How well the order mixes", command, report, HOW, mixing, WINDOW, opening, words)
+    parts = HOW, table_of_mixing(report), WINDOW, table_of_opening(report), [opening_in_words(report)]
+    command = f"python -m benchmarks order --num-shards {num_shards}"
+    tell(report, *parts, name="shuffle", heading="How well the order mixes", command=command, out=out)
     return report
 
 

@@ -8,11 +8,10 @@ formula's share and that of the played schedule (`plan/schedule.py`). Messages a
 measured.
 """
 
-import json
-import tempfile
+import itertools
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,24 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from llmfoundry_lite.bench import frame
+from llmfoundry_lite.bench.steps import measure_on_ranks
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.parallel.pipeline import SCHEDULES, TAKES_ONE_STAGE
 from llmfoundry_lite.plan.schedule import simulate_bubble
-from llmfoundry_lite.report.figure import plt
 from llmfoundry_lite.report.tables import Table
 
-HEADINGS = ["schedule", "stages", "microbatches", "runs of blocks", "measured", "formula", "played", "step, s"]
+COLUMNS: list[frame.Column] = [
+    ("schedule", "{schedule}"),
+    ("stages", "{num_stages}"),
+    ("microbatches", "{num_microbatches}"),
+    ("runs of blocks", "{virtual_stages}"),
+    ("measured", "{measured[median]:.1%} ({measured[least]:.1%} to {measured[most]:.1%})"),
+    ("formula", "{formula:.1%}"),
+    ("played", "{played:.1%}"),
+    ("step, s", "{seconds:.3f}"),
+]
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
 NOTES = (
     "measured: torch's schedules, messages and Python among what a device waits",
@@ -83,7 +91,7 @@ def run(
     frame.tell(
         report,
         table_of(report),
-        notes=[*report["left_out"], *NOTES],
+        [*report["left_out"], *NOTES],
         name="pipeline",
         heading="What stages wait",
         command=frame.format_command("python -m benchmarks pipeline", **lists, **options),
@@ -131,20 +139,13 @@ def row_of(
 
 def measure(degree: int, cases: Sequence[Sequence[Any]], pass_seconds: float, num_repeats: int) -> list[list[float]]:
     """Time the steps of each (schedule, runs of blocks, microbatches) on `degree` processes, in seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            play, args=(degree, cases, pass_seconds, num_repeats, folder), nprocs=degree, join=True
-        )
-        return json.loads((Path(folder) / "seconds.json").read_text())
+    return measure_on_ranks(degree, partial(play, degree, cases, pass_seconds, num_repeats))
 
 
-def play(
-    rank: int, degree: int, cases: Sequence[Sequence[Any]], pass_seconds: float, num_repeats: int, folder: str
-) -> None:
-    """Play one rank of each case. A step lasts as long as the slowest rank's."""
+def play(degree: int, cases: Sequence[Sequence[Any]], pass_seconds: float, num_repeats: int) -> list[list[float]]:
+    """Play this rank of each case. A step lasts as long as the slowest rank's."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", degree)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=degree, timeout=timedelta(minutes=5))
+    rank = dist.get_rank()
     found = []
     for name, num_runs, count in cases:
         schedule = build_schedule(name, rank, degree, num_runs, count, pass_seconds / num_runs)
@@ -163,9 +164,7 @@ def play(
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             seconds.append(longest.item())
         found.append(seconds[1:])  # the first one sets up
-    if rank == 0:
-        (Path(folder) / "seconds.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def indices_of(schedule: str, rank: int, degree: int, num_runs: int) -> list[int]:
@@ -225,37 +224,26 @@ class _SleepBackward(torch.autograd.Function):
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    rows = []
-    for row in report["rows"]:
-        measured = row["measured"]
-        spans = f"{measured['median']:.1%} ({measured['least']:.1%} to {measured['most']:.1%})"
-        by_arithmetic = ["" if row[key] is None else f"{row[key]:.1%}" for key in ("formula", "played")]
-        keys = (row["schedule"], str(row["num_stages"]), str(row["num_microbatches"]), str(row["virtual_stages"]))
-        rows.append([*keys, spans, *by_arithmetic, f"{row['seconds']:.3f}"])
     title = f"waiting over computing, {report['milliseconds']:g} ms a pass, the median of {report['num_repeats']} steps"
-    return frame.measured_table(title, HEADINGS, rows, num_keys=4)
+    return frame.tabulate(title, COLUMNS, report["rows"], num_keys=4)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw a panel for each number of stages: measured as points, played as lines."""
     stages = sorted({row["num_stages"] for row in report["rows"]})
     names = list(dict.fromkeys(row["schedule"] for row in report["rows"]))
-    figure, panels = plt.subplots(
-        1, len(stages), figsize=(1.5 + 4 * len(stages), 3.8), layout="constrained", dpi=150, sharey=True, squeeze=False
-    )
-    for axes, degree in zip(panels[0], stages, strict=True):
-        for name in names:
-            rows = [row for row in report["rows"] if (row["schedule"], row["num_stages"]) == (name, degree)]
-            x = [row["num_microbatches"] for row in rows]
-            colour = COLOURS[names.index(name) % len(COLOURS)]
-            axes.plot(x, [100 * row["played"] for row in rows], "-", color=colour, lw=1)
-            axes.plot(x, [100 * row["measured"]["median"] for row in rows], "o", color=colour, ms=5, label=name)
-        ticks = sorted({row["num_microbatches"] for row in report["rows"]})
-        frame.label_axes(axes, ticks, "microbatches", from_zero=False)
-        axes.set_title(f"{degree} stages", fontsize=10)
-    panels[0][0].set_ylim(bottom=0)  # when all panels are drawn: it fixes the upper end for all of them
-    panels[0][0].set_ylabel("waiting over computing, %")
-    place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-    title = "points: measured\nlines: played"
-    panels[0][-1].legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)
-    frame.save_figure(figure, path)
+    ticks = sorted({row["num_microbatches"] for row in report["rows"]})
+    with frame.drawn(path, len(stages), (1.5 + 4 * len(stages), 3.8), sharey=True) as panels:
+        for axes, degree in zip(panels, stages, strict=True):
+            for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
+                rows = [row for row in report["rows"] if (row["schedule"], row["num_stages"]) == (name, degree)]
+                x = [row["num_microbatches"] for row in rows]
+                axes.plot(x, [100 * row["played"] for row in rows], "-", color=colour, lw=1)
+                axes.plot(x, [100 * row["measured"]["median"] for row in rows], "o", color=colour, ms=5, label=name)
+            frame.label_axes(axes, ticks, "microbatches", from_zero=False)
+            axes.set_title(f"{degree} stages", fontsize=10)
+        panels[0].set_ylim(bottom=0)  # when all panels are drawn: it fixes the upper end for all of them
+        panels[0].set_ylabel("waiting over computing, %")
+        place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+        title = "points: measured\nlines: played"
+        panels[-1].legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)

@@ -107,7 +107,7 @@ def run(
     frame.tell(
         report,
         table_of(report),
-        notes=notes_of(report),
+        notes_of(report),
         name="prepare",
         heading="`data prepare`, beside LLM Foundry's converter",
         command="python -m benchmarks prepare",

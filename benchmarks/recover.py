@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks import last_lines, wait_for
 from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import SHAPES, write_run
 from llmfoundry_lite.errors import DataError
@@ -39,7 +40,6 @@ COLLECTIVE_SECONDS = 30
 DEADLINE_SECONDS = 300.0
 MAX_BATCHES = 20_000
 """More than are trained: a run ends soon after its last fault."""
-LOOK_SECONDS = 0.02
 COMPARED = ("loss/train/total", "grad_norm", "data/digest")
 PEER_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it torchrun's restarted ranks meet the addresses of those before them. Ours has no use for it."""
@@ -189,18 +189,16 @@ class Disturbed:
         self.wait_for(lambda: len(self.log.read()) >= have + num_batches)
 
     def wait_for(self, is_there: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not (found := is_there()):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise DataError(f"bench recover: {self.side.name} did not come back: {self.last_words()}")
-            time.sleep(LOOK_SECONDS)
-        return found
+        def lost() -> DataError:
+            return DataError(f"bench recover: {self.side.name} did not come back: {self.last_words()}")
+
+        return wait_for(is_there, DEADLINE_SECONDS, lost, lambda: self.process.poll() is not None)
 
     def seconds_a_batch(self) -> float:
         return statistics.median(record["time/batch_seconds"] for record in self.log.read()[-20:])
 
     def last_words(self) -> str:
-        return " | ".join(self.output.read_text(errors="replace").splitlines()[-3:])
+        return last_lines(self.output, 3, " | ")
 
 
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
@@ -301,5 +299,5 @@ def tell_faults(
     notes.append(f"a frozen launcher: its ranks train on; it goes on after {FROZEN_SECONDS:g} s")
     report |= {"faults": records, "differing": differing, "lost": lost}
     heading, asked = "What a fault costs", ("shape", "seq_len")
-    frame.tell(report, table, notes=notes, name="recover", heading=heading, command=command, asked=asked, out=out)
+    frame.tell(report, table, notes, name="recover", heading=heading, command=command, asked=asked, out=out)
     return report

@@ -68,7 +68,7 @@ def run(results: Sequence[Path] = (), *, num_draws: int = 20_000, out: Path | No
     tell(
         report,
         *tables,
-        notes=[PROMISE, *notes],
+        [PROMISE, *notes],
         name="sequential",
         heading="Stopping when decided: what is promised, and what is kept",
         command="python -m benchmarks sequential" + (" RESULT.json ..." if pairs else ""),

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recover import LOOK_SECONDS, Log, kill_with_children
+from benchmarks import last_lines, wait_for
+from benchmarks.recover import Log, kill_with_children
 from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import SHAPES, write_run
 from llmfoundry_lite.errors import DataError
@@ -51,7 +52,7 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
         begin = [*LAUNCHERS["llmfoundry-lite train -n 2"], *options, f"stop_after={BATCHES_SAVED}ba"]
         begun = subprocess.run(begin, env=environment, capture_output=True, text=True)
         if len(log.last_of_each_batch()) != BATCHES_SAVED:
-            raise DataError(f"bench start: the run did not begin: {last_words(begun.stdout + begun.stderr)}")
+            raise DataError(f"bench start: the run did not begin: {last_lines(begun.stdout + begun.stderr, 3, ' | ')}")
 
         def first_batch(launcher: Sequence[str]) -> float:
             before = len(log.read())
@@ -72,7 +73,7 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
     notes = [f"the run: {shape}, {seq_len} tokens a sample, from its save after {BATCHES_SAVED} batches"]
     heading, asked = "How long a launch takes", ("shape", "seq_len")
     command = f"python -m benchmarks start --shape {shape} --num-rounds {num_rounds}"
-    frame.tell(report, table, notes=notes, name="start", heading=heading, command=command, asked=asked, out=out)
+    frame.tell(report, table, notes, name="start", heading=heading, command=command, asked=asked, out=out)
     return report
 
 
@@ -84,19 +85,16 @@ def time_import(environment: dict[str, str]) -> float:
 
 def time_until(is_there: Callable[[], bool], command: list[str], environment: dict[str, str], output: Path) -> float:
     """Return seconds from the command until `is_there`, and kill all its processes. Raises DataError if they end."""
+
+    def lost() -> DataError:
+        words = last_lines(output, 3, " | ")
+        return DataError(f"bench start: {' '.join(command[:4])} … came to no batch: {words}")
+
     with output.open("wb") as file:
         started = time.monotonic()
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     try:
-        while not is_there():
-            if process.poll() is not None or time.monotonic() - started > DEADLINE_SECONDS:
-                words = last_words(output.read_text(errors="replace"))
-                raise DataError(f"bench start: {' '.join(command[:4])} … came to no batch: {words}")
-            time.sleep(LOOK_SECONDS)
+        wait_for(is_there, DEADLINE_SECONDS, lost, lambda: process.poll() is not None)
         return time.monotonic() - started
     finally:
         kill_with_children(process)
-
-
-def last_words(text: str) -> str:
-    return " | ".join(text.strip().splitlines()[-3:])

@@ -24,25 +24,21 @@ This file starts the ranks (`rank_program.py`) in order. They measure with `mete
 `report.py` has the targets and tables.
 """
 
-import json
-import os
+import multiprocessing
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.checkpoint import rank_program
 from benchmarks.checkpoint.meters import available_bytes
-from benchmarks.checkpoint.rank_program import MARK, NUM_RANKS, model_config
+from benchmarks.checkpoint.rank_program import NUM_RANKS, model_config
 from benchmarks.checkpoint.report import (
     judge,
     table_of_growth,
@@ -50,8 +46,8 @@ from benchmarks.checkpoint.report import (
     table_of_sides,
     table_of_targets,
 )
-from llmfoundry_lite.bench.frame import check_names, describe_conditions, open_console, show, write_report
-from llmfoundry_lite.bench.steps import SHAPES
+from llmfoundry_lite.bench.frame import check_names, describe_conditions, open_console, tell
+from llmfoundry_lite.bench.steps import SHAPES, measure_on_ranks
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
@@ -92,30 +88,21 @@ def run(
         "num_rounds": num_rounds,
         "growth": {},
     }
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) as work:
-        settings = {"num_rounds": num_rounds, "folder": work}
-        report |= _measure_on_ranks({"what": "sides", "size": size, **settings}, console)
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) as work, _ended_by_sigterm():
+
+        def measure(what: str, size: str, most_rounds: int = num_rounds) -> dict[str, Any]:
+            console.print(f"{what}: {size}")
+            return _measure_on_ranks(what, size, min(num_rounds, most_rounds), work)
+
+        report |= measure("sides", size)
         report["targets"] = judge(report)
-        tables = [table_of_sides(report), table_of_targets(report)]
-        show(console, *tables)
-        settings["num_rounds"] = min(num_rounds, INTERVAL_ROUNDS)
-        report |= _measure_on_ranks({"what": "interval", "size": size, **settings}, console)
-        tables.append(table_of_intervals(report))
-        show(console, tables[-1])
-        settings["num_rounds"] = min(num_rounds, GROWTH_ROUNDS)
+        report |= measure("interval", size, INTERVAL_ROUNDS)
         for name in sizes:
             missing = _missing_memory(name)
-            report["growth"][name] = (
-                {"left_out": missing}
-                if missing
-                else _measure_on_ranks({"what": "growth", "size": name, **settings}, console)
-            )
-    tables.append(table_of_growth(report))
-    show(console, tables[-1])
-    if out is not None:
-        heading = "Saves and loads, beside peers and this machine's limits"
-        command = "python -m benchmarks checkpoint"
-        write_report(out, "checkpoint", heading, command, report, *tables, asked=["num_ranks"])
+            report["growth"][name] = {"left_out": missing} if missing else measure("growth", name, GROWTH_ROUNDS)
+    tables = table_of_sides(report), table_of_targets(report), table_of_intervals(report), table_of_growth(report)
+    about = {"heading": "Saves and loads, beside peers and this machine's limits", "asked": ["num_ranks"]}
+    tell(report, *tables, name="checkpoint", command="python -m benchmarks checkpoint", **about, out=out)
     return report
 
 
@@ -126,6 +113,9 @@ def _ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
+        for rank in multiprocessing.active_children():
+            rank.kill()
+            rank.join()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -166,65 +156,10 @@ def _missing_memory(size: str) -> str | None:
     return f"needs about {needed / GIB:.0f} GiB of memory, {available / GIB:.0f} are available"
 
 
-# Starting the ranks
-
-
-def _measure_on_ranks(settings: dict[str, Any], console: Console) -> dict[str, Any]:
-    """Start the ranks, show what rank 0 says, return what it found. None of them outlives this call."""
-    console.print(f"{settings['what']}: {settings['size']}")
-    threads = max(1, len(os.sched_getaffinity(0)) // NUM_RANKS)
-    program, processes = [sys.executable, "-m", rank_program.__name__], []
-    with tempfile.TemporaryDirectory(prefix="ranks-", dir=settings["folder"]) as folder:
-        rendezvous = Path(folder, "rendezvous")
-        logs = [Path(folder, f"rank{rank}.txt") for rank in range(NUM_RANKS)]
-        try:
-            for rank, log in enumerate(logs):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
-                names = {**place, "NODE_RANK": 0, "OMP_NUM_THREADS": threads}  # Composer asks for all of them
-                environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
-                command = [*program, json.dumps(settings), str(rank), str(rendezvous)]
-                with log.open("w") as stderr:
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                            stderr=stderr,
-                            text=True,
-                            env=environment,
-                        )
-                    )
-            for process in processes:
-                threading.Thread(target=_end_together, args=(process, processes), daemon=True).start()
-            result = None
-            assert processes[0].stdout is not None
-            for line in processes[0].stdout:
-                if line.startswith(MARK):
-                    message = json.loads(line.removeprefix(MARK))
-                    result = message.get("result", result)
-                    if "progress" in message:
-                        console.print(f"  {message['progress']}", highlight=False)
-            codes = [process.wait() for process in processes]
-            if any(codes) or result is None:
-                raise DataError(f"a rank failed: {_last_words(logs, codes)}")
-            return result
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.wait()
-
-
-def _end_together(process: subprocess.Popen[str], processes: Sequence[subprocess.Popen[str]]) -> None:
-    """When one rank fails, the others would wait for it."""
-    if process.wait():
-        for other in processes:
-            other.kill()
-
-
-def _last_words(logs: Sequence[Path], codes: Sequence[int]) -> str:
-    lines = [log.read_text().strip().splitlines() for log in logs]
-    silent = f"exit codes {', '.join(map(str, codes))} and no words"
-    if -signal.SIGKILL in codes:
-        silent = "killed, as Linux does where memory runs out; free some, or name smaller --sizes"
-    return next((text[-1] for text in lines if text), silent)
+def _measure_on_ranks(what: str, size: str, num_rounds: int, work: str) -> dict[str, Any]:
+    """Return what rank 0 found. Raises DataError with a rank's last words."""
+    try:
+        return measure_on_ranks(NUM_RANKS, partial(rank_program.measure, what, size, num_rounds, work))
+    except RuntimeError as error:
+        killed = "; Linux does so where memory runs out; free some, or name smaller --sizes"
+        raise DataError(f"a rank failed: {error}{killed if 'SIGKILL' in str(error) else ''}") from None

@@ -358,14 +358,8 @@ def _table(report: dict[str, Any]) -> Table:
     rows = []
     for name, value in report["figures"].items():
         unit, wanted = WANTED.get(name, (_unit(name), None))
-        rows.append(
-            [
-                name,
-                f"{value:,.3f} {unit}".strip(),
-                "" if wanted is None else f"at most {wanted:g} {unit}".strip(),
-                "" if wanted is None else ("met" if value <= wanted else "missed"),
-            ]
-        )
+        aim = [] if wanted is None else [f"at most {wanted:g} {unit}".strip(), "met" if value <= wanted else "missed"]
+        rows.append([name, f"{value:,.3f} {unit}".strip(), *(aim or ["", ""])])
     title = f"{Path(report['plan']).stem} on {report['num_ranks']:,} ranks, {report['sharding'] or 'FULL_SHARD'}"
     return measured_table(title, ["figure", "measured", "wanted", ""], rows)
 

@@ -1,12 +1,10 @@
 """One rank's part of the checkpoint benchmark: it builds the model, has the sides save in turns, and times them.
 
-Started by `checkpoint.py` with what to measure, its rank, and the file by which the ranks find one another. What rank 0
-has to say goes to standard output, in lines that begin with MARK.
+Started by `checkpoint.py`. Rank 0 prints how it goes.
 """
 
-import json
+import os
 import shutil
-import sys
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -35,35 +33,24 @@ from llmfoundry_lite.ranks import exchange
 
 NUM_RANKS = 2
 LIMITS = "limits"
-MARK = "@@"
-"""Begins a line of a rank that is meant for the process that started it."""
 
 
-def measure(settings: dict[str, Any], rank: int, rendezvous: str) -> None:
-    """One rank's part; rank 0 tells the process that started it what was found."""
-    is_cuda = device_type() == "cuda"
-    if is_cuda:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    # async_save requests a CPU backend beside NCCL's.
-    backend = "cpu:gloo,cuda:nccl" if is_cuda and torch.cuda.device_count() >= NUM_RANKS else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=NUM_RANKS)
-    model, optimizer = build(settings["size"])
-    work = Path(settings["folder"], f"{settings['what']}-{settings['size']}")
-    measures = {
-        "sides": measure_sides,
-        "growth": measure_growth,
-        "interval": partial(measure_interval, size=settings["size"], say=lambda text: _say(progress=text)),
-    }
-    found = measures[settings["what"]](model, optimizer, work, settings["num_rounds"])
-    local_bytes = sum(tensor.nbytes for tensor in local_tensors(model, optimizer))
-    parameters = count_parameters(model_config(settings["size"]))
-    _say(result={"parameters": parameters, "local_bytes": exchange.all_gather_json(local_bytes), **found})
-    dist.destroy_process_group()
+def measure(what: str, size: str, num_rounds: int, work: str) -> dict[str, Any]:
+    """One rank's part."""
+    rank = dist.get_rank()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS, "NODE_RANK": 0}
+    os.environ.update({name: str(value) for name, value in place.items()})  # Composer asks for all of them
+    model, optimizer = build(size)
+    interval = partial(measure_interval, size=size, say=_say)
+    measures = {"sides": measure_sides, "growth": measure_growth, "interval": interval}
+    found = measures[what](model, optimizer, Path(work, f"{what}-{size}"), num_rounds)
+    local_bytes = exchange.all_gather_json(sum(tensor.nbytes for tensor in local_tensors(model, optimizer)))
+    return {"parameters": count_parameters(model_config(size)), "local_bytes": local_bytes, **found}
 
 
-def _say(**message: Any) -> None:
+def _say(progress: str) -> None:
     if dist.get_rank() == 0:
-        print(MARK + json.dumps(message), flush=True)
+        print(f"  {progress}", flush=True)
 
 
 def model_config(size: str) -> ModelConfig:
@@ -122,7 +109,7 @@ def measure_sides(
             remove(saved)
         rounds.append(found)
         seconds = ", ".join(f"{side} {found[side]['durable_seconds']:.2f} s" for side in SIDES)
-        _say(progress=f"round {number} of {num_rounds}: {seconds}")
+        _say(f"round {number} of {num_rounds}: {seconds}")
     return {"rounds": rounds, "resident_after_drop": resident}
 
 
@@ -139,7 +126,7 @@ def measure_growth(
         found["load_verified_seconds"] = timed(lambda saved=saved: load(saved, model, optimizer), 2 * local_bytes)
         remove(saved)
         rounds.append(found)
-        _say(progress=f"save {number}/{num_rounds}: {found['durable_seconds']:.2f} s")
+        _say(f"save {number}/{num_rounds}: {found['durable_seconds']:.2f} s")
     return {"rounds": rounds}
 
 
@@ -182,7 +169,3 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
         sync(folder.parent)
     dist.barrier()
-
-
-if __name__ == "__main__":
-    measure(json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,48 +110,56 @@ def run(
                 if peer is not None:
                     sides["lm-eval"] = partial(peer, items=str(files[name]))
                 found, _ = frame.take_turns(sides, num_rounds, console)
-                report["suites"][name] = compare(found["ours"], found.get("lm-eval", []), suite)
-                if out is not None:  # what has been measured is kept, whatever becomes of the rest
-                    frame.write_report(out, "eval", HEADING, COMMAND, report, table_of(report), FLOOR, asked=["shape"])
-    frame.show(console, table_of(report), notes=[FLOOR])
+                theirs = found.get("lm-eval", [])
+                floors = {
+                    key: frame.spread(one[key] for one in found["ours"]).median
+                    for key in ("of_the_floor", "of_the_floor_with_logits")
+                }
+                wanted = {"wanted": suite.wanted} if theirs else {}
+                report["suites"][name] = compare(found["ours"], theirs) | floors | wanted
+                # What has been measured is kept, whatever becomes of the rest.
+                about = {"name": "eval", "heading": HEADING, "command": COMMAND, "asked": ["shape"]}
+                frame.tell(report, table_of(report), FLOOR, **about, out=out)
+    console.print(FLOOR)
     return report
 
 
-def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], suite: Suite) -> dict[str, Any]:
-    def rates(sides: list[dict[str, Any]], key: str = "seconds") -> list[float]:
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return rates of our side, and beside the peer's their ratios within rounds, and decisions that differ."""
+
+    def rates(sides: list[dict[str, Any]], key: str) -> list[float]:
         return [one["n"] / one[key] for one in sides]
 
-    found: dict[str, Any] = {
-        "items_per_second": frame.spread(rates(ours)).median,
-        "items_per_cpu_second": frame.spread(rates(ours, "cpu_seconds")).median,
-        "of_the_floor": frame.spread(one["of_the_floor"] for one in ours).median,
-        "of_the_floor_with_logits": frame.spread(one["of_the_floor_with_logits"] for one in ours).median,
-    }
+    found: dict[str, Any] = {}
+    for side, name in ((ours, "items"), (theirs, "peer_items")):
+        for key, per in (("seconds", "second"), ("cpu_seconds", "cpu_second")):
+            if side:
+                found[f"{name}_per_{per}"] = frame.spread(rates(side, key)).median
     if theirs:
-        different = {
-            metric: sum(a != b for a, b in zip(ours[0][metric], theirs[0][metric], strict=True))
-            for metric in ("acc", "acc_norm")
-        }
+        pairs = zip(*(chain.from_iterable(side[0]["log_probability"]) for side in (ours, theirs)), strict=True)
         found |= {
-            "peer_items_per_second": frame.spread(rates(theirs)).median,
-            "peer_items_per_cpu_second": frame.spread(rates(theirs, "cpu_seconds")).median,
-            "times": frame.ratios(rates(ours), rates(theirs)),
+            "times": frame.ratios(rates(ours, "seconds"), rates(theirs, "seconds")),
             "times_in_cpu_seconds": frame.ratios(rates(ours, "cpu_seconds"), rates(theirs, "cpu_seconds")),
-            "wanted": suite.wanted,
-            "num_different": different,
-            "largest_difference_nats": max(
-                abs(a - b)
-                for x, y in zip(ours[0]["log_probability"], theirs[0]["log_probability"], strict=True)
-                for a, b in zip(x, y, strict=True)
-            ),
+            "num_different": {
+                metric: sum(a != b for a, b in zip(ours[0][metric], theirs[0][metric], strict=True))
+                for metric in ("acc", "acc_norm")
+            },
+            "largest_difference_nats": max(abs(a - b) for a, b in pairs),
         }
     return found
 
 
-HEADINGS = (
-    *("items", "ours", "lm-eval", "times", "in CPU time", "wanted", "of the floor", "with logits"),
-    "other decisions",
-)
+COLUMNS: list[frame.Column] = [
+    ("items", "{name}"),
+    ("ours", "{items_per_second:.2f}"),
+    ("lm-eval", "{peer_items_per_second:.2f}"),
+    ("times", "{times}"),
+    ("in CPU time", "{times_in_cpu_seconds}"),
+    ("wanted", "{wanted:g}"),
+    ("of the floor", "{of_the_floor:.0%}"),
+    ("with logits", "{of_the_floor_with_logits:.0%}"),
+    ("other decisions", lambda row: str(sum(row["num_different"].values())) if "num_different" in row else ""),
+]
 HEADING, COMMAND = "Evaluation in context, beside lm-evaluation-harness", "python -m benchmarks eval"
 FLOOR = (
     "The floor: tokens that must be computed, once each, at the rate of a forward pass over plain text without logits. "
@@ -160,18 +169,10 @@ FLOOR = (
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    rows = []
-    for name, found in report["suites"].items():
-        peer = [""] * 5
-        if "times" in found:
-            wanted = "" if found["wanted"] is None else f"{found['wanted']:g}"
-            times = [str(found[key]) for key in ("times", "times_in_cpu_seconds")]
-            peer = [f"{found['peer_items_per_second']:.2f}", *times, wanted, str(sum(found["num_different"].values()))]
-        shares = [f"{found[key]:.0%}" for key in ("of_the_floor", "of_the_floor_with_logits")]
-        rows.append([name, f"{found['items_per_second']:.2f}", *peer[:4], *shares, peer[4]])
+    rows = [{"name": name, **found} for name, found in report["suites"].items()]
     threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
     title = f"{report['shape']}, {report['num_items']} items, {report['num_rounds']} round(s), fp32, {threads}"
-    return frame.measured_table(f"{title}; items per second", HEADINGS, rows)
+    return frame.tabulate(f"{title}; items per second", COLUMNS, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ items

@@ -14,7 +14,7 @@ the answer, and its own schema tasks leave that number out; so does this.
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.eval.eval import peer_of
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
+from llmfoundry_lite.bench.frame import Column, describe_conditions, open_console, tabulate, tell
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.errors import DataError
@@ -82,7 +82,7 @@ def run(
     verdict = "the same answers" if report["is_same"] else "NOT the same answers"
     notes = [f"{verdict} (log-probabilities to {TOLERANCE_NATS:g} nats or {TOLERANCE_SHARE:g} of them)"]
     heading, command = "The same answers as lm-evaluation-harness", f"python -m benchmarks eval-parity --data {data}"
-    tell(report, table_of(report), notes=notes, name="eval-parity", heading=heading, command=command, out=out)
+    tell(report, table_of(report), notes, name="eval-parity", heading=heading, command=command, out=out)
     return report
 
 
@@ -159,29 +159,26 @@ def is_same(found: Record) -> bool:
     return same_decisions and found["are_close"] and same_perplexity
 
 
-HEADINGS = ("task", "items", "acc", "lm-eval", "differ", "acc_norm", "lm-eval", "differ", "perplexity", "lm-eval")
-HEADINGS += ("largest difference, nats",)
+COLUMNS: list[Column] = [
+    ("task", "{name}"),
+    ("items", lambda row: f"{row['n']:,}" + (f" ({row['num_skipped']} too long)" if row["num_skipped"] else "")),
+    *(("acc", "{acc:.4f}"), ("lm-eval", "{peer_acc:.4f}"), ("differ", lambda row: _differ(row, "acc"))),
+    *(
+        ("acc_norm", "{acc_norm:.4f}"),
+        ("lm-eval", "{peer_acc_norm:.4f}"),
+        ("differ", lambda row: _differ(row, "acc_norm")),
+    ),
+    *(("perplexity", "{perplexity:.6g}"), ("lm-eval", "{peer_perplexity:.6g}")),
+    ("largest difference, nats", "{largest_difference_nats:.1e}"),
+]
+
+
+def _differ(row: Mapping[str, Any], metric: str) -> str:
+    differ, ties = row.get(f"{metric}_differ", ""), row.get(f"{metric}_differ_by_rounding")
+    return f"{differ}, {ties} by rounding" if ties else str(differ)
 
 
 def table_of(report: Record) -> Table:
-    def cells(found: Record, metric: str) -> list[str]:
-        if metric not in found:
-            return ["", "", ""]
-        differ, ties = found[f"{metric}_differ"], found[f"{metric}_differ_by_rounding"]
-        told = f"{differ}, {ties} by rounding" if ties else str(differ)
-        return [f"{found[metric]:.4f}", f"{found[f'peer_{metric}']:.4f}", told]
-
-    rows = [
-        [
-            *(name, _count(found), *cells(found, "acc"), *cells(found, "acc_norm")),
-            *(f"{found[key]:.6g}" if key in found else "" for key in ("perplexity", "peer_perplexity")),
-            f"{found['largest_difference_nats']:.1e}",
-        ]
-        for name, found in report["tasks"].items()
-    ]
+    rows = [{"name": name, **found} for name, found in report["tasks"].items()]
     peer = ", ".join(f"{name} {version}" for name, version in report["peer"].items())
-    return measured_table(f"{report['model']}, fp32, joint tokenization, zero-shot, beside {peer}", HEADINGS, rows)
-
-
-def _count(found: Record) -> str:
-    return f"{found['n']:,}" + (f" ({found['num_skipped']} too long)" if found["num_skipped"] else "")
+    return tabulate(f"{report['model']}, fp32, joint tokenization, zero-shot, beside {peer}", COLUMNS, rows)

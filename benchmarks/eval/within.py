@@ -9,17 +9,24 @@ on the same items and one export. Their tokenising and scoring is timed; what el
 import tempfile
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.eval.eval import SUITES, make_items, make_model, peer_of, write_rendered
+from benchmarks.eval.eval import SUITES, compare, make_items, make_model, peer_of, write_rendered
 from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import SHAPES
 from llmfoundry_lite.report.tables import Table
 
 HEADING, COMMAND = "Our model inside lm-evaluation-harness, beside its own", "python -m benchmarks eval-within"
-HEADINGS = ("items", "--model llmfoundry_lite", "--model hf", "times", "in CPU time", "other decisions", "nats apart")
+COLUMNS: list[frame.Column] = [
+    ("items", "{name}"),
+    ("--model llmfoundry_lite", "{items_per_second:.2f}"),
+    ("--model hf", "{peer_items_per_second:.2f}"),
+    ("times", "{times}"),
+    ("in CPU time", "{times_in_cpu_seconds}"),
+    ("other decisions", "{num_different}"),
+    ("nats apart", "{largest_difference_nats:.0e}"),
+]
 
 
 def run(
@@ -40,38 +47,15 @@ def run(
             console.print(name)
             sides = {"ours": partial(ours, items=str(path)), "hf": partial(theirs, items=str(path))}
             found, _ = frame.take_turns(sides, num_rounds, console)
-            report["suites"][name] = compare(found["ours"], found["hf"])
-    table = table_of(report)
-    if out is not None:
-        frame.write_report(out, "eval-within", HEADING, COMMAND, report, table, asked=["shape"])
-    frame.show(console, table)
+            compared = compare(found["ours"], found["hf"])
+            report["suites"][name] = compared | {"num_different": sum(compared["num_different"].values())}
+    about = {"name": "eval-within", "heading": HEADING, "command": COMMAND, "asked": ["shape"]}
+    frame.tell(report, table_of(report), **about, out=out)
     return report
 
 
-def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    rates = [[one["n"] / one["seconds"] for one in side] for side in (ours, theirs)]
-    cpu_rates = [[one["n"] / one["cpu_seconds"] for one in side] for side in (ours, theirs)]
-    pairs = zip(*(chain.from_iterable(side[0]["log_probability"]) for side in (ours, theirs)), strict=True)
-    decisions = [(ours[0][name], theirs[0][name]) for name in ("acc", "acc_norm")]
-    return {
-        "items_per_second": frame.spread(rates[0]).median,
-        "peer_items_per_second": frame.spread(rates[1]).median,
-        "times": frame.ratios(*rates),
-        "times_in_cpu_seconds": frame.ratios(*cpu_rates),
-        "num_different": sum(x != y for a, b in decisions for x, y in zip(a, b, strict=True)),
-        "largest_difference_nats": max(abs(a - b) for a, b in pairs),
-    }
-
-
 def table_of(report: dict[str, Any]) -> Table:
-    rows = [
-        [
-            *(name, f"{found['items_per_second']:.2f}", f"{found['peer_items_per_second']:.2f}"),
-            *(str(found["times"]), str(found["times_in_cpu_seconds"]), str(found["num_different"])),
-            f"{found['largest_difference_nats']:.0e}",
-        ]
-        for name, found in report["suites"].items()
-    ]
+    rows = [{"name": name, **found} for name, found in report["suites"].items()]
     threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
     title = f"{report['shape']}, {report['num_items']} items, fp32, {threads}; items per second"
-    return frame.measured_table(title, HEADINGS, rows)
+    return frame.tabulate(title, COLUMNS, rows)

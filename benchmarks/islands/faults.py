@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks import with_root
+from benchmarks import last_lines, wait_for, with_root
 from benchmarks.islands.launches import SECRET
 from benchmarks.islands.links import Links, set_links
 from benchmarks.recover import Log
 from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.legs import NO_GPU
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, spread, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, spread, tell
 from llmfoundry_lite.bench.steps import write_run
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.islands.messages import TOKEN
@@ -61,7 +61,6 @@ MAX_BANDS = 2.0
 SHARE_WHOLE = 0.8
 """Share of faults that come when all islands train; the others come while one may still be on its way."""
 SAVE_EVERY = 10
-LOOK_SECONDS = 0.01
 
 KILL, KILL_ISLAND, FREEZE = "a rank killed", "an island killed", "a rank frozen"
 KILL_SCRIBE, KILL_SAVING = "the scribe killed", "the scribe killed as it saves"
@@ -247,15 +246,14 @@ class Scene:
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
-    def wait_for(self, is_there: Callable[[], Any], seconds: float, what: str) -> float:
-        """Wait, and return the seconds it took. Raises UserError after `seconds`."""
-        started = time.monotonic()
-        while not is_there():
-            if time.monotonic() - started > seconds:
-                words = "\n".join(self.said.read_text().splitlines()[-15:]) if self.said.exists() else ""
-                raise UserError(f"bench islands --faults: waited {seconds:g} s in vain for {what}\n{words}")
-            time.sleep(LOOK_SECONDS)
-        return time.monotonic() - started
+    def wait_for(self, is_there: Callable[[], Any], seconds: float, what: str) -> None:
+        """Raises UserError after `seconds`."""
+
+        def lost() -> UserError:
+            words = last_lines(self.said, 15) if self.said.exists() else ""
+            return UserError(f"bench islands --faults: waited {seconds:g} s in vain for {what}\n{words}")
+
+        wait_for(is_there, seconds, lost)
 
     def top(self) -> int:
         """Return the last batch that any island has recorded. Launches also rewrite records of earlier batches."""
@@ -420,14 +418,11 @@ def run(*, num_faults: int = 50, seed: int = 17, out: Path | None = None, keep: 
         and report["bands"] <= MAX_BANDS
         and not {code for some in codes.values() for code in some} - {EXIT_DONE, EXIT_BUG, EXIT_USER, EXIT_PREEMPTED}
     )
-    table, notes = table_of(faults), notes_of(report)
-    show(console, table, notes=notes)
+    how = f"{num_faults} faults in {minutes:.0f} minutes and {last} batches. Three islands of 2, 1 and 1 ranks."
+    command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}"
+    about = {"name": "islands-faults", "heading": "Faults of islands", "asked": ("num_faults", "seed")}
+    tell(report, how, table_of(faults), notes_of(report), **about, command=command, out=out)
     console.print("passed" if report["passed"] else "FAILED: see the notes", style="bold")
-    if out is not None:
-        command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}"
-        how = f"{num_faults} faults in {minutes:.0f} minutes and {last} batches. Three islands of 2, 1 and 1 ranks."
-        asked = ("num_faults", "seed")
-        write_report(out, "islands-faults", "Faults of islands", command, report, how, table, notes, asked=asked)
     return report
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.switch.figure import COLOURS, INK, QUIET
+from benchmarks.switch.figure import COLOURS, INK, QUIET, sign
 from llmfoundry_lite.report.figure import plt, write
 
 WRONG = {"weights": "a share weighted twice", "lost": "a batch lost at a repeat", "stale": "an old gradient counted"}
@@ -37,13 +37,7 @@ def plot_islands(report: dict[str, Any], path: Path) -> None:
     for axes in (top, middle, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0.5, report["num_batches"] + 0.5)
-    releases = dict.fromkeys(cluster["torch"] for cluster in report["clusters"][:2])
-    figure.supxlabel(
-        f"{report['machine']}, torch {' and '.join(releases)}, fp32, {report['date']} · B is emulated: held to an "
-        "instruction set below the machine's own, standing for another vendor",
-        fontsize=8,
-        color=QUIET,
-    )
+    sign(figure, report, report["clusters"][:2], "fp32", "B is emulated")
     write(figure, path)
 
 

@@ -26,18 +26,20 @@ from rich.console import Console
 from benchmarks.islands.figure import plot_islands
 from benchmarks.islands.launches import Islands, last_batch, running
 from benchmarks.islands.wrong import DIES_AT
-from benchmarks.switch.band import Series, Verdict, judge, measure_band, measure_deviation, read_series
+from benchmarks.switch import band
+from benchmarks.switch.band import read_series
 from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Workshop, probe
 from benchmarks.switch.switch import (
     GLOBAL_BATCH,
     SEQ_LEN,
+    VERDICT_COLUMNS,
     configuration,
     describe_cluster,
     prepare_data,
+    rows_of_verdicts,
     table_of_clusters,
-    times,
 )
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, open_console, show, tabulate, tell
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.tables import Table
 
@@ -96,11 +98,8 @@ def run(
         "differing": count_differing(together["A"], together["B"]),
     }
     evaluate(report)
-    show(console, table_of(report), notes=notes_of(report))
+    write(report, out)
     console.print("passed" if report["passed"] else "FAILED: see the verdicts", style="bold")
-    if out is not None:
-        write(report, out)
-        console.print(f"written: {out}/islands.json, .md and .png")
     return report
 
 
@@ -212,43 +211,15 @@ def count_differing(first: Sequence[dict[str, Any]], second: Sequence[dict[str, 
 def evaluate(report: dict[str, Any]) -> None:
     """Add to what was run what it shows: the band, verdicts, `passed`."""
     runs = {ISLANDS: report[ISLANDS], **report["controls"]}
-    verdicts: dict[str, Verdict] = {}
-    report["deviation"] = {}
-    for name, content in runs.items():
-        count = len(content["losses"])
-        worlds = [first_batches(world, count) for world in report["worlds"].values()]
-        verdicts[name] = judge(first_batches(content, count), worlds)
-        report["deviation"][name] = measure_deviation(content["losses"], [world.losses for world in worlds]).tolist()
-    report["band"] = measure_band([world["losses"] for world in report["worlds"].values()]).tolist()
-    report["verdicts"] = {name: dataclasses.asdict(verdict) for name, verdict in verdicts.items()}
-    is_as_expected = all(verdict.is_the_same_run == (name in (ISLANDS, SOUND)) for name, verdict in verdicts.items())
-    report["passed"] = is_as_expected and report["differing"] == 0
-
-
-def first_batches(content: dict[str, Any], count: int) -> Series:
-    return Series(
-        losses=content["losses"][:count],
-        digests=content["digests"][:count],
-        learning_rates=content["learning_rates"][:count],
-    )
+    band.evaluate(report, runs, report["worlds"].values(), sound=(ISLANDS, SOUND))
+    report["passed"] &= report["differing"] == 0
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    rows = []
-    for name, values in report["verdicts"].items():
-        verdict = Verdict(**values)
-        caught = [f"digest, batch {verdict.first_other_digest}"] if not verdict.same_data else []
-        caught += [f"loss, batch {verdict.first_outside}"] if verdict.first_outside else []
-        rows.append(
-            [
-                "A and B, B dies and comes back" if name == ISLANDS else CONTROLS[name][0],
-                *(str(len(report["deviation"][name])), "yes" if verdict.same_data else "no"),
-                *(f"{verdict.final_deviation:.1e}", times(verdict.largest_ratio)),
-                "the same run" if verdict.is_the_same_run else "caught by " + " and ".join(caught),
-            ]
-        )
-    headings = ["run", "batches", "same data", "deviation, nats", "largest / band", "verdict"]
-    return measured_table("beside the run of one world", headings, rows)
+    names = {name: words for name, (words, _) in CONTROLS.items()} | {ISLANDS: "A and B, B dies and comes back"}
+    columns = list(VERDICT_COLUMNS.items())
+    columns.insert(1, ("batches", "{num_batches}"))
+    return tabulate("beside the run of one world", columns, rows_of_verdicts(report, names))
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
@@ -267,13 +238,20 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def write(report: dict[str, Any], out: Path) -> None:
+def write(report: dict[str, Any], out: Path | None) -> None:
+    """Show what was found; with `out`, write islands.json, .md and .png."""
     other = " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
     how = (
         f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, fp32. A and B are the islands. A, B "
         "and C alone span the band."
     )
-    parts = table_of(report), notes_of(report), table_of_clusters(report["clusters"]), "![the figure](islands.png)"
-    heading, command = "One run on two islands at once", f"python -m benchmarks islands{other}"
-    write_report(out, "islands", heading, command, report, how, *parts, asked=("num_batches", "kill_at", "seed"))
-    plot_islands(report, out / "islands.png")
+    tell(
+        report,
+        *(how, table_of(report), notes_of(report), table_of_clusters(report["clusters"])),
+        name="islands",
+        heading="One run on two islands at once",
+        command=f"python -m benchmarks islands{other}",
+        asked=("num_batches", "kill_at", "seed"),
+        plot=plot_islands,
+        out=out,
+    )

@@ -5,20 +5,18 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import with_root
+from benchmarks import last_lines, wait_for, with_root
 from benchmarks.recover import Log, kill_with_children
 from benchmarks.switch.legs import SCRIPT, Cluster, Workshop, environment_for
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.islands.messages import TOKEN
 
 SECRET = secrets.token_hex(32)
-LOOK_SECONDS = 0.02
 DEADLINE_SECONDS = 300.0
 """For the next thing to happen; a launch that imports on a busy machine takes half a minute."""
 SILENCE_SECONDS = 4.0
@@ -48,10 +46,7 @@ class Launched:
         """Raises UserError with its last words unless it ends, and ends well."""
         code = self.process.wait(DEADLINE_SECONDS * 4)
         if code != 0:
-            raise UserError(f"{' '.join(self.command)}: exit code {code}\n{self.last_words()}")
-
-    def last_words(self) -> str:
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
+            raise UserError(f"{' '.join(self.command)}: exit code {code}\n{last_lines(self.output)}")
 
 
 class Islands:
@@ -84,15 +79,16 @@ class Islands:
 
     def wait_for(self, is_there: Callable[[], bool], what: str) -> None:
         """Raises UserError when a launch ends before, or nothing comes."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not is_there():
-            over = [
-                one for one in self.launched if one.process.poll() not in (None, 0, -signal.SIGKILL) and not one.dies
-            ]
-            if over or time.monotonic() > deadline:
-                words = "\n".join(one.last_words() for one in over or self.launched)
-                raise UserError(f"bench islands: {self.run}: waited in vain for {what}\n{words}")
-            time.sleep(LOOK_SECONDS)
+
+        def over() -> list[Launched]:
+            ended = (None, 0, -signal.SIGKILL)
+            return [one for one in self.launched if one.process.poll() not in ended and not one.dies]
+
+        def lost() -> UserError:
+            words = "\n".join(last_lines(one.output) for one in over() or self.launched)
+            return UserError(f"bench islands: {self.run}: waited in vain for {what}\n{words}")
+
+        wait_for(is_there, DEADLINE_SECONDS, lost, over)
 
     def end(self) -> None:
         for one in self.launched:
@@ -112,12 +108,14 @@ def coordinated(shop: Workshop, run: str, num_islands: int, links: Path | None =
     environment = with_root(**{TOKEN: SECRET})
     launched = Launched([sys.executable, "-m", *command], shop.folder, environment, output)
     try:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while "coordinating at " not in (said := output.read_text()):
-            if launched.is_over or time.monotonic() > deadline:
-                raise UserError(f"bench islands: the coordinator does not come: {launched.last_words()}")
-            time.sleep(LOOK_SECONDS)
-        yield said.split("coordinating at ")[1].split(",")[0]
+
+        def address() -> str:
+            return output.read_text().partition("coordinating at ")[2].partition(",")[0]
+
+        def lost() -> UserError:
+            return UserError(f"bench islands: the coordinator does not come: {last_lines(output)}")
+
+        yield wait_for(address, DEADLINE_SECONDS, lost, lambda: launched.is_over)
     finally:
         launched.kill()
 

@@ -22,7 +22,7 @@ from benchmarks.islands.links import set_links
 from benchmarks.recover import Log
 from benchmarks.switch.legs import Cluster, Workshop, probe
 from benchmarks.switch.switch import SEQ_LEN, describe_cluster, prepare_data, table_of_clusters
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.cost import join_clusters
@@ -80,14 +80,10 @@ def run(
         "linked": linked,
     }
     evaluate(report)
-    tables = tables_of(report)
-    show(console, *tables, notes=notes_of(report))
-    if out is not None:
-        how = f"Batches of {rows} x {SEQ_LEN} tokens, fp32, {num_parameters:,} parameters; {num_batches} are timed."
-        heading, command = "What the exchange between islands costs", "python -m benchmarks islands-speed"
-        parts = (*tables, notes_of(report), table_of_clusters(described))
-        write_report(out, "islands-speed", heading, command, report, how, *parts, asked=("rows", "num_batches"))
-        console.print(f"written: {out}/islands-speed.json and .md")
+    how = f"Batches of {rows} x {SEQ_LEN} tokens, fp32, {num_parameters:,} parameters; {num_batches} are timed."
+    about = {"heading": "What the exchange between islands costs", "command": "python -m benchmarks islands-speed"}
+    parts = (how, *tables_of(report), notes_of(report), table_of_clusters(described))
+    tell(report, *parts, name="islands-speed", **about, asked=("rows", "num_batches"), out=out)
     return report
 
 

@@ -20,7 +20,8 @@ single batch the difference of two runs passes through zero: whether |l(t) - m(t
 The validation loss, measured a few times, is compared with the same two formulas over those measurements.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,12 +75,48 @@ class Verdict:
         return self.first_other_digest is None
 
     @property
+    def words(self) -> str:
+        if self.is_the_same_run:
+            return "the same run"
+        caught = [] if self.same_data else [f"digest, batch {self.first_other_digest}"]
+        caught += [f"loss, batch {self.first_outside}"] if self.first_outside else []
+        caught += ["validation"] if self.validation_ratio > 1 and not self.first_outside else []
+        return "caught by " + " and ".join(caught)
+
+    @property
     def inside(self) -> bool:
         return self.largest_ratio <= 1 and self.validation_ratio <= 1
 
     @property
     def is_the_same_run(self) -> bool:
         return self.same_data and self.inside
+
+
+def evaluate(
+    report: dict[str, Any], runs: Mapping[str, Any], alone: Iterable[Mapping[str, Any]], sound: Collection[str]
+) -> None:
+    """Add to a report what its runs show beside those `alone`, the uninterrupted ones: band, verdicts, `passed`.
+
+    It passes if those in `sound` are the same run, and all others are not. A short run stands beside as many batches.
+    """
+    uninterrupted = [as_series(content) for content in alone]
+    report |= {"band": measure_band([series.losses for series in uninterrupted]).tolist()}
+    report |= {"deviation": {}, "verdicts": {}, "passed": True}
+    for name, content in runs.items():
+        run = as_series(content)
+        others = [as_series(dataclasses.asdict(series), len(run.losses)) for series in uninterrupted]
+        verdict = judge(run, others)
+        report["deviation"][name] = measure_deviation(run.losses, [series.losses for series in others]).tolist()
+        report["verdicts"][name] = dataclasses.asdict(verdict)
+        report["passed"] &= verdict.is_the_same_run == (name in sound)
+
+
+def as_series(content: Mapping[str, Any], count: int | None = None) -> Series:
+    """Build a series, of so many batches, from a report or its JSON, whose keys are text."""
+    return Series(
+        **{key: content[key][:count] for key in ("losses", "digests", "learning_rates")},
+        validation={int(batch): loss for batch, loss in content.get("validation", {}).items()},
+    )
 
 
 def judge(run: Series, uninterrupted: Sequence[Series]) -> Verdict:

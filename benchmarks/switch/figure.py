@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#64b5cd")
 INK, QUIET, VALIDATION = "#222222", "#777777", "#c44e52"
 
 
-def plot_switch(report: dict[str, Any], names: Mapping[str, str], path: Path) -> None:
+def plot_switch(names: Mapping[str, str], report: dict[str, Any], path: Path) -> None:
     """Draw one run on cluster A, on B, and switching between all; below, deviations against the band. As PNG.
 
     `names`: control -> its name in words.
@@ -48,15 +48,20 @@ def plot_switch(report: dict[str, Any], names: Mapping[str, str], path: Path) ->
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0.5, report["num_batches"] + 0.5)
         axes.set_xlabel("batch", fontsize=9)
-    releases = dict.fromkeys(cluster["torch"] for cluster in report["clusters"])
-    emulated = " · emulated: held to an instruction set below the machine's own, standing for another vendor"
-    figure.supxlabel(
-        f"{report['machine']}, torch {' and '.join(releases)}, {report['precision']}, {report['date']}"
-        + (emulated if any(cluster["emulated"] for cluster in report["clusters"]) else ""),
-        fontsize=8,
-        color=QUIET,
-    )
+    emulated = "emulated" if any(cluster["emulated"] for cluster in report["clusters"]) else ""
+    sign(figure, report, report["clusters"], report["precision"], emulated)
     write(figure, path)
+
+
+def sign(
+    figure: Any, report: dict[str, Any], clusters: Sequence[dict[str, Any]], precision: str, emulated: str
+) -> None:
+    """Say below the figure where it was measured. `emulated`: what is, if anything."""
+    releases = dict.fromkeys(cluster["torch"] for cluster in clusters)
+    words = f"{report['machine']}, torch {' and '.join(releases)}, {precision}, {report['date']}"
+    if emulated:
+        words += f" · {emulated}: held to an instruction set below the machine's own, standing for another vendor"
+    figure.supxlabel(words, fontsize=8, color=QUIET)
 
 
 def _draw_losses(axes: Any, series: dict[str, Any], colour: str) -> None:

@@ -68,9 +68,9 @@ class Leg:
     cluster: str
     first_batch: int
     last_batch: int
-    seconds_to_restore: float | None
+    seconds_to_restore: float | None = None
     """From the command to the line that names the checkpoint it carries on from; None without one."""
-    seconds_to_first_batch: float | None
+    seconds_to_first_batch: float | None = None
     """None of a relay's legs, which nobody watches."""
     seconds: float
     exit_code: int | None
@@ -176,8 +176,6 @@ class Workshop:
                 cluster=leg.place,
                 first_batch=leg.from_batch + 1,
                 last_batch=leg.to_batch or 0,
-                seconds_to_restore=None,
-                seconds_to_first_batch=None,
                 seconds=(leg.over or leg.began) - leg.began,
                 exit_code=leg.code,
             )

@@ -21,14 +21,15 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.switch import tamper
-from benchmarks.switch.band import Series, Verdict, judge, leave_one_out, measure_band, measure_deviation, read_series
+from benchmarks.switch import band, tamper
+from benchmarks.switch.band import Series, Verdict, leave_one_out, read_series
 from benchmarks.switch.figure import plot_switch
 from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Leg, Machine, Workshop, probe
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, tabulate, tell
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.tables import Table
 
@@ -82,7 +83,8 @@ def run(
         )
         shop.prepare()
         machines = {cluster.letter: probe(cluster) for cluster in clusters}
-        show(console, table_of_clusters([describe_cluster(cluster, machines) for cluster in clusters]))
+        described = [describe_cluster(cluster, machines) for cluster in clusters]
+        show(console, table_of_clusters(described))
         at = (num_switches + 1) // 2 * every
         # An emulated instruction set may take ten times as long in bf16, and four ranks on two cores twice as long.
         native = min(clusters, key=lambda cluster: cluster.num_ranks) if layouts else clusters[0]
@@ -113,7 +115,7 @@ def run(
             "every": every,
             "seed": seed,
             "tampered_at": at,
-            "clusters": [describe_cluster(cluster, machines) for cluster in clusters],
+            "clusters": described,
             "uninterrupted": {c.letter: dataclasses.asdict(read(shop, alone(c))) for c in clusters},
             SWITCHING: dataclasses.asdict(read(shop, SWITCHING)),
             "controls": {name: dataclasses.asdict(read(shop, name, before=(SWITCHING, at))) for name in CONTROLS},
@@ -121,11 +123,8 @@ def run(
             "resumes": [{"after_batch": leg.first_batch - 1, **dataclasses.asdict(leg)} for leg in resumes],
         }
     evaluate(report)
-    show(console, table_of(report), notes=notes_of(report))
+    write(report, out)
     console.print("passed" if report["passed"] else "FAILED: see the verdicts", style="bold")
-    if out is not None:
-        write(report, out)
-        console.print(f"written: {out}/{name_of(report)}.json, .md and .png")
     return report
 
 
@@ -291,45 +290,42 @@ def read(shop: Workshop, name: str, before: tuple[str, int] | None = None) -> Se
 
 def evaluate(report: dict[str, Any]) -> None:
     """Add to what was run what it shows: bands, verdicts, `passed`."""
-    uninterrupted = [as_series(series) for series in report["uninterrupted"].values()]
-    losses_rt = [series.losses for series in uninterrupted]
-    verdicts = {SWITCHING: judge(as_series(report[SWITCHING]), uninterrupted)}
-    verdicts |= {name: judge(as_series(series), uninterrupted) for name, series in report["controls"].items()}
-    report["band"] = measure_band(losses_rt).tolist()
-    report["deviation"] = {
-        name: measure_deviation(series["losses"], losses_rt).tolist()
-        for name, series in {SWITCHING: report[SWITCHING], **report["controls"]}.items()
-    }
-    report["leave_one_out"] = leave_one_out(uninterrupted)
-    report["verdicts"] = {name: dataclasses.asdict(verdict) for name, verdict in verdicts.items()}
-    sound = {SWITCHING, UNTOUCHED}
-    report["passed"] = all(verdict.is_the_same_run == (name in sound) for name, verdict in verdicts.items())
-
-
-def as_series(content: dict[str, Any]) -> Series:
-    """Build a series from a report or its JSON, whose keys are text."""
-    validation = {int(batch): loss for batch, loss in content["validation"].items()}
-    return Series(**{**content, "validation": validation})
+    alone, runs = report["uninterrupted"].values(), {SWITCHING: report[SWITCHING], **report["controls"]}
+    band.evaluate(report, runs, alone, sound=(SWITCHING, UNTOUCHED))
+    report["leave_one_out"] = leave_one_out([band.as_series(series) for series in alone])
 
 
 def table_of(report: dict[str, Any]) -> Table:
     """Tabulate every run beside the uninterrupted ones."""
-    headings = ["run", "same data", "deviation, nats", "largest / band", "validation / band", "verdict"]
-    rows = []
-    for name, values in report["verdicts"].items():
-        verdict = Verdict(**values)
-        caught = [f"digest, batch {verdict.first_other_digest}"] if not verdict.same_data else []
-        caught += [f"loss, batch {verdict.first_outside}"] if verdict.first_outside else []
-        caught += ["validation"] if verdict.validation_ratio > 1 and not verdict.first_outside else []
-        rows.append(
-            [
-                *("switching" if name == SWITCHING else CONTROLS[name][0], "yes" if verdict.same_data else "no"),
-                f"{verdict.final_deviation:.1e}",
-                *map(times, (verdict.largest_ratio, verdict.validation_ratio)),
-                "the same run" if verdict.is_the_same_run else "caught by " + " and ".join(caught),
-            ]
-        )
-    return measured_table(f"switching every {report['every']} batches, {report['precision']}", headings, rows)
+    names = {name: words for name, (words, _) in CONTROLS.items()} | {SWITCHING: SWITCHING}
+    title = f"switching every {report['every']} batches, {report['precision']}"
+    columns = list(VERDICT_COLUMNS.items())
+    columns.insert(-1, ("validation / band", lambda row: times(row["validation_ratio"])))
+    return tabulate(title, columns, rows_of_verdicts(report, names))
+
+
+VERDICT_COLUMNS: dict[str, Any] = {
+    "run": "{name}",
+    "same data": "{same_data}",
+    "deviation, nats": "{final_deviation:.1e}",
+    "largest / band": lambda row: times(row["largest_ratio"]),
+    "verdict": "{words}",
+}
+
+
+def rows_of_verdicts(report: dict[str, Any], names: dict[str, str]) -> list[dict[str, Any]]:
+    """Return rows for VERDICT_COLUMNS, with the runs' `names` in words."""
+    verdicts = {name: Verdict(**values) for name, values in report["verdicts"].items()}
+    return [
+        {
+            "name": names[name],
+            "num_batches": len(report["deviation"][name]),
+            "same_data": "yes" if verdict.same_data else "no",
+            "words": verdict.words,
+            **dataclasses.asdict(verdict),
+        }
+        for name, verdict in verdicts.items()
+    ]
 
 
 def table_of_clusters(clusters: Sequence[dict[str, Any]]) -> Table:
@@ -371,25 +367,26 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     return notes
 
 
-def write(report: dict[str, Any], out: Path) -> None:
-    """Write switch.json (everything), switch.md (the tables), switch.png (the figure)."""
+def write(report: dict[str, Any], out: Path | None) -> None:
+    """Show what was found; with `out`, write switch.json (everything), switch.md (the tables), switch.png."""
     options = "" if report["precision"] == "fp32" else f" --precision {report['precision']}"
     options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
     how = (
         f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "
         f"{report['every']} batches; controls are tampered with at batch {report['tampered_at']}."
     )
-    name, kind = name_of(report), "layouts" if report["layouts"] else "clusters"
+    name, kind = ("switch-layouts", "layouts") if report["layouts"] else ("switch", "clusters")
     options += " --layouts" if report["layouts"] else ""
-    heading, figure = f"One run, switching between {kind}", f"![the figure]({name}.png)"
-    tables = table_of(report), notes_of(report), table_of_clusters(report["clusters"])
-    command, asked = f"python -m benchmarks switch{options}", ("precision", "num_batches", "every", "seed")
-    write_report(out, name, heading, command, report, how, *tables, figure, asked=asked)
-    plot_switch(report, {control: words for control, (words, _) in CONTROLS.items()}, out / f"{name}.png")
-
-
-def name_of(report: dict[str, Any]) -> str:
-    return "switch-layouts" if report["layouts"] else "switch"
+    tell(
+        report,
+        *(how, table_of(report), notes_of(report), table_of_clusters(report["clusters"])),
+        name=name,
+        heading=f"One run, switching between {kind}",
+        command=f"python -m benchmarks switch{options}",
+        asked=("precision", "num_batches", "every", "seed"),
+        plot=partial(plot_switch, {control: words for control, (words, _) in CONTROLS.items()}),
+        out=out,
+    )
 
 
 def describe_cluster(cluster: Cluster, machines: dict[str, Machine]) -> dict[str, Any]:

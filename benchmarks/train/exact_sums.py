@@ -101,7 +101,7 @@ def run(
             ["run", "seconds", "processor seconds", "peak of a process, GiB", "planned, GiB"],
             rows,
         ),
-        notes=[*notes, MEMORY],
+        [*notes, MEMORY],
         name="exact-sums",
         heading="What exact sums cost",
         command="python -m benchmarks exact-sums",

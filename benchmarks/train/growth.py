@@ -17,7 +17,7 @@ from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import count_step_flops, measure_in_a_process, model_of
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.figure import clean, plt
+from llmfoundry_lite.report.figure import clean
 from llmfoundry_lite.report.tables import Table
 
 Point = tuple[str, int, int]
@@ -30,7 +30,16 @@ GROWTH: dict[str, list[Point]] = {
 }
 """Quantity that grows -> points."""
 
-HEADINGS = ["grows", "model", "tokens", "seconds", "by model FLOPs", "of the line", "products alone", "why"]
+COLUMNS: list[frame.Column] = [
+    ("grows", "{grows}"),
+    ("model", "{shape}"),
+    ("tokens", "{batch_size} x {seq_len}"),
+    ("seconds", "{seconds:.3f}"),
+    ("by model FLOPs", "{line_seconds:.3f}"),
+    ("of the line", lambda row: f"{row['seconds'] / row['line_seconds']:.2f}"),
+    ("products alone", "{products_seconds:.3f}"),
+    ("why", lambda row: explain(row)),
+]
 
 
 def run(dtype: str = "bf16", num_steps: int = 3, num_rounds: int = 2, out: Path | None = None) -> dict[str, Any]:
@@ -63,7 +72,7 @@ def run(dtype: str = "bf16", num_steps: int = 3, num_rounds: int = 2, out: Path 
     frame.tell(
         report,
         table_of(report),
-        notes=[LINE],
+        [LINE],
         name=f"growth-{dtype}",
         heading="How the cost of a step grows",
         command=f"python -m benchmarks growth --dtype {dtype}",
@@ -121,34 +130,25 @@ def title_of(report: dict[str, Any]) -> str:
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    rows = [
-        [
-            *(row["grows"], row["shape"], f"{row['batch_size']} x {row['seq_len']}"),
-            *(f"{row['seconds']:.3f}", f"{row['line_seconds']:.3f}", f"{row['seconds'] / row['line_seconds']:.2f}"),
-            *(f"{row['products_seconds']:.3f}", explain(row)),
-        ]
-        for row in report["rows"]
-    ]
     title = f"{title_of(report)}, the median of {report['num_rounds']} x {report['num_steps']} steps"
-    return frame.measured_table(title, HEADINGS, rows, num_keys=3)
+    return frame.tabulate(title, COLUMNS, report["rows"], num_keys=3)
 
 
 def plot_growth(report: dict[str, Any], path: Path) -> None:
     """Step time against what grows, with the line of model FLOPs and the products alone; both axes in logarithms."""
     kinds = list(dict.fromkeys(row["grows"] for row in report["rows"]))
-    figure, panels = plt.subplots(1, len(kinds), figsize=(11, 3.6), layout="constrained", dpi=150, sharey=True)
     names = {"parameters": "num_parameters", "sequence": "seq_len", "batch": "batch_size"}
     words = {"parameters": "parameters", "sequence": "tokens in a sample", "batch": "samples in a batch"}
-    for axes, kind in zip(panels, kinds, strict=True):
-        rows = [row for row in report["rows"] if row["grows"] == kind]
-        x = [row[names[kind]] for row in rows]
-        axes.loglog(x, [row["line_seconds"] for row in rows], "--", color="#8c8c8c", label="by model FLOPs")
-        axes.loglog(x, [row["products_seconds"] for row in rows], "s:", color="#dd8452", ms=4, label="products alone")
-        axes.loglog(x, [row["seconds"] for row in rows], "o-", color="#4c72b0", ms=5, label="a step")
-        axes.set_xlabel(words[kind])
-        axes.set_xticks(x, [f"{value / 1e6:.0f}M" if kind == "parameters" else str(value) for value in x])
-        axes.minorticks_off()
-    clean(panels)
-    panels[0].set_ylabel("seconds")
-    panels[0].legend(frameon=False, fontsize=9)
-    frame.save_figure(figure, path, title_of(report))
+    with frame.drawn(path, len(kinds), (11, 3.6), title_of(report), sharey=True) as panels:
+        for axes, kind in zip(panels, kinds, strict=True):
+            rows = [row for row in report["rows"] if row["grows"] == kind]
+            x = [row[names[kind]] for row in rows]
+            axes.loglog(x, [row["line_seconds"] for row in rows], "--", color="#8c8c8c", label="by model FLOPs")
+            axes.loglog(x, [r["products_seconds"] for r in rows], "s:", color="#dd8452", ms=4, label="products alone")
+            axes.loglog(x, [row["seconds"] for row in rows], "o-", color="#4c72b0", ms=5, label="a step")
+            axes.set_xlabel(words[kind])
+            axes.set_xticks(x, [f"{value / 1e6:.0f}M" if kind == "parameters" else str(value) for value in x])
+            axes.minorticks_off()
+        clean(panels)
+        panels[0].set_ylabel("seconds")
+        panels[0].legend(frameon=False, fontsize=9)

@@ -85,7 +85,7 @@ def run(
     frame.tell(
         report,
         table_of(report),
-        notes=notes_of(report),
+        notes_of(report),
         name=f"train-{shape}-{seq_len}",
         heading="A training step, beside its peers and its own matrix products",
         command="python -m benchmarks train",
@@ -135,25 +135,24 @@ def compare(report: dict[str, Any]) -> list[tuple[str, frame.Spread, str]]:
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    rows = []
-    for side, result in report["sides"].items():
-        name, dtype = side.split()
-        tokens = result["tokens_per_sec"]
-        rows.append(
-            [
-                f"{SIDES[name]}, {dtype}",
-                f"{result['step_seconds']:.3f}",
-                "" if tokens is None else f"{tokens:,.0f}",
-                f"{result['flops_per_sec'] / 1e9:,.0f}",
-                "" if tokens is None else f"{result['peak_bytes'] / GIB:.2f}",
-            ]
-        )
+    rows = [
+        result | {"step": f"{SIDES[name]}, {dtype}"}
+        for side, result in report["sides"].items()
+        for name, dtype in [side.split()]
+    ]
+    columns: list[frame.Column] = [
+        ("step", "{step}"),
+        ("seconds", "{step_seconds:.3f}"),
+        ("tokens/s", "{tokens_per_sec:,.0f}"),
+        ("GFLOP/s", lambda row: f"{row['flops_per_sec'] / 1e9:,.0f}"),
+        ("peak memory, GiB", lambda row: f"{row['peak_bytes'] / GIB:.2f}" if row["tokens_per_sec"] else ""),
+    ]
     title = (
         f"{report['num_parameters']:,} parameters, {report['batch_size']} x {report['seq_len']} tokens, "
         f"{report['device']}, {report['num_threads']} threads, the median of {report['num_rounds']} x "
         f"{report['num_steps']} steps"
     )
-    return frame.measured_table(title, ["step", "seconds", "tokens/s", "GFLOP/s", "peak memory, GiB"], rows)
+    return frame.tabulate(title, columns, rows)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:

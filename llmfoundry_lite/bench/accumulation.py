@@ -15,7 +15,15 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table
 
-COLUMNS = ["microbatches", "samples in each", "seconds", "tokens/s", "GFLOP/s", "over one part", "peak memory, GiB"]
+COLUMNS: list[frame.Column] = [
+    ("microbatches", "{num_microbatches}"),
+    ("samples in each", "{microbatch_size}"),
+    ("seconds", "{seconds:.3f}"),
+    ("tokens/s", "{tokens_per_second:,.0f}"),
+    ("GFLOP/s", lambda row: f"{row['flops_per_sec'] / 1e9:,.0f}"),
+    ("over one part", "{times:.2f}"),
+    ("peak memory, GiB", lambda row: f"{row['peak_bytes'] / GIB:.2f}"),
+]
 
 
 def run(
@@ -53,7 +61,7 @@ def run(
     frame.tell(
         report,
         build_table(report),
-        notes=[f"{name}: not measured: {reason}" for name, reason in failed.items()],
+        [f"{name}: not measured: {reason}" for name, reason in failed.items()],
         name="accumulation",
         heading="What microbatches cost",
         command=frame.format_command("llmfoundry-lite bench accumulation", overrides, microbatches=counts, **options),
@@ -87,25 +95,14 @@ def build_title(report: dict[str, Any]) -> str:
 
 
 def build_table(report: dict[str, Any]) -> Table:
-    rows = [
-        [
-            *(str(row["num_microbatches"]), str(row["microbatch_size"]), f"{row['seconds']:.3f}"),
-            *(f"{row['tokens_per_second']:,.0f}", f"{row['flops_per_sec'] / 1e9:,.0f}"),
-            *("" if row["times"] is None else f"{row['times']:.2f}", f"{row['peak_bytes'] / GIB:.2f}"),
-        ]
-        for row in report["rows"]
-    ]
     steps = f"the median of {report['num_rounds']} x {report['num_steps']} steps through the Trainer"
-    return frame.measured_table(f"{build_title(report)}, {steps}", COLUMNS, rows, num_keys=2)
+    return frame.tabulate(f"{build_title(report)}, {steps}", COLUMNS, report["rows"], num_keys=2)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    from llmfoundry_lite.report.figure import plt
-
-    figure, (rates, memory) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", dpi=150)
     x = [row["num_microbatches"] for row in report["rows"]]
-    rates.plot(x, [row["tokens_per_second"] for row in report["rows"]], "o-", color="#4c72b0")
-    memory.plot(x, [row["peak_bytes"] / GIB for row in report["rows"]], "o-", color="#dd8452")
-    for axes, label in ((rates, "tokens/s"), (memory, "peak memory, GiB")):
-        frame.label_axes(axes, x, "microbatches of one batch", label)
-    frame.save_figure(figure, path, build_title(report))
+    with frame.drawn(path, 2, (9, 3.4), build_title(report)) as (rates, memory):
+        rates.plot(x, [row["tokens_per_second"] for row in report["rows"]], "o-", color="#4c72b0")
+        memory.plot(x, [row["peak_bytes"] / GIB for row in report["rows"]], "o-", color="#dd8452")
+        for axes, label in ((rates, "tokens/s"), (memory, "peak memory, GiB")):
+            frame.label_axes(axes, x, "microbatches of one batch", label)

@@ -10,11 +10,8 @@ time are named.
 """
 
 import importlib.util
-import json
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llmfoundry_lite.bench import frame
+from llmfoundry_lite.bench.steps import measure_on_ranks
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
@@ -38,9 +36,18 @@ from llmfoundry_lite.report.tables import Table
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NONE = "none"
-COLUMNS = [
-    *("dtype", "samples", "tokens", "devices", "attention", "forward, s", "backward, s", "forward, TFLOP/s"),
-    *("backward, TFLOP/s", "products, TFLOP/s", "of the products"),
+COLUMNS: list[frame.Column] = [
+    ("dtype", "{dtype}"),
+    ("samples", "{batch_size:,}"),
+    ("tokens", "{seq_len:,}"),
+    ("devices", "{num_devices:,}"),
+    ("attention", "{attention}"),
+    ("forward, s", lambda row: show_seconds(row, 0)),
+    ("backward, s", lambda row: show_seconds(row, 1)),
+    ("forward, TFLOP/s", lambda row: f"{row['forward_flops_per_sec'] / 1e12:.3f}"),
+    ("backward, TFLOP/s", lambda row: f"{row['backward_flops_per_sec'] / 1e12:.3f}"),
+    ("products, TFLOP/s", lambda row: f"{row['products_flops_per_sec'] / 1e12:.3f}"),
+    ("of the products", lambda row: f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}"),
 ]
 NUM_KEYS = 5
 STYLES = {"fp32": "-", "fp16": ":", "bf16": "--"}
@@ -73,33 +80,30 @@ def run(
         raise ConfigError(f"--heads: {n_heads} do not divide a width of {d_model}")
     if device_type() == "cuda" and max(devices) > torch.cuda.device_count():
         raise ConfigError(f"--devices: {max(devices)} given, there are {torch.cuda.device_count()}")
-    console, deadline = frame.open_console(), time.monotonic() + 60 * minutes
-    rows, left_out = list[dict[str, Any]](), list[str]()
+    cases = []
     for (batch_size, seq_len), dtype, num_devices, implementation in product(
         points, dtypes, devices, [*implementations, NONE]
     ):
         divided = f", {num_devices} devices" if num_devices > 1 else ""
-        title = f"{dtype}, {batch_size} x {seq_len}{divided}, {implementation}"
-        if time.monotonic() > deadline:
-            left_out.append(title)
-            continue
-        console.print(title)
         row = {"dtype": dtype, "batch_size": batch_size, "seq_len": seq_len, "num_devices": num_devices}
-        case = (model_of(d_model, n_heads, seq_len), batch_size, dtype, implementation, num_repeats)
-        rows.append(row | {"attention": implementation} | measure_on(num_devices, *case))
+        name_of_case = f"{dtype}, {batch_size} x {seq_len}{divided}, {implementation}"
+        cases.append((name_of_case, row | {"attention": implementation}))
+    rows, left_out = list[dict[str, Any]](), list[str]()
+    for row, _ in frame.within_minutes(minutes, cases, frame.open_console(), left_out):
+        model = model_of(d_model, n_heads, row["seq_len"])
+        case = (row["batch_size"], row["dtype"], row["attention"], num_repeats)
+        rows.append(row | measure_on(row["num_devices"], model, *case))
     report = frame.describe_conditions() | {"d_model": d_model, "n_heads": n_heads, "num_repeats": num_repeats}
     report |= {"rows": rows, "left_out": left_out}
     batches, lengths = (list(dict.fromkeys(column)) for column in zip(*points, strict=True))
     asked: dict[str, Any] = {"dtypes": dtypes, "attention": implementations}
-    if name == "block":
-        asked = {"batches": batches, "seq_len": lengths} | asked
-    else:
-        asked = {"lengths": lengths, "batch_size": batches} | asked | {"devices": devices}
+    at = {"batches": batches, "seq_len": lengths} if name == "block" else {"lengths": lengths, "batch_size": batches}
+    asked = at | asked | ({} if name == "block" else {"devices": devices})
     asked |= {"width": d_model, "heads": n_heads, "num_repeats": num_repeats}
     frame.tell(
         report,
         build_table(report),
-        notes=[f"no time for: {'; '.join(left_out)}"] if left_out else [],
+        frame.note_left_out(left_out),
         name=name,
         heading="One transformer layer, forward and backward",
         command=frame.format_command(f"llmfoundry-lite bench {name}", **asked),
@@ -235,30 +239,15 @@ def measure_on(num_devices: int, model: ModelConfig, *case: Any) -> dict[str, An
         config = divide(model, num_devices)
         if config is None:
             return measure(model, *case)
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(measure_part, (config, (model, *case), folder), nprocs=num_devices)
-            return json.loads((Path(folder) / "row.json").read_text())
+        return measure_on_ranks(num_devices, partial(measure_part, config, model, *case))
     # Out of memory; a dtype that the device does not have; more parts than there are tokens.
     except (RuntimeError, ConfigError) as error:
-        return {"error": str(error).strip().splitlines()[-1 if num_devices > 1 else 0]}
+        return {"error": str(error).strip().splitlines()[0]}
 
 
-def measure_part(rank: int, config: ContextParallelConfig, case: Sequence[Any], folder: str) -> None:
-    """Measure on one rank; rank 0 writes row.json."""
-    keep_freed_memory()
+def measure_part(config: ContextParallelConfig, *case: Any) -> dict[str, Any]:
     size = config.context_parallel_degree
-    if device_type() == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
-    store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    context = build_context(config, Layout(context=size, node_size=size), device_type())
-    row = measure(*case, context=context)
-    if rank == 0:
-        (Path(folder) / "row.json").write_text(json.dumps(row))
-    dist.destroy_process_group()
+    return measure(*case, context=build_context(config, Layout(context=size, node_size=size), device_type()))
 
 
 def count_forward_flops(model: ModelConfig, batch_size: int, *, with_attention: bool) -> int:
@@ -281,51 +270,37 @@ def build_title(report: dict[str, Any]) -> str:
     return f"a layer of width {report['d_model']:,}, {report['n_heads']} heads, {report['device']}"
 
 
+def show_seconds(row: Mapping[str, Any], part: int) -> str:
+    """Format the median of the forward pass (0) or the backward pass (1), with the least and the most."""
+    least, most = row["least_and_most_seconds"][part]
+    return f"{frame.Spread(least, row[('forward_seconds', 'backward_seconds')[part]], most):.4f}"
+
+
 def build_table(report: dict[str, Any]) -> Table:
-    rows = []
-    for row in report["rows"]:
-        keys = [row["dtype"], *(f"{row[key]:,}" for key in ("batch_size", "seq_len", "num_devices")), row["attention"]]
-        if "error" in row:
-            rows.append([*keys, row["error"], *[""] * (len(COLUMNS) - len(keys) - 1)])
-            continue
-        medians = (row["forward_seconds"], row["backward_seconds"])
-        times = (
-            f"{frame.Spread(least, median, most):.4f}"
-            for median, (least, most) in zip(medians, row["least_and_most_seconds"], strict=True)
-        )
-        rates = (row[f"{part}flops_per_sec"] for part in ("forward_", "backward_", "products_"))
-        rows.append(
-            [
-                *(*keys, *times),
-                *(f"{rate / 1e12:.3f}" for rate in rates),
-                f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}",
-            ]
-        )
     number = report["num_threads"]
     threads = f", {number} thread{'s' if number > 1 else ''}" if device_type() == "cpu" else ""
     title = f"{build_title(report)}{threads}, the median of {report['num_repeats']}, with the least and the most"
-    return frame.measured_table(title, COLUMNS, rows, num_keys=NUM_KEYS)
+    return frame.tabulate(title, COLUMNS, report["rows"], num_keys=NUM_KEYS)
 
 
 def plot(name: str, report: dict[str, Any], path: Path) -> None:
     """Draw forward and backward rates over samples (block) or tokens (seqlen): a line for each dtype and attention."""
-    from llmfoundry_lite.report.figure import color, plt
+    from llmfoundry_lite.report.figure import color
 
     key, label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")
-    rows = [row for row in report["rows"] if "error" not in row]
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", dpi=150, sharey=True)
-    names = list(dict.fromkeys((row["attention"], row["num_devices"]) for row in rows))
-    for axes, part in zip(panels, ("forward", "backward"), strict=True):
-        for dtype in dict.fromkeys(row["dtype"] for row in rows):
-            for index, (attention, num_devices) in enumerate(names):
-                wanted = (dtype, attention, num_devices)
-                line = [row for row in rows if (row["dtype"], row["attention"], row["num_devices"]) == wanted]
+    lines: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if "error" not in row:
+            lines.setdefault((row["dtype"], row["attention"], row["num_devices"]), []).append(row)
+    colours = {kind: color(index) for index, kind in enumerate(dict.fromkeys(kind[1:] for kind in lines))}
+    ticks = sorted({row[key] for line in lines.values() for row in line})
+    with frame.drawn(path, 2, (11, 4), build_title(report), sharey=True) as panels:
+        for axes, part in zip(panels, ("forward", "backward"), strict=True):
+            for (dtype, *kind), line in lines.items():
                 x, y = [row[key] for row in line], [row[f"{part}_flops_per_sec"] / 1e12 for row in line]
-                text = f"{attention}, {dtype}" + (f", {num_devices} devices" if num_devices > 1 else "")
-                axes.plot(x, y, STYLES[dtype], color=color(index), marker="o", ms=4, label=text)
-        ticks = sorted({row[key] for row in rows})
-        frame.label_axes(axes, ticks, label)
-        axes.set_title(part, fontsize=10)
-    panels[0].set_ylabel("model TFLOP/s of a device")
-    panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.5)
-    frame.save_figure(figure, path, build_title(report))
+                text = f"{kind[0]}, {dtype}" + (f", {kind[1]} devices" if kind[1] > 1 else "")
+                axes.plot(x, y, STYLES[dtype], color=colours[tuple(kind)], marker="o", ms=4, label=text)
+            frame.label_axes(axes, ticks, label)
+            axes.set_title(part, fontsize=10)
+        panels[0].set_ylabel("model TFLOP/s of a device")
+        panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.5)

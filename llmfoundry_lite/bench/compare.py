@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import SCHEMA, describe_conditions, measured_table, open_console, show, write_report
+from llmfoundry_lite.bench.frame import SCHEMA, describe_conditions, measured_table, tell
 from llmfoundry_lite.errors import DataError, either
 from llmfoundry_lite.report.tables import Table
 
@@ -37,12 +37,9 @@ def run(first: Path, second: Path, out: Path | None = None) -> list[Table]:
     if not tables:
         raise DataError(f"{first} and {second}: no row of one is in the other; measure the same points on both")
     notes = [*describe_differences(a, b), *left_over(a, b)]
-    show(open_console(), *tables, notes=notes)
-    if out is not None:
-        heading = f"`bench {a['bench']}` twice, side by side"
-        report = describe_conditions() | {"of": a["bench"], "first": a, "second": b}
-        command = f"llmfoundry-lite bench compare {first} {second}"
-        write_report(out, f"compare-{a['bench']}", heading, command, report, notes, *tables)
+    report = describe_conditions() | {"of": a["bench"], "first": a, "second": b}
+    heading, command = f"`bench {a['bench']}` twice, side by side", f"llmfoundry-lite bench compare {first} {second}"
+    tell(report, *tables, notes, name=f"compare-{a['bench']}", heading=heading, command=command, out=out)
     return tables
 
 

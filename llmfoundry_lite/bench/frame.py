@@ -6,7 +6,10 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import string
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,6 +111,23 @@ def take_turns(
     return found, failed
 
 
+def within_minutes(
+    minutes: float, cases: Iterable[tuple[str, T]], console: Console, left_out: list[str]
+) -> Iterator[tuple[T, float]]:
+    """Yield each case, after its name is printed, and the seconds left. Names for which none are go to `left_out`."""
+    deadline = time.monotonic() + 60 * minutes
+    for name, case in cases:
+        if (left := deadline - time.monotonic()) > 0:
+            console.print(name, markup=False)
+            yield case, left
+        else:
+            left_out.append(name)
+
+
+def note_left_out(names: Sequence[str]) -> list[str]:
+    return [f"no time for: {'; '.join(names)}"] if names else []
+
+
 def spread(values: Iterable[float]) -> Spread:
     values = list(values)
     return Spread(min(values), statistics.median(values), max(values))
@@ -119,6 +139,29 @@ def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
 
 
 # -------------------------------------------------------------------------------------------------------- reports
+
+Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]
+"""A heading, and the format of a cell, such as `{seconds:.3f}`, or a function that returns the cell of a row."""
+
+
+def tabulate(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], num_keys: int = 1) -> Table:
+    """Build a table of rows by name. A cell is empty where the row lacks a value or has None.
+
+    A row with an `error` has it after its keys, in the place of what was to be measured.
+    """
+    cells = []
+    for row in rows:
+        failed = [row["error"], *[""] * (len(columns) - num_keys - 1)] if row.get("error") else None
+        shown = columns if failed is None else columns[:num_keys]
+        cells.append([*(fill(show, row) for _, show in shown), *(failed or ())])
+    return measured_table(title, [heading for heading, _ in columns], cells, num_keys)
+
+
+def fill(show: str | Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]) -> str:
+    if callable(show):
+        return show(row)
+    names = [name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(show) if name]
+    return "" if any(row.get(name) is None for name in names) else show.format_map(row)
 
 
 def measured_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 1) -> Table:
@@ -132,49 +175,20 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
 
 
-def show(console: Console, *tables: Table, notes: Sequence[str] = ()) -> None:
-    for table in tables:
-        console.print(f"\n{table.title}", markup=False, style="italic")
-        table.print(console, keeps_words=True)
-    for note in notes:
-        console.print(note, markup=False)
-
-
-def write_report(
-    folder: Path,
-    name: str,
-    heading: str,
-    command: str,
-    report: dict[str, Any],
-    *parts: Table | Sequence[str] | str,
-    asked: Sequence[str] = (),
-) -> None:
-    """Write NAME.json, which holds everything, and NAME.md, which people read.
-
-    `parts` are tables, paragraphs or lists of notes. `asked` names keys of `report` that the caller chose: reports
-    that differ in one of them cannot be compared (`compare.py`).
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    check_answer_replaceable(folder, name)
-    tables = [part.json() for part in parts if isinstance(part, Table)]
-    frame = {"schema": SCHEMA, "bench": name, "asked": {key: report[key] for key in asked}, "tables": tables}
-    (folder / f"{name}.json").write_text(json.dumps(frame | report) + "\n")
-    conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
-    blocks = [f"# {heading}", f"{conditions}; load average before it {report['load_average']:.1f}."]
+def show(console: Console, *parts: Table | Sequence[str] | str) -> None:
+    """Print tables and lists of notes; paragraphs are for files alone."""
     for part in parts:
         if isinstance(part, Table):
-            blocks += [f"{part.title[:1].upper()}{part.title[1:]}:"] if part.title else []
-            lines = part.markdown()
-        else:
-            lines = [part] if isinstance(part, str) else [f"- {note}" for note in part]
-        blocks += ["\n".join(lines)] if lines else []
-    (folder / f"{name}.md").write_text("\n\n".join(blocks) + "\n")
+            console.print(f"\n{part.title}", markup=False, style="italic")
+            part.print(console, keeps_words=True)
+        elif not isinstance(part, str):
+            for note in part:
+                console.print(note, markup=False)
 
 
 def tell(
     report: dict[str, Any],
-    *tables: Table,
-    notes: Sequence[str] = (),
+    *parts: Table | Sequence[str] | str,
     name: str,
     heading: str,
     command: str,
@@ -182,14 +196,43 @@ def tell(
     plot: Callable[[dict[str, Any], Path], None] | None = None,
     out: Path | None = None,
 ) -> None:
-    """Show the tables and notes; with `out`, write NAME.json, .md and, if there is something to plot, NAME.png."""
-    show(open_console(), *tables, notes=notes)
+    """Show the parts: tables, paragraphs, lists of notes. With `out`, write NAME.json, .md and what `plot` draws, .png.
+
+    The JSON holds the report and the tables. `asked` names keys of the report that the caller chose: reports that
+    differ in one of them cannot be compared (`compare.py`).
+    """
+    show(open_console(), *parts)
     if out is None:
         return
-    figure = [f"![the figure]({name}.png)"] if plot is not None else []
-    write_report(out, name, heading, command, report, *tables, notes, *figure, asked=asked)
+    out.mkdir(parents=True, exist_ok=True)
+    check_answer_replaceable(out, name)
+    tables = [part.json() for part in parts if isinstance(part, Table)]
+    frame = {"schema": SCHEMA, "bench": name, "asked": {key: report[key] for key in asked}, "tables": tables}
+    (out / f"{name}.json").write_text(json.dumps(frame | report) + "\n")
+    conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
+    blocks = [f"# {heading}", f"{conditions}; load average before it {report['load_average']:.1f}."]
+    for part in (*parts, f"![the figure]({name}.png)" if plot is not None else ()):
+        if isinstance(part, Table):
+            blocks += [f"{part.title[:1].upper()}{part.title[1:]}:"] if part.title else []
+            lines = part.markdown()
+        else:
+            lines = [part] if isinstance(part, str) else [f"- {note}" for note in part]
+        blocks += ["\n".join(lines)] if lines else []
+    (out / f"{name}.md").write_text("\n\n".join(blocks) + "\n")
     if plot is not None:
         plot(report, out / f"{name}.png")
+
+
+@contextmanager
+def drawn(path: Path, num_panels: int, size: tuple[float, float], title: str = "", **options: Any) -> Iterator[Any]:
+    """Write a figure of so many panels side by side after the caller has drawn into them."""
+    from llmfoundry_lite.report.figure import plt, write
+
+    figure, panels = plt.subplots(1, num_panels, figsize=size, layout="constrained", dpi=150, squeeze=False, **options)
+    yield panels[0]
+    if title:
+        figure.suptitle(title, fontsize=10)
+    write(figure, path)
 
 
 def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "", *, from_zero: bool = True) -> None:
@@ -202,11 +245,3 @@ def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "", *
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def save_figure(figure: Any, path: Path, title: str = "") -> None:
-    from llmfoundry_lite.report.figure import write
-
-    if title:
-        figure.suptitle(title, fontsize=10)
-    write(figure, path)

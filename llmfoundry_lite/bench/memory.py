@@ -4,12 +4,19 @@ llmfoundry-lite bench memory --minutes 2 --out runs/gpu-check
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
+from llmfoundry_lite.bench.frame import (
+    Column,
+    describe_conditions,
+    note_left_out,
+    open_console,
+    tabulate,
+    tell,
+    within_minutes,
+)
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
@@ -23,7 +30,18 @@ from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, short_batch
 PER_NODE = 8
 MODELS = ("mpt-125m", "mpt-350m", "mpt-1b")
 VARIANTS = {"": [], "ALiBi": ["model.attn_config.alibi=true"], "compiled": ["compile_config={}"]}
-COLUMNS = ["model", "microbatch", "real, GiB", "rehearsed, GiB", "difference", "estimate, GiB", "reserved, GiB"]
+COLUMNS: list[Column] = [
+    ("model", "{model}"),
+    ("microbatch", "{microbatch_size}"),
+    ("real, GiB", lambda row: f"{row['real']['allocated_bytes'] / GIB:.2f}"),
+    ("rehearsed, GiB", lambda row: f"{row['rehearsed']['allocated_bytes'] / GIB:.2f}"),
+    ("difference", lambda row: f"{row['rehearsed']['allocated_bytes'] / row['real']['allocated_bytes'] - 1:+.2%}"),
+    ("estimate, GiB", lambda row: f"{row['estimated_bytes'] / GIB:.2f}"),
+    (
+        "reserved, GiB",
+        lambda row: " and ".join(f"{row[side]['reserved_bytes'] / GIB:.2f}" for side in ("real", "rehearsed")),
+    ),
+]
 
 
 def run(models: Sequence[str] = (), minutes: float = 3, out: Path | None = None) -> int:
@@ -36,22 +54,19 @@ def run(models: Sequence[str] = (), minutes: float = 3, out: Path | None = None)
         raise ConfigError(
             f"bench memory: {device_name()} is no GPU of the hardware table; `llmfoundry-lite rehearse` needs none"
         )
-    console, deadline = open_console(), time.monotonic() + 60 * minutes
-    rows, left_out = list[dict[str, Any]](), []
+    cases = []
+    for variant, overrides in VARIANTS.items():  # each model as it is, before any other
+        for model in models or MODELS:
+            size = max(n for n in (1, 2, 4, 8) if fits(load_train_config([model]).config, device, n, 1))
+            name = f"{model} {variant}".strip()
+            cases.append((name, (name, [model, *overrides, *short_batch(size, 2 * size, 1)], device, size)))
+    left_out = list[str]()
     with ForkServer() as server:
-        for variant, overrides in VARIANTS.items():  # each model as it is, before any other
-            for model in models or MODELS:
-                size = max(n for n in (1, 2, 4, 8) if fits(load_train_config([model]).config, device, n, 1))
-                name = f"{model} {variant}".strip()
-                if time.monotonic() > deadline:
-                    left_out.append(name)
-                    continue
-                console.print(name)
-                rows.append(compare(server, name, [model, *overrides, *short_batch(size, 2 * size, 1)], device, size))
+        rows = [compare(server, *case) for case, _ in within_minutes(minutes, cases, open_console(), left_out)]
     tell(
         describe_conditions() | {"rows": rows},
-        measured_table(f"memory on one {device.name}", COLUMNS, [describe(row) for row in rows], num_keys=2),
-        notes=[f"no time for: {', '.join(left_out)}"] if left_out else [],
+        tabulate(f"memory on one {device.name}", COLUMNS, rows, num_keys=2),
+        note_left_out(left_out),
         name="memory",
         heading=f"Memory on one {device.name}",
         command="llmfoundry-lite bench memory",
@@ -80,13 +95,3 @@ def compare(server: ForkServer, name: str, arguments: list[str], device: Acceler
         "rehearsed": rehearsed.found,
         "error": failed.said.strip().splitlines()[-1] if failed else "",
     }
-
-
-def describe(row: dict[str, Any]) -> list[str]:
-    keys = [row["model"], str(row["microbatch_size"])]
-    if row["error"]:
-        return [*keys, row["error"], *[""] * (len(COLUMNS) - 3)]
-    real, rehearsed = (row[side]["allocated_bytes"] for side in ("real", "rehearsed"))
-    sizes = [f"{real / GIB:.2f}", f"{rehearsed / GIB:.2f}", f"{rehearsed / real - 1:+.2%}"]
-    reserved = " and ".join(f"{row[side]['reserved_bytes'] / GIB:.2f}" for side in ("real", "rehearsed"))
-    return [*keys, *sizes, f"{row['estimated_bytes'] / GIB:.2f}", reserved]

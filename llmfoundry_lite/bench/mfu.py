@@ -8,18 +8,20 @@ cluster's. The most telling variants come first; those without time are named.
 """
 
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bench.block import available
 from llmfoundry_lite.bench.frame import (
+    Column,
     check_names,
     describe_conditions,
-    measured_table,
+    note_left_out,
     open_console,
+    tabulate,
     tell,
+    within_minutes,
 )
 from llmfoundry_lite.bench.steps import SHAPES, count_step_flops, measure_in_a_process
 from llmfoundry_lite.devices import accelerator
@@ -28,9 +30,16 @@ from llmfoundry_lite.report.tables import Table
 
 PRODUCTS = "matrix products"
 PLAIN = "a plain SDPA model, compiled"
-COLUMNS = [
-    *("model", "step", "microbatch", "seconds", "tokens/s", "TFLOP/s", "of its products", "of the datasheet"),
-    "peak memory, GiB",
+COLUMNS: list[Column] = [
+    ("model", "{shape}"),
+    ("step", "{step}"),
+    ("microbatch", "{microbatch_size}"),
+    ("seconds", "{seconds:.3f}"),
+    ("tokens/s", "{tokens_per_sec:,.0f}"),
+    ("TFLOP/s", "{tflops:.2f}"),
+    ("of its products", "{of_products:.1%}"),
+    ("of the datasheet", "{of_peak:.1%}"),
+    ("peak memory, GiB", "{peak_gib:.1f}"),
 ]
 
 
@@ -48,7 +57,6 @@ def run(
     A process may take half of the time that is left, so that one that hangs does not cost all others; then it is ended.
     """
     check_names("--shapes", shapes, SHAPES)
-    console, deadline = open_console(), time.monotonic() + 60 * minutes
     known = accelerator()
     report: dict[str, Any] = describe_conditions() | {
         "seq_len": seq_len,
@@ -59,18 +67,13 @@ def run(
         "rows": [],
         "left_out": [],
     }
-    for name, settings in variants().items():
-        for shape in shapes:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                report["left_out"].append(f"{shape}, {name}")
-                continue
-            console.print(f"{shape}: {name}")
-            report["rows"].append(_measure(report, shape, name, settings, overrides, left / 2))
+    cases = [(f"{shape}, {name}", (shape, name, settings)) for name, settings in variants().items() for shape in shapes]
+    for case, left in within_minutes(minutes, cases, open_console(), report["left_out"]):
+        report["rows"].append(_measure(report, *case, left / 2))
     tell(
         report,
         build_table(report),
-        notes=[f"no time for: {'; '.join(report['left_out'])}"] if report["left_out"] else [],
+        note_left_out(report["left_out"]),
         name="mfu",
         heading="Model FLOPs utilisation of one device, without communication",
         command=" ".join(["llmfoundry-lite bench mfu", *overrides]),
@@ -95,12 +98,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def _measure(
-    report: dict[str, Any],
-    shape: str,
-    name: str,
-    settings: dict[str, Any],
-    overrides: Sequence[str],
-    limit_seconds: float,
+    report: dict[str, Any], shape: str, name: str, settings: dict[str, Any], limit_seconds: float
 ) -> dict[str, Any]:
     """Measure one variant. The plain model, which has no microbatches, and the products take at most 4 samples."""
     is_trainer = settings["side"].startswith("trainer")
@@ -108,7 +106,7 @@ def _measure(
     task = {"shape": shape, "seq_len": report["seq_len"], "batch_size": batch_size, "num_steps": report["num_steps"]}
     row: dict[str, Any] = {"shape": shape, "step": name, "batch_size": batch_size}
     try:
-        changes = [*settings.get("overrides", ()), *(overrides if is_trainer else ())]
+        changes = [*settings.get("overrides", ()), *(report["overrides"] if is_trainer else ())]
         result = measure_in_a_process({**task, **settings, "overrides": changes}, limit_seconds=limit_seconds)
     except RuntimeError as error:
         return row | {"error": str(error).strip().splitlines()[-1]}
@@ -126,22 +124,17 @@ def _measure(
 def build_table(report: dict[str, Any]) -> Table:
     """Build the table: grouped by model, the products first."""
     products = {row["shape"]: row.get("flops_per_sec") for row in report["rows"] if row["step"] == PRODUCTS}
-    shapes = list(dict.fromkeys(row["shape"] for row in report["rows"]))
-    cells = []
+    shapes, rows = list(dict.fromkeys(row["shape"] for row in report["rows"])), []
     for row in sorted(report["rows"], key=lambda row: shapes.index(row["shape"])):
         if "error" in row:
-            cells.append([row["shape"], f"{row['step']}: {row['error']}", *[""] * (len(COLUMNS) - 2)])
+            rows.append({"shape": row["shape"], "step": f"{row['step']}: {row['error']}"})
             continue
-        rate = row["flops_per_sec"]
-        share, peak_share = (
-            f"{rate / whole:.1%}" if whole else "" for whole in (products.get(row["shape"]), report["peak_flops"])
-        )
-        size, tokens, memory = str(row["microbatch_size"]), row["tokens_per_sec"], f"{row['peak_bytes'] / GIB:.1f}"
+        rate, own, peak = row["flops_per_sec"], products.get(row["shape"]), report["peak_flops"]
+        shown = {"tflops": rate / 1e12, "of_peak": peak and rate / peak}
         if row["step"] == PRODUCTS:
-            size = share = memory = ""
-        seconds, tokens = f"{row['seconds']:.3f}", f"{tokens:,.0f}" if tokens else ""
-        cells.append(
-            [row["shape"], row["step"], size, seconds, tokens, f"{rate / 1e12:.2f}", share, peak_share, memory]
-        )
+            shown["microbatch_size"] = None
+        else:
+            shown |= {"of_products": own and rate / own, "peak_gib": row["peak_bytes"] / GIB}
+        rows.append(row | shown)
     title = f"{report['device']}, bf16, {report['batch_size']} x {report['seq_len']} tokens, the median of "
-    return measured_table(f"{title}{report['num_steps']} steps", COLUMNS, cells, num_keys=2)
+    return tabulate(f"{title}{report['num_steps']} steps", COLUMNS, rows, num_keys=2)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, save_figure, tell
+from llmfoundry_lite.bench.frame import describe_conditions, drawn, measured_table, tell
 from llmfoundry_lite.bench.steps import train_on_ranks
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.reading import SECONDS, read_run
@@ -90,7 +90,7 @@ def run(arguments: Sequence[str], num_ranks: int = 1, active: int = 3, out: Path
     tell(
         report,
         *(build_table(name, steps) for name, steps in found.items()),
-        notes=notes,
+        notes,
         name="profile",
         heading="Where a step's time goes",
         command=f"llmfoundry-lite bench profile {' '.join(names)}{ranks}",
@@ -226,29 +226,22 @@ def divide(intervals: dict[str, list[Interval]], span: Interval) -> dict[str, fl
 
 def build_table(name: str, steps: Steps) -> Table:
     total = mean_step(steps)
-    rows = [[part, *cells_of(mean(steps, part), total)] for part in PARTS]
-    rows.append(["a step", *cells_of(total, total)])
-    rows.append([f"{HIDDEN}: beside the computing", *cells_of(mean(steps, HIDDEN), total)])
+    found = {part: mean(steps, part) for part in PARTS} | {"a step": total}
+    found[f"{HIDDEN}: beside the computing"] = mean(steps, HIDDEN)
+    rows = [[part, f"{seconds:.4f}", f"{seconds / total:.1%}"] for part, seconds in found.items()]
     return measured_table(f"{name}, the mean of {len(steps)} steps", ["part", "seconds", "share"], rows)
-
-
-def cells_of(seconds: float, total: float) -> tuple[str, str]:
-    return f"{seconds:.4f}", f"{seconds / total:.1%}"
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw a bar for each trace, its parts one after the other."""
-    from llmfoundry_lite.report.figure import plt
-
     found = report["traces"]
-    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.6 * len(found)), layout="constrained", dpi=150)
     left = np.zeros(len(found))
-    for part, colour in zip(PARTS, COLOURS, strict=True):
-        widths = np.array([mean(steps, part) for steps in found.values()])
-        axes.barh([name.removesuffix(".json") for name in found], widths, 0.6, left, color=colour, label=part)
-        left += widths
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=4)
-    save_figure(figure, path)
+    with drawn(path, 1, (9, 1.4 + 0.6 * len(found))) as (axes,):
+        for part, colour in zip(PARTS, COLOURS, strict=True):
+            widths = np.array([mean(steps, part) for steps in found.values()])
+            axes.barh([name.removesuffix(".json") for name in found], widths, 0.6, left, color=colour, label=part)
+            left += widths
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds of a step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=4)

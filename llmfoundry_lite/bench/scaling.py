@@ -56,14 +56,6 @@ class Point(NamedTuple):
     peak_flops: float | None
     """FLOP/s of one device, if the run knew it."""
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens_per_step / self.seconds
-
-    @property
-    def flops_per_device(self) -> float:
-        return self.flops_per_step / self.seconds / self.num_devices
-
 
 def run(
     counts: Sequence[int],
@@ -138,7 +130,7 @@ def tell_points(
     frame.tell(
         report,
         build_table(report),
-        notes=build_notes(report),
+        build_notes(report),
         name="scaling",
         heading="Scaling over devices",
         command=command,
@@ -239,41 +231,36 @@ def kind_of(points: Sequence[Point]) -> str:
 def describe(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return rows. `speed_up` is over the smallest count, `efficiency` is its share of the ideal speed-up."""
     base = points[0]
-    rows = []
-    for point in points:
-        speed_up = point.tokens_per_second / base.tokens_per_second
-        rows.append(
-            {
-                "kind": kind,
-                **{key: getattr(point, key) for key in ("num_devices", "batch_size", "seconds")},
-                **{key: getattr(point, key) for key in ("tokens_per_second", "flops_per_device")},
-                "mfu": point.peak_flops and point.flops_per_device / point.peak_flops,
-                "speed_up": speed_up,
-                "efficiency": speed_up * base.num_devices / point.num_devices,
-            }
-        )
-    return rows
+    return [
+        {
+            "kind": kind,
+            "num_devices": point.num_devices,
+            "batch_size": point.batch_size,
+            "seconds": point.seconds,
+            "tokens_per_second": (rate := point.tokens_per_step / point.seconds),
+            "flops_per_device": (flops := point.flops_per_step / point.seconds / point.num_devices),
+            "mfu": point.peak_flops and flops / point.peak_flops,
+            "speed_up": (speed_up := rate / (base.tokens_per_step / base.seconds)),
+            "efficiency": speed_up * base.num_devices / point.num_devices,
+        }
+        for point in points
+    ]
 
 
 def build_table(report: dict[str, Any]) -> Table:
-    products = report["products_flops_per_sec"]
-    knows_peak = any(row["mfu"] for row in report["rows"])
-    share = ["MFU"] if knows_peak else ["of its products"] if products else []
-    columns = ["scaling", "devices", "samples", "seconds", "tokens/s", "GFLOP/s a device", *share]
-    columns += ["speed-up", "efficiency"]
-    rows = []
-    for row in report["rows"]:
-        shares = [row["mfu"] if knows_peak else row["flops_per_device"] / products] if share else []
-        rows.append(
-            [
-                *(row["kind"], f"{row['num_devices']:,}", f"{row['batch_size']:,}", f"{row['seconds']:.3f}"),
-                *(f"{row['tokens_per_second']:,.0f}", f"{row['flops_per_device'] / 1e9:,.1f}"),
-                *("" if value is None else f"{value:.1%}" for value in shares),
-                *(f"{row['speed_up']:.2f}", f"{row['efficiency']:.1%}"),
-            ]
-        )
+    products, share = report["products_flops_per_sec"], list[frame.Column]()
+    if any(row["mfu"] for row in report["rows"]):
+        share = [("MFU", "{mfu:.1%}")]
+    elif products:
+        share = [("of its products", lambda row: f"{row['flops_per_device'] / products:.1%}")]
+    columns: list[frame.Column] = [
+        *(("scaling", "{kind}"), ("devices", "{num_devices:,}"), ("samples", "{batch_size:,}")),
+        *(("seconds", "{seconds:.3f}"), ("tokens/s", "{tokens_per_second:,.0f}")),
+        ("GFLOP/s a device", lambda row: f"{row['flops_per_device'] / 1e9:,.1f}"),
+        *(*share, ("speed-up", "{speed_up:.2f}"), ("efficiency", "{efficiency:.1%}")),
+    ]
     steps = f", the median of {report['num_steps']} steps" if report["num_steps"] else ""
-    return frame.measured_table(f"{build_title(report)}{steps}", columns, rows, num_keys=3)
+    return frame.tabulate(f"{build_title(report)}{steps}", columns, report["rows"], num_keys=3)
 
 
 def build_title(report: dict[str, Any]) -> str:
@@ -298,25 +285,21 @@ def build_notes(report: dict[str, Any]) -> list[str]:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw each count's rate per device, with the efficiency (left), and the speed-up (right)."""
-    from llmfoundry_lite.report.figure import plt
-
-    figure, (rates, ups) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", dpi=150)
     counts = sorted({row["num_devices"] for row in report["rows"]})
-    ups.plot(counts, [n / counts[0] for n in counts], "--", color="#8c8c8c", label="ideal")
-    for kind in dict.fromkeys(row["kind"] for row in report["rows"]):
-        rows = [row for row in report["rows"] if row["kind"] == kind]
-        x, y = [row["num_devices"] for row in rows], [row["flops_per_device"] / 1e9 for row in rows]
-        line = {"color": COLOURS[kind], "marker": "o", "label": f"{kind} scaling"}
-        rates.plot(x, y, **line)
-        side = 8 if kind == STRONG else -14
-        for row, place in zip(rows, zip(x, y, strict=True), strict=True):
-            style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": COLOURS[kind]}
-            rates.annotate(f"{row['efficiency']:.0%}", place, (0, side), **style)
-        ups.plot(x, [row["speed_up"] for row in rows], **line)
-    frame.label_axes(rates, counts, "devices", "model GFLOP/s of a device")
-    frame.label_axes(ups, counts, "devices", f"speed-up over {counts[0]} device(s)", from_zero=False)
-    rates.set_ylim(0, 1.2 * max(row["flops_per_device"] for row in report["rows"]) / 1e9)
-    ups.set_yscale("log", base=2)
-    ups.set_yticks([n / counts[0] for n in counts], [f"{n / counts[0]:g}" for n in counts])
-    ups.legend(frameon=False, fontsize=9)
-    frame.save_figure(figure, path, build_title(report))
+    with frame.drawn(path, 2, (10, 3.8), build_title(report)) as (rates, ups):
+        ups.plot(counts, [n / counts[0] for n in counts], "--", color="#8c8c8c", label="ideal")
+        for kind in dict.fromkeys(row["kind"] for row in report["rows"]):
+            rows = [row for row in report["rows"] if row["kind"] == kind]
+            x, y = [row["num_devices"] for row in rows], [row["flops_per_device"] / 1e9 for row in rows]
+            line = {"color": COLOURS[kind], "marker": "o", "label": f"{kind} scaling"}
+            rates.plot(x, y, **line)
+            ups.plot(x, [row["speed_up"] for row in rows], **line)
+            offset, style = (0, 8 if kind == STRONG else -14), {"ha": "center", "fontsize": 8, "color": COLOURS[kind]}
+            for row, *place in zip(rows, x, y, strict=True):
+                rates.annotate(f"{row['efficiency']:.0%}", place, offset, textcoords="offset points", **style)
+        frame.label_axes(rates, counts, "devices", "model GFLOP/s of a device")
+        frame.label_axes(ups, counts, "devices", f"speed-up over {counts[0]} device(s)", from_zero=False)
+        rates.set_ylim(0, 1.2 * max(row["flops_per_device"] for row in report["rows"]) / 1e9)
+        ups.set_yscale("log", base=2)
+        ups.set_yticks([n / counts[0] for n in counts], [f"{n / counts[0]:g}" for n in counts])
+        ups.legend(frameon=False, fontsize=9)

@@ -15,13 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
@@ -112,6 +115,35 @@ def measure_in_a_process(
     if found := re.search(r"^device_train_microbatch_size: auto is (\d+)", output, re.MULTILINE):
         measured["microbatch_size"] = int(found[1])
     return measured
+
+
+def measure_on_ranks(num_ranks: int, measure: Callable[[], Any]) -> Any:
+    """Return what `measure` returns on the first of so many processes of one group, which share out cores or devices.
+
+    Raises RuntimeError with the last line of the first that fails. None outlives this process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            torch.multiprocessing.spawn(be_rank, (num_ranks, measure, folder), num_ranks, daemon=True)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from None
+        return json.loads(Path(folder, "found.json").read_text())
+
+
+def be_rank(rank: int, num_ranks: int, measure: Callable[[], Any], folder: str) -> None:
+    keep_freed_memory()
+    backend = "gloo"
+    if device_type() == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= num_ranks else "gloo"
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(minutes=10))
+    found = measure()
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def train_on_ranks(num_ranks: int, arguments: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from llmfoundry_lite.errors import DataError
 def write(folder, rows, *, name="scaling", **changes):
     report = frame.describe_conditions() | {"dtype": "fp32", "torch": "2.13.0"} | changes
     table = frame.Table("the rounds", ["scaling", "devices", "seconds", "MFU"], rows, num_keys=2)
-    frame.write_report(folder, name, "A heading", "bench", report, table, asked=["dtype"])
+    frame.tell(report, table, name=name, heading="A heading", command="bench", asked=["dtype"], out=folder)
     return folder / f"{name}.json"
 
 

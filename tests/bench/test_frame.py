@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
 from llmfoundry_lite.bench import frame, steps
@@ -36,7 +37,8 @@ def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_p
     table = frame.measured_table(
         "the rounds", ["side", "seconds", "words"], [["ours", "1.5", "all"], ["peer", "", "none"]]
     )
-    frame.write_report(tmp_path / "new", "name", "A heading", "bench", report, table, ["a note"], "A paragraph.", [])
+    about = {"name": "name", "heading": "A heading", "command": "bench"}
+    frame.tell(report, table, ["a note"], "A paragraph.", [], **about, out=tmp_path / "new")
     assert json.loads((tmp_path / "new/name.json").read_text())["found"] == [1.0, 1.5, 2.0]
     blocks = (tmp_path / "new/name.md").read_text().split("\n\n")
     assert re.fullmatch(
@@ -45,8 +47,48 @@ def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_p
     lines = ["| side | seconds | words |", "|---|---:|---|", "| ours | 1.5 | all |", "| peer |  | none |"]
     assert blocks[2:] == ["The rounds:", "\n".join(lines), "- a note", "A paragraph.\n"]
     console = Console(file=io.StringIO(), width=80)
-    frame.show(console, table, notes=["[a note]"])
+    frame.show(console, table, ["[a note]"], "A paragraph.")
     assert "[a note]" in console.file.getvalue() and "the rounds" in console.file.getvalue()
+    assert "A paragraph" not in console.file.getvalue()
+
+
+def test_a_table_is_made_of_columns_and_rows_by_name():
+    columns: list[frame.Column] = [
+        ("side", "{side}"),
+        ("seconds", "{seconds[median]:.2f}"),
+        ("twice", lambda row: str(2 * row["n"])),
+    ]
+    rows = [
+        {"side": "ours", "seconds": {"median": 1.234}, "n": 2},
+        {"side": "theirs", "seconds": None, "n": 3},
+        {"side": "peer", "error": "out of memory"},
+    ]
+    table = frame.tabulate("rounds", columns, rows)
+    assert table.columns == ["side", "seconds", "twice"]
+    assert table.rows == [["ours", "1.23", "4"], ["theirs", "", "6"], ["peer", "out of memory", ""]]
+
+
+def test_cases_for_which_no_time_is_left_are_named():
+    left_out: list[str] = []
+    console = Console(file=io.StringIO())
+    found = list(frame.within_minutes(1, [("a", 1)], console, left_out))
+    assert [case for case, _ in found] == [1] and 0 < found[0][1] <= 60 and not left_out
+    assert list(frame.within_minutes(0, [("a", 1), ("b", 2)], console, left_out)) == []
+    assert frame.note_left_out(left_out) == ["no time for: a; b"] and frame.note_left_out([]) == []
+
+
+def fail_on_the_second() -> int:
+    if dist.get_rank():
+        raise ValueError("no second")
+    return dist.get_world_size()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ranks_of_a_measurement_are_one_group_and_one_that_fails_ends_it():
+    assert steps.measure_on_ranks(2, dist.get_world_size) == 2
+    with pytest.raises(RuntimeError, match=r"^ValueError: no second$"):
+        steps.measure_on_ranks(2, fail_on_the_second)
 
 
 def test_a_shape_that_is_not_in_the_table_is_refused_with_those_that_are():
