@@ -236,8 +236,14 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
         if p.has_fsdp and not p.is_fp32:
             loose_bytes = in_loss.gradients_bytes // 2
     return _Chunk(
-        *(kept_bytes, in_forward_bytes, early_bytes, late_bytes, apart_bytes),
-        *(in_loss.gradients_bytes, loose_bytes, model.n_layers),
+        kept=kept_bytes,
+        in_forward=in_forward_bytes,
+        early=early_bytes,
+        late=late_bytes,
+        apart=apart_bytes,
+        gradients=in_loss.gradients_bytes,
+        loose=loose_bytes,
+        num_blocks=model.n_layers,
     )
 
 

@@ -16,12 +16,7 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
-
-LINK_SHARE = 0.8
-"""Share of a link's bandwidth that collectives reach: nccl-tests measures 360 to 370 of NVLink 4's 450 GB/s."""
-IN_NODE_LATENCY_SECONDS = 3e-6
-ACROSS_LATENCY_SECONDS = 10e-6
-"""For each step of a ring. Order of magnitude, from nccl-tests with small messages."""
+from llmfoundry_lite.plan.rates import ACROSS_LATENCY_SECONDS, IN_NODE_LATENCY_SECONDS, LINK_SHARE
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -3,31 +3,26 @@
 llmfoundry-lite plan mpt-7b --hardware mi250 --devices 128
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 import yaml
 
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.hardware import Accelerator, accelerator_named, find_accelerator
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, Joined, cost_of, join_clusters, save_seconds
 from llmfoundry_lite.plan.portion import FP32_BYTES
+from llmfoundry_lite.plan.rates import calibrate
 from llmfoundry_lite.plan.schedule import check_schedule
 from llmfoundry_lite.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
-from llmfoundry_lite.plan.step import Efficiency, Hardware, find_hardware
+from llmfoundry_lite.plan.step import Hardware, find_hardware
 
-REPORT_SCHEMA = 1
-"""Schema of reports of `bench`, which needs torch."""
-PRODUCTS = "matrix products"
-"""Name of those rows in the report of `bench mfu`."""
 PLANNED = "# Planned for "
 
 
@@ -201,38 +196,3 @@ def write_overlay(plan: Plan, path: Path) -> None:
         path.write_text(head + yaml.safe_dump(overlay, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"--write: {path}: {error.strerror}; choose another file") from None
-
-
-def calibrate(efficiency: Efficiency, path: Path, accelerator: Accelerator) -> Efficiency:
-    """Take the rate of matrix products from a report of `llmfoundry-lite bench mfu --out` on this device.
-
-    Raises DataError for a file that is no such report, ConfigError for another device and one of unknown peak.
-    """
-    try:
-        report = json.loads(path.read_text())
-        schema = report.get("schema", REPORT_SCHEMA)
-        rates = [
-            float(row["flops_per_sec"]) for row in report["rows"] if row["step"] == PRODUCTS and "error" not in row
-        ]
-        peak, device = report["peak_flops"], report["device"]
-    except OSError as error:
-        raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(f"--calibrate: {path} is no report of `llmfoundry-lite bench mfu` (mfu.json)") from None
-    if not peak:
-        raise ConfigError(f"--calibrate: {path} was measured on {device}, whose peak is not in the table")
-    if schema != REPORT_SCHEMA:
-        raise DataError(
-            f"--calibrate: {path} has schema {schema}, this release reads {REPORT_SCHEMA}; measure again: "
-            "llmfoundry-lite bench mfu --out FOLDER"
-        )
-    if (row := find_accelerator(device)) is not None and row.name != accelerator.name:
-        raise ConfigError(f"--calibrate: {path} was measured on {row.name}, --hardware says {accelerator.name}")
-    if not rates:
-        raise DataError(f"--calibrate: {path} has no rate of matrix products")
-    products = median(rates) / peak
-    if not 0 < products <= 1:
-        raise DataError(
-            f"--calibrate: {path}: matrix products at {products:.0%} of the peak of {device}; measure again"
-        )
-    return replace(efficiency, products=products, source=f"products measured on {device}, {path.name}")

@@ -133,22 +133,23 @@ def search_layouts(
     if config.cp_config is not None:
         parts = [config.context.context_parallel_degree]
     rejected: list[Rejected] = []
-    trials: list[_Trial] = []
+    trials: list[tuple[float, _Trial]] = []
     divide = functools.cache(functools.partial(_divide, config, pipeline))
     for layout, strategy in layouts_of(num_devices, node_size, stages, parts):
         divided = divide(layout.pipeline, layout.context, layout.tensor, strategy)
-        trial = _Trial(divided, layout, strategy, hardware)
-        reason = trial.prepare()
-        if reason is None:
-            trials.append(trial)
+        trial = _prepare(divided, layout, strategy, hardware)
+        if isinstance(trial, Rejected):
+            rejected.append(trial)
         else:
-            rejected.append(trial.reject(reason))
+            trials.append((trial.least_seconds(), trial))
     candidates: list[Candidate] = []
-    for trial in sorted(trials, key=lambda trial: trial.least_seconds):
+    for least, trial in sorted(trials, key=lambda pair: pair[0]):
         fastest = min((c.time.seconds for c in candidates), default=math.inf)
-        found = trial.find_best(fastest, stall_seconds)
-        candidates += [found] if isinstance(found, Candidate) else []
-        rejected += [found] if isinstance(found, Rejected) else []
+        found = trial.find_best(least, fastest, stall_seconds)
+        if isinstance(found, Rejected):
+            rejected.append(found)
+        else:
+            candidates.append(found)
     candidates.sort(key=lambda c: (c.time.seconds, c.layout.tensor))
     if candidates:
         best = min(_as_fast_as(candidates), key=lambda c: c.memory.total_bytes)
@@ -248,49 +249,51 @@ def usable_bytes(accelerator: Accelerator) -> int:
     return accelerator.free_bytes - CONTEXT_BYTES
 
 
+def _prepare(divided: TrainConfig | str, layout: Layout, strategy: str, hardware: Hardware) -> "_Trial | Rejected":
+    """Return a trial of one layout, or why there is none. `divided`: as `_divide` returns it."""
+
+    def reject(reason: str) -> Rejected:
+        return Rejected(layout=layout, strategy=strategy, reason=reason)
+
+    if isinstance(divided, str):
+        return reject(divided)
+    samples = divided.global_train_batch_size
+    device_batch_size, rest = divmod(samples, layout.num_data_ranks)
+    if rest:
+        return reject(f"{samples} samples do not divide over {layout.num_data_ranks} data ranks")
+    if sizes := find_sizes(divided, device_batch_size):
+        return _Trial(divided, layout, strategy, hardware, sizes)
+    return reject(f"{divided.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages")
+
+
 @dataclass(slots=True)
 class _Trial:
     """A run on one layout."""
 
-    divided: TrainConfig | str
-    """The divided run, or why a launch refuses it."""
+    config: TrainConfig
+    """The divided run."""
     layout: Layout
     strategy: str
     hardware: Hardware
-    sizes: Sequence[int] = ()
+    sizes: Sequence[int]
     """Microbatches that `auto` tries."""
-    least_seconds: float = math.inf
-    """A step, if memory did not matter."""
 
     def reject(self, reason: str, **facts: Any) -> Rejected:
         return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, **facts)
 
-    @property
-    def config(self) -> TrainConfig:
-        assert isinstance(self.divided, TrainConfig)
-        return self.divided
-
-    def prepare(self) -> str | None:
-        """Fill `sizes` and `least_seconds`; return a reason if there are none."""
-        if isinstance(self.divided, str):
-            return self.divided
-        config, layout = self.divided, self.layout
-        samples = config.global_train_batch_size
-        device_batch_size, rest = divmod(samples, layout.num_data_ranks)
-        if rest:
-            return f"{samples} samples do not divide over {layout.num_data_ranks} data ranks"
-        self.sizes = find_sizes(config, device_batch_size)
-        if not self.sizes:
-            return f"{config.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages"
+    def least_seconds(self) -> float:
+        """Time a step, if memory did not matter."""
         # Larger microbatches gather less often; in a pipeline, smaller ones fill it sooner.
-        self.least_seconds = min(self._time(False, size).seconds for size in {self.sizes[0], self.sizes[-1]})
-        return None
+        return min(self._time(False, size).seconds for size in {self.sizes[0], self.sizes[-1]})
 
-    def find_best(self, fastest: float, stall_seconds: float | None) -> Candidate | Rejected:
-        """Return the fastest microbatch and checkpointing, or why there is none. `fastest`: seconds so far."""
+    def find_best(self, least: float, fastest: float, stall_seconds: float | None) -> Candidate | Rejected:
+        """Return the fastest microbatch and checkpointing, or why there is none.
+
+        `least`: this layout's least seconds. `fastest`: those of the fastest so far.
+        """
         config, layout, sizes = self.config, self.layout, self.sizes
-        if self.least_seconds > SLOW * fastest:
-            slower = self.least_seconds / fastest
+        if least > SLOW * fastest:
+            slower = least / fastest
             return self.reject(
                 f"takes {slower:.1f} times as long as the fastest, even with memory to spare", slower=slower
             )

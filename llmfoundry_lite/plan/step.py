@@ -10,7 +10,6 @@ Left out: stragglers, the host's own time, other jobs' traffic, storage slower t
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,42 +32,17 @@ from llmfoundry_lite.plan.network import (
     stream_reductions,
 )
 from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
+from llmfoundry_lite.plan.rates import (
+    LOGIT_BYTES,
+    MEMORY_SHARE,
+    OPTIMIZER_BYTES,
+    OVERLAP_COST,
+    READ_TOKENS_PER_SECOND,
+    STREAM_BYTES,
+    Efficiency,
+    find_efficiency,
+)
 from llmfoundry_lite.plan.schedule import simulate_bubble
-
-MEMORY_SHARE = 0.85
-"""Share of the memory's bandwidth that kernels reach."""
-STREAM_BYTES = 220
-"""Bytes read and written for each token and number of the residual stream in one block, forward and backward, by norms,
-activation functions, residual sums and copies between them, in 16 bits. Fitted, as the shares below."""
-LOGIT_BYTES = 30
-"""Bytes read and written for each logit by the loss, forward and backward."""
-OPTIMIZER_BYTES = 40
-"""Bytes read and written for each parameter by AdamW and by clipping its gradient."""
-READ_TOKENS_PER_SECOND = 7e6
-"""Rate of one process of the loader, from local shards: 8,000 samples of 2,048 took 2.3 s of an AMD EPYC core,
-2026-11-22."""
-OVERLAP_COST = 0.15
-"""Share of a hidden exchange's time that shows: it takes units and bandwidth from the products beside it."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Efficiency:
-    """Shares of the peak that kernels reach."""
-
-    products: float
-    attention: float
-    source: str
-
-
-_FITTED = "fitted to LLM Foundry's published throughput of MPT on 8 devices"
-EFFICIENCIES: Mapping[str, Efficiency] = {
-    "A100": Efficiency(products=0.74, attention=0.3, source=_FITTED),
-    "H100": Efficiency(products=0.56, attention=0.2, source=_FITTED),
-    "MI250": Efficiency(products=0.495, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
-    "MI250X": Efficiency(products=0.59, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
-}
-"""Beginning of an accelerator's name -> its efficiency; the longest that fits counts."""
-UNPUBLISHED = Efficiency(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -131,9 +105,7 @@ class StepTime:
 
 def find_hardware(accelerator: Accelerator) -> Hardware:
     """Return an accelerator in its usual node, with its published efficiency. Raises ConfigError without a node."""
-    fitting = [name for name in EFFICIENCIES if accelerator.name.startswith(name)]
-    efficiency = EFFICIENCIES[max(fitting, key=len)] if fitting else UNPUBLISHED
-    return Hardware(accelerator=accelerator, node=find_node(accelerator.name), efficiency=efficiency)
+    return Hardware(accelerator=accelerator, node=find_node(accelerator.name), efficiency=find_efficiency(accelerator))
 
 
 def count_microbatches(p: Portion) -> int:

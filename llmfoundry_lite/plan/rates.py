@@ -1,0 +1,111 @@
+"""Rates that kernels and links reach: every constant of the planner that is fitted or measured, and its calibration.
+
+`step.py` and `network.py` compute with these, and with datasheets (`hardware.py`, `network.NODES`). Nothing else in the
+planner's times is a number. No torch.
+
+The fit: STREAM_BYTES, LOGIT_BYTES and EFFICIENCIES are chosen so that the published rows of
+`tests/plan/test_step.py` come out. docs/plan.md has its errors, on those rows themselves: none is held back.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.hardware import Accelerator, find_accelerator
+
+# ---------------------------------------------------------------------------------------------------- of any device
+
+MEMORY_SHARE = 0.85
+"""Share of the memory's bandwidth that kernels reach."""
+STREAM_BYTES = 220
+"""Bytes read and written for each token and number of the residual stream in one block, forward and backward, by norms,
+activation functions, residual sums and copies between them, in 16 bits. Fitted, as the shares below."""
+LOGIT_BYTES = 30
+"""Bytes read and written for each logit by the loss, forward and backward."""
+OPTIMIZER_BYTES = 40
+"""Bytes read and written for each parameter by AdamW and by clipping its gradient."""
+READ_TOKENS_PER_SECOND = 7e6
+"""Rate of one process of the loader, from local shards: 8,000 samples of 2,048 took 2.3 s of an AMD EPYC core,
+2026-11-22."""
+OVERLAP_COST = 0.15
+"""Share of a hidden exchange's time that shows: it takes units and bandwidth from the products beside it."""
+
+# ---------------------------------------------------------------------------------------------------------- of links
+
+LINK_SHARE = 0.8
+"""Share of a link's bandwidth that collectives reach: nccl-tests measures 360 to 370 of NVLink 4's 450 GB/s."""
+IN_NODE_LATENCY_SECONDS = 3e-6
+ACROSS_LATENCY_SECONDS = 10e-6
+"""For each step of a ring. Order of magnitude, from nccl-tests with small messages."""
+
+# --------------------------------------------------------------------------------------------------- of accelerators
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Efficiency:
+    """Shares of the peak that kernels reach."""
+
+    products: float
+    attention: float
+    source: str
+
+
+_FITTED = "fitted to LLM Foundry's published throughput of MPT on 8 devices"
+EFFICIENCIES: Mapping[str, Efficiency] = {
+    "A100": Efficiency(products=0.74, attention=0.3, source=_FITTED),
+    "H100": Efficiency(products=0.56, attention=0.2, source=_FITTED),
+    "MI250": Efficiency(products=0.495, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
+    "MI250X": Efficiency(products=0.59, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
+}
+"""Beginning of an accelerator's name -> its efficiency; the longest that fits counts."""
+UNPUBLISHED = Efficiency(products=0.55, attention=0.2, source="no published run: those of the H100, rounded down")
+
+
+def find_efficiency(accelerator: Accelerator) -> Efficiency:
+    """Return the published efficiency of an accelerator, or that of unpublished ones."""
+    fitting = [name for name in EFFICIENCIES if accelerator.name.startswith(name)]
+    return EFFICIENCIES[max(fitting, key=len)] if fitting else UNPUBLISHED
+
+
+REPORT_SCHEMA = 1
+"""Schema of reports of `bench`, which needs torch."""
+PRODUCTS = "matrix products"
+"""Name of those rows in the report of `bench mfu`."""
+
+
+def calibrate(efficiency: Efficiency, path: Path, accelerator: Accelerator) -> Efficiency:
+    """Take the rate of matrix products from a report of `llmfoundry-lite bench mfu --out` on this device.
+
+    Raises DataError for a file that is no such report, ConfigError for another device and one of unknown peak.
+    """
+    try:
+        report = json.loads(path.read_text())
+        schema = report.get("schema", REPORT_SCHEMA)
+        rates = [
+            float(row["flops_per_sec"]) for row in report["rows"] if row["step"] == PRODUCTS and "error" not in row
+        ]
+        peak, device = report["peak_flops"], report["device"]
+    except OSError as error:
+        raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DataError(f"--calibrate: {path} is no report of `llmfoundry-lite bench mfu` (mfu.json)") from None
+    if not peak:
+        raise ConfigError(f"--calibrate: {path} was measured on {device}, whose peak is not in the table")
+    if schema != REPORT_SCHEMA:
+        raise DataError(
+            f"--calibrate: {path} has schema {schema}, this release reads {REPORT_SCHEMA}; measure again: "
+            "llmfoundry-lite bench mfu --out FOLDER"
+        )
+    if (row := find_accelerator(device)) is not None and row.name != accelerator.name:
+        raise ConfigError(f"--calibrate: {path} was measured on {row.name}, --hardware says {accelerator.name}")
+    if not rates:
+        raise DataError(f"--calibrate: {path} has no rate of matrix products")
+    products = median(rates) / peak
+    if not 0 < products <= 1:
+        raise DataError(
+            f"--calibrate: {path}: matrix products at {products:.0%} of the peak of {device}; measure again"
+        )
+    return replace(efficiency, products=products, source=f"products measured on {device}, {path.name}")
