@@ -33,6 +33,7 @@ from benchmarks.switch.switch import (
     GLOBAL_BATCH,
     SEQ_LEN,
     VERDICT_COLUMNS,
+    cluster_of,
     configuration,
     describe_cluster,
     prepare_data,
@@ -109,22 +110,13 @@ def run(
 def default_clusters(other_python: str | None) -> list[Cluster]:
     """A and B are the islands; C is one more single world, for the band."""
 
-    def cluster(
-        letter: str, num_ranks: int, microbatch: int, attention: str, sharding: str, **environment: str
-    ) -> Cluster:
-        overlay = {
-            "device_train_microbatch_size": microbatch,
-            "model": {"attn_config": {"attn_impl": attention}},
-            "fsdp_config": {"sharding_strategy": sharding},
-            "environment": {"OMP_NUM_THREADS": "1", **NO_GPU, **environment},
-        }
-        return Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay)
-
-    b = cluster("B", 1, 2, "reference", "NO_SHARD", **INSTRUCTION_SETS["sse"])
+    cpu = {"OMP_NUM_THREADS": "1", **NO_GPU}
+    strategies = [{"sharding_strategy": name} for name in ("FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP")]
+    b = cluster_of("B", 1, 2, "reference", strategies[1], cpu | INSTRUCTION_SETS["sse"])
     return [
-        cluster("A", 2, 2, "sdpa", "FULL_SHARD"),
+        cluster_of("A", 2, 2, "sdpa", strategies[0], cpu),
         dataclasses.replace(b, python=other_python or b.python),
-        cluster("C", 2, 4, "reference", "SHARD_GRAD_OP", **INSTRUCTION_SETS["avx2"]),
+        cluster_of("C", 2, 4, "reference", strategies[2], cpu | INSTRUCTION_SETS["avx2"]),
     ]
 
 

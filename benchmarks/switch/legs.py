@@ -18,7 +18,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks import ROOT, with_root
+from benchmarks import ROOT, last_lines, with_root
+from benchmarks.recover import Log
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.launch.journal import read_legs
 
@@ -98,8 +99,7 @@ class Workshop:
 
     def records(self, name: str) -> dict[int, dict[str, Any]]:
         """Return the last record of each batch."""
-        lines = (self.run_folder(name) / "metrics.jsonl").read_text().splitlines()
-        return {record["batch"]: record for record in map(json.loads, lines)}
+        return Log(self.run_folder(name) / "metrics.jsonl").last_of_each_batch()
 
     def launch(self, name: str, cluster: Cluster, *arguments: str) -> Leg:
         """`composer -n … scripts/train.py run.yaml <cluster>.yaml run_name=<name> …`, to its end.
@@ -169,8 +169,8 @@ class Workshop:
         result = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
         legs = read_legs(self.run_folder(name))
         if result.returncode != 0 or any(leg.ended not in ("done", "stopped") for leg in legs):
-            lines = (result.stdout + result.stderr).splitlines()[-20:]
-            raise UserError("\n".join([f"{' '.join(command)}: exit code {result.returncode}", *lines]))
+            words = last_lines(result.stdout + result.stderr)
+            raise UserError(f"{' '.join(command)}: exit code {result.returncode}\n{words}")
         return [
             Leg(
                 cluster=leg.place,

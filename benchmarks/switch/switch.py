@@ -140,29 +140,30 @@ def default_clusters(precision: str, other_python: str | None) -> list[Cluster]:
     def sharding(strategy: str, mixed: str, **more: Any) -> dict[str, Any]:
         return {"sharding_strategy": strategy, **({"mixed_precision": mixed} if low else {}), **more}
 
-    def cluster(
-        letter: str, num_ranks: int, microbatch: int, attention: str, fsdp: dict[str, Any], **environment: str
-    ) -> Cluster:
-        overlay = {
-            "device_train_microbatch_size": microbatch,
-            # Evaluation batches are counted, and there are as many samples in each on every cluster.
-            "device_eval_batch_size": GLOBAL_BATCH // num_ranks,
-            "model": {"attn_config": {"attn_impl": attention}},
-            "fsdp_config": fsdp,
-            "environment": environment,
-        }
-        return Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay)
-
     cpu = {"OMP_NUM_THREADS": "1", **NO_GPU}
     avx2, sse = (cpu | INSTRUCTION_SETS[name] for name in ("avx2", "sse"))
-    a = cluster("A", 2, 4, "sdpa", sharding("FULL_SHARD", "DEFAULT"), **cpu)
+    a = cluster_of("A", 2, 4, "sdpa", sharding("FULL_SHARD", "DEFAULT"), cpu)
     if torch.cuda.is_available():
-        b = cluster("B", 1, 16, "sdpa", sharding("FULL_SHARD", "DEFAULT"))
+        b = cluster_of("B", 1, 16, "sdpa", sharding("FULL_SHARD", "DEFAULT"), {})
     else:
-        b = cluster("B", 1, 16, "reference", sharding("NO_SHARD", "PURE"), **avx2)
-    c = cluster("C", 4, 2, "sdpa", sharding("HYBRID_SHARD", "FULL", data_parallel_shard_degree=2), **sse)
-    d = cluster("D", 2, 8, "reference", sharding("SHARD_GRAD_OP", "DEFAULT"), **cpu)
+        b = cluster_of("B", 1, 16, "reference", sharding("NO_SHARD", "PURE"), avx2)
+    c = cluster_of("C", 4, 2, "sdpa", sharding("HYBRID_SHARD", "FULL", data_parallel_shard_degree=2), sse)
+    d = cluster_of("D", 2, 8, "reference", sharding("SHARD_GRAD_OP", "DEFAULT"), cpu)
     return [a, b, c, dataclasses.replace(d, python=other_python or sys.executable)]
+
+
+def cluster_of(
+    letter: str, num_ranks: int, microbatch: int, attention: str, fsdp: dict[str, Any], environment: dict[str, str]
+) -> Cluster:
+    overlay = {
+        "device_train_microbatch_size": microbatch,
+        # Evaluation batches are counted, and there are as many samples in each on every cluster.
+        "device_eval_batch_size": GLOBAL_BATCH // num_ranks,
+        "model": {"attn_config": {"attn_impl": attention}},
+        "fsdp_config": fsdp,
+        "environment": environment,
+    }
+    return Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay)
 
 
 def layout_clusters() -> list[Cluster]:

@@ -118,8 +118,6 @@ def tell_points(
     command: str,
     out: Path | None,
 ) -> dict[str, Any]:
-    for points in by_kind.values():
-        kind_of(points)
     first = next(iter(by_kind.values()))[0]
     report = frame.describe_conditions() | {
         **first.same,

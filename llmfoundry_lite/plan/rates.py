@@ -1,10 +1,8 @@
 """Rates that kernels and links reach: every constant of the planner that is fitted or measured, and its calibration.
 
-`step.py` and `network.py` compute with these, and with datasheets (`hardware.py`, `network.NODES`). Nothing else in the
-planner's times is a number. No torch.
-
-The fit: STREAM_BYTES, LOGIT_BYTES and EFFICIENCIES are chosen so that the published rows of
-`tests/plan/test_step.py` come out. docs/plan.md has its errors, on those rows themselves: none is held back.
+`step.py` and `network.py` compute a step's time with these and with datasheets (`hardware.py`, `network.NODES`). The
+fitted ones are EFFICIENCIES, each to the runs that its source names, and STREAM_BYTES. docs/plan.md has the errors of
+the fit, and `tests/plan/test_step.py` holds it to published rows, the fitted ones among them. No torch.
 """
 
 import json

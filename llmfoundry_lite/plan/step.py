@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -128,7 +128,7 @@ def step_time(config: TrainConfig, layout: Layout, hardware: Hardware) -> StepTi
         raise ConfigError(f"{accelerator.name}: no {p.dtype} peak is published for it (known: {known})")
     memory_rate = MEMORY_SHARE * accelerator.memory_bandwidth_bytes_per_second
     num_microbatches = count_microbatches(p)
-    loads = find_loads(p.model, config.pipeline, layout.pipeline)
+    loads = find_loads(p.model, config.pipeline)
     block, head = _compute_seconds(p, efficiency.products * peak, efficiency.attention * peak, memory_rate)
     per_microbatch = {name: loads.num_blocks * seconds + head[name] * loads.has_head for name, seconds in block.items()}
     per_microbatch |= _exchange_seconds(p, loads.num_blocks, node)
@@ -232,24 +232,14 @@ class Loads(NamedTuple):
     """Time of each run of blocks, as a multiple of their mean."""
 
 
-def find_loads(model: ModelConfig, pipeline: PipelineConfig, degree: int) -> Loads:
+def find_loads(model: ModelConfig, pipeline: PipelineConfig) -> Loads:
     """Measure stages' loads in parameters; looking up embeddings takes no time."""
-    if degree == 1:
-        return Loads(model.n_layers, True, (1.0,))
-    blocks = None if pipeline.blocks is None else tuple(pipeline.blocks)
-    return _loads_of_stages(model, degree, pipeline.schedule, pipeline.num_runs, blocks)
+    blocks: Any = pipeline.blocks and tuple(pipeline.blocks)  # a key of the cache
+    return _loads_of_stages(model, dataclasses.replace(pipeline, blocks=blocks, num_microbatches=None))
 
 
 @functools.cache  # a search asks thousands of times
-def _loads_of_stages(
-    model: ModelConfig, degree: int, schedule: str, num_runs: int, blocks: tuple[int, ...] | None
-) -> Loads:
-    pipeline = PipelineConfig(
-        pipeline_parallel_degree=degree,
-        schedule=schedule,
-        virtual_stages=num_runs,
-        blocks=None if blocks is None else list(blocks),
-    )
+def _loads_of_stages(model: ModelConfig, pipeline: PipelineConfig) -> Loads:
     block, head = block_and_head(model)
     ranks = stages_of(model, pipeline)
     loads = {
