@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._ops import HigherOrderOperator
 from torch.distributed import pipelining
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp import FSDPModule, _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -166,7 +169,7 @@ def packages(*modules: ModuleType) -> Code:
 def functions(*objects: Any) -> Code:
     """Return where the source of functions and classes lies."""
     ranges = []
-    for each in objects:
+    for each in map(inspect.unwrap, objects):  # a decorator's file is not the function's
         lines, first = inspect.getsourcelines(each)
         ranges.append((str(inspect.getsourcefile(each)), first, first + len(lines)))
     return Code(ranges=tuple(ranges))
@@ -174,6 +177,10 @@ def functions(*objects: Any) -> Code:
 
 LOSS_CODE = functions(_ChunkedCrossEntropy, cross_entropy_sum, next_token_labels, row_weights)
 FSDP_CODE = packages(_fully_shard)
+FSDP_SETUP = functions(
+    *(FSDPParam.reset_sharded_param, FSDPParam._init_sharded_param, FSDPParamGroup.lazy_init, FSDPState._lazy_init),
+    FSDPModule._apply,
+)
 CODE_OF_CATEGORIES = {
     "rest": functions(ParallelTrainer._train_microbatches),  # the optimizer calls it
     "optimizer": packages(torch.optim),
@@ -193,20 +200,18 @@ def categorise(frames: list[dict[str, Any]]) -> str:
         return "logits"  # its products are those of `models`
     for frame in frames:
         if FSDP_CODE.has(frame):
-            return categorise_sharded({frame["name"] for frame in frames if FSDP_CODE.has(frame)})
+            return categorise_sharded([frame for frame in frames if FSDP_CODE.has(frame)])
         for category, code in CODE_OF_CATEGORIES.items():
             if code.has(frame):
                 return category
     return "rest"
 
 
-def categorise_sharded(names: set[str]) -> str:
-    """Return the category by the names of FSDP's functions in the stack."""
-    if any("reduce" in name or "accumulate" in name or "grad" in name for name in names):
+def categorise_sharded(frames: list[dict[str, Any]]) -> str:
+    """Return the category of a stack's frames in FSDP. It has many functions of gradients, all with such names."""
+    if any(re.search("reduce|accumulate|grad", frame["name"]) for frame in frames):
         return "gradients"
-    if names & {"reset_sharded_param", "_init_sharded_param", "lazy_init", "_lazy_init", "_apply"}:
-        return "parameters"
-    return "unsharded"
+    return "parameters" if any(FSDP_SETUP.has(frame) for frame in frames) else "unsharded"
 
 
 # --------------------------------------------------------------------------------------------------- operations

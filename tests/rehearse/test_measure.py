@@ -4,6 +4,9 @@ import inspect
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather, foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.rehearse.measure import categorise, replay
@@ -14,7 +17,7 @@ from llmfoundry_lite.training.trainer import GradientStep, ParallelTrainer, meas
 def frames(*functions):
     """A stack in the middle of functions, the innermost first."""
     stack = []
-    for each in functions:
+    for each in map(inspect.unwrap, functions):
         lines, first = inspect.getsourcelines(each)
         stack.append({"filename": inspect.getsourcefile(each), "line": first + len(lines) // 2, "name": each.__name__})
     return stack
@@ -56,6 +59,14 @@ def test_the_innermost_frame_with_a_category_decides():
     assert categorise(frames(measure, step, torch.optim.AdamW.step)) == "gradients"
     assert categorise(frames(MPT.forward, loss._ChunkedCrossEntropy.backward)) == "logits"
     assert categorise(frames(ParallelTrainer._train_microbatches, torch.optim.AdamW.step)) == "rest"
+
+
+def test_what_fsdp_allocates_is_parameters_gathered_ones_or_gradients():
+    assert categorise(frames(FSDPParam._init_sharded_param, FSDPParam.__init__)) == "parameters"
+    assert categorise(frames(FSDPParam.reset_sharded_param, torch.nn.Module.to)) == "parameters"
+    assert categorise(frames(FSDPParam.init_dtype_attrs, FSDPParamGroup.lazy_init)) == "parameters"
+    assert categorise(frames(foreach_all_gather, FSDPParamGroup.unshard, MPT.forward)) == "unsharded"
+    assert categorise(frames(foreach_reduce, FSDPParamGroup.post_backward)) == "gradients"
 
 
 def test_a_history_without_activations_is_an_error():
