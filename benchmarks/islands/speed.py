@@ -81,9 +81,9 @@ def run(
     }
     evaluate(report)
     how = f"Batches of {rows} x {SEQ_LEN} tokens, fp32, {num_parameters:,} parameters; {num_batches} are timed."
-    about = {"heading": "What the exchange between islands costs", "command": "python -m benchmarks islands-speed"}
+    heading, command = "What the exchange between islands costs", "python -m benchmarks islands-speed"
     parts = (how, *tables_of(report), notes_of(report), table_of_clusters(described))
-    tell(report, *parts, name="islands-speed", **about, asked=("rows", "num_batches"), out=out)
+    tell(report, *parts, name="islands-speed", heading=heading, command=command, asked=("rows", "num_batches"), out=out)
     return report
 
 

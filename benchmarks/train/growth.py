@@ -116,7 +116,7 @@ def _rows(kind: str, points: list[Point], seconds: Mapping[str, float]) -> list[
     return rows
 
 
-def explain(row: dict[str, Any]) -> str:
+def explain(row: Mapping[str, Any]) -> str:
     """Where a point is more than 10 % off its line: how much of that products account for, and how much the rest."""
     off = row["seconds"] / row["line_seconds"] - 1
     if abs(off) <= 0.1:

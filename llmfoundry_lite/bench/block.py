@@ -296,10 +296,11 @@ def plot(name: str, report: dict[str, Any], path: Path) -> None:
     ticks = sorted({row[key] for line in lines.values() for row in line})
     with frame.drawn(path, 2, (11, 4), build_title(report), sharey=True) as panels:
         for axes, part in zip(panels, ("forward", "backward"), strict=True):
-            for (dtype, *kind), line in lines.items():
+            for (dtype, attention, num_devices), line in lines.items():
                 x, y = [row[key] for row in line], [row[f"{part}_flops_per_sec"] / 1e12 for row in line]
-                text = f"{kind[0]}, {dtype}" + (f", {kind[1]} devices" if kind[1] > 1 else "")
-                axes.plot(x, y, STYLES[dtype], color=colours[tuple(kind)], marker="o", ms=4, label=text)
+                text = f"{attention}, {dtype}" + (f", {num_devices} devices" if num_devices > 1 else "")
+                colour = colours[attention, num_devices]
+                axes.plot(x, y, STYLES[dtype], color=colour, marker="o", ms=4, label=text)
             frame.label_axes(axes, ticks, label)
             axes.set_title(part, fontsize=10)
         panels[0].set_ylabel("model TFLOP/s of a device")

@@ -37,8 +37,8 @@ def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_p
     table = frame.measured_table(
         "the rounds", ["side", "seconds", "words"], [["ours", "1.5", "all"], ["peer", "", "none"]]
     )
-    about = {"name": "name", "heading": "A heading", "command": "bench"}
-    frame.tell(report, table, ["a note"], "A paragraph.", [], **about, out=tmp_path / "new")
+    parts = (table, ["a note"], "A paragraph.", [])
+    frame.tell(report, *parts, name="name", heading="A heading", command="bench", out=tmp_path / "new")
     assert json.loads((tmp_path / "new/name.json").read_text())["found"] == [1.0, 1.5, 2.0]
     blocks = (tmp_path / "new/name.md").read_text().split("\n\n")
     assert re.fullmatch(
@@ -46,10 +46,10 @@ def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_p
     )
     lines = ["| side | seconds | words |", "|---|---:|---|", "| ours | 1.5 | all |", "| peer |  | none |"]
     assert blocks[2:] == ["The rounds:", "\n".join(lines), "- a note", "A paragraph.\n"]
-    console = Console(file=io.StringIO(), width=80)
-    frame.show(console, table, ["[a note]"], "A paragraph.")
-    assert "[a note]" in console.file.getvalue() and "the rounds" in console.file.getvalue()
-    assert "A paragraph" not in console.file.getvalue()
+    said = io.StringIO()
+    frame.show(Console(file=said, width=80), table, ["[a note]"], "A paragraph.")
+    assert "[a note]" in said.getvalue() and "the rounds" in said.getvalue()
+    assert "A paragraph" not in said.getvalue()
 
 
 def test_a_table_is_made_of_columns_and_rows_by_name():
