@@ -109,6 +109,19 @@ def test_an_evaluation_of_llm_foundry_loads_unchanged(checkout):
     ]
 
 
+def test_an_older_evaluation_of_llm_foundry_has_one_model(checkout):
+    old = yaml.safe_load(EVALUATION)
+    model = old["variables"] | old["models"][0] | {"load_path": None}
+    kept = {key: old[key] for key in ("max_seq_len", "seed", "icl_tasks")}
+    for key in ("model", "tokenizer"):
+        model[key] = yaml.safe_load(yaml.safe_dump(model[key]).replace("variables.", ""))
+    names = ("model_name_or_path", "precision", "model", "tokenizer", "load_path")
+    (checkout / "old.yaml").write_text(yaml.safe_dump(kept | {key: model[key] for key in names}))
+    assert load_eval_config(["old.yaml"]).config.models == {"gpt-neo-125m": "hf:EleutherAI/gpt-neo-125m"}
+    assert load_eval_config(["old.yaml", "model_name_or_path=a/b"]).config.models == {"b": "hf:a/b"}
+    assert load_eval_config(["old.yaml", "load_path=runs/mpt"]).config.models == {"mpt": "runs/mpt"}
+
+
 def test_an_evaluation_of_llm_foundry_is_read_from_another_folder(checkout, tmp_path_factory, monkeypatch):
     there = load_eval_config(["eval/yamls/hf_eval.yaml"])
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
