@@ -3,6 +3,7 @@
 import pytest
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.report.batch import read_batch, read_batches
 from tests.helpers.runs import attempt, metrics, run, saves
 from tests.helpers.tiny import tiny_config, values, write_data
 
@@ -69,6 +70,10 @@ def test_a_stage_is_added_in_mid_run_by_being_said(whole, tmp_path, config):
     assert digests(metrics(tmp_path, "added")) == digests(whole)
     manifest = open_checkpoint(saves(tmp_path, "added") / "ba10").manifest
     assert list(manifest.segments[-1].changes) == ["train_loader.dataset.stages"]
+    where = str(tmp_path / "runs/added")
+    assert [batch.digest for batch in read_batches(where, 4, 9)] == digests(whole)[3:9]
+    assert {row.stream for row in read_batch(where, 3).rows} == {"web"}
+    assert {row.stream for row in read_batch(where, 7).rows} == {"web", "anneal"}
     late = {**dataset, "stages": [{"until": "8ba", "streams": {"web": {}}}, dataset["stages"][1]]}
     refused = attempt(tmp_path, config, "added", max_duration="12ba", train_loader={"dataset": late})
     assert refused.exit_codes == [2], refused.output
