@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -33,6 +34,7 @@ from llmfoundry_lite.evaluation.scoring import Scorable, Score, check_tokens, sc
 from llmfoundry_lite.evaluation.sequential import Plan, Rule, describe_plan, noun_of, plan_task, unit_of
 from llmfoundry_lite.evaluation.tasks import (
     GENERATION,
+    NothingToAsk,
     Prepared,
     Request,
     is_right,
@@ -53,7 +55,7 @@ Progress = Callable[[str, int, int], None]
 """(task, items done, items)"""
 
 
-# 12 parameters: what is joined, and the settings of a suite, each with a default.
+# 13 parameters: what is joined, and the settings of a suite, each with a default.
 def evaluate(
     model: Scorable,
     tokenizer: Tokenizer,
@@ -68,8 +70,11 @@ def evaluate(
     on_progress: Progress = lambda task, done, total: None,
     share: tuple[int, int] | None = None,
     reference: "Reference | None" = None,
+    on_nothing: Callable[[str], None] | None = None,
 ) -> Results:
     """Ask all `tasks`, or those that `files` does not have yet; with a `reference`, until a difference is decided.
+
+    With `on_nothing`, a task that no item of can be asked is left out, and this is told why.
 
     All ranks must call this; all get the same Results, and rank 0 writes. `share` is (rank, ranks) that divide the
     items, where several ranks compute as one.
@@ -81,7 +86,9 @@ def evaluate(
     prepared: list[Prepared] = []
     with user_errors_on_all_ranks():  # a file missing on one machine is an error on all ranks
         for config in tasks:
-            prepared += _prepare_task(config, tokenizer, longest, tokenization, limit)
+            prepared += _prepare_task(config, tokenizer, longest, tokenization, limit, on_nothing)
+        if tasks and not prepared:
+            raise DataError(f"no task has an item that can be asked of a model of {longest} tokens; name others")
         for task in prepared:
             if reference is not None:  # or its task was asked otherwise, now that the tokenizer is known
                 refuse_if_different(task.name, reference.results, _as_asked(task, results), "icl_tasks")
@@ -116,15 +123,32 @@ def evaluate(
 
 
 def _prepare_task(
-    config: TaskConfig, tokenizer: Tokenizer, max_seq_len: int, tokenization: str, limit: int | None
+    config: TaskConfig,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    tokenization: str,
+    limit: int | None,
+    on_nothing: Callable[[str], None] | None,
 ) -> list[Prepared]:
-    if config.icl_task_type == "perplexity":
-        return [prepare_text(config, tokenizer, max_seq_len=max_seq_len, limit=limit)]
-    rows = read_rows(config)
-    return [
-        prepare(config, rows, shots, tokenizer, max_seq_len=max_seq_len, tokenization=tokenization, limit=limit)
-        for shots in config.num_fewshot
-    ]
+    found: list[Prepared] = []
+    with _leaving_out(on_nothing):
+        if config.icl_task_type == "perplexity":
+            return [prepare_text(config, tokenizer, max_seq_len=max_seq_len, limit=limit)]
+        rows, settings = read_rows(config), {"max_seq_len": max_seq_len, "tokenization": tokenization, "limit": limit}
+        for shots in config.num_fewshot:
+            with _leaving_out(on_nothing):
+                found.append(prepare(config, rows, shots, tokenizer, **settings))
+    return found
+
+
+@contextmanager
+def _leaving_out(on_nothing: Callable[[str], None] | None) -> Iterator[None]:
+    try:
+        yield
+    except NothingToAsk as error:
+        if on_nothing is None:
+            raise
+        on_nothing(str(error))
 
 
 def run_task(

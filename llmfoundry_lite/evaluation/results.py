@@ -21,6 +21,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, num_unasked
 from llmfoundry_lite.evaluation.tasks import (
     TEXT_SETTINGS,
+    NothingToAsk,
     Prepared,
     data_fingerprint,
     find_askable,
@@ -170,14 +171,21 @@ class Outline(NamedTuple):
     data_fingerprint: str | None
 
 
-def outline_tasks(tasks: Sequence[TaskConfig], tokenization: str, limit: int | None) -> list[Outline]:
-    """Outline every task. Raises DataError for a file that cannot be read."""
+def outline_tasks(
+    tasks: Sequence[TaskConfig], tokenization: str, limit: int | None, *, skips_empty: bool = False
+) -> list[Outline]:
+    """Outline every task. Raises DataError for a file that cannot be read, or is empty."""
     found = []
     for config in tasks:
         if config.icl_task_type == "perplexity":
             found.append(Outline(f"{config.label}/0-shot", {**TEXT_SETTINGS, "limit": limit}, None))
             continue
-        rows = read_rows(config)
+        try:
+            rows = read_rows(config)
+        except NothingToAsk:
+            if not skips_empty:
+                raise
+            continue
         for shots in config.num_fewshot:
             cut = limit_that_cuts(limit, len(find_askable(config, rows, shots)))
             settings = settings_of(config, shots, tokenization, cut)

@@ -104,7 +104,8 @@ def show(
 def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
     """Return the same on all ranks, or refuse."""
     with user_errors_on_all_ranks():
-        asked = outline_tasks(tasks, config.tokenization, config.limit)
+        skips_empty = config.eval_gauntlet is not None
+        asked = outline_tasks(tasks, config.tokenization, config.limit, skips_empty=skips_empty)
     names = [outline.name for outline in asked]
     with user_errors_on_all_ranks():
         if (of_rank_0 := broadcast_json(names)) != names:  # data are not on all machines, and no YAML names the tasks
@@ -185,6 +186,10 @@ def evaluate_one(
         model = subject.load()  # kept nowhere, so that one model alone takes memory
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
     progress = ProgressLine(results.model)
+
+    def leave_out(why: str) -> None:
+        tell([f"{results.model}: left out of the gauntlet: {why}"])
+
     evaluated = evaluate(
         model,
         subject.tokenizer,
@@ -197,6 +202,7 @@ def evaluate_one(
         limit=config.limit,
         on_progress=progress,
         reference=reference,
+        on_nothing=leave_out if config.eval_gauntlet else None,
     )
     if not progress.task:
         tell([f"{results.model}: nothing was run, {files.path} has every task; redo=true asks again"])

@@ -93,12 +93,16 @@ class Prepared:
 # ------------------------------------------------------------------------------------------------------------- rows
 
 
+class NothingToAsk(DataError):
+    """A task without an item that this model can be asked, which a gauntlet leaves out."""
+
+
 def read_rows(config: TaskConfig) -> list[dict[str, Any]]:
     """Return the rows of the task's file or data set. Raises DataError naming file, line and column."""
     where = config.dataset_uri
     found = _read_hub(config) if where.startswith("hf://") else [row for row, _ in read_json_lines(config)]
     if not found:
-        raise DataError(f"{config.label}: {where} has no rows")
+        raise NothingToAsk(f"{config.label}: {where} has no rows")
     for number, row in enumerate(found, start=1):
         _check_row(row, config, f"{config.label}: {where}, line {number}")
     return [{key: _strip(value) for key, value in row.items()} for row in found] if config.strip_dataset else found
@@ -257,7 +261,7 @@ def prepare(
             skipped[str(reason)] += 1
     if not items:
         reasons = ", ".join(f"{count} with {reason}" for reason, count in skipped.items())
-        raise DataError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
+        raise NothingToAsk(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
     if skipped or any(request.num_trimmed for item in items for request in item.requests):
         settings["max_seq_len"] = max_seq_len  # which otherwise has no part in what was asked
     return Prepared(
@@ -540,7 +544,7 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     if all(item.cluster == str(item.index) for item in items):  # no document is there twice
         items = [replace(item, cluster=None) for item in items]
     if not items:
-        raise DataError(f"{config.label}: {config.dataset_uri} has no text")
+        raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
     settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
     data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
     digest.update(json.dumps(settings).encode())

@@ -698,6 +698,32 @@ def test_bad_input_is_one_line_before_anything_is_computed(here, rows, changes, 
     assert not (here / "results").exists()
 
 
+def test_a_gauntlet_leaves_out_by_name_a_task_that_no_item_of_can_be_asked(here, capsys):
+    categories = [
+        {"name": name, "benchmarks": [{"name": name, "num_fewshot": 0, "random_baseline": 0.5}]} for name in "tvw"
+    ]
+    tasks = [{**TASK, "label": name, "dataset_uri": f"{name}.jsonl", "num_fewshot": [0]} for name in "tvw"]
+    (here / "t.jsonl").write_text(json.dumps(GOOD))
+    (here / "v.jsonl").write_text("")
+    (here / "w.jsonl").write_text(json.dumps({**GOOD, "choices": [TEXT * 9, TEXT * 8]}))
+    asked = {"models": {"ours": "model"}, "icl_tasks": tasks, "eval_gauntlet": {"categories": categories}}
+    (here / "icl.yaml").write_text(json.dumps(asked))
+    llmfoundry_lite.eval.main(["icl.yaml"])
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "left out of the gauntlet: " in line]
+    assert lines == [
+        "ours: left out of the gauntlet: v: v.jsonl has no rows",
+        "ours: left out of the gauntlet: w: no item can be asked of a model of 64 tokens: 1 with an answer longer than "
+        "the model",
+    ]
+    assert list(json.loads((here / "results/icl/ours.json").read_text())["tasks"]) == ["t/0-shot"]
+    table = (here / "results/icl/gauntlet.md").read_text()
+    assert "v is left out: no accuracy of v/0-shot" in table and "| t |" in table.replace("  ", " ")
+    (here / "t.jsonl").write_text("")
+    with pytest.raises(DataError, match="no task has an item that can be asked of a model of 64 tokens; name others"):
+        llmfoundry_lite.eval.main(["icl.yaml", "results_folder=other"])
+
+
 def test_what_could_not_be_asked_or_had_to_be_cut_is_told_under_the_table(here, capsys):
     rows = [GOOD, {**GOOD, "choices": ["sat", ""]}, {**GOOD, "query": TEXT * 9}]
     (here / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
