@@ -415,7 +415,7 @@ class TrainConfig:
     """How long a fault that may pass is waited for without progress, such as a full disk, a server's 5xx or an expired
     token: by the last save of a launch, and by `llmfoundry-lite train -n`, which starts ranks again. 0 never waits."""
     compile_config: dict[str, Any] | None = setting(None, hardware=True)
-    """Arguments of torch.compile, which is applied to each block; {} for its defaults."""
+    """Arguments of torch.compile, which is applied to each block and to the loss; {} for its defaults."""
     deterministic: bool = setting(False, change="freely")
     """Only kernels that give the same digits every time; slower, and an error where torch has none."""
     dist_timeout: float = setting(600.0, POSITIVE, hardware=True)
@@ -451,6 +451,11 @@ class TrainConfig:
     @property
     def pipeline(self) -> PipelineConfig:
         return self.pp_config or PipelineConfig()
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss's steps from logits to gradient become one kernel; other compilers only trace them."""
+        return self.compile_config is not None and self.compile_config.get("backend", "inductor") == "inductor"
 
     @property
     def reduces_every_microbatch(self) -> bool:

@@ -261,6 +261,8 @@ def count_logits(p: Portion) -> int:
     chunk_tokens = min(p.num_tokens, math.ceil(p.num_tokens / math.ceil(p.num_tokens / most) / 128) * 128)
     # log_softmax has its input, a copy in fp32 of one that is not, and its output.
     logits_bytes = p.compute_bytes + FP32_BYTES + (FP32_BYTES if p.compute_bytes < FP32_BYTES else 0)
+    if p.config.fuses_loss:
+        logits_bytes = 2 * p.compute_bytes  # they and their gradient
     if p.layout.tensor > 1:  # logsumexp has an input in fp32 and as much beside it
         logits_bytes = 2 * FP32_BYTES
     # The embedding's gradient begins with the first chunk, after its softmax.

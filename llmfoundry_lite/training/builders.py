@@ -37,7 +37,7 @@ from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageMod
 from llmfoundry_lite.training.agreement import Agreement, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
 from llmfoundry_lite.training.in_context import InContext
-from llmfoundry_lite.training.loss import cross_entropy_sum
+from llmfoundry_lite.training.loss import cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
 from llmfoundry_lite.training.muon import build_muon
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
@@ -169,7 +169,8 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     }
     separator, begins = find_separator(config)
     context = build_context(config.context, layout, device_type) if layout.context > 1 else None
-    loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB)
+    compiled = torch.compile(log_p_and_gradient, **(config.compile_config or {})) if config.fuses_loss else None
+    loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled)
     if config.exact_sums and config.model.tie_word_embeddings:
         loss = round_unembedding(loss)
     weighting: Any = {"separator_begins": begins, "by_rows": not config.accumulate_train_batch_on_tokens}

@@ -3,7 +3,7 @@
 The logits of a 2048-token sample are 200 MB in fp32, and a plain loss keeps several such tensors alive until
 the backward pass. Here the forward pass walks over chunks of tokens, computes each chunk's logits, loss and
 gradient, and keeps only the gradients of hidden states and embedding. Exact in value and gradient, and no
-product is computed twice.
+product is computed twice. Compiled, a chunk's logits become its gradient in one pass over them.
 
 Where tensor parallelism divides the vocabulary, the logits stay divided: ranks exchange two numbers per token.
 
@@ -11,6 +11,7 @@ Legend: b batch, t time, n tokens (b*t), c tokens of a chunk, d model width, v v
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,11 +54,15 @@ def cross_entropy_sum(
     weights_bt: torch.Tensor | None = None,
     backward_runs_once: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
+    compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of -log p(label) in nats, weighted if there are weights; fp32, whatever its arguments are.
 
     Where ranks divide the embedding's rows (a DTensor), all of them get the sum, and each its part of the hidden
     states' gradient, which the model adds up.
+
+    `compiled`: `log_p_and_gradient` by a compiler. Where ranks divide the vocabulary they exchange numbers between its
+    steps, and it is not used.
 
     A backward pass that runs once may scale the embedding's gradient in place. Zero-bubble schedules run it for the
     hidden states, and again for the embedding.
@@ -71,6 +76,7 @@ def cross_entropy_sum(
     return _ChunkedCrossEntropy.apply(  # type: ignore
         *(hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten()),
         *(None if weights_bt is None else weights_bt.flatten(), backward_runs_once, chunk_bytes, part),
+        None if part else compiled,
     )
 
 
@@ -85,7 +91,9 @@ class _Part(NamedTuple):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_nd, unembedding_vd, labels_n, weights_n, backward_runs_once, chunk_bytes, vocabulary):
+    def forward(
+        ctx, hidden_nd, unembedding_vd, labels_n, weights_n, backward_runs_once, chunk_bytes, vocabulary, compiled
+    ):
         needs_gradient = hidden_nd.requires_grad or unembedding_vd.requires_grad
         num_tokens = hidden_nd.size(0)
         # All ranks that share a vocabulary need as many chunks as the others.
@@ -103,7 +111,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if weights_n is not None:
                 counted_c1 = counted_c1 * weights_n[part][:, None]
             rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
-            if vocabulary is None:
+            grad_cv = log_p_cv = None
+            if compiled and needs_gradient:
+                log_p_c, grad_cv = compiled(multiply(hidden_cd, unembedding_vd), columns_c)
+            elif vocabulary is None:
                 log_p_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
                 log_p_c, is_here_c = log_p_cv[rows_c, columns_c], 1.0
             else:
@@ -118,9 +129,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             # d loss / d logits = softmax - one_hot, in the memory of the log-probabilities; tokens without a loss are
             # masked in what is made of it, which is much smaller.
-            grad_cv = log_p_cv.exp_()
+            if log_p_cv is not None:
+                grad_cv = log_p_cv.exp_()
+                grad_cv[rows_c, columns_c] -= is_here_c
             del log_p_cv
-            grad_cv[rows_c, columns_c] -= is_here_c
             grad_cv = grad_cv.to(hidden_nd.dtype)
             grad_hidden_nd[part] = multiply(grad_cv, unembedding_vd.T) * counted_c1
             hidden_cd = (hidden_cd * counted_c1).to(hidden_nd.dtype)
@@ -139,8 +151,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden_nd * grad_total.to(grad_hidden_nd.dtype),
             ctx.scale(grad_unembedding_vd, grad_total).to(grad_hidden_nd.dtype),
-            *(None, None, None, None, None),
+            *(None, None, None, None, None, None),
         )
+
+
+def log_p_and_gradient(logits_cv: torch.Tensor, columns_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities of the labels, fp32, and the logits' gradients. Eager, this takes more memory than
+    steps in place; a compiler makes one pass of it."""
+    log_p_cv = torch.log_softmax(logits_cv, dim=-1, dtype=torch.float32)
+    is_label_cv = torch.arange(logits_cv.size(1), device=logits_cv.device) == columns_c[:, None]
+    grad_cv = (log_p_cv.exp() - is_label_cv.float()).to(logits_cv.dtype)
+    return log_p_cv.gather(1, columns_c[:, None])[:, 0], grad_cv
 
 
 def _normalise(logits_cv: torch.Tensor, label_logits_c: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

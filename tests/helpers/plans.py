@@ -43,7 +43,7 @@ def moments_of(
         "max_seq_len": seq_len,
         "device_train_microbatch_size": microbatch_size,
         "global_train_batch_size": num_microbatches * microbatch_size * layout.num_data_ranks,
-        "compile_config": {} if has_fsdp else None,
+        "compile_config": {"backend": "eager"} if has_fsdp else None,
     }
     return estimate_moments(Portion(config_of(model, **changes), layout))
 

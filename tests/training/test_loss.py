@@ -2,7 +2,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels, row_weights
+from llmfoundry_lite.training.loss import (
+    IGNORED,
+    cross_entropy_sum,
+    log_p_and_gradient,
+    next_token_labels,
+    row_weights,
+)
 
 
 @pytest.fixture
@@ -20,12 +26,13 @@ def plain(hidden_btd, unembedding_vd, labels_bt):
     return F.cross_entropy(logits_btv.flatten(0, 1), labels_bt.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
-def test_chunks_are_exact_in_value_and_gradient(problem):
+@pytest.mark.parametrize("compiled", [None, log_p_and_gradient, torch.compile(log_p_and_gradient, backend="aot_eager")])
+def test_chunks_are_exact_in_value_and_gradient(problem, compiled):
     hidden, unembedding, labels = problem
     expected = plain(hidden, unembedding, labels)
     wanted = torch.autograd.grad(expected * 0.37, (hidden, unembedding))
     # 150 tokens in two chunks, the second one short
-    total = cross_entropy_sum(hidden, unembedding, labels, chunk_bytes=128 * 37 * 4)
+    total = cross_entropy_sum(hidden, unembedding, labels, chunk_bytes=128 * 37 * 4, compiled=compiled)
     got = torch.autograd.grad(total * 0.37, (hidden, unembedding))
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     for ours, theirs in zip(got, wanted, strict=True):
