@@ -113,7 +113,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
             grad_cv = log_p_cv = None
             if compiled and needs_gradient:
-                log_p_c, grad_cv = compiled(multiply(hidden_cd, unembedding_vd), columns_c)
+                logits_cv = multiply(hidden_cd, unembedding_vd)
+                for tensor in (logits_cv, columns_c):  # the last chunk is shorter, and would be compiled again
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                log_p_c, grad_cv = compiled(logits_cv, columns_c)
+                del logits_cv  # not while the next chunk's are computed
             elif vocabulary is None:
                 log_p_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
                 log_p_c, is_here_c = log_p_cv[rows_c, columns_c], 1.0
