@@ -111,32 +111,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if weights_n is not None:
                 counted_c1 = counted_c1 * weights_n[part][:, None]
             rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
-            grad_cv = log_p_cv = None
-            if compiled and needs_gradient:
+            # In one piece of memory: logits' log-probabilities, then their gradient.
+            if compiled is not None and needs_gradient:
                 logits_cv = multiply(hidden_cd, unembedding_vd)
                 for tensor in (logits_cv, columns_c):  # the last chunk is shorter, and would be compiled again
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 log_p_c, grad_cv = compiled(logits_cv, columns_c)
                 del logits_cv  # not while the next chunk's are computed
             elif vocabulary is None:
-                log_p_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
-                log_p_c, is_here_c = log_p_cv[rows_c, columns_c], 1.0
+                grad_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
+                log_p_c, is_here_c = grad_cv[rows_c, columns_c], 1.0
             else:
-                log_p_cv = multiply(hidden_cd, unembedding_vd).float()
+                grad_cv = multiply(hidden_cd, unembedding_vd).float()
                 columns_c = columns_c - vocabulary.start
-                is_here_c = ((columns_c >= 0) & (columns_c < log_p_cv.size(1))).float()
+                is_here_c = ((columns_c >= 0) & (columns_c < grad_cv.size(1))).float()
                 columns_c = columns_c * is_here_c.long()
-                log_p_c = _normalise(log_p_cv, log_p_cv[rows_c, columns_c] * is_here_c, vocabulary.mesh)
+                log_p_c = _normalise(grad_cv, grad_cv[rows_c, columns_c] * is_here_c, vocabulary.mesh)
             total -= (log_p_c * counted_c1[:, 0]).sum()
             if grad_hidden_nd is None:
-                del log_p_cv  # not while the next chunk's are computed
+                del grad_cv  # not while the next chunk's are computed
                 continue
-            # d loss / d logits = softmax - one_hot, in the memory of the log-probabilities; tokens without a loss are
-            # masked in what is made of it, which is much smaller.
-            if log_p_cv is not None:
-                grad_cv = log_p_cv.exp_()
+            # d loss / d logits = softmax - one_hot; tokens without a loss are masked in what is made of it, which is
+            # much smaller.
+            if compiled is None:
+                grad_cv.exp_()
                 grad_cv[rows_c, columns_c] -= is_here_c
-            del log_p_cv
             grad_cv = grad_cv.to(hidden_nd.dtype)
             grad_hidden_nd[part] = multiply(grad_cv, unembedding_vd.T) * counted_c1
             hidden_cd = (hidden_cd * counted_c1).to(hidden_nd.dtype)
