@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
 
-CHUNK_BYTES = 1 << 19
+CHUNK_BYTES = 1 << 18
 """Bytes of whole rows that are multiplied at a time: they stay in a processor's cache."""
 CHUNK_ELEMENTS = 1 << 20
 """Elements that are multiplied at a time elsewhere."""
+HALF = np.uint64(32)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> whole numbers of that size."""
 
@@ -55,22 +56,20 @@ def _sum_rows(rows: NDArray[np.uint32], keys: Keys) -> Keys:
     """Return the sum of each row's products [R], of uint32 rows [R, C] and keys [C], by two products of pairs.
 
     Two numbers are read as one of 64 bits, for speed. A key reaches only the lower half of the upper one's bits so, up
-    to its sign: two flipped signs would cancel. So each number is the lower one once, in pairs that begin one later.
+    to its sign: two flipped signs would cancel. So the upper number is multiplied once more, alone.
     """
     num_rows, width = rows.shape
-    carried = np.concatenate([np.zeros(1, np.uint64), keys[:-1] << np.uint64(32)])
-    keys = keys - carried  # what a number gets as an upper one, from the key of the one before it
-    even, odd = np.ascontiguousarray(keys[0::2]), np.ascontiguousarray(keys[1::2])
+    of_pairs = np.ascontiguousarray(keys[0::2])
+    of_upper = keys[1::2] - (of_pairs << HALF)  # less what it gets within the pair
     sums = np.empty(num_rows, np.uint64)
     step = max(1, CHUNK_BYTES // (4 * width))
-    shifted = np.zeros((min(step, num_rows), width), np.uint32)
+    upper = np.empty((min(step, num_rows), width // 2), np.uint64)
     for begin in range(0, num_rows, step):
-        chunk = rows[begin : begin + step]
-        later = shifted[: len(chunk)]
-        later[:, :-1] = chunk[:, 1:]
-        pairs = np.require(chunk.view(np.uint64), requirements="A")  # a copy of those that lie askew
-        sums[begin : begin + step] = np.einsum("rc,c->r", pairs, even)
-        sums[begin : begin + step] += np.einsum("rc,c->r", later.view(np.uint64), odd)
+        pairs = rows[begin : begin + step].view(np.uint64)
+        pairs = np.require(pairs, requirements="A")  # a copy of those that lie askew
+        alone = np.right_shift(pairs, HALF, out=upper[: len(pairs)])
+        sums[begin : begin + step] = np.einsum("rc,c->r", pairs, of_pairs)
+        sums[begin : begin + step] += np.einsum("rc,c->r", alone, of_upper)
     return sums
 
 

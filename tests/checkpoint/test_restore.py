@@ -293,6 +293,13 @@ def test_a_poisoned_state_is_never_published(tmp_path, value, where):
     save_now(saver, model, opt, 4)
 
 
+def test_finite_values_whose_sum_is_out_of_range_are_saved(tmp_path):
+    model, opt = train()
+    model.gain.data.fill_(torch.finfo(torch.float32).max)
+    save(tmp_path, model, opt)
+    assert names(CheckpointStore(tmp_path)) == ["ba2"]
+
+
 @pytest.mark.fault
 def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
     model, opt = train()
