@@ -4,10 +4,11 @@ import re
 
 import pytest
 import torch
+from composer.core import Callback
 
 from benchmarks.switch.band import judge, read_series
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_checkpoint
-from tests.helpers.covering import all_cases, cover
+from tests.helpers.covering import cover
 from tests.helpers.runs import attempt, metrics, run, saves
 from tests.helpers.tiny import tiny_config, values, write_data
 
@@ -35,6 +36,12 @@ LAYOUTS = {
     "2 stages, zero bubble": (2, {"pp_config": {"pipeline_parallel_degree": 2, "schedule": "zero_bubble"}}),
     "2 stages x 2": (4, {"pp_config": {"pipeline_parallel_degree": 2}}),
 }
+EVERY = LAYOUTS | {
+    f"{num_ranks} {strategy}": (num_ranks, {"fsdp_config": {"sharding_strategy": strategy}})
+    for strategy, counts in {"NO_SHARD": (3, 4), "FULL_SHARD": (4,), "SHARD_GRAD_OP": (2, 3), "ZERO_1": (2, 4)}.items()
+    for num_ranks in counts
+}
+"""With all numbers of ranks."""
 FACTORS = {
     "layout": list(LAYOUTS),
     "resumed on": ["1 rank", "2 FULL_SHARD", "2 stages"],
@@ -46,6 +53,17 @@ OPTIMIZERS = {
     "decoupled_lionw": {"name": "decoupled_lionw", "lr": 1e-3},
     "muon": {"name": "muon", "lr": 1e-2},
 }
+
+
+class RoundOnce(Callback):
+    """Rounds the sum of gradients to fp32 once, after a microbatch of batch 2."""
+
+    def after_backward(self, state, logger):
+        if int(state.timestamp.batch) == 1 and not hasattr(self, "is_done"):
+            self.is_done = True
+            for parameter in state.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.float().double()
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +78,7 @@ def exact_config(data, **changes):
 
 
 def start(folder, config, name, layout, **changes):
-    num_ranks, settings = LAYOUTS[layout]
+    num_ranks, settings = EVERY[layout]
     run(folder, config, name, num_ranks, **settings | changes)
 
 
@@ -81,14 +99,14 @@ def check_equal(one, other):
     assert [name for name, tensor in one[1].items() if not torch.equal(tensor, other[1][name])] == []
 
 
-def check_case(folder, data, case, references):
-    config = exact_config(data, precision=case["precision"], optimizer=OPTIMIZERS[case["optimizer"]])
+def check_case(folder, data, case, references, stop_after="3ba", **changes):
+    config = exact_config(data, precision=case["precision"], optimizer=OPTIMIZERS[case["optimizer"]], **changes)
     key = (case["precision"], case["optimizer"])
     if key not in references:
         start(folder, config, f"reference-{len(references)}", "1 rank")
         references[key] = bits(folder, f"reference-{len(references)}")
     name = "-".join(re.sub(r"\W+", "_", str(value)) for value in case.values())
-    start(folder, config, name, case["layout"], stop_after="3ba")
+    start(folder, config, name, case["layout"], stop_after=stop_after)
     start(folder, config, name, case["resumed on"], autoresume=True)
     check_equal(references[key], bits(folder, name))
 
@@ -111,10 +129,22 @@ def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data)
 
 
 @pytest.mark.long
-def test_every_combination(tmp_path, data):
-    references = {}
-    for case in all_cases(FACTORS, lambda case: case["optimizer"] == "decoupled_adamw"):
-        check_case(tmp_path, data, case, references)
+@pytest.mark.parametrize("precision", FACTORS["precision"])
+def test_twenty_batches_on_every_layout_and_then_on_other_ranks(tmp_path, data, precision):
+    references, names = {}, list(EVERY)
+    for i, layout in enumerate(names):
+        other = next(name for name in names[i:] + names[:i] if EVERY[name][0] != EVERY[layout][0])
+        case = {"layout": layout, "resumed on": other, "precision": precision, "optimizer": "decoupled_adamw"}
+        check_case(tmp_path, data, case, references, "11ba", max_duration="20ba", eval_interval="5ba")
+
+
+def test_a_sum_that_is_once_rounded_to_fp32_is_caught(tmp_path, data):
+    config = exact_config(data, max_duration="2ba", eval_interval=0)
+    start(tmp_path, config, "exact", "1 rank")
+    start(tmp_path, config, "rounded", "1 rank", callbacks={f"python:{__name__}:RoundOnce": {}})
+    exact, rounded = (bits(tmp_path, name)[0] for name in ("exact", "rounded"))
+    assert exact["loss/train/total"] == rounded["loss/train/total"]
+    assert exact["state/digest"] != rounded["state/digest"]
 
 
 def test_microbatches_of_an_incomplete_batch_have_the_same_rows_on_any_number_of_ranks(tmp_path):

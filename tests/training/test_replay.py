@@ -48,12 +48,12 @@ def config(folder, **changes):
     return tiny_config(folder / "data", **everything)
 
 
-def replay(folder, states=None, num_ranks=1, where=RUN, changes=()) -> Verdict:
+def replay(folder, states=None, num_ranks=1, where=RUN, env=None) -> Verdict:
     """Replay as the command does, with the tests' own launcher."""
     plan = plan_replay(str(folder / "runs" / where), states)
     out = folder / f"replay-{len(list(folder.iterdir()))}"
     path = write_replay(plan, out, num_ranks)
-    launch(main, ([path, *changes],), folder, num_ranks).check()
+    launch(main, ([path],), folder, num_ranks, env=env).check()
     assert not list(out.glob("checkpoints/ba*"))
     return compare(plan, out)
 
@@ -93,6 +93,11 @@ def test_a_flipped_bit_of_a_weight_is_found_though_all_hashes_fit(folder):
     rewrite(checkpoint, files=(replace(file, digest=digest),))
     verdict = replay(folder, None, where="flipped")
     assert verdict.text.startswith("does not fit: batch 4: state/digest is ") and not verdict.is_equal
+
+
+def test_other_threads_are_named(folder):
+    verdict = replay(folder, "ba4..ba6", env={"OMP_NUM_THREADS": "2"})
+    assert verdict.text.startswith(("bit-equal: ", "within a band: ")) and "threads of a rank 1 -> 2" in verdict.text
 
 
 def test_a_step_of_another_learning_rate_is_found(folder):
