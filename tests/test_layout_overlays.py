@@ -18,6 +18,8 @@ from llmfoundry_lite.rehearse.fork_server import ForkServer
 from tests.helpers.launch import ROOT
 
 COUNTS = (8, 64, 512)
+LARGEST = ("mpt-1t", 3072, 64)
+"""A model, the one count of devices that it is divided over, and their GB."""
 MODELS = ("mpt-7b", "mpt-13b", "mpt-22b", "mpt-30b", "mpt-70b", "mpt-175b")
 OVERLAYS = {40: ("a100-40gb-8",), 64: ("mi250-4",), 80: ("a100-80gb-8", "h100-8"), 192: ("mi300x-8",)}
 """GB of a device -> overlays of such devices."""
@@ -30,7 +32,7 @@ NAMES = sorted(path.stem for path in (ROOT / "yamls/layouts").glob("*.yaml"))
 
 def parts_of(name: str) -> tuple[str, int, int]:
     """(model, devices, GB of a device)"""
-    found = re.fullmatch(r"(mpt-\d+b)-(\d+)x(\d+)gb", name)
+    found = re.fullmatch(r"(mpt-\d+[bt])-(\d+)x(\d+)gb", name)
     assert found, name
     return found[1], int(found[2]), int(found[3])
 
@@ -38,6 +40,8 @@ def parts_of(name: str) -> tuple[str, int, int]:
 def counts_of(name: str) -> list[int]:
     """From its own number of devices to the one that the model's next layout begins with."""
     model, first, size = parts_of(name)
+    if (model, first, size) == LARGEST:
+        return [first]
     firsts = [parts_of(other)[1] for other in NAMES if parts_of(other)[::2] == (model, size)]
     end = min((other for other in firsts if other > first), default=COUNTS[-1] + 1)
     return [count for count in COUNTS if first <= count < end]
@@ -57,6 +61,7 @@ def test_every_large_model_has_a_layout_from_the_smallest_count_that_holds_it():
         num_bytes = STATE_BYTES * count_parameters(load_train_config([model]).config.model)
         for size in OVERLAYS:
             expected[model, size] = next(count for count in COUNTS if count * size * GIB >= num_bytes)
+    expected[LARGEST[0], LARGEST[2]] = LARGEST[1]
     assert firsts == expected
 
 
@@ -80,7 +85,8 @@ def test_a_layout_sets_what_hardware_decides_and_says_why(name):
 def test_a_sample_fits_at_every_count(name):
     for overlay in OVERLAYS[parts_of(name)[2]]:
         config = load(name, overlay)
-        assert config.device_train_microbatch_size == "auto"
+        # A trillion's stages wait for each other the less, the smaller the microbatches are.
+        assert config.device_train_microbatch_size == (1 if parts_of(name) == LARGEST else "auto")
         for count in counts_of(name):
             needed = estimate_training_memory(config, layout_of(config, count, 8)).total_bytes
             assert needed < usable_bytes(accelerator_named(overlay)), (overlay, count)
@@ -104,8 +110,9 @@ def compare_with_fastest(name: str, overlay: str, count: int) -> tuple[float, in
     """(how many times as long a step takes as with the fastest layout of all, the largest microbatch, bytes with it)"""
     config, device = load(name, overlay), accelerator_named(overlay)
     hardware, layout = find_hardware(device), layout_of(config, count, 8)
-    sizes = {}
-    for size in find_sizes(config, config.global_train_batch_size // layout.num_data_ranks):
+    sizes, own = {}, config.device_train_microbatch_size
+    choices = find_sizes(config, config.global_train_batch_size // layout.num_data_ranks) if own == "auto" else [own]
+    for size in choices:
         sized = load(name, overlay, f"device_train_microbatch_size={size}")
         needed = estimate_training_memory(sized, layout).total_bytes
         if needed < usable_bytes(device):

@@ -4,6 +4,7 @@ INTENDED: dict[str, str] = {
     "commands/help/*": "each ends with an example and begins with a verb; new: list, replay, data show, init --like",
     "commands/plan/*": "the line on the choice says how the layouts stand",
     "commands/dry-run/mpt-*[0-9][bm]": "lines on start, data, precision, optimizer, saves and logs are new",
+    "commands/dry-run/mpt-1t": "a trillion parameters are new",
     "errors/key/--dry*": "a dry run has more lines; --dry-run=full is new",
     "errors/key/max_duration=4": "a dry run has more lines; --dry-run=full is new",
     "errors/key/fsdp_config.limit_all_gathers=true": "a dry run has more lines; --dry-run=full is new",
