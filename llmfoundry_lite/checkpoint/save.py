@@ -286,9 +286,12 @@ class Saver:
         poisoned, digest = [], 0
         for key, one in plan.mine.items():
             staged = self._staged[key]
-            if not _is_finite(staged):
-                poisoned.append(key)
-            digest += sum_keyed(one.tensor, staged, one.offset, plan.tensors[one.tensor].shape)
+
+            def look(part: torch.Tensor, key: str = key) -> None:
+                if key not in poisoned and not _is_finite(part):
+                    poisoned.append(key)
+
+            digest += sum_keyed(one.tensor, staged, one.offset, plan.tensors[one.tensor].shape, look)
         return poisoned, digest % (1 << 64)
 
     # ---------------------------------------------------------------------------------------------------- publishing

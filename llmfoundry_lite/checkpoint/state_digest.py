@@ -4,7 +4,7 @@ Each element's bits are multiplied by an odd 64-bit key of the tensor's name and
 tensor. The digest is the sum, modulo 2^64. Ranks, stages and islands add up what they hold, and then their sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,24 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> whole numbers of that size."""
 
 
-def sum_keyed(name: str, values: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> int:
+def sum_keyed(
+    name: str,
+    values: torch.Tensor,
+    offset: Sequence[int],
+    shape: Sequence[int],
+    look: Callable[[torch.Tensor], Any] = lambda part: None,
+) -> int:
     """Return the sum, modulo 2^64, over a box of a tensor: `values`, that begin at `offset` in the whole of `shape`.
 
     An element's key is the product of one for its index in the first dimension and one for its place in the others.
+    `look` is shown all of `values` in parts, each before it is summed: that brings it into a processor's cache once.
     """
     if not values.numel():
         return 0
     values = values.detach().contiguous()
     if not shape:
         values, offset, shape = values.view(1), (0,), (1,)
+    parts = values.view(len(values), -1)
     if values.element_size() == 8:  # two numbers of 32 bits: the upper bits of 64 would be multiplied out of reach
         values = values.view(torch.int32).view(*values.shape, 2)
         offset, shape = (*offset, 0), (*shape, 2)
@@ -41,10 +49,16 @@ def sum_keyed(name: str, values: torch.Tensor, offset: Sequence[int], shape: Seq
     row_keys = _keys(f"{name}/rows", np.arange(offset[0], offset[0] + lengths[0], dtype=np.uint64))
     column_keys = _keys(f"{name}/columns", columns)
     is_paired = rows.element_size() == 4 and rows.shape[1] % 2 == 0
-    if rows.device.type == "cpu" and is_paired:
-        sums = _sum_rows(rows.view(torch.int32).numpy().view(np.uint32), column_keys)
-        return int((sums * row_keys).sum(dtype=np.uint64))
-    return _sum_elements(rows, row_keys, column_keys)
+    if rows.device.type != "cpu" or not is_paired:
+        look(parts)
+        return _sum_elements(rows, row_keys, column_keys)
+    of_pairs = np.ascontiguousarray(column_keys[0::2])
+    of_upper = column_keys[1::2] - (of_pairs << HALF)  # less what it gets within the pair
+    step, sums = max(1, CHUNK_BYTES // (4 * rows.shape[1])), []
+    for part, chunk in zip(parts.split(step), rows.view(torch.int32).split(step), strict=True):
+        look(part)
+        sums.append(_sum_rows(chunk.numpy().view(np.uint64), of_pairs, of_upper))
+    return int((np.concatenate(sums) * row_keys).sum(dtype=np.uint64))
 
 
 def format_digest(total: int) -> str:
@@ -52,25 +66,14 @@ def format_digest(total: int) -> str:
     return f"{total % (1 << 64):016x}"
 
 
-def _sum_rows(rows: NDArray[np.uint32], keys: Keys) -> Keys:
-    """Return the sum of each row's products [R], of uint32 rows [R, C] and keys [C], by two products of pairs.
+def _sum_rows(pairs: Keys, of_pairs: Keys, of_upper: Keys) -> Keys:
+    """Return the sum of each row's products [R], of pairs of uint32 [R, C] and keys [C], by two products.
 
     Two numbers are read as one of 64 bits, for speed. A key reaches only the lower half of the upper one's bits so, up
     to its sign: two flipped signs would cancel. So the upper number is multiplied once more, alone.
     """
-    num_rows, width = rows.shape
-    of_pairs = np.ascontiguousarray(keys[0::2])
-    of_upper = keys[1::2] - (of_pairs << HALF)  # less what it gets within the pair
-    sums = np.empty(num_rows, np.uint64)
-    step = max(1, CHUNK_BYTES // (4 * width))
-    upper = np.empty((min(step, num_rows), width // 2), np.uint64)
-    for begin in range(0, num_rows, step):
-        pairs = rows[begin : begin + step].view(np.uint64)
-        pairs = np.require(pairs, requirements="A")  # a copy of those that lie askew
-        alone = np.right_shift(pairs, HALF, out=upper[: len(pairs)])
-        sums[begin : begin + step] = np.einsum("rc,c->r", pairs, of_pairs)
-        sums[begin : begin + step] += np.einsum("rc,c->r", alone, of_upper)
-    return sums
+    pairs = np.require(pairs, requirements="A")  # a copy of those that lie askew
+    return np.einsum("rc,c->r", pairs, of_pairs) + np.einsum("rc,c->r", pairs >> HALF, of_upper)
 
 
 def _sum_elements(rows: torch.Tensor, row_keys: Keys, column_keys: Keys) -> int:
