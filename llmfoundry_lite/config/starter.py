@@ -20,21 +20,9 @@ MAX_EPOCHS = 4
 """Muennighoff et al. 2023, "Scaling Data-Constrained Language Models": about so many are nearly as good as new."""
 MIN_VALIDATION = 32
 """Validation samples whose mean loss is worth drawing."""
-ADAMW_LR = 3e-3
-"""Learning rate for a shape whose own YAML has another optimizer."""
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 TEMPLATE = Path(__file__).with_name("starter.template")
-MODEL = """\
-name: mpt_causal_lm
-d_model: {d_model}
-n_heads: {n_heads}
-n_layers: {n_layers}
-max_seq_len: ${{max_seq_len}}
-# At least the tokenizer's {tokenizer_size}; a multiple of 128 is faster.
-vocab_size: {vocab_size}
-no_bias: true
-"""
 EVAL_LOADER = """\
 eval_loader:
   name: text
@@ -130,16 +118,29 @@ def starter(data: Path, size: str, out: Path, facts: Facts) -> tuple[str, str]:
         best = fitting_size(fitting, vocab_size)
         note += f"; this text is enough for {fitting / 1e6:,.2g} M parameters: "
         note += f"--size {best}" if best != size else "the smallest size will learn it by heart; add text"
-    lr = shape["optimizer"]["lr"] if shape["optimizer"]["name"] == "decoupled_adamw" else ADAMW_LR
-    block = MODEL.format(**model | {"tokenizer_size": facts.vocab_size, "vocab_size": vocab_size})
-    text = fill_template(data, out, facts, title=f"MPT-{size}", model=block, lr=lr, batches=(wanted, batch_size, note))
+    block = as_yaml({**model, "max_seq_len": "${max_seq_len}", "vocab_size": vocab_size})
+    why = f"# At least the tokenizer's {facts.vocab_size}; a multiple of 128 is faster."
+    parts = {"model": block.replace("vocab_size:", f"{why}\nvocab_size:"), "optimizer": as_yaml(shape["optimizer"])}
+    text = fill_template(data, out, facts, title=f"MPT-{size}", batches=(wanted, batch_size, note), **parts)
     return text, note + note_on_validation(facts)
 
 
+def as_yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False)
+
+
 def fill_template(
-    data: Path, out: Path, facts: Facts, *, title: str, model: str, lr: float, batches: tuple[int, int, str], load=""
+    data: Path,
+    out: Path,
+    facts: Facts,
+    *,
+    title: str,
+    model: str,
+    optimizer: str,
+    batches: tuple[int, int, str],
+    load: str = "",
 ) -> str:
-    """Return the YAML. `batches`: their number, their size, and a note; `model` and `load` are lines of YAML."""
+    """Return the YAML. `batches`: their number, their size, and a note; the others are lines of YAML."""
     num_batches, batch_size, note = batches
     interval, num_devices = max(1, num_batches // 20), count_devices()
     return TEMPLATE.read_text().format(
@@ -153,7 +154,7 @@ def fill_template(
         model=textwrap.indent(model, "  "),
         load=load,
         eval_loader=EVAL_LOADER.format(eval_interval=interval) if facts.num_val else "",
-        lr=lr,
+        optimizer=textwrap.indent(optimizer, "  "),
         precision="amp_bf16" if num_devices or multiplies_in_bf16() else "fp32",
         duration_note=note,
         num_batches=num_batches,
@@ -165,8 +166,9 @@ def fill_template(
 def note_on_validation(facts: Facts) -> str:
     if facts.num_val >= MIN_VALIDATION:
         return ""
+    wanted = max(5, min(20, 200 * MIN_VALIDATION // (facts.num_train + facts.num_val)))
     count = facts.num_val or "no"
-    return f"; the validation split has {count} samples, which tell little: prepare with --val-fraction 0.05"
+    return f"; the validation split has {count} samples, which tell little: prepare with --val-fraction 0.{wanted:02}"
 
 
 def fitting_batch(wanted: int, samples: int) -> int:

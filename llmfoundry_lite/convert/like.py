@@ -6,11 +6,10 @@ The model is the folder's own, to the last setting. Its tokenizer must be the on
 from dataclasses import asdict
 from pathlib import Path
 
-import yaml
-
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.starter import (
     Facts,
+    as_yaml,
     check_places,
     fill_template,
     fitting_batch,
@@ -22,8 +21,8 @@ from llmfoundry_lite.convert.to_checkpoint import HUB, open_empty_store, publish
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
 
-LR = 5e-5
-"""Default learning rate of transformers' own Trainer."""
+OPTIMIZER = {"name": "decoupled_adamw", "lr": 5e-5, "betas": [0.9, 0.95], "weight_decay": 0.0}
+"""The rate is the default of transformers' own Trainer."""
 BATCH_SIZE = 32
 MIN_BATCHES = 20
 """Batches of an epoch, below which the batch is made smaller."""
@@ -79,9 +78,9 @@ def describe(data: Path, like: str, out: Path, facts: Facts, model: ModelConfig,
         out,
         facts,
         title=Path(like.removeprefix(HUB)).name,
-        model=yaml.safe_dump(differing(asdict(model), asdict(ModelConfig())), sort_keys=False),
+        model=as_yaml(differing(asdict(model), asdict(ModelConfig()))),
         load=LOAD.format(like=like, weights=yaml_word(url)),
-        lr=LR,
+        optimizer=as_yaml(OPTIMIZER),
         batches=(num_batches, batch_size, note),
     )
     return text, note + note_on_validation(facts)

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -45,9 +46,12 @@ def test_of_the_smallest_size_no_smaller_one_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("size", sizes())
-def test_every_size_makes_a_yaml_that_loads(tmp_path, size):
+def test_every_size_is_the_model_and_the_optimizer_that_come_with_the_package(tmp_path, size):
     write_starter(data_folder(tmp_path, 100_000), size, tmp_path / "mine.yaml")
-    load_train_config([str(tmp_path / "mine.yaml")], {})
+    ours = load_train_config([str(tmp_path / "mine.yaml")], {}).config
+    shape = load_train_config([f"mpt-{size}"], {}).config
+    assert ours.model == replace(shape.model, max_seq_len=2048, vocab_size=7168)
+    assert ours.optimizer == shape.optimizer
 
 
 @pytest.mark.parametrize(

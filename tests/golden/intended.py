@@ -15,7 +15,7 @@ INTENDED: dict[str, str] = {
     "commands/of-a-run/config.yaml": "attn_config.head_dim, attn_config.qkv_bias and dataset.stages are new",
     "commands/help/train": "--dry-run=full prints the YAML, --dry-run is short",
     "commands/*/mpt-quickstart*": "its model is Llama-like, by Muon and exact sums, half the tokens",
-    "commands/init/*": "precision and ranks are those of the machine; the warm-up is 0.05dur; names are quoted",
+    "commands/init/*": "precision and ranks are of the machine; the whole shape of a size; the warm-up is 0.05dur",
     "errors/command/init-nowhere": "the folder is named as a source, not as the place to write into",
     "commands/of-a-run/report*": "texts of several batches stand side by side",
     "commands/doctor/checks": "gone: three checks of the clock, and leftovers in /dev/shm, which the next run removes",
