@@ -79,11 +79,16 @@ def _draw_deviations(axes: Any, report: dict[str, Any], names: Mapping[str, str]
     batches = range(1, report["num_batches"] + 1)
     floor = min(report["band"]) / 5
     axes.fill_between(batches, floor, [max(value, floor) for value in report["band"]], color="#bbbbbb", alpha=0.6, lw=0)
-    axes.plot(batches, report["deviation"]["switching"], color=INK, linewidth=2, zorder=5)
+    switching = [max(value, floor) for value in report["deviation"]["switching"]]
+    axes.plot(batches, switching, color=INK, linewidth=2, zorder=5)
     ends = {"the band": report["band"][-1] ** 0.5 * floor**0.5, "switching": report["deviation"]["switching"][-1]}
-    ratio = report["verdicts"]["switching"]["largest_ratio"]
-    labels = [(f"switching, {_rounded(ratio)} x the band", ends["switching"], INK)]
-    labels.append((f"the band of {len(report['uninterrupted'])} uninterrupted runs", ends["the band"], QUIET))
+    ratio, num_runs = report["verdicts"]["switching"]["largest_ratio"], len(report["uninterrupted"])
+    if report.get("exact_sums"):
+        labels = [(f"switching: {max(report['deviation']['switching']):.2g}", floor, INK)]
+        labels.append(("the distance of two fp32 numbers", ends["the band"], QUIET))
+    else:
+        labels = [(f"switching, {_rounded(ratio)} x the band", ends["switching"], INK)]
+        labels.append((f"the band of {num_runs} uninterrupted runs", ends["the band"], QUIET))
     at = report["tampered_at"]
     controls = [name for name in report["deviation"] if name not in ("switching", "untouched")]
     for name, colour in zip(controls, ("#c44e52", "#da8bc3", "#ccb974", "#937860", "#8172b3"), strict=False):
@@ -96,6 +101,7 @@ def _draw_deviations(axes: Any, report: dict[str, Any], names: Mapping[str, str]
     words = "controls: this checkpoint\ntampered with"
     axes.annotate(words, (at, 1), (-6, -4), xycoords=("data", "axes fraction"), fontsize=8.5, **style)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")  # figures take no mathematics in labels
     axes.set_ylim(bottom=floor)
     axes.set_ylabel("distance from the mean of the\nuninterrupted runs, nats per token")
     axes.grid(alpha=0.25, linewidth=0.6)

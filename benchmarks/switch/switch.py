@@ -3,6 +3,7 @@
     python -m benchmarks switch --out bench-switch     some 8 minutes on two quiet cores
     python -m benchmarks switch --precision amp_bf16
     python -m benchmarks switch --layouts              the "clusters" divide the run differently, and nothing else
+    python -m benchmarks switch --exact-sums           so too, and every run must have each bit of the others
 
 A small MPT is trained on each cluster (see `legs`) without interruption, through the real launcher and the real script;
 then once switching every few batches, moved by a relay from one file. What the switching run did is held against the
@@ -58,6 +59,7 @@ def run(
     seed: int = 17,
     other_python: str | None = None,
     layouts: bool = False,
+    exact_sums: bool = False,
     out: Path | None = None,
     keep: Path | None = None,
     jobs: int = 1,
@@ -73,12 +75,16 @@ def run(
     if num_switches < 2:
         raise UserError(f"--num-batches {num_batches}, --every {every}: need two switches; use a smaller --every")
     console, conditions = open_console(), describe_conditions()
-    clusters = clusters or (layout_clusters() if layouts else default_clusters(precision, other_python))
+    if clusters is None:
+        alike = exact_clusters() if exact_sums else layout_clusters() if layouts else None
+        clusters = alike or default_clusters(precision, other_python)
     prepare_data(data)
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
         shop = Workshop(
             folder=Path(folder).resolve(),
-            config=configuration(data.resolve(), num_batches, every, precision, seed, is_fused=not layouts),
+            config=configuration(
+                data.resolve(), num_batches, every, precision, seed, is_fused=not layouts, is_exact=exact_sums
+            ),
             clusters=clusters,
         )
         shop.prepare()
@@ -87,7 +93,7 @@ def run(
         show(console, table_of_clusters(described))
         at = (num_switches + 1) // 2 * every
         # An emulated instruction set may take ten times as long in bf16, and four ranks on two cores twice as long.
-        native = min(clusters, key=lambda cluster: cluster.num_ranks) if layouts else clusters[0]
+        native = min(clusters, key=lambda cluster: cluster.num_ranks) if layouts or exact_sums else clusters[0]
 
         can_tamper = threading.Event()
 
@@ -110,6 +116,7 @@ def run(
         resumes = [launch_late(shop, native, at, after, data) for after in (every, *LATE_BATCHES)]
         report = conditions | {
             "layouts": layouts,
+            "exact_sums": exact_sums,
             "precision": precision,
             "num_batches": num_batches,
             "every": every,
@@ -166,6 +173,14 @@ def cluster_of(
     return Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay)
 
 
+ALIKE: dict[str, Any] = {
+    "device_train_microbatch_size": 2,
+    "fsdp_config": {"sharding_strategy": "FULL_SHARD"},
+    "environment": {"OMP_NUM_THREADS": "1", **NO_GPU},
+}
+"""Overlay of clusters that divide one run, and compute alike."""
+
+
 def layout_clusters() -> list[Cluster]:
     """Five ways to divide one run."""
     pipeline, tensor = {"pp_config": {"pipeline_parallel_degree": 2}}, {"tp_config": {"tensor_parallel_degree": 2}}
@@ -177,14 +192,27 @@ def layout_clusters() -> list[Cluster]:
         (1, {}),
         (4, {"pp_config": {"pipeline_parallel_degree": 4}}),
     ]
-    always = {"device_train_microbatch_size": 2, "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
-    environment = {"environment": {"OMP_NUM_THREADS": "1", **NO_GPU}}
     clusters = []
     for letter, (num_ranks, changes) in zip("ABCDE", layouts, strict=True):
         groups = num_ranks // math.prod(degrees_of(changes).values())
-        overlay = always | environment | changes | {"device_eval_batch_size": GLOBAL_BATCH // groups}
+        overlay = ALIKE | changes | {"device_eval_batch_size": GLOBAL_BATCH // groups}
         clusters.append(Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay))
     return clusters
+
+
+def exact_clusters() -> list[Cluster]:
+    """Four ways to divide one run that compute its microbatches alike."""
+    hybrid = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (2, {}),
+        (1, {"fsdp_config": {"sharding_strategy": "NO_SHARD"}}),
+        (4, {"fsdp_config": hybrid}),
+        (4, {"pp_config": {"pipeline_parallel_degree": 2}}),
+    ]
+    return [
+        Cluster(letter=letter, num_ranks=num_ranks, overlay=ALIKE | changes | {"device_eval_batch_size": 4})
+        for letter, (num_ranks, changes) in zip("ABCD", layouts, strict=True)
+    ]
 
 
 def degrees_of(overlay: dict[str, Any]) -> dict[str, int]:
@@ -194,9 +222,17 @@ def degrees_of(overlay: dict[str, Any]) -> dict[str, int]:
 
 
 def configuration(
-    data: Path, num_batches: int, every: int, precision: str, seed: int, *, is_fused: bool = True
+    data: Path,
+    num_batches: int,
+    every: int,
+    precision: str,
+    seed: int,
+    *,
+    is_fused: bool = True,
+    is_exact: bool = False,
 ) -> dict[str, Any]:
-    """Return the quickstart's run, smaller. With `is_fused`, queries, keys and values are one matrix."""
+    """Return the quickstart's run, smaller. With `is_fused`, queries, keys and values are one matrix. With `is_exact`,
+    it has exact sums, and evaluates samples, not batches, which have other sizes on other ranks."""
 
     def dataset(split: str, **more: Any) -> dict[str, Any]:
         return {"name": "text", "dataset": {"local": str(data), "split": split, **more}}
@@ -217,7 +253,7 @@ def configuration(
         },
         "tokenizer": {"name": str(data / "tokenizer")},
         "train_loader": dataset("train", shuffle=True, shuffle_seed=seed),
-        "eval_loader": dataset("val"),
+        "eval_loader": dataset("val", **({"epoch_size": 4 * GLOBAL_BATCH} if is_exact else {})),
         "optimizer": {"name": "decoupled_adamw", "lr": 5e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0},
         "scheduler": {
             "name": "cosine_with_warmup",
@@ -228,7 +264,8 @@ def configuration(
         "algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}},
         "max_duration": f"{num_batches}ba",
         "eval_interval": f"{every}ba",
-        "eval_subset_num_batches": 4,
+        "eval_subset_num_batches": -1 if is_exact else 4,
+        "exact_sums": is_exact,
         "global_train_batch_size": GLOBAL_BATCH,
         "device_eval_batch_size": GLOBAL_BATCH,
         "precision": precision,
@@ -293,6 +330,9 @@ def evaluate(report: dict[str, Any]) -> None:
     """Add to what was run what it shows: bands, verdicts, `passed`."""
     alone, runs = report["uninterrupted"].values(), {SWITCHING: report[SWITCHING], **report["controls"]}
     band.evaluate(report, runs, alone, sound=(SWITCHING, UNTOUCHED))
+    if report["exact_sums"]:
+        same = [*alone, report[SWITCHING], report["controls"][UNTOUCHED]]
+        report["passed"] &= all(run == same[0] for run in same)  # losses and evaluations, to the last bit
     report["leave_one_out"] = leave_one_out([band.as_series(series) for series in alone])
 
 
@@ -341,9 +381,18 @@ def times(ratio: float) -> str:
 def notes_of(report: dict[str, Any]) -> list[str]:
     batches = report["num_batches"]
     digests = {digest for series in report["uninterrupted"].values() for digest in series["digests"]}
-    notes = [
+    runs = list(report["uninterrupted"].values())
+    found = (
         f"band: {report['band'][-1]:.1e} nats per token after {batches} batches, the largest distance between two of "
-        f"{len(report['uninterrupted'])} uninterrupted runs (running root mean square)",
+        f"{len(runs)} uninterrupted runs (running root mean square)"
+    )
+    if report["exact_sums"]:
+        num_unlike = sum(run != runs[0] for run in runs)
+        found = f"band: a line. {num_unlike} of {len(runs)} uninterrupted runs differ from the first in a bit of a loss"
+        found += f"; the switching run {'does' if report[SWITCHING] != runs[0] else 'does not'}. Ratios are to the "
+        found += f"distance of two neighbouring fp32 numbers, {report['band'][-1]:.1e} nats"
+    notes = [
+        found,
         f"switched by one relay: {len(report['legs'][SWITCHING])} legs of `llmfoundry-lite relay {SWITCHING}.yaml`",
         f"data: {len(digests)} digests for {batches} batches in all runs together that should have the same",
     ]
@@ -378,6 +427,8 @@ def write(report: dict[str, Any], out: Path | None) -> None:
     )
     name, kind = ("switch-layouts", "layouts") if report["layouts"] else ("switch", "clusters")
     options += " --layouts" if report["layouts"] else ""
+    if report["exact_sums"]:
+        name, kind, options = "switch-exact", "layouts, with exact sums", f"{options} --exact-sums"
     tell(
         report,
         *(how, table_of(report), notes_of(report), table_of_clusters(report["clusters"])),

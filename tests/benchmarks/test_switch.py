@@ -1,5 +1,6 @@
 """the switch benchmark: its statistics, its sabotage, and the whole of it on a tiny run without the launcher."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -83,6 +84,23 @@ def test_the_formulas_are_those_of_the_docstring():
     assert measure_deviation([1.0, 4.0], losses_rt) == pytest.approx([0, 1 / np.sqrt(2)])
     assert leave_one_out([series(losses) for losses in losses_rt[:2]]) == []
     assert len(leave_one_out([series(losses) for losses in walks(3)])) == 3
+
+
+@pytest.mark.parametrize("unlike", [switch.SWITCHING, switch.UNTOUCHED, "B", None])
+def test_with_exact_sums_every_bit_must_be_the_same(unlike):
+    curve = walks(1)[0].astype(np.float32).astype(float)
+    same, off, far = (dataclasses.asdict(series(losses)) for losses in (curve, curve.copy(), curve + 0.01))
+    off["losses"][30] = float(np.nextafter(np.float32(off["losses"][30]), np.float32(9)))
+    of = {name: off if name == unlike else same for name in ("A", "B", switch.SWITCHING, switch.UNTOUCHED)}
+    report = {
+        "exact_sums": True,
+        "uninterrupted": {letter: of[letter] for letter in "AB"},
+        switch.SWITCHING: of[switch.SWITCHING],
+        "controls": {name: of.get(name, far) for name in switch.CONTROLS},
+    }
+    switch.evaluate(report)
+    assert report["verdicts"][switch.SWITCHING]["largest_ratio"] <= 1, "within the band, by a float's last bit"
+    assert report["passed"] == (unlike is None)
 
 
 # Sabotage -----------------------------------------------------------------------------------------------------------
