@@ -166,7 +166,7 @@ def fill_template(
 def note_on_validation(facts: Facts) -> str:
     if facts.num_val >= MIN_VALIDATION:
         return ""
-    wanted = max(5, min(20, 200 * MIN_VALIDATION // (facts.num_train + facts.num_val)))
+    wanted = max(10, min(20, 200 * MIN_VALIDATION // (facts.num_train + facts.num_val)))
     count = facts.num_val or "no"
     return f"; the validation split has {count} samples, which tell little: prepare with --val-fraction 0.{wanted:02}"
 

@@ -100,6 +100,12 @@ def test_the_first_stage_is_the_run_without_stages(mixture):
     assert batches_of(mixture)[12:16] != batches_of(plain)[12:16]
 
 
+def test_the_same_streams_are_drawn_anew_in_each_stage(mixture):
+    again = {**mixture, "stages": [{"until": "16ba"}, {}]}
+    first, second = (sorted(map(tuple, batches_of(again)[begin : begin + 16])) for begin in (0, 16))
+    assert first != second and sorted(sum(first, ())) != sorted(sum(second, ()))
+
+
 @pytest.mark.parametrize(("begin", "num_workers"), [(5, 0), (12, 2), (13, 2), (20, 2), (32, 0), (36, 2)])
 @pytest.mark.parametrize("ends_epoch", [False, True])
 def test_any_place_carries_on_in_the_middle_of_a_stage_and_at_its_border(mixture, begin, num_workers, ends_epoch):
