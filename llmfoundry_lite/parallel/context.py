@@ -93,17 +93,38 @@ class HeadsMask(Mask):
     def attend(
         self, q_bthk: Tensor, k_btgk: Tensor, v_btgk: Tensor, scale: float | None = None, dropout_p: float = 0.0
     ) -> Tensor:
-        size, group = self.context.size, self.context.group
+        size, group = self.context.size, self.context.group.group_name
         # One all-to-all for all three tensors: the heads that go to one rank lie side by side.
         parts = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_bthk, k_btgk, v_btgk)]
         numbers_of_heads = [x_nbtHk.size(3) for x_nbtHk in parts]
-        qkv_nbtHk = functional.all_to_all_single_autograd(torch.cat(parts, dim=3), None, None, group)
+        qkv_nbtHk = _Exchange.apply(torch.cat(parts, dim=3), group, size)
         qkv_bsHk = qkv_nbtHk.movedim(0, 1).flatten(1, 2)
         q_bshk, k_bsgk, v_bsgk = qkv_bsHk.split(numbers_of_heads, dim=2)
         out_bshk = Mask.attend(self, q_bshk, k_bsgk, v_bsgk, scale, dropout_p)
-        out_nbthk = out_bshk.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
-        out_nbthk = functional.all_to_all_single_autograd(out_nbthk, None, None, group)
+        out_nbthk = _Exchange.apply(out_bshk.unflatten(1, (size, -1)).movedim(1, 0), group, size)
         return out_nbthk.movedim(0, 2).flatten(2, 3)
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchange of parts: part i of the first dimension goes to rank i, and its gradient comes back.
+
+    The result has been waited for. torch's functional collectives return tensors that have not, and with one sample all
+    three parts stay views of such a tensor: the compiler, and so FlexAttention, fails on them.
+    """
+
+    @staticmethod
+    def forward(ctx, x_n: Tensor, group: str, size: int):
+        ctx.ranks = group, size
+        return _exchange(x_n, group, size)
+
+    @staticmethod
+    def backward(ctx, grad_n: Tensor):  # type: ignore[override]
+        return _exchange(grad_n, *ctx.ranks), None, None
+
+
+def _exchange(x_n: Tensor, group: str, size: int) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_to_all_single(x_n.contiguous(), [1] * size, [1] * size, group))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

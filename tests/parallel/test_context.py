@@ -13,15 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.config.check_layout import check_batch
-from llmfoundry_lite.config.layout import divide_devices, layout_of
+from llmfoundry_lite.config.layout import Layout, divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig, FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import accelerator_named
+from llmfoundry_lite.models.attention import Mask
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.context import Context, build_context
+from llmfoundry_lite.parallel.context import Context, HeadsMask, build_context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
@@ -132,6 +133,22 @@ def compare_both() -> None:
 @pytest.mark.multiprocess
 def test_loss_and_gradient_of_divided_samples_are_those_of_whole_ones(tmp_path):
     launch(compare_both, (), tmp_path, 2).check()
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_the_compiler_takes_what_attention_gets_of_any_number_of_samples(monkeypatch, num_samples):
+    """FlexAttention is compiled, where nothing else is. Views of a tensor that nobody has waited for fail there."""
+    add = torch.compile(lambda q, k, v: q + k + v, backend="eager", fullgraph=True)
+    monkeypatch.setattr(Mask, "attend", lambda mask, q, k, v, scale, dropout_p: add(*(x.mT for x in (q, k, v))).mT)
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        context = build_context(parts(2, "heads"), Layout(context=2, node_size=2), "cpu")
+        q, k, v = (torch.randn(num_samples, 8, 4, 16, requires_grad=True) for _ in range(3))
+        mask = HeadsMask(context=context, implementation="flex")
+        mask.attend(q, k, v).sum().backward()
+        assert q.grad is not None and q.grad.shape == q.shape
+    finally:
+        dist.destroy_process_group()
 
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 1}
