@@ -38,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "125m": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50368},
     "350m": {"d_model": 1024, "n_heads": 16, "n_layers": 24, "vocab_size": 50368},
     "1b": {"d_model": 2048, "n_heads": 16, "n_layers": 24, "vocab_size": 50368},
+    "gpt2-xl": {"d_model": 1600, "n_heads": 25, "n_layers": 48, "vocab_size": 50257},
     "3b": {"d_model": 2560, "n_heads": 20, "n_layers": 32, "vocab_size": 50368},
     "7b": {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50368},
 }

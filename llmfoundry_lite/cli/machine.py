@@ -11,7 +11,7 @@ from llmfoundry_lite.errors import ConfigError
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
-Shape = Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, 3b or 7b.")]
+Shape = Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b or 7b.")]
 Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
 SampleTokens = Annotated[int, typer.Option(min=2, help="Tokens in a sample.")]
 Minutes = Annotated[float, typer.Option(help="Begin nothing after this long.")]
@@ -25,7 +25,9 @@ LayerRepeats = Annotated[int, typer.Option(min=1, help="Timed, after one that is
 
 @bench.command("mfu")
 def bench_mfu(
-    shapes: Annotated[str, typer.Option(help="Of tiny, 10m, 40m, 125m, 350m, 1b, 3b, 7b.")] = "125m,350m,1b,3b,7b",
+    shapes: Annotated[
+        str, typer.Option(help="Of tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b, 7b.")
+    ] = "125m,350m,1b,3b,7b",
     seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Samples in a batch; how many at a time is found out.")] = 16,
     num_steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,

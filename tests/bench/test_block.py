@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from llmfoundry_lite.bench import accumulation, block
+from llmfoundry_lite.bench import accumulation, block, steps
 from llmfoundry_lite.cli.main import app
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.errors import ConfigError
@@ -22,6 +22,10 @@ def test_a_layers_flops_are_the_models_with_one_layer_more():
     outside = 6 * (count_parameters(model) - 12 * 1600**2)
     in_layer = count_flops_per_token(model, 1024) - outside
     assert 3 * block.count_forward_flops(model, 2, with_attention=True) == 2 * 1024 * in_layer
+
+
+def test_gpt2_xl_is_a_shape_with_the_published_number_of_parameters():
+    assert count_parameters(steps.model_of("gpt2-xl", 1024, no_bias=False)) == 1_557_611_200
 
 
 def test_without_attention_tokens_do_not_see_each_other_and_with_it_later_ones_are_not_seen():
