@@ -194,7 +194,7 @@ def plot_comparison(
     gap.set_yscale("log")
     gap.yaxis.set_major_formatter(LogFormatter())  # the scale's own writes formulas, and texts are not parsed as such
     gap.yaxis.set_minor_formatter(LogFormatter())
-    if not gap.lines:
+    if not any((difference.absolute > 0).any() for difference in differences):
         gap.set_ylim(1e-7, 1)
     gap.set_ylabel(f"|difference| from\n{curves[0].name}")
     if differences:

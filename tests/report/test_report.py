@@ -532,6 +532,13 @@ def test_runs_are_compared_batch_by_batch(tmp_path, capsys):
     assert (tmp_path / "out/report.png").stat().st_size > 10_000
 
 
+def test_equal_losses_on_other_data_are_drawn(tmp_path, capsys):
+    one = write_run(tmp_path / "one", [record(b) for b in range(1, 6)])
+    two = write_run(tmp_path / "two", [record(b, data__digest="other") for b in range(1, 6)])
+    assert report([one, two], out=tmp_path / "out")["comparisons"][0]["digests_part_at"] == 1
+    assert (tmp_path / "out/report.png").stat().st_size > 10_000
+
+
 def test_equal_runs_runs_apart_and_runs_without_digests_are_said_so(tmp_path, capsys):
     one = write_run(tmp_path / "one", [record(b, 2.0 / b) for b in range(1, 6)])
     same = write_run(tmp_path / "same", [record(b, 2.0 / b) for b in range(1, 6)])
