@@ -5,7 +5,7 @@ An epoch's first batch needs a sum of its own. A batch's other collective, on de
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.loader import batch_digest
+from llmfoundry_lite.energy import EnergyMeter
 from llmfoundry_lite.ranks.exchange import all_reduce_sum
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 
@@ -36,12 +37,15 @@ NOTHING = Upcoming(False, 0, 0, 0, 0)
 
 @dataclass(eq=False)
 class Agreement(Callback):
-    """Reads batches one ahead. One sum over ranks agrees on the next batch, on leaving and on saving."""
+    """Reads batches one ahead. One sum over ranks agrees on the next batch, on leaving and on saving.
+
+    The energy of all devices is in the same sum."""
 
     ranks: DataRanks
     preemption: Preemption
     changed: Callable[[State], Iterator[Any] | None]
     """Returns other batches to go on with if this rank's rows have changed; else None."""
+    meter: EnergyMeter = field(default_factory=lambda: EnergyMeter(()))
 
     def __post_init__(self) -> None:
         self.is_writing: Callable[[], bool] = lambda: False
@@ -54,6 +58,8 @@ class Agreement(Callback):
         self.all_written = True
         """No rank was writing at the last sum."""
         self.save_is_due = False
+        self.joules: float | None = None
+        """Energy of all devices between the last two ends of batches; None if one of them has no counter."""
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None
         self._error: Exception | None = None
@@ -78,12 +84,21 @@ class Agreement(Callback):
     def end_epoch(self) -> None:
         self._batches = self._batch = self._error = None
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.meter.take()
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        self.meter.sample()
+
     def batch_end(self, state: State, logger: Logger) -> None:
         assert state.max_duration is not None
         reason = self.preemption.look()
         self._batches = self.changed(state) or self._batches
         counted = NOTHING if state.timestamp >= state.max_duration else self._read_ahead()
-        self.preemption.set_agreed(self._agree(counted, reason, self.ranks.is_first and self.wants_save()))
+        energy = self.meter.take()
+        self.preemption.set_agreed(self._agree(counted, reason, self.ranks.is_first and self.wants_save(), energy))
+        if self.joules:  # the counters of some cards stand still
+            logger.log_metrics({"energy/joules": self.joules})
 
     def _read_ahead(self) -> Upcoming:
         """Read this rank's share of the next batch, and count it."""
@@ -97,15 +112,18 @@ class Agreement(Callback):
         count, digest = count_tokens(self._batch), batch_digest(self._batch["input_ids"])
         return Upcoming(True, count_filled(self._batch), count["total"], count["loss_generating"], digest)
 
-    def _agree(self, counted: Upcoming, reason: int = 0, wants_save: bool = False) -> int:
+    def _agree(
+        self, counted: Upcoming, reason: int = 0, wants_save: bool = False, energy: tuple[int, int] = (0, 1)
+    ) -> int:
         """Sum over ranks. Returns the highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        missing, filled, tokens, losses, digest, writing, wanting, *having = all_reduce_sum(
-            [int(not counted.is_there), *counts, int(self.is_writing()), int(wants_save), *reasons]
+        missing, filled, tokens, losses, digest, writing, wanting, millijoules, unmetered, *having = all_reduce_sum(
+            [int(not counted.is_there), *counts, int(self.is_writing()), int(wants_save), *energy, *reasons]
         )
         self.upcoming = Upcoming(missing == 0, filled, tokens, losses, digest % (1 << 64))
         self.all_written, self.save_is_due = writing == 0, wanting > 0
+        self.joules = None if unmetered else millijoules / 1000
         return max((index for index, count in enumerate(having, 1) if count), default=0)
 
 

@@ -22,6 +22,7 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import LazyTokenizer, load_tokenizer
+from llmfoundry_lite.energy import EnergyMeter, find_counters
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
@@ -66,7 +67,8 @@ def build_trainer(
         reduces_every_microbatch=config.reduces_every_microbatch,
         sums=model.sums,
     )
-    agreement = Agreement(ranks, preemption, partners.move_on)
+    meter = EnergyMeter(find_counters(this_rank().local_rank))
+    agreement = Agreement(ranks, preemption, partners.move_on, meter)
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners)
 
     def is_due(state: Any, event: Event = Event.BATCH_END) -> bool:
