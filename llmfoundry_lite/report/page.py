@@ -45,6 +45,8 @@ def build_sections(facts: Facts) -> list[Section]:
             sections += [places(run), legs(run)]
     if facts["comparisons"]:
         sections.append(comparisons(facts["comparisons"]))
+    if facts["to_loss"]:
+        sections.append(to_loss(facts["to_loss"], with_cost=bool(facts["prices_per_device_hour"])))
     for sample in facts["samples"]:
         title = f"Text after {sample['prompt']!r}, temperature {sample['temperature']:g}, top-k {sample['top_k']}"
         sections.append(Section(Table(title, (), ()), text=side_by_side(sample["texts"])))
@@ -146,7 +148,7 @@ def advise_saves(run: Facts) -> list[str]:
 
 def segments(run: Facts, *, with_cost: bool) -> Section:
     """Show devices, speed, time and energy of each span of batches, and their cost where prices are given."""
-    facts, total = run["segments"], run["total"]
+    facts = run["segments"]
     has_energy = any(fact["energy_kwh"] is not None for fact in facts)
     rows = [
         (
@@ -154,15 +156,15 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
             f"{shown(fact['num_devices'])} x {fact['device']}" if fact["device"] else "not known: since the last save",
             " ".join(word for word in (fact["sharding"], short_precision(fact["precision"])) if word) or UNKNOWN,
             *(shown(fact["tokens"]), shown(fact["tokens_per_second_per_device"]), shown(fact["mfu"], "{:.1%}")),
-            *(clock(fact["hours"]), small(fact["energy_kwh"]), small(fact["cost"])),
+            *resources(fact),
         )
         for fact in facts
     ]
     if len(facts) > 1:
-        sums = (shown(total["tokens"]), "", "", clock(total["hours"]), small(total["energy_kwh"]), small(total["cost"]))
-        rows.append(("total", "", "", *sums))
-    columns = ("batches", "devices", "how", "tokens", "tokens/s per device", "MFU", "time", "kWh", "cost")
-    kept = [i for i in range(len(columns)) if (i != 7 or has_energy) and (i != 8 or with_cost)]
+        rows.append(("total", "", "", shown(run["total"]["tokens"]), "", "", *resources(run["total"])))
+    columns = ("batches", "devices", "how", "tokens", "tokens/s per device", "MFU", *RESOURCES)
+    has_column = {"kWh": has_energy, "J/token": has_energy, "cost": with_cost, "cost/M tokens": with_cost}
+    kept = [i for i, column in enumerate(columns) if has_column.get(column, True)]
     lines = [
         f"{fact['first_batch']:,}-{fact['last_batch']:,}: {', '.join(fact['computed_with'])}"
         for fact in facts
@@ -170,9 +172,8 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
     ]
     lines += ["time is that of training, evaluation and saves, without start-up"]
     if any(fact["mfu"] is None for fact in facts):
-        lines.append("a device whose peak is not known has no MFU and no energy")
-    if has_energy:
-        lines.append("kWh at the board's rated power: devices alone, at full draw all the time")
+        lines.append("a device whose peak is not known has no MFU and no rated energy")
+    lines += explain_energy(facts)
     if with_cost:
         lines.append("cost is devices x time x the price given")
     table = Table(
@@ -182,6 +183,27 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
         range(3, len(kept)),
     )
     return Section(table, lines)
+
+
+RESOURCES = ("time", "kWh", "J/token", "cost", "cost/M tokens")
+
+
+def resources(fact: Facts) -> tuple[str, ...]:
+    """Format the columns of RESOURCES."""
+    energy = f"{small(fact['energy_kwh'])} {fact['energy_source'] or ''}".rstrip()
+    each = small(fact["joules_per_token"]), small(fact["cost"]), small(fact["cost_per_million_tokens"])
+    return clock(fact["hours"]), energy, *each
+
+
+def explain_energy(facts: Sequence[Facts]) -> list[str]:
+    """Say where energies come from."""
+    sources = " ".join(fact["energy_source"] or "" for fact in facts)
+    lines = []
+    if "rated" in sources:
+        lines.append("rated: kWh at the board's rated power: devices alone, at full draw all the time")
+    if "measured" in sources:
+        lines.append("measured: kWh by the devices' counters; of CPUs, packages and DRAM with all that runs there")
+    return lines
 
 
 def places(run: Facts) -> Section:
@@ -241,6 +263,36 @@ def comparisons(facts: Sequence[Facts]) -> Section:
     columns = ("run", "common batches", *means, "data digests")
     title = f"Losses beside those of {facts[0]['first']}, batch by batch"
     return Section(Table(title, columns, rows, range(1, 6)), lines)
+
+
+def to_loss(facts: Facts, *, with_cost: bool) -> Section:
+    """Show what each run took to one validation loss."""
+    rows, lines = [], []
+    for run in facts["runs"]:
+        found = (shown(run["validation_loss"], "{:.4f}", run["batch"]), shown(run["batch_before"]))
+        devices = " then ".join(run["devices"]) or UNKNOWN
+        used = resources(run)
+        rows.append(
+            (run["name"], devices, *found, shown(run["tokens"]), used[0], small(run["device_hours"]), *used[1:])
+        )
+        if run["batch"] is None:
+            lowest = f"its lowest validation loss in {run['last_batch']:,} batches is {run['lowest']:.4f}"
+            lines.append(f"{run['name']} has not reached it: {lowest}")
+    lines += ["the first evaluation at or below the loss; the one before it was above. Nothing is interpolated"]
+    lines += ["data digests are equal up to there; validation is equal by the configuration, its data have no digest"]
+    lines += ["time is that of training, evaluation and saves, without start-up and batches that were lost"]
+    for run in facts["differences"]:
+        if run["keys"]:
+            lines.append(f"{run['name']} is not only on other devices: {', '.join(run['keys'])}")
+    sources = {run["energy_source"] for run in facts["runs"]} - {None}
+    lines += explain_energy(facts["runs"]) or ["no energy: none was measured, and no device's rated power is known"]
+    if len(sources) > 1:
+        lines.append("energies that are measured and rated are not comparable: rated ones are an upper bound")
+    columns = ("run", "devices", "validation loss", "above it at", "tokens", "time", "device-hours", *RESOURCES[1:])
+    has_column = {"kWh": bool(sources), "J/token": bool(sources), "cost": with_cost, "cost/M tokens": with_cost}
+    kept = [i for i, column in enumerate(columns) if has_column.get(column, True)]
+    table = [[row[i] for i in kept] for row in rows]
+    return Section(Table(f"To validation loss {facts['loss']:g}", [columns[i] for i in kept], table), lines)
 
 
 def digests(pair: Facts) -> str:

@@ -28,8 +28,8 @@ LOSS, VALIDATION = "loss/train/total", "eval/loss"
 TOKENS, SECONDS, ELAPSED = "time/token", "time/batch_seconds", "time/elapsed_seconds"
 RATE, DEVICE_RATE = "throughput/tokens_per_sec", "throughput/device/tokens_per_sec"
 FLOPS, MFU = "throughput/device/flops_per_sec", "throughput/device/mfu"
-STALL = "checkpoint/stall_seconds"
-COLUMNS = (LOSS, VALIDATION, TOKENS, SECONDS, ELAPSED, RATE, DEVICE_RATE, FLOPS, MFU, STALL)
+STALL, JOULES = "checkpoint/stall_seconds", "energy/joules"
+COLUMNS = (LOSS, VALIDATION, TOKENS, SECONDS, ELAPSED, RATE, DEVICE_RATE, FLOPS, MFU, STALL, JOULES)
 
 Floats = NDArray[np.float64]
 

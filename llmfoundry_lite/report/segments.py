@@ -8,11 +8,12 @@ each batch:
     hours        `time/elapsed_seconds` of each launch, from the start of its first batch here to the end of its last:
                  evaluation and saves between them included, start-up not
     MFU          tokens/s times `throughput/device/mfu` of a token; only if the run has computed it
-    energy       rated power of the device's row in `hardware.py` x devices x hours; hosts are not in it
+    energy       the sum of `energy/joules`, if each batch has it (`energy.py`: from the end of the batch before it on);
+                 else rated power of the device's row in `hardware.py` x devices x hours; hosts are not in it
     cost         the user's price of a device-hour x devices x hours
 
 A device counts as known when the run computed an MFU with the peak of its row. A slice of a card, which bears the name
-of the whole, and a device that is not in the table have neither MFU nor energy.
+of the whole, and a device that is not in the table have neither MFU nor a rated energy.
 """
 
 import re
@@ -26,7 +27,7 @@ from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator
 from llmfoundry_lite.report.figure import Span
-from llmfoundry_lite.report.reading import ELAPSED, FLOPS, MFU, RATE, SECONDS, Log, Run
+from llmfoundry_lite.report.reading import ELAPSED, FLOPS, JOULES, MFU, RATE, SECONDS, Log, Run
 
 Facts = dict[str, Any]
 """Facts as report.json has them; None is unknown."""
@@ -52,9 +53,14 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
     row = accelerator_of(log, segment)
     price = next((prices[name] for name in names_of(segment, row) if name in prices), None)
     device_hours = hours * num_devices if hours is not None and num_devices else None
+    joules, source = float(log[JOULES][here].sum()), "measured"
+    if not joules > 0 or segment.islands:  # NaN: some batch has none. The log has the energy of its own island alone.
+        joules, source = None, None
+        if row and device_hours is not None:
+            joules, source = row.power_watts * device_hours * 3600, "rated"
     as_recorded = ("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size")
     as_computed = ("precision", "attention", "torch", "runtime", "driver", "compile_config", "environment")
-    return {
+    fact = {
         **{name: getattr(segment, name) for name in as_recorded},
         "sharding": segment.sharding_in_words,
         **{name: getattr(segment, name) for name in as_computed},
@@ -64,15 +70,31 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
         "tokens_per_second_per_device": rate,
         "mfu": rate * mfu_per_rate(log, here, num_devices) if rate and num_devices and row else None,
         "hours": hours,
-        "energy_kwh": row.power_watts * device_hours / 1000 if row and device_hours is not None else None,
+        "device_hours": device_hours,
+        "energy_kwh": None if joules is None else joules / 3.6e6,
+        "energy_source": source,
         "cost": price * device_hours if price is not None and device_hours is not None else None,
     }
+    return per_token(fact)
 
 
 def total(facts: Sequence[Facts]) -> Facts:
-    """Return sums over the segments; None if a part is unknown."""
-    columns = {name: [fact[name] for fact in facts] for name in ("tokens", "hours", "energy_kwh", "cost")}
-    return {name: sum(parts) if parts and None not in parts else None for name, parts in columns.items()}
+    """Return sums over the segments, None if a part is unknown, and what they come to for each token."""
+    summed = ("tokens", "hours", "device_hours", "energy_kwh", "cost")
+    columns = {name: [fact[name] for fact in facts] for name in summed}
+    sums: Facts = {name: sum(parts) if parts and None not in parts else None for name, parts in columns.items()}
+    sources = sorted({fact["energy_source"] for fact in facts} - {None})
+    return per_token({**sums, "energy_source": " and ".join(sources) if sums["energy_kwh"] is not None else None})
+
+
+def per_token(fact: Facts) -> Facts:
+    """Add joules a token and the cost of a million tokens, where they are known."""
+    tokens, kwh, cost = fact["tokens"], fact["energy_kwh"], fact["cost"]
+    return {
+        **fact,
+        "joules_per_token": kwh * 3.6e6 / tokens if tokens and kwh is not None else None,
+        "cost_per_million_tokens": cost * 1e6 / tokens if tokens and cost is not None else None,
+    }
 
 
 def elapsed_hours(log: Log, here: slice) -> float | None:
