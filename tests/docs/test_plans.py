@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from benchmarks.papers import frontier
 from llmfoundry_lite.cli.main import run
 from tests.helpers.launch import ROOT
 
@@ -31,6 +32,13 @@ def test_the_guide_names_the_links_of_that_page():
         least[devices[1]] = round(float(printed.split()[-3]))
     guide = (ROOT / "docs/islands.md").read_text()
     assert f"7B from {least['8']} Gbit/s on 8 + 8 devices, from {least['64']} on 64 + 64" in guide
+
+
+def test_the_page_of_frontier_has_the_rows_that_its_benchmark_prints(tmp_path):
+    frontier.run(tmp_path)
+    printed, kept = ((folder / "frontier.md").read_text().splitlines() for folder in (tmp_path, PAGES))
+    rows = [line for line in printed if line.startswith("|")]
+    assert len(rows) > 14 and rows == [line for line in kept if line.startswith("|")]
 
 
 @pytest.mark.slow

@@ -1,0 +1,124 @@
+"""Frontier's runs (arXiv 2312.12705) by the planner: 22, 175 and 1,000 billion parameters, beside what was published.
+
+python -m benchmarks frontier --out results
+
+Nothing is measured. A table has memory and rate of each model, another one strong scaling of 8,000 samples a batch.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.bench import frame
+from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.hardware import accelerator_named
+from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.plan.step import find_hardware, step_time
+
+DEVICE, PER_NODE, BATCH_SIZE = "MI250X", 8, 8000
+LAYOUTS = {"mpt-22b": (2, 4, 64), "mpt-175b": (4, 16, 1024), "mpt-1t": (8, 64, 1024)}
+"""Parts of a layer, stages, devices. Those of 22B are ours: the planner's fastest with ZERO_1."""
+PUBLISHED = {"mpt-22b": 73.5, "mpt-175b": 69.2, "mpt-1t": 61.2}
+"""TFLOP/s of a device, half a card."""
+COUNTS = {"mpt-175b": (128, 256, 512, 1024), "mpt-1t": (512, 1024, 2048, 3072)}
+LEFT = {"mpt-175b": 0.8993, "mpt-1t": 0.8705}
+"""Published: the share of the first count's rate a device that is left on the last one."""
+BYTES = 14
+"""Of a parameter, as the paper counts them: one moment of Adam's two."""
+RATES: list[frame.Column] = [
+    ("model", "{model}"),
+    ("devices", "{num_devices:,}"),
+    ("parts of a layer", "{tensor}"),
+    ("stages", "{stages}"),
+    ("state, TB", "{state_tb:.2f}"),
+    ("TFLOP/s, predicted", "{predicted:.1f}"),
+    ("published", "{published:.1f}"),
+    ("difference", "{difference:+.1%}"),
+]
+SCALING: list[frame.Column] = [
+    ("model", "{model}"),
+    ("devices", "{num_devices:,}"),
+    ("samples", "{batch_size:,}"),
+    ("TFLOP/s, predicted", "{predicted:.1f}"),
+    ("left, predicted", "{left:.1%}"),
+    ("published", "{published:.1%}"),
+    ("difference, points", "{points:+.1f}"),
+]
+
+
+def run(out: Path | None = None) -> dict[str, Any]:
+    """Print both tables, write frontier.json, .md and .png to `out`."""
+    models, scaling = [], list[dict[str, Any]]()
+    for model, (tensor, stages, num_devices) in LAYOUTS.items():
+        row: dict[str, Any] = {"model": model, "num_devices": num_devices, "tensor": tensor, "stages": stages}
+        row |= predict(model, num_devices) | {"published": PUBLISHED[model]}
+        models.append(row | {"difference": row["predicted"] / row["published"] - 1})
+    for model, counts in COUNTS.items():
+        rows = [{"model": model, "num_devices": count} | predict(model, count) for count in counts]
+        for row in rows:
+            row["left"] = row["predicted"] / rows[0]["predicted"]
+        rows[-1] |= {"published": LEFT[model], "points": 100 * (rows[-1]["left"] - LEFT[model])}
+        scaling += rows
+    report = frame.describe_conditions() | {"models": models, "scaling": scaling}
+    rates = f"{DEVICE} (half a card), fp16, one sample a microbatch, blocks computed again; {BYTES} bytes a parameter"
+    frame.tell(
+        report,
+        frame.tabulate(rates, RATES, models, num_keys=4),
+        frame.tabulate(f"strong scaling, about {BATCH_SIZE:,} samples a batch", SCALING, scaling, num_keys=2),
+        [
+            "Predicted are model FLOPs. The rate of products is fitted to the 175 billion.",
+            "A batch is the largest that the copies of the model divide.",
+            "The paper's layout of its 22 billion is not known here: it is the planner's choice with ZERO_1.",
+        ],
+        name="frontier",
+        heading="Frontier's runs, predicted",
+        command="python -m benchmarks frontier",
+        plot=plot,
+        out=out,
+    )
+    return report
+
+
+def predict(model: str, num_devices: int) -> dict[str, Any]:
+    """Predict the rate of a device, in TFLOP/s, with copies that divide the optimizer's state alone."""
+    tensor, stages, _ = LAYOUTS[model]
+    copies = num_devices // (tensor * stages)
+    batch_size = BATCH_SIZE // copies * copies
+    overrides: Sequence[str] = [
+        f"global_train_batch_size={batch_size}",
+        "device_train_microbatch_size=1",
+        "precision=amp_fp16",
+        "fsdp_config.sharding_strategy=ZERO_1",
+        f"tp_config.tensor_parallel_degree={tensor}",
+        f"pp_config.pipeline_parallel_degree={stages}",
+    ]
+    config = load_train_config([model, *overrides]).config
+    layout, device = layout_of(config, num_devices, PER_NODE), accelerator_named(DEVICE)
+    mfu = step_time(config, layout, find_hardware(device)).mfu(config, layout, device)
+    return {
+        "batch_size": batch_size,
+        "predicted": mfu * device.peak_teraflops["fp16"],
+        "state_tb": BYTES * count_parameters(config.model) / 1e12,
+    }
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Draw each model's rate beside the published one, and what is left of it on more devices."""
+    with frame.drawn(path, 2, (10, 3.8), f"Frontier, {DEVICE}: predicted, beside published") as (rates, left):
+        for shift, key in ((-0.2, "predicted"), (0.2, "published")):
+            places = [index + shift for index in range(len(report["models"]))]
+            rates.bar(places, [row[key] for row in report["models"]], 0.4, label=key)
+        rates.set_xticks(range(len(report["models"])), [row["model"] for row in report["models"]])
+        rates.set_ylabel("TFLOP/s of a device")
+        rates.spines[["top", "right"]].set_visible(False)
+        for model, colour in zip(COUNTS, ("#4c72b0", "#dd8452"), strict=True):
+            rows = [row for row in report["scaling"] if row["model"] == model]
+            counts = [row["num_devices"] for row in rows]
+            left.plot(counts, [100 * row["left"] for row in rows], "o-", color=colour, label=f"{model}, predicted")
+            left.plot(counts[-1:], [100 * LEFT[model]], "s", mfc="none", color=colour, label=f"{model}, published")
+        ticks = sorted({row["num_devices"] for row in report["scaling"]})
+        frame.label_axes(left, ticks, "devices", "efficiency, %", from_zero=False)
+        left.set_ylim(80, 101)
+        for axes in (rates, left):
+            axes.legend(frameon=False, fontsize=8)
