@@ -216,9 +216,9 @@ def replace_numbers() -> None:
         real_count(self, batch, token_type)
         return batch["input_ids"].numel()
 
-    def agree(self: Agreement, counted: Any, reason: int = 0, wants_save: bool = False) -> int:
+    def agree(self: Agreement, counted: Any, *more: Any) -> int:
         """Assume that every data rank has counted as much as this one."""
-        answer = real_agree(self, counted, reason, wants_save)
+        answer = real_agree(self, counted, *more)
         sums = {name: self.ranks.size * getattr(counted, name) for name in counted._fields if name.startswith("num_")}
         self.upcoming = counted._replace(**sums)
         return answer
