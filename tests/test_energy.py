@@ -195,7 +195,7 @@ def test_amdsmi_counts_the_card_in_the_slot_that_torch_names(monkeypatch, key):
 
 
 class FiveJoulesABatch(Callback):
-    """A package that uses 5 J in each batch, and 1 J in each of an evaluation's."""
+    """A package that uses 5 J in each batch, and 300 J in each of an evaluation's: it wraps around more than once."""
 
     def fit_start(self, state, logger):
         energy.POWERCAP = Path(f"powercap-{state.run_name}")
@@ -211,7 +211,7 @@ class FiveJoulesABatch(Callback):
 
     def eval_batch_start(self, state, logger):
         if this_rank().local_rank == 0:
-            use(energy.POWERCAP, "intel-rapl:0", 1)
+            use(energy.POWERCAP, "intel-rapl:0", 300)
 
 
 @pytest.mark.multiprocess
@@ -223,7 +223,7 @@ def test_runs_on_one_and_two_ranks_log_their_energy_and_are_compared_to_a_loss(t
         train([write_config(tmp_path / f"{name}.yaml", {**config, "run_name": name})], tmp_path, num_ranks).check()
         joules = values(read_metrics(tmp_path / "runs" / name), "energy/joules")
         num_eval_batches = {1: 10, 2: 5}[num_ranks]  # 37 rows, 4 a batch and rank
-        assert joules == [5.0] * 4 + [5.0 + num_eval_batches] + [5.0] * 3
+        assert joules == [5.0] * 4 + [5.0 + 300 * num_eval_batches] + [5.0] * 3
     losses = values(read_metrics(tmp_path / "runs/one"), "eval/loss")
     runs, out = [str(tmp_path / "runs" / name) for name in ("one", "two")], tmp_path / "out"
     to_loss = f"{(losses[0] + losses[1]) / 2}"
@@ -231,8 +231,8 @@ def test_runs_on_one_and_two_ranks_log_their_energy_and_are_compared_to_a_loss(t
     assert main.run(command) == 0
     one, two = json.loads((out / "report.json").read_text())["to_loss"]["runs"]
     assert (one["batch"], two["batch"], one["batch_before"]) == (8, 8, 4)
-    assert (one["energy_kwh"] * 3.6e6, two["energy_kwh"] * 3.6e6) == pytest.approx((50, 45))
-    assert one["joules_per_token"] == pytest.approx(50 / (8 * 8 * 32))
+    assert (one["energy_kwh"] * 3.6e6, two["energy_kwh"] * 3.6e6) == pytest.approx((3040, 1540))
+    assert one["joules_per_token"] == pytest.approx(3040 / (8 * 8 * 32))
     assert two["device_hours"] == pytest.approx(2 * two["hours"]) and two["cost"] == pytest.approx(two["hours"])
     printed = capsys.readouterr().out
     assert " measured " in printed and "measured: kWh by the devices' counters" in printed and "rated:" not in printed
