@@ -67,31 +67,32 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
 
 def describe_plans(plans: Sequence[Plan]) -> str:
     """Return one line for each: its first layout, and the rate of a device relative to the first count's."""
-    first = plans[0]
-    rows = []
-    base: dict[str, float] = {}
+    first, rows, base = plans[0], list[list[str]](), dict[str, float]()
+    columns = [*COLUMNS, *(["dollars"] if any(plan.cost and plan.cost.dollars is not None for plan in plans) else [])]
     for plan in plans:
         name = plan.hardware.accelerator.name
         head = [name, f"{plan.num_devices:,}", f"{plan.config.global_train_batch_size:,}"]
         if not plan.candidates:
-            rows.append([*head, "does not fit", *[""] * (len(COLUMNS) - len(head) - 1)])
+            rows.append([*head, "does not fit", *[""] * (len(columns) - len(head) - 1)])
             continue
         c = plan.candidates[0]
         rate = c.time.tokens_per_second / plan.num_devices
+        cost = [three_digits(plan.cost.days), f"{plan.cost.lost_share:.1%}"] if plan.cost else []
+        cost += [f"{plan.cost.dollars:,.0f}"] if plan.cost and plan.cost.dollars is not None else []
         rows.append(
             [
                 *(*head, name_layout(c.layout, c.strategy)),
                 *(str(c.microbatch_size), CHECKPOINTING[c.recomputed]),
                 *(f"{c.memory.total_bytes / GIB:.1f}", f"{c.time.tokens_per_second:,.0f}", f"{c.mfu:.1%}"),
                 f"{rate / base.setdefault(name, rate):.1%}",
-                *((three_digits(plan.cost.days), f"{plan.cost.lost_share:.1%}") if plan.cost else ("", "")),
+                *(cost or [""] * (len(columns) - len(COLUMNS) + 2)),
             ]
         )
     about = (
         f"{first.config.run_name}: {three_digits(first.num_parameters / 1e9)} billion parameters, sequences of "
         f"{first.config.max_seq_len}, {first.config.precision}"
     )
-    return "\n".join([about, "", *Table(about, COLUMNS, rows).markdown(), "", CANNOT_PROMISE])
+    return "\n".join([about, "", *Table(about, columns, rows).markdown(), "", CANNOT_PROMISE])
 
 
 def three_digits(number: float) -> str:

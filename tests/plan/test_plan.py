@@ -227,6 +227,13 @@ def test_several_counts_make_one_table(capsys):
         for devices, samples in (("8", "16"), ("64", "128"), ("512", "1,024"))
     ]
     assert [row[9].strip() for row in rows[1::3]] == ["100.0%", "100.0%"]
+    assert rows[0][-1].strip() == "of it lost"
+    assert plan("mpt-7b", *counts, "--price", "2.5") == 0
+    priced = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[:-1] for row in priced] == rows and priced[0][-1].strip() == "dollars"
+    for row in priced[1:]:
+        days, dollars = (float(cell.replace(",", "")) for cell in (row[10], row[-1]))
+        assert dollars == pytest.approx(2.5 * 24 * days * int(row[1]), rel=0.01)
     assert plan("mpt-7b", "--hardware", "h100", "--devices", "8,many") == 2
     assert "--devices: '8,many' given, expected a number, or several such as 64,128,256" in capsys.readouterr().err
 
