@@ -315,6 +315,27 @@ def test_so_it_is_for_every_way_to_divide_a_run(server, name):
     check_estimate(server, arguments, int(num_devices), estimate)
 
 
+LONG = [
+    *("max_seq_len=65536", "model.max_seq_len=65536", "global_train_batch_size=2", "device_train_microbatch_size=1"),
+    *("cp_config.context_parallel_degree=8", "model.attn_config.alibi=true", "model.n_layers=2"),
+    *("model.attn_config.attn_uses_sequence_id=true", "train_loader.dataset.eos_token_id=0"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["heads", "gather"])
+@pytest.mark.parametrize(("overlay", "device"), [("h100-8", "H100-80GB"), ("mi300x-8", "MI300X")])
+def test_65536_tokens_with_alibi_and_documents_take_no_bias(server, overlay, device, kind):
+    """A bias of two of 16 heads and 65,536 x 65,536 scores would take 16 GiB."""
+    arguments = ["mpt-1b", overlay, *LONG, f"cp_config.kind={kind}"]
+    outcome = server.rehearse(
+        arguments, ACCELERATORS[device], num_devices=8, per_node=8, rank=0, counts_operations=True
+    )
+    assert outcome.exit_code == EXIT_DONE, outcome.said
+    assert outcome.found["allocated_bytes"] < 8 * GIB
+    assert outcome.found["compiled"]["attention"] == ["FlexAttention"]
+
+
 def tightest(device: str) -> list[Published]:
     """Of each model, the published microbatch that leaves the least room; the fullest model first."""
     needs: dict[str, tuple[int, Published]] = {}
