@@ -9,6 +9,7 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.config.schema import SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import ConfigError
 
 Clock = Callable[[str], float]
@@ -145,5 +146,9 @@ def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:
     """Return how much has been trained, in `unit`, now or `at` a time. Epochs count in fractions."""
     stamp = at or state.timestamp
     if unit == "ep":
-        return int(stamp.epoch) + int(stamp.batch_in_epoch) / int(state.dataloader_len or 1)
+        epoch, length = int(stamp.epoch), state.dataloader_len
+        dataset = getattr(state.train_dataloader, "dataset", None)
+        if length is None and isinstance(dataset, TextDataset):  # with stages, each epoch has a length of its own
+            length = dataset.stages.num_batches(epoch)
+        return epoch + int(stamp.batch_in_epoch) / int(length or 1)
     return int(stamp.get(unit))
