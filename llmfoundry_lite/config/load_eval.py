@@ -154,7 +154,8 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
         layer = read_layers([values["eval_gauntlet"]])[0]
         values["eval_gauntlet"] = layer.values.get("eval_gauntlet", layer.values)
     if isinstance(values.get("model"), dict) and not values.get("models"):  # the one model of an older YAML
-        values["models"] = [{key: values.pop(key) for key in ("model", "tokenizer", "load_path") if key in values}]
+        keys = ["model", "load_path", *(["tokenizer"] if isinstance(values.get("tokenizer"), dict) else [])]
+        values["models"] = [{key: values.pop(key) for key in keys if key in values}]
     if isinstance(values.get("models"), list):
         values["models"] = _name_models(values["models"], source_of("models", layers), notes)
     return notes

@@ -120,6 +120,7 @@ def test_an_older_evaluation_of_llm_foundry_has_one_model(checkout):
     assert load_eval_config(["old.yaml"]).config.models == {"gpt-neo-125m": "hf:EleutherAI/gpt-neo-125m"}
     assert load_eval_config(["old.yaml", "model_name_or_path=a/b"]).config.models == {"b": "hf:a/b"}
     assert load_eval_config(["old.yaml", "load_path=runs/mpt"]).config.models == {"mpt": "runs/mpt"}
+    assert load_eval_config(["old.yaml", "tokenizer=mine"]).config.tokenizer == "mine"
 
 
 def test_an_evaluation_of_llm_foundry_is_read_from_another_folder(checkout, tmp_path_factory, monkeypatch):
