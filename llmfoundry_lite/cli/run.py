@@ -1,6 +1,7 @@
 """Commands that run a model: `init`, `train`, `eval`, `generate`, `relay`, `islands`, `replay`, `rehearse`."""
 
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -138,6 +139,9 @@ def init(
         typer.Option(metavar="FOLDER", help="Instead: train on from a Hugging Face model, a folder or hf:NAME."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write [mpt-SIZE-DATA.yaml or LIKE-DATA.yaml].")] = None,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="With --like: read pytorch_model.bin, which is a pickle.")
+    ] = False,
 ) -> None:
     """Write a commented YAML for a data folder and a model. The model is one of our sizes, or trained on from another.
 
@@ -155,13 +159,13 @@ def init(
     else:
         if size is not None:
             raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
-        from llmfoundry_lite.convert.like import write_like
+        from llmfoundry_lite.convert.like import name_of, write_like
 
-        path = out or Path(f"{Path(like.removeprefix('hf:')).name}-{data.resolve().name}.yaml")
-        folder, note = write_like(data, like, path)
+        path = out or Path(f"{name_of(like)}-{data.resolve().name}.yaml")
+        folder, note = write_like(data, like, path, trust_pickle=trust_pickle)
         wrote = f"{folder} and {path}"
     print(printable(f"trains for {note}"))
-    print(printable(f"wrote {wrote}; next: llmfoundry-lite train {path} --dry-run"))
+    print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run"))
 
 
 def relay_command(

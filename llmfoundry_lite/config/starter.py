@@ -12,7 +12,7 @@ import yaml
 from llmfoundry_lite.config.auto_hardware import find_devices
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.shipped import shipped_yamls
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import ConfigError, DataError, printable
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
@@ -144,10 +144,10 @@ def fill_template(
     num_batches, batch_size, note = batches
     interval, num_devices = max(1, num_batches // 20), count_devices()
     return TEMPLATE.read_text().format(
-        title=title,
-        data=data,
+        title=printable(title),
+        data=printable(str(data)),
         data_word=yaml_word(str(data)),
-        out=shlex.quote(str(out)),
+        out=printable(shlex.quote(str(out))),
         num_ranks=max(1, num_devices),
         run_name=yaml_word(re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"),
         max_seq_len=facts.max_seq_len,
@@ -177,7 +177,8 @@ def fitting_batch(wanted: int, samples: int) -> int:
 
 
 def yaml_word(text: str) -> str:
-    """Return `text` as a value in YAML, in quotes where it would be read as something else."""
+    """Return `text` as a value in YAML, in quotes where it would be read as something else, and no `${…}` in it."""
+    text = text.replace("${", "\\${")
     try:
         is_plain = yaml.safe_load(f"x: {text}") == {"x": text}
     except yaml.YAMLError:

@@ -3,9 +3,11 @@
 The model is the folder's own, to the last setting. Its tokenizer must be the one that the data was prepared with.
 """
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
+from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.starter import (
     Facts,
@@ -19,7 +21,7 @@ from llmfoundry_lite.config.starter import (
 )
 from llmfoundry_lite.convert.to_checkpoint import HUB, open_empty_store, publish_weights, read_hugging_face_source
 from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import ConfigError, DataError, printable
 
 OPTIMIZER = {"name": "decoupled_adamw", "lr": 5e-5, "betas": [0.9, 0.95], "weight_decay": 0.0}
 """The rate is the default of transformers' own Trainer."""
@@ -34,19 +36,28 @@ load_weights_only: true
 """
 
 
-def write_like(data: Path, like: str, out: Path) -> tuple[Path, str]:
+def write_like(data: Path, like: str, out: Path, *, trust_pickle: bool = False) -> tuple[Path, str]:
     """Write `out` and, beside it, the weights of `like` (a folder, or hf:NAME) as a checkpoint.
 
     Returns the checkpoint's folder, and a sentence on how long the YAML trains. Raises DataError for data of another
-    tokenizer or of longer samples, ConfigError if `out` is there, and what `import_checkpoint` raises.
+    tokenizer or of longer samples, ConfigError if a place is taken, and what `import_checkpoint` raises.
     """
     facts = check_places(data, out)
-    if not like.startswith(HUB) and not (Path(like) / "config.json").is_file():
+    if like == HUB or (not like.startswith(HUB) and not (Path(like) / "config.json").is_file()):
         raise DataError(f"--like: {like} has no config.json; expected the folder of a Hugging Face model, or hf:NAME")
     check_tokenizer(data, like, facts)
     folder = out.with_name(f"{out.stem}-weights")
+    if folder.is_dir() and (names := os.listdir(folder)) and LEASES not in names:
+        raise ConfigError(
+            f"{folder}: there is one already, and it holds no checkpoints; choose another name with --out"
+        )
     store = open_empty_store(str(folder))
-    weights = read_hugging_face_source(like)
+    weights = read_hugging_face_source(like, trust_pickle)
+    if facts.vocab_size > weights.config.vocab_size:
+        raise DataError(
+            f"{like} has embeddings of {weights.config.vocab_size} ids, and its tokenizer has {facts.vocab_size}; give "
+            "it more with transformers' resize_token_embeddings"
+        )
     if facts.max_seq_len > weights.config.max_seq_len:
         raise DataError(
             f"{data} has samples of {facts.max_seq_len} tokens, and {like} takes {weights.config.max_seq_len}; prepare "
@@ -56,6 +67,11 @@ def write_like(data: Path, like: str, out: Path) -> tuple[Path, str]:
     text, note = describe(data, like, out, facts, weights.config, imported.checkpoint.url)
     write_yaml(out, text)
     return folder, "; ".join([note, *imported.notes])
+
+
+def name_of(like: str) -> str:
+    """Return the model's name: the last part of its path."""
+    return Path(os.path.abspath(like.removeprefix(HUB))).name
 
 
 def check_tokenizer(data: Path, like: str, facts: Facts) -> None:
@@ -77,9 +93,9 @@ def describe(data: Path, like: str, out: Path, facts: Facts, model: ModelConfig,
         data,
         out,
         facts,
-        title=Path(like.removeprefix(HUB)).name,
+        title=name_of(like),
         model=as_yaml(differing(asdict(model), asdict(ModelConfig()))),
-        load=LOAD.format(like=like, weights=yaml_word(url)),
+        load=LOAD.format(like=printable(like), weights=yaml_word(url)),
         optimizer=as_yaml(OPTIMIZER),
         batches=(num_batches, batch_size, note),
     )

@@ -1,6 +1,7 @@
 """`init --like`: from a Hugging Face folder to a run that trains on, and back."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,42 @@ def test_a_folder_that_does_not_fit_the_data_is_refused_in_a_line(tmp_path, monk
         error = capsys.readouterr().err
         assert error.startswith(f"error: {said}") and error.count("\n") == 1, error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "llama", "long", "texts"]
+
+
+def test_odd_names_and_folders_are_taken_as_they_are_or_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = write_texts(tmp_path / "texts")
+    odd = make_model("llama", tmp_path / "a [b] ${c}\n#{d}", texts)
+    prepare(texts, str(odd))
+    monkeypatch.chdir(odd)
+    assert main.run(["init", "../data", "--like", "."]) == 0
+    out = "a [b] ${c}\n#{d}-data.yaml"
+    assert load_train_config([out], {}).config.load_path == "a [b] ${c}\n#{d}-data-weights/ba0"
+    assert Path("a [b] ${c}\n#{d}-data-weights/ba0").is_dir()
+    assert "train 'a [b] ${c}\\n#{d}-data.yaml' --dry-run" in capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    small = shutil.copytree(odd, "small", ignore=shutil.ignore_patterns("*-data*"))
+    model = AutoModelForCausalLM.from_pretrained(small)
+    shutil.copytree(small, "taken-weights")
+    shutil.copytree(small, "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(model.state_dict(), "pickled/pytorch_model.bin")
+    model.resize_token_embeddings(256)
+    model.save_pretrained(small)
+    capsys.readouterr()
+    for words, said in {
+        (
+            "taken-weights",
+            "--out",
+            "taken.yaml",
+        ): "taken-weights: there is one already, and it holds no checkpoints; ch",
+        (
+            "small",
+        ): "small has embeddings of 256 ids, and its tokenizer has 297; give it more with transformers' resize",
+        ("pickled",): "pickled: pytorch_model.bin is a pickle, which can run code when it is read; if you trust where",
+        ("hf:",): "--like: hf: has no config.json; expected the folder of a Hugging Face model, or hf:NAME",
+    }.items():
+        assert main.run(["init", "data", "--like", *words]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert not list(tmp_path.glob("*.yaml")) and not list(tmp_path.glob("taken-weights/ba*"))
+    assert main.run(["init", "data", "--like", "pickled", "--trust-pickle"]) == 0
