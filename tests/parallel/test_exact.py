@@ -1,7 +1,9 @@
 """Sums of gradients, losses and squares are the same in any order and any grouping."""
 
+import itertools
 import math
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from llmfoundry_lite.parallel.exact import (
     round_loss,
     sum_squares,
 )
+from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
+from tests.helpers.models import BASE, random_model, random_tokens
 
 
 def gradients(count: int = 24, size: int = 4096) -> list[torch.Tensor]:
@@ -42,6 +46,32 @@ def test_microbatches_add_up_to_the_same_bits_in_any_order_and_grouping():
     assert torch.equal(whole, backwards) and torch.equal(whole, by_ranks)
     exact = sum(map(torch.Tensor.double, parts), torch.zeros_like(whole))
     assert (whole - exact).abs().max() <= len(parts) * 2.0 ** -(GRID_BITS + 1)
+
+
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_a_model_has_one_gradient_whatever_the_order_of_its_microbatches(device, num_microbatches):
+    model, sums = random_model(BASE).to(device), ExactSums()
+    sums.watch(model)
+    rows_bt = random_tokens(BASE, 16).repeat(num_microbatches, 1)
+    rows_bt = (rows_bt + torch.arange(len(rows_bt))[:, None]) % BASE.vocab_size  # no two alike
+    found = []
+    for order in itertools.islice(itertools.permutations(rows_bt.to(device).chunk(num_microbatches)), 6):
+        model.zero_grad()
+        sums.begin(model.parameters(), len(order))
+        for tokens_bt in order:
+            loss = partial(cross_entropy_sum, labels_bt=next_token_labels(tokens_bt))
+            (model(tokens_bt, head=loss) / rows_bt.numel()).backward()
+        assert sums.count_out_of_range() == 0
+        found.append([p.grad for p in model.parameters()])
+    assert len(found) == min(6, math.factorial(num_microbatches))
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
 def test_one_microbatch_that_is_not_rounded_breaks_it():
