@@ -231,14 +231,18 @@ class TextDataset(IterableDataset):
             raise TypeError("epochs of different stages have different lengths")
         return self.order.num_batches * self.device_batch_size
 
-    def state_dict(self, num_samples: int, from_beginning: bool = True) -> dict[str, Any]:
-        """Return the place in the data, in the form that Composer asks for: `num_samples` are done over all parts."""
+    def state_dict(self, num_samples: int, from_beginning: bool = True, *, epoch: int | None = None) -> dict[str, Any]:
+        """Return the place in the data, in the form that Composer asks for: `num_samples` are done over all parts.
+
+        `epoch` is the one under way by default.
+        """
         assert from_beginning
-        batch = self.stages.batch_at(self._epoch, num_samples // self.global_batch_size)
+        epoch = self._epoch if epoch is None else epoch
+        batch = self.stages.batch_at(epoch, num_samples // self.global_batch_size)
         num_streams = self.stages.num_streams(batch)
         stages = {"batch": batch, "stages": self.stages.begun(batch)} if len(self.first_batches) > 1 else {}
         return {
-            "epoch": self._epoch,
+            "epoch": epoch,
             "sample_in_epoch": num_samples,
             "seed": self.order.seed,
             "global_batch_size": self.global_batch_size,

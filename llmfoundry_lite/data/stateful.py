@@ -46,7 +46,7 @@ class StatefulLoader(TextLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return the place: plain numbers and texts, the same on every rank, which any number of ranks loads."""
         epoch, num_samples = self._place
-        return {**self.dataset.state_dict(num_samples), "epoch": epoch}
+        return self.dataset.state_dict(num_samples, epoch=epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the place of a `state_dict`. Raises DataError for one of other data, batch size, seed or shuffling."""

@@ -134,6 +134,21 @@ def test_a_stateful_loader_goes_through_stages(mixture):
     assert following == batches_of(mixture)[len(found)]
 
 
+def test_a_stateful_loader_carries_on_from_every_place_at_the_end_of_an_epoch_too(mixture):
+    words = {key: value for key, value in mixture.items() if key not in ("max_duration", "stages")}
+    words |= {"global_batch_size": BATCH, "max_seq_len": SEQ_LEN, "shuffle": True, "shuffle_seed": 3}
+    words["stages"] = [{"until": "12ba"}, {"until": "32ba"}, mixture["stages"][2]]
+    loader, places, found = lf.open_dataset(**words), [], []
+    while len(found) < 36:
+        for batch in loader:
+            found.append(batch["input_ids"][:, 0].tolist())
+            places.append(json.loads(json.dumps(loader.state_dict())))
+    for begin in (11, 12, 13, 28, 32, 33):  # the first stage ends with 12; an epoch of the second with 28
+        other = lf.open_dataset(**words)
+        other.load_state_dict(places[begin - 1])
+        assert next(iter(other))["input_ids"][:, 0].tolist() == found[begin], begin
+
+
 # What may change ----------------------------------------------------------------------------------------------------
 
 
