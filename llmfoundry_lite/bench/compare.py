@@ -2,7 +2,7 @@
 
 llmfoundry-lite bench compare there/scaling.json here/scaling.json
 
-Reads what `frame.write_report` wrote, of any bench: rows that have the same keys, and the numbers that both print.
+Reads what `frame.tell` wrote, of any bench: rows that have the same keys, and the numbers that both print.
 Refuses what cannot be compared, and says why.
 """
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from llmfoundry_lite.checkpoint.layouts import Extra, Grid, Slice, grid_of
+from llmfoundry_lite.config.changes import in_words
 from llmfoundry_lite.config.recorded import translate_recorded
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 from llmfoundry_lite.ranks.codec import Item, count_values, encode_value, fits, parse_json, shorten, write_json
@@ -127,7 +128,7 @@ class Segment:
             "microbatch ": self.device_train_microbatch_size,
         }
         known = [f"{name}{value}".strip() for name, value in words.items() if value is not None]
-        changed = [f"{key} {before} -> {now}" for key, (before, now) in self.changes.items()]
+        changed = [f"{key} {in_words(before)} -> {in_words(now)}" for key, (before, now) in self.changes.items()]
         return changed + known + [f"{name}={value}" for name, value in self.environment.items()]
 
 

@@ -21,7 +21,7 @@ class Change(NamedTuple):
     here: Any
 
     def __str__(self) -> str:
-        return f"{self.key} {as_text(self.there)} -> {as_text(self.here)}"
+        return f"{self.key} {in_words(self.there)} -> {in_words(self.here)}"
 
 
 def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule, list[Change]]:
@@ -76,6 +76,17 @@ def rule_of(key: str) -> Rule:
 def as_text(value: Any) -> str:
     """Write a value as it stands after `key=`."""
     return str(value) if isinstance(value, str) else json.dumps(value)
+
+
+def in_words(value: Any) -> str:
+    """Write a value for people: blocks inside it without keys that were left out."""
+
+    def given(inner: Any) -> Any:
+        if isinstance(inner, Mapping):
+            return {key: given(one) for key, one in inner.items() if one is not None and one != {}}
+        return list(map(given, inner)) if isinstance(inner, list) else inner
+
+    return as_text(given(value))
 
 
 def _compare(block: type | None, there: Any, here: Any, path: str) -> Iterator[Change]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.changes import Change, find_changes, refuse_changes, rule_of
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import hardware_keys
@@ -185,3 +186,12 @@ def test_what_may_never_change_is_refused_in_one_line_that_says_what_to_do():
         "carries on as the run it was: set optimizer.eps=1e-08 seed=17, or begin a new run with its weights (another "
         "run_name, load_path and load_weights_only=true)"
     )
+
+
+def test_a_change_is_told_without_the_keys_that_were_left_out():
+    stages = ["train_loader.dataset.stages=[{until: 6ba},{streams: {x: {local: data/x, proportion: 1}}}]"]
+    (change,) = find_changes(resolved(), resolved(*stages))["logged"]
+    told = '[] -> [{"until": "6ba"}, {"streams": {"x": {"local": "data/x", "proportion": 1.0}}}]'
+    assert str(change) == f"train_loader.dataset.stages {told}"
+    segment = Segment(first_batch=1, last_batch=2, changes={change.key: [change.there, change.here]})
+    assert segment.computed_with == [str(change)]
