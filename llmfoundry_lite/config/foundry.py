@@ -200,7 +200,8 @@ def refuse_fine_tuning(values: dict[str, Any]) -> None:
 def drop_variables(values: dict[str, Any], layers: Sequence[Layer], cls: type) -> None:
     """Take out keys that the schema lacks and that `${key}` elsewhere names, in place.
 
-    LLM Foundry's YAMLs of before 2024 have their variables at the top: data_local, global_seed.
+    LLM Foundry's YAMLs of before 2024 have their variables at the top: data_local, global_seed. Its options must have
+    been refused or translated before: one that a `${key}` names is an option still.
     """
     used = set(re.findall(r"\$\{(\w+)\}", str([layer.values for layer in layers])))
     for name in used - set(keys_of(cls)):

@@ -62,9 +62,9 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
         )
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
     values = merge_layers(layers) if layers else {}
-    drop_variables(values, layers, EvalConfig)
     refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
     notes = _translate(values, layers)
+    drop_variables(values, layers, EvalConfig)
     refuse_unknown_keys(EvalConfig, values, "", layers)
     if flags:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}

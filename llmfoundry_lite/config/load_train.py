@@ -49,13 +49,13 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
             )
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers)
-    drop_variables(values, layers, TrainConfig)
     with naming_source(layers):
         refuse_fine_tuning(values)
         refuse_other_kinds(values)
     notes = [layer.note for layer in layers if layer.note]
     notes += drop_keys(values, layers, WITHOUT_EFFECT) + drop_values_without_effect(values, layers)
     refuse_left_out_keys(values, layers)
+    drop_variables(values, layers, TrainConfig)
     _fill_in_names(values, layers, environ)
     _gather_extras(values)
     config = build_block(TrainConfig, values, "", layers)

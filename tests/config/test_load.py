@@ -91,6 +91,9 @@ def test_an_older_yaml_of_llm_foundry_has_its_variables_at_the_top():
     assert "command line: model.attn_config.attn_impl triton has no effect: LLM Foundry has removed it; auto " in str(
         loaded.notes
     )
+    assert refusal("old.yaml", "train_subset_num_batches=3", "eval_interval=${train_subset_num_batches}ba") == (
+        "command line: train_subset_num_batches: LLM Foundry's option is left out here; use max_duration"
+    )
     assert refusal("old.yaml", "dat_local=mine") == (
         "command line: dat_local: unknown key; nothing here is spelled like it; a value of your own, for ${…}, stands "
         "under variables"

@@ -121,6 +121,11 @@ def test_an_older_evaluation_of_llm_foundry_has_one_model(checkout):
     assert load_eval_config(["old.yaml", "model_name_or_path=a/b"]).config.models == {"b": "hf:a/b"}
     assert load_eval_config(["old.yaml", "load_path=runs/mpt"]).config.models == {"mpt": "runs/mpt"}
     assert load_eval_config(["old.yaml", "tokenizer=mine"]).config.tokenizer == "mine"
+    named = ["old.yaml", "load_path=runs/mpt", "suite=${run_name}", "run_name=ours"]
+    with pytest.raises(ConfigError, match="command line: run_name: LLM Foundry's option is left out here; use suite"):
+        load_eval_config(named)
+    named[2:] = ["results_folder=${load_path}/results"]
+    assert load_eval_config(named).config.models == {"mpt": "runs/mpt"}
 
 
 def test_an_evaluation_of_llm_foundry_is_read_from_another_folder(checkout, tmp_path_factory, monkeypatch):
