@@ -29,6 +29,7 @@ BENCHMARKS = {
     "memory": ("memory", "Memory of all that ships: the estimate beside the rehearsal."),
     "alcf": ("papers.alcf", "GPT-2 XL: batches x precisions, accumulation, scaling (ALCF)."),
     "frontier": ("papers.frontier", "Frontier's runs, predicted, beside what was published."),
+    "published": ("papers.published", "The planner beside published throughput: hits and misses."),
     "pipeline": ("pipeline", "How long stages of a pipeline wait."),
     "start": ("start", "Seconds from the command to the first batch."),
     "recover": ("recover", "What a fault costs a run on two ranks."),

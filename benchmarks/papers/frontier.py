@@ -80,11 +80,11 @@ def run(out: Path | None = None) -> dict[str, Any]:
     return report
 
 
-def predict(model: str, num_devices: int) -> dict[str, Any]:
+def predict(model: str, num_devices: int, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
     """Predict the rate of a device, in TFLOP/s, with copies that divide the optimizer's state alone."""
     tensor, stages, _ = LAYOUTS[model]
     copies = num_devices // (tensor * stages)
-    batch_size = BATCH_SIZE // copies * copies
+    batch_size = batch_size // copies * copies
     overrides: Sequence[str] = [
         f"global_train_batch_size={batch_size}",
         "device_train_microbatch_size=1",

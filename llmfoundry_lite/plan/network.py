@@ -16,7 +16,14 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
-from llmfoundry_lite.plan.rates import ACROSS_LATENCY_SECONDS, IN_NODE_LATENCY_SECONDS, LINK_SHARE
+from llmfoundry_lite.plan.rates import (
+    ACROSS_LATENCY_SECONDS,
+    IN_NODE_LATENCY_SECONDS,
+    JITTER,
+    LINK_SHARE,
+    MI250_JITTER,
+    SLINGSHOT_JITTER,
+)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,15 +38,20 @@ class Node:
     power_watts: float
     """Maximum draw of the node, with its processors and fans."""
     source: str
+    jitter: float = JITTER
+    """Share of a step that each doubling of such nodes adds."""
 
 
-def _node(link_gigabytes: float, adapter_gigabits: float, power_watts: float, source: str) -> Node:
+def _node(
+    link_gigabytes: float, adapter_gigabits: float, power_watts: float, source: str, jitter: float = JITTER
+) -> Node:
     return Node(
         num_devices=8,
         link_bytes_per_second=link_gigabytes * 1e9,
         adapter_bytes_per_second=adapter_gigabits * 1e9 / 8,
         power_watts=power_watts,
         source=source,
+        jitter=jitter,
     )
 
 
@@ -55,9 +67,9 @@ NODES: Mapping[str, Node] = {
     "L4": _node(32, 100, 1500, "PCIe 4.0 x16; one adapter of 100 Gbit/s taken for granted"),
     "MI210": _node(100, 800, 4000, "Infinity Fabric bridges of 100 GB/s each way; adapters as in the MI250 study"),
     "MI250": _node(100, 800, 3000, "MosaicML 2023, MI250 at scale: four cards and 800 Gbit/s a node; "
-        "Infinity Fabric 3 between cards"),
+        "Infinity Fabric 3 between cards; jitter from its 159 of 166 TFLOP/s on 32 nodes", MI250_JITTER),
     "MI250X": _node(100, 800, 3000, "Frontier, arXiv 2312.12705: 50 GB/s a link between cards, "
-        "four Slingshot adapters of 25 GB/s"),
+        "four Slingshot adapters of 25 GB/s; jitter from its strong scaling of 175B", SLINGSHOT_JITTER),
     "MI300X": _node(448, 3200, 10000, "MI300X platform: seven links of 64 GB/s; eight adapters of 400 Gbit/s"),
 }
 # fmt: on

@@ -13,10 +13,7 @@ from llmfoundry_lite.plan.plan import Plan
 from llmfoundry_lite.plan.search import Candidate, Rejected, usable_bytes
 from llmfoundry_lite.report.tables import Table
 
-CANNOT_PROMISE = (
-    "not predicted: slow storage, stragglers, congestion by other jobs, the host's own time. "
-    "`llmfoundry-lite rehearse` measures the memory"
-)
+CANNOT_PROMISE = "not predicted: slow storage, the host's own time. `llmfoundry-lite rehearse` measures the memory"
 CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}
 COLUMNS = (
     *("hardware", "devices", "samples", "layout", "micro", "recomputed", "GiB", "tokens/s", "MFU"),
@@ -33,6 +30,7 @@ PARTS = {
     "pipeline": "sending between stages",
     "bubble": "waiting for other stages",
     "data": "waiting for data",
+    "stragglers": "waiting for slow nodes and shared links",
     "saves": "saves",
 }
 
@@ -144,6 +142,9 @@ def _explain(plan: Plan) -> list[str]:
         "time      "
         + ", ".join(f"{share:.0%} {PARTS[name]}" for name, share in best.time.parts().items() if share >= 0.01),
     ]
+    low, high = plan.hardware.efficiency.interval
+    rate = best.time.tokens_per_second
+    lines.append(f"interval  {low * rate:,.0f} to {high * rate:,.0f} tokens/s, in nine cases of ten (docs/plan.md)")
     fastest = min(c.time.seconds for c in plan.candidates)
     if best.time.seconds > fastest:
         lines.append(
@@ -186,12 +187,13 @@ def _costs(plan: Plan) -> list[str]:
     flops = count_flops_per_token(config.model, config.max_seq_len) * plan.num_tokens
     num_parameters, num_tokens = compute_optimal(flops)
     own_tokens = TOKENS_PER_PARAMETER * plan.num_parameters
-    batches = cost.save_every_seconds / plan.candidates[0].time.seconds
+    batches = round(cost.save_every_seconds / plan.candidates[0].time.seconds)
+    after = f"{batches:,} batches" if batches > 1 else "every batch"
     return [
         f"run       {three_digits(cost.days)} days, {cost.device_hours:,.0f} device-hours, "
         f"at most {cost.energy_kwh:,.0f} kWh{dollars}",
         f"failures  one in {three_digits(cost.hours_between_failures)} h; saves every "
-        f"{three_digits(cost.save_every_seconds / 60)} minutes ({batches:,.0f} batches) lose least: "
+        f"{three_digits(cost.save_every_seconds / 60)} minutes ({after}) lose least: "
         f"{cost.lost_share:.1%} of the time with restarts",
         f"budget    its {flops:.2e} FLOPs are best spent on {three_digits(num_parameters / 1e9)} billion parameters "
         f"and {three_digits(num_tokens / 1e9)} billion tokens; this model is best trained on "

@@ -1,10 +1,11 @@
 """Seconds of a training step: a roofline for what a device computes, rings for what it exchanges. No torch.
 
 A device computes matrix products at a share of its peak, attention at a smaller one, and all else at the rate of its
-memory. FSDP's gathers and reductions hide behind the computing of the same block. Exchanges for tensor, context and
-pipeline parallelism do not hide. Saves hold every step up by their share of the run's interval.
+memory. FSDP's gathers and reductions hide behind the computing of the same block, and sends between stages behind the
+next microbatch. Exchanges for tensor and context parallelism do not hide. Saves hold every step up by their share of
+the run's interval, and every doubling of the nodes adds its share for stragglers.
 
-Left out: stragglers, the host's own time, other jobs' traffic, storage slower than the loader.
+Left out: the host's own time, storage slower than the loader.
 """
 
 import dataclasses
@@ -74,6 +75,8 @@ class StepTime:
     """Waiting for other stages."""
     data: float = 0.0
     """Waiting for the loader."""
+    stragglers: float = 0.0
+    """Waiting for the slowest node, and for links that others use too."""
     saves: float = 0.0
     """A step's share of the time that saves hold the run up."""
     num_tokens: int
@@ -83,7 +86,7 @@ class StepTime:
     def seconds(self) -> float:
         computing = self.products + self.attention + self.memory + self.optimizer
         exchanging = self.tensor + self.context + self.sharding + self.pipeline
-        return computing + exchanging + self.bubble + self.data + self.saves
+        return computing + exchanging + self.bubble + self.data + self.stragglers + self.saves
 
     @property
     def tokens_per_second(self) -> float:
@@ -131,7 +134,7 @@ def step_time(config: TrainConfig, layout: Layout, hardware: Hardware) -> StepTi
     loads = find_loads(p.model, config.pipeline)
     block, head = _compute_seconds(p, efficiency.products * peak, efficiency.attention * peak, memory_rate)
     per_microbatch = {name: loads.num_blocks * seconds + head[name] * loads.has_head for name, seconds in block.items()}
-    per_microbatch |= _exchange_seconds(p, loads.num_blocks, node)
+    per_microbatch |= _exchange_seconds(p, loads.num_blocks, node, sum(per_microbatch.values()))
     seconds = {name: num_microbatches * value for name, value in per_microbatch.items()}
     waiting = 0.0
     parts, model = layout.of_parameters, p.model
@@ -165,15 +168,24 @@ def step_time(config: TrainConfig, layout: Layout, hardware: Hardware) -> StepTi
         bubble=waiting * num_microbatches * sum(per_microbatch.values()),
         num_tokens=config.global_train_batch_size * config.max_seq_len,
     )
+    num_nodes = max(1.0, layout.world_size / node.num_devices)
+    time = dataclasses.replace(time, stragglers=node.jitter * math.log2(num_nodes) * time.seconds)
     reading = time.num_tokens / layout.num_data_ranks / READ_TOKENS_PER_SECOND
     if num_workers := config.train_loader.num_workers:  # they read while the step is computed
         reading = max(0.0, reading / num_workers - time.seconds)
     return dataclasses.replace(time, data=reading)
 
 
-def count_passes(p: Portion) -> int:
-    """Count forward passes' worth of matrix products in a step."""
-    return 4 if p.fsdp.activation_checkpointing is True else 3
+def count_passes(p: Portion) -> float:
+    """Count forward passes' worth of a block's matrix products in a step.
+
+    A block is computed again up to the last tensor that the backward pass needs: its last product is left out
+    (torch.utils.checkpoint, early stop), as `rehearse` counts it.
+    """
+    if p.fsdp.activation_checkpointing is not True:
+        return 3
+    num_block, _ = count_block_and_outside(p.model)
+    return 4 - p.model.d_model * p.model.ffn_dim / num_block
 
 
 def _compute_seconds(
@@ -204,8 +216,8 @@ def _compute_seconds(
     return block, head
 
 
-def _exchange_seconds(p: Portion, num_blocks: int, node: Node) -> dict[str, float]:
-    """Time one microbatch's exchanges that no computing hides, in seconds."""
+def _exchange_seconds(p: Portion, num_blocks: int, node: Node, computing: float) -> dict[str, float]:
+    """Time one microbatch's exchanges beyond what `computing`, its seconds of computing, hides."""
     layout, config, is_recomputed = p.layout, p.config, p.fsdp.activation_checkpointing
     stream_bytes = p.num_tokens * p.model.d_model * p.compute_bytes
     reductions = stream_reductions(num_blocks, is_recomputed is True, layout.pipeline)
@@ -218,7 +230,7 @@ def _exchange_seconds(p: Portion, num_blocks: int, node: Node) -> dict[str, floa
     return {
         "tensor": reductions * group_of(layout, "tensor", node).reduce_seconds(stream_bytes),
         "context": num_blocks * num_exchanges * one_context,
-        "pipeline": stage_sends(config.pipeline.num_runs) * send if layout.pipeline > 1 else 0.0,
+        "pipeline": _exposed(stage_sends(config.pipeline.num_runs) * send, computing) if layout.pipeline > 1 else 0.0,
     }
 
 

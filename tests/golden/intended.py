@@ -1,6 +1,7 @@
 """What differs from the committed record on purpose."""
 
 INTENDED: dict[str, str] = {
+    "commands/plan*": "rates are fitted anew, and a plan prints its interval",
     "commands/help/*": "each ends with an example and begins with a verb; new: list, replay, data show, init --like",
     "commands/plan/*": "the line on the choice says how the layouts stand",
     "commands/dry-run/mpt-*[0-9][bm]": "lines on start, data, precision, optimizer, saves and logs are new",

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.memory import MAX_EXCESS, compare, difference, find_cases
+from benchmarks.papers.published import Published, published
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
@@ -22,7 +23,6 @@ from llmfoundry_lite.rehearse.fork_server import ForkServer, Job
 from llmfoundry_lite.rehearse.report import describe
 from llmfoundry_lite.rehearse.search import UNREHEARSED_BYTES, search
 from tests.helpers.launch import ROOT
-from tests.helpers.published import Published, published
 
 pytestmark = pytest.mark.slow
 
