@@ -147,8 +147,8 @@ def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:
     stamp = at or state.timestamp
     if unit == "ep":
         epoch, length = int(stamp.epoch), state.dataloader_len
-        dataset = getattr(state.train_dataloader, "dataset", None)
-        if length is None and isinstance(dataset, TextDataset):  # with stages, each epoch has a length of its own
-            length = dataset.stages.num_batches(epoch)
+        if length is None:  # with stages, each epoch has a length of its own
+            dataset = getattr(state.train_dataloader, "dataset", None)
+            length = dataset.stages.num_batches(epoch) if isinstance(dataset, TextDataset) else None
         return epoch + int(stamp.batch_in_epoch) / int(length or 1)
     return int(stamp.get(unit))
