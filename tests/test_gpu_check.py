@@ -90,4 +90,4 @@ def test_speed_is_held_against_the_products_the_datasheet_and_the_prediction(tmp
 def test_the_page_of_predictions_is_what_plan_predicts():
     lines = gpu_check.list_predictions()
     assert (ROOT / "docs/measurements/mfu-predicted.md").read_text().splitlines() == lines
-    assert f"| h200-8 | mpt-1b | 1 | 55%, 20% | {gpu_check.predict('1b', 'H200'):.1%} |" in "\n".join(lines)
+    assert f"| h200-8 | mpt-1b | 1 | 60%, 17% | {gpu_check.predict('1b', 'H200'):.1%} |" in "\n".join(lines)

@@ -324,8 +324,14 @@ def _timed(work: Callable[[], Any]) -> float:
 
 @contextmanager
 def _no_others() -> Iterator[None]:
-    """Let collectives return this rank's own values: the fake group's leave their results as they were."""
+    """Let collectives return this rank's own values: the fake group's leave their results as they were. All ranks have
+    this one's tables."""
+
+    def all_alike(value: Any) -> list[tuple[Any, list[int]]]:
+        return [(json.loads(json.dumps(value)), list(range(exchange.rank_and_size()[1])))]
+
     with (
+        mock.patch.object(exchange, "all_gather_distinct", all_alike),
         mock.patch.object(exchange, "all_gather_bytes", lambda raw, group=None: [raw]),
         mock.patch.object(exchange, "all_reduce_max", lambda values, group=None: [int(value) for value in values]),
     ):
