@@ -67,7 +67,7 @@ def run(out: Path | None = None) -> dict[str, Any]:
         frame.tabulate(rates, RATES, models, num_keys=4),
         frame.tabulate(f"strong scaling, about {BATCH_SIZE:,} samples a batch", SCALING, scaling, num_keys=2),
         [
-            "Predicted are model FLOPs. The rate of products is fitted to the 175 billion.",
+            "Predicted are model FLOPs. The rate of products and the jitter of nodes are fitted to the 175 billion.",
             "A batch is the largest that the copies of the model divide.",
             "The paper's layout of its 22 billion is not known here: it is the planner's choice with ZERO_1.",
         ],

@@ -1,4 +1,4 @@
-"""What runs took to one validation loss, on the same data: `llmfoundry-lite report A B --to-loss 2.5`.
+"""Cost of reaching a validation loss on the same data: `llmfoundry-lite report A B --to-loss 2.5`.
 
 Each run counts from batch 1 to the first batch after which its evaluation found the loss, or less. Nothing is
 interpolated: the batch of the evaluation before, which found more, stands in the table. Time, energy and cost are
