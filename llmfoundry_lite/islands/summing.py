@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from llmfoundry_lite.islands.exchange import Boxes, Exchange, Peer, Tensors, gather, scatter
+from llmfoundry_lite.islands.boxes import Boxes, Tensors
+from llmfoundry_lite.islands.exchange import Exchange, Peer, gather, scatter
 from llmfoundry_lite.islands.messages import BadMessageError
 from llmfoundry_lite.islands.owners import bands
 from llmfoundry_lite.islands.packing import most_bytes, pack_sums, unpack_sums

@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from llmfoundry_lite.islands.exchange import Box, Exchange, Ranks, share_out
+from llmfoundry_lite.islands.boxes import Box, share_out
+from llmfoundry_lite.islands.exchange import Exchange, Ranks
 from llmfoundry_lite.islands.summing import Plan, Summing
 
 SECRET = b"0123456789abcdef"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from llmfoundry_lite.checkpoint.state_digest import sum_keyed
-from llmfoundry_lite.islands.exchange import Box, complete, share_out
+from llmfoundry_lite.islands.boxes import Box, complete, share_out
 from tests.helpers.devices import offloaded
 from tests.islands.ranks import BOXES, SHARDED, WHOLE, Rank, at_once, gradients
 
