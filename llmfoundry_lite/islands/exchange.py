@@ -9,13 +9,13 @@ crosses between two islands once each way. Closing a rank's connections ends an 
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from llmfoundry_lite.islands.boxes import Box, Boxes, Tensors
+from llmfoundry_lite.islands.boxes import Box, Boxes, Tensors, common_boxes
 from llmfoundry_lite.islands.messages import (
     BadMessageError,
     check_fields,
@@ -95,8 +95,7 @@ class Exchange:
         self._cuts = {}
         for island, ranks in others.items():
             for rank, theirs in enumerate(ranks.pieces):
-                cuts = {name: cut for name in sorted(pieces) if (cut := pieces[name].common(theirs[name]))}
-                if cuts:
+                if cuts := common_boxes(pieces, theirs):
                     self._cuts[Peer(island, rank)] = cuts
         for peer in self._cuts:
             if peer.island < self.island and self._broken is None:
@@ -186,29 +185,34 @@ class Exchange:
         and `dtype`. Raises OSError."""
         sending = {peer: _gather(tensors, pieces, cuts, dtype) for peer, cuts in self._cuts.items()}
         swapped = Swapped({}, {})
-        for peer, (their_weight, flat) in self._transfer(sending, list(self._cuts), label, weight, dtype).items():
+        for peer, (their_weight, flat) in self._transfer(sending, self._cuts, label, weight, dtype).items():
             theirs = swapped.tensors.setdefault(peer.island, {})
             _scatter(flat, theirs, pieces, self._cuts[peer])
             swapped.weights[peer.island] = their_weight
         return swapped
 
     def give(self, tensors: Tensors, pieces: Boxes, islands: Sequence[str], label: int) -> None:
-        """Send this rank's pieces to these islands. Raises OSError."""
-        cuts = {peer: cuts for peer, cuts in self._cuts.items() if peer.island in islands}
-        self._transfer({peer: _gather(tensors, pieces, cuts[peer]) for peer in cuts}, [], label, 0.0)
+        """Send this rank's pieces, or those among `tensors`, to these islands. Raises OSError."""
+        cuts = self._cuts_of(tensors, islands)
+        self._transfer({peer: _gather(tensors, pieces, cuts[peer]) for peer in cuts}, {}, label, 0.0)
 
     def take(self, pieces: Boxes, island: str, label: int) -> Tensors:
-        """Receive the pieces that `island` sends with `give`, less empty ones. Raises OSError."""
+        """Receive these pieces, less empty ones, which `island` sends with `give`. Raises OSError."""
         tensors: Tensors = {}
-        peers = [peer for peer in self._cuts if peer.island == island]
-        for peer, (_, flat) in self._transfer({}, peers, label, 0.0).items():
-            _scatter(flat, tensors, pieces, self._cuts[peer])
+        cuts = self._cuts_of(pieces, [island])
+        for peer, (_, flat) in self._transfer({}, cuts, label, 0.0).items():
+            _scatter(flat, tensors, pieces, cuts[peer])
         return tensors
+
+    def _cuts_of(self, names: Container[str], islands: Sequence[str]) -> dict[Peer, Boxes]:
+        """Return the cuts of these tensors with ranks of these islands."""
+        found = {peer: {n: c for n, c in cuts.items() if n in names} for peer, cuts in self._cuts.items()}
+        return {peer: cuts for peer, cuts in found.items() if cuts and peer.island in islands}
 
     def _transfer(
         self,
         sending: Mapping[Peer, torch.Tensor],
-        receiving: Sequence[Peer],
+        receiving: Mapping[Peer, Boxes],
         label: int,
         weight: float,
         dtype: torch.dtype = torch.float32,
@@ -225,7 +229,7 @@ class Exchange:
                 if is_sender:
                     self._send(self._connection_to(peer), sending[peer], label, weight)
                 else:
-                    size = sum(cut.size for cut in self._cuts[peer].values())
+                    size = sum(cut.size for cut in receiving[peer].values())
                     arrived[peer] = self._receive(self._connection_to(peer), torch.empty(size, dtype=dtype), label)
             except OSError as error:
                 errors.append(error)

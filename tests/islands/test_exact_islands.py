@@ -41,29 +41,6 @@ def train_alone(folder, data, changes):
     return bits(read_metrics(alone)), weights(alone / "checkpoints" / f"ba{changes['max_duration'][:-2]}")
 
 
-def train_with_a_death(folder, data, num_ranks_of_b, killed_at, changes):
-    """b dies in a batch with half its gradient sent, and has come back four batches later."""
-    gate = folder / "b is back"
-    hold = {"python:tests.islands.faults:Hold": {"batch": killed_at + 3, "until": str(gate)}}
-    kill = {"python:tests.islands.faults:Signal": {"batch": killed_at, "where": "exchange"}}
-    changes = changes | {"islands": {"check_weights_every": 1}}
-    with coordination(folder) as running:
-
-        def twice():
-            first = island(folder, data, running, "b", num_ranks_of_b, callbacks=kill, **changes)
-            assert -9 in first.exit_codes, first.output
-            return island(folder, data, running, "b", num_ranks_of_b, autoresume=True, **changes)
-
-        def open_gate():
-            running.wait_for("b is here", times=2)
-            gate.touch()
-
-        a, back, _ = islands(folder, data, running, twice, open_gate, a=(1, changes | {"callbacks": hold}))
-        assert f"batch {killed_at} is repeated: without b" in running.lines
-    for launch in (a, back):
-        launch.check()
-
-
 def check_is_one_world(folder, data, num_ranks_of_b, num_batches, killed_at, **more):
     changes = settings(num_batches, **more)
     recorded, trained = train_alone(folder, data, changes)

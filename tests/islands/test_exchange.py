@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
 
+from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.state_digest import sum_keyed
 from llmfoundry_lite.islands import exchange as exchange_module
-from llmfoundry_lite.islands.boxes import Box, complete, share_out
+from llmfoundry_lite.islands.boxes import Box, Redistribution, share_out
 from llmfoundry_lite.islands.exchange import Exchange, Ranks, sum_weighted
-from tests.helpers.devices import offloaded
 
 SECRET = b"0123456789abcdef"
 WHOLE = {"w": Box((0, 0), (7, 3)), "b": Box((0,), (5,))}
@@ -228,11 +227,15 @@ def test_noise_from_strangers_changes_nothing(ranks):
 
 def test_copies_of_an_offloaded_parameter_are_completed_on_their_devices(monkeypatch):
     """NCCL takes nothing that lies on a host."""
-    devices = []
-    monkeypatch.setattr(dist, "all_reduce", lambda flat, group: devices.append(flat.device.type))
-    with offloaded((7, 3), Replicate()) as parameter:
-        complete({"w": parameter}, {"w": parameter.to_local()}, {"w": Box((0, 0), (4, 3))}, {"w": WHOLE["w"]})
-    assert devices == ["cuda"]
+    sent = []
+    monkeypatch.setattr(devices, "device_type", lambda: "meta")
+    monkeypatch.setattr(dist, "all_to_all_single", lambda received, flat, *_: sent.append((flat.device, len(flat))))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda place, values: place)  # nothing comes back from there
+    whole = [{"w": WHOLE["w"]}] * 2
+    pieces = share_out(whole)
+    part = {"w": torch.zeros(3, 3)}
+    Redistribution(pieces, whole, rank=0).apply(part, {"w": torch.zeros(7, 3)}, torch.float32)
+    assert sent == [(torch.device("meta"), 9)]
 
 
 def test_exact_sums_travel_in_float64_and_with_every_bit(ranks):
