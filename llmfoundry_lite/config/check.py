@@ -334,28 +334,28 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
 
 
 def _check_islands(config: TrainConfig) -> None:
-    """Refuse features that islands do not support yet."""
+    """Refuse what islands cannot do together, with the reason."""
     if config.islands is None:
         return
-    model = config.model
-    unsupported = {
-        "pp_config": config.pipeline.pipeline_parallel_degree > 1,
-        "tp_config": config.tensor_parallel_degree > 1,
-        "cp_config": config.context.context_parallel_degree > 1,
-        "precision: amp_fp16": config.precision == "amp_fp16",
-        "fsdp_config.sharding_strategy: ZERO_1": config.sharding.sharding_strategy == "ZERO_1",
-        "optimizer.name: muon": config.optimizer.name == "muon",
-        "dropout": any((model.resid_pdrop, model.emb_pdrop, model.attn_config.attn_pdrop)),
-        "train_loader.name: python": config.train_loader.name != "text",
-        "train_loader.dataset.stages": bool(config.train_loader.dataset.stages),
+    size = config.device_train_microbatch_size
+    reasons = {
+        "precision: amp_fp16": (
+            config.precision == "amp_fp16",
+            "each island would scale its loss by a factor of its own",
+        ),
+        "model.attn_config.attn_pdrop": (bool(config.model.attn_config.attn_pdrop), "kernels draw it for each rank"),
+        "train_loader.name": (config.train_loader.name != "text", "a loader of yours cannot move rows between islands"),
+        "device_train_microbatch_size: auto and exact_sums": (
+            size == "auto" and config.exact_sums,
+            "it may find another size on each, and exact_sums needs the same",
+        ),
     }
-    for what, is_asked_for in unsupported.items():
+    for what, (is_asked_for, why) in reasons.items():
         if is_asked_for:
-            raise ConfigError(f"islands: an island does not go with {what} yet; remove one of them")
-    if not isinstance(config.device_train_microbatch_size, int):
-        given = "missing" if config.device_train_microbatch_size is None else "auto given"
+            raise ConfigError(f"islands: an island does not go with {what}: {why}; remove one of them")
+    if size is None:
         raise ConfigError(
-            f"device_train_microbatch_size: {given}; an island's rows change, so say how many samples it has"
+            "device_train_microbatch_size: missing; islands divide rows by microbatches, so give a number or auto"
         )
     if config.save_folder is None:
         raise ConfigError(

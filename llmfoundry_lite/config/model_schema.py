@@ -214,6 +214,10 @@ class ModelConfig:
         """Width of all keys together, and of all values."""
         return self.num_kv_heads * self.head_dim
 
+    def stacked_rows(self, name: str) -> tuple[int, ...]:
+        """Return the rows of each matrix that a parameter stacks, q, k and v; empty for a parameter that is one."""
+        return (self.q_dim, self.kv_dim, self.kv_dim) if ".Wqkv." in name else ()
+
     @property
     def has_qkv_bias(self) -> bool:
         own = self.attn_config.qkv_bias

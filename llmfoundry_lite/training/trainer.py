@@ -143,7 +143,7 @@ class ParallelTrainer(Trainer):
             run_event(Event.AFTER_FORWARD)
             run_event(Event.BEFORE_LOSS)
             if is_pipeline:  # forward and backward passes of all microbatches
-                losses = model.train_on(state.batch, -(-self.device_batch_size // size), size, share)
+                losses = model.train_on(state.batch, size, share)
                 state.loss = losses.sum()
             else:
                 state.loss = model.loss(state.outputs, state.batch)

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from llmfoundry_lite.islands.boxes import Box, share_out
+from llmfoundry_lite.islands.boxes import Box, rows_of, share_out
 from llmfoundry_lite.islands.exchange import Exchange, Ranks
 from llmfoundry_lite.islands.summing import Plan, Summing
 
@@ -30,8 +30,7 @@ class Rank:
             addresses = [other.exchange.address for other in ranks if other.island == name]
             others[name] = Ranks(addresses, share_out(self.boxes[name]))
         self.exchange.meet(epoch, self.pieces, others)
-        num_rows = {name: box.lengths[0] for name, box in WHOLE.items()}
-        self.plan = Plan.of(self.island, self.pieces, self.exchange.cuts, num_rows, dict(shares))
+        self.plan = Plan.of(self.island, self.pieces, self.exchange.cuts, rows_of([WHOLE]), dict(shares))
 
     def cut(self, tensors):
         return {name: tensors[name][piece.within(WHOLE[name])] for name, piece in self.pieces.items()}
