@@ -147,3 +147,14 @@ class FloatWire(Callback):
             return swapped._replace(tensors=tensors)
 
         Exchange.swap = swap  # type: ignore[method-assign]
+
+
+class LargeScale(Callback):
+    """The loss scale is so large at first that gradients overflow."""
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def fit_start(self, state, logger):
+        checkpointing = next(one for one in state.callbacks if hasattr(one, "gradient_step"))
+        checkpointing.gradient_step.scaler.scale = self.scale

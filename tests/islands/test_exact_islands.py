@@ -6,7 +6,7 @@ import torch
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
-from tests.islands.world import coordination, island, islands, metrics
+from tests.islands.world import coordination, island, islands, metrics, train_with_a_death
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -41,10 +41,10 @@ def train_alone(folder, data, changes):
     return bits(read_metrics(alone)), weights(alone / "checkpoints" / f"ba{changes['max_duration'][:-2]}")
 
 
-def check_is_one_world(folder, data, num_ranks_of_b, num_batches, killed_at, **more):
+def check_is_one_world(folder, data, a, b, num_batches, killed_at, **more):
     changes = settings(num_batches, **more)
     recorded, trained = train_alone(folder, data, changes)
-    train_with_a_death(folder, data, num_ranks_of_b, killed_at, changes)
+    train_with_a_death(folder, data, killed_at, a=(a[0], changes | a[1]), b=(b[0], changes | b[1]))
     assert bits(metrics(folder, "a")) == recorded
     back = bits(metrics(folder, "b"))
     assert back == {batch: recorded[batch] for batch in back} and num_batches in back
@@ -52,18 +52,33 @@ def check_is_one_world(folder, data, num_ranks_of_b, num_batches, killed_at, **m
     saved = weights(folder / "saves" / f"ba{num_batches}")
     assert saved.keys() == trained.keys()
     assert [name for name, tensor in saved.items() if not torch.equal(tensor, trained[name])] == []
+    return changes, recorded
 
 
-@pytest.mark.parametrize("num_ranks_of_b", [1, 2])
-def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, num_ranks_of_b):
-    check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=9, killed_at=3)
+ONE, SHARDS = (1, {}), (2, {})
+STAGES = (2, {"pp_config": {"pipeline_parallel_degree": 2}})
+COPIES = (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}})
+
+
+@pytest.mark.parametrize(("a", "b"), [(ONE, ONE), (ONE, SHARDS), (COPIES, STAGES)])
+def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, a, b):
+    check_is_one_world(tmp_path, padded, a, b, num_batches=9, killed_at=3)
+
+
+def test_one_rank_carries_on_from_a_save_of_stages_with_the_same_bits(tmp_path, padded):
+    """An island of shards has died and come back meanwhile."""
+    every = {"save_interval": "4ba"}
+    changes, recorded = check_is_one_world(tmp_path, padded, STAGES, SHARDS, num_batches=9, killed_at=3, **every)
+    config = tiny_config(padded, run_name="restored", load_path=str(tmp_path / "saves/ba8"), **changes)
+    train([write_config(tmp_path / "restored.yaml", config)], tmp_path, 1).check()
+    assert bits(read_metrics(tmp_path / "runs/restored"))[9] == recorded[9]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-@pytest.mark.parametrize("num_ranks_of_b", [1, 2])
-def test_fifty_batches_are_those_of_one_world(tmp_path, padded, num_ranks_of_b, precision):
-    check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=50, killed_at=20, precision=precision)
+@pytest.mark.parametrize(("a", "b"), [(ONE, ONE), (ONE, SHARDS), (STAGES, SHARDS)])
+def test_fifty_batches_are_those_of_one_world(tmp_path, padded, a, b, precision):
+    check_is_one_world(tmp_path, padded, a, b, num_batches=50, killed_at=20, precision=precision)
 
 
 def test_sums_that_travel_in_fp32_are_caught(tmp_path, padded):
