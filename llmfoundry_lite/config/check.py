@@ -339,20 +339,22 @@ def _check_islands(config: TrainConfig) -> None:
         return
     size = config.device_train_microbatch_size
     reasons = {
-        "precision: amp_fp16": (
-            config.precision == "amp_fp16",
-            "each island would scale its loss by a factor of its own",
+        "model.attn_config.attn_pdrop": (
+            bool(config.model.attn_config.attn_pdrop),
+            "kernels draw it for each rank, so another division of rows is another run",
         ),
-        "model.attn_config.attn_pdrop": (bool(config.model.attn_config.attn_pdrop), "kernels draw it for each rank"),
-        "train_loader.name": (config.train_loader.name != "text", "a loader of yours cannot move rows between islands"),
-        "device_train_microbatch_size: auto and exact_sums": (
+        "train_loader.name": (
+            config.train_loader.name != "text",
+            "rows move between islands, and a loader of yours has no order to find them by",
+        ),
+        "device_train_microbatch_size: auto": (
             size == "auto" and config.exact_sums,
-            "it may find another size on each, and exact_sums needs the same",
+            "exact_sums needs one size on all islands, and auto may find several",
         ),
     }
     for what, (is_asked_for, why) in reasons.items():
         if is_asked_for:
-            raise ConfigError(f"islands: an island does not go with {what}: {why}; remove one of them")
+            raise ConfigError(f"islands: does not go with {what}: {why}; remove one of them")
     if size is None:
         raise ConfigError(
             "device_train_microbatch_size: missing; islands divide rows by microbatches, so give a number or auto"

@@ -58,7 +58,8 @@ Choice = tuple[float, float, tuple[int, ...]]
 def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
     """Return the division whose slowest island is fastest: each island's lanes, in order of names.
 
-    Where whole microbatches do not tell, as with one for all rows, single rows do. Every island has rows. Raises ConfigError when no multiples of the islands' steps add up to `num_rows`.
+    Divisions of equal time by microbatches, as where one holds all rows, differ by rows. Every island has rows. Raises
+    ConfigError when no multiples of the islands' steps add up to `num_rows`.
     """
     names = sorted(paces)
     total_rate = sum(pace.rate for pace in paces.values())

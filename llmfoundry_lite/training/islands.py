@@ -180,7 +180,7 @@ class Islands(Partners):
             verdict = self.member.receive_verdict()
             if isinstance(verdict, Lost):
                 verdict = {"kind": "lost", "lost": list(verdict)}
-        verdict = broadcast_json(verdict)
+        verdict = decode_value(broadcast_json(encode_value(verdict)))  # a loss or norm may be no finite number
         if verdict["kind"] == "lost":
             self._leave(Lost(*verdict["lost"]))
         return verdict

@@ -313,11 +313,6 @@ def test_weights_that_have_drifted_are_found_and_replaced(tmp_path, data, alone)
 def test_what_an_island_cannot_do_is_refused_before_anything_starts(tmp_path, data):
     with coordination(tmp_path) as running:
         for changes, words in (
-            (
-                {"device_train_microbatch_size": "auto"},
-                "device_train_microbatch_size: auto given; an island's rows change, so say how many samples it has",
-            ),
-            ({"optimizer": {"name": "muon", "lr": 1e-3}}, "islands: an island does not go with optimizer.name: muon"),
             ({"save_folder": None}, "save_folder: missing; islands take turns to save"),
             ({"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": ""}}, "LLMFOUNDRY_LITE_ISLANDS_TOKEN: not set"),
             (

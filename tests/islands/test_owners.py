@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from llmfoundry_lite.islands.owners import PARTS, divide_rows, busy_seconds, divide_sum, sent_gradients
+from llmfoundry_lite.islands.owners import PARTS, busy_seconds, divide_rows, divide_sum, sent_gradients
 
 STEP = 4
 

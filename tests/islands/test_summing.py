@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.islands import summing as module
-from llmfoundry_lite.islands.owners import PARTS, bands
+from llmfoundry_lite.islands.owners import PARTS, divide_rows
 from llmfoundry_lite.islands.packing import pack_sums
 from llmfoundry_lite.islands.summing import Plan, divide_into_buckets
 from tests.islands.ranks import WHOLE, at_once, gradients, make_ranks
@@ -68,7 +68,7 @@ def test_islands_send_what_the_formula_says(num_islands, is_exact):
         rank.exchange.close()
     count = sum(box.size for box in WHOLE.values())
     for name in islands:
-        rows = {key: bands(box.lengths[0], shares).get(name, range(0)) for key, box in WHOLE.items()}
+        rows = {key: divide_rows(range(box.lengths[0]), shares).get(name, range(0)) for key, box in WHOLE.items()}
         owned = sum(len(some) * (WHOLE[key].size // WHOLE[key].lengths[0]) for key, some in rows.items())
         sent = count - owned + (num_islands - 1) * owned if shares else (num_islands - 1) * count
         if not is_exact:
