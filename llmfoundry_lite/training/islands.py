@@ -78,6 +78,8 @@ class Islands(Partners):
         """Name -> machine of an island, and the rows that it has trained since this launch began."""
         self.measured: dict[str, float] = {}
         self.num_repeats = self.num_drifts = 0
+        self.num_bytes = 0
+        """Sent and received by this island for the last batch."""
         self.weights = ""
         """Digest of the weights if this batch compares them; else empty."""
         self.tokens_elsewhere = 0
@@ -326,7 +328,7 @@ class Islands(Partners):
         here = self.agreement.current
         self.weight = here.num_losses if self.by_tokens else here.num_filled
         label = int(state.timestamp.batch) * LABELS_PER_BATCH
-        is_exact = self.gradient_step.sums is not None
+        is_exact, self.num_bytes_before = self.gradient_step.sums is not None, self.exchange.num_bytes
         self.summing = Summing(self.exchange, self.plan, label, float(self.weight), is_exact=is_exact)
 
     @torch.no_grad()
@@ -367,6 +369,7 @@ class Islands(Partners):
             "islands/compute_seconds": seconds,
             "islands/exchange_seconds": exchanged_at - self.began_at - seconds,
             "islands/verdict_seconds": time.monotonic() - exchanged_at,
+            "islands/bytes": self.num_bytes,
         }
         self._commit(verdict)
         return True
@@ -401,8 +404,10 @@ class Islands(Partners):
             summing.wait(inside)
             has_failed = False
         self.member.phase = "wait"  # for ranks whose links are slower or dead
-        numbers = [int(has_failed), int(bool(self.agreement.preemption.reason)), int(summing.link_rate)]
-        failed, leaves, link_rate = all_reduce_sum(numbers)
+        leaves_here, num_bytes = bool(self.agreement.preemption.reason), self.exchange.num_bytes - self.num_bytes_before
+        failed, leaves, link_rate, self.num_bytes = all_reduce_sum(
+            [int(has_failed), int(leaves_here), int(summing.link_rate), num_bytes]
+        )
         report = {"leaving": bool(leaves), "link": link_rate}
         if failed:
             return {"ok": False, **report, **_report(Measured(0.0, 0.0, 0))}
