@@ -36,7 +36,7 @@ LONG_RUN = 100_000
 """Batches; every launch is ended before."""
 WARM_UP = 4
 """Batches that are not counted: a launch's first, or those after a change."""
-MOVES = 20
+MOVES = 8
 """Batches after which rows have found their places."""
 GRADIENT_BYTES = 4
 """Bytes of each parameter, each way: fp32."""
@@ -76,9 +76,8 @@ def run(
         before = train_apart(shop, "before", clusters, rows, num_batches, console)
         (together,) = train_linked(shop, "together", clusters, rows, num_batches, (None,), before, console)
         after = train_apart(shop, "after", clusters, rows, num_batches, console)
-        whole: dict[str, Any] = {
-            "device_train_microbatch_size": rows // 2
-        }  # one microbatch a batch: its backward pass hides the most
+        # One microbatch a batch: its backward pass hides the most.
+        whole: dict[str, Any] = {"device_train_microbatch_size": rows // 2}
         pair = train_apart(shop, "pair", single, rows, num_batches, console, **whole)
         linked = {}
         for way in (EARLY, WAITS):

@@ -84,8 +84,8 @@ def dies(islands: Any) -> None:
     exchange = islands._exchange
 
     def exchange_and_die(self: Any, loss: torch.Tensor) -> Any:
-        report = exchange(self, loss)
-        if self.summing.label == DIES_AT * LABELS_PER_BATCH:
+        label, report = self.summing.label, exchange(self, loss)
+        if label == DIES_AT * LABELS_PER_BATCH:
             time.sleep(SECONDS_TO_ARRIVE)
             os.kill(os.getpid(), signal.SIGKILL)
         return report

@@ -78,6 +78,8 @@ class Islands(Partners):
         """Name -> machine of an island, and the rows that it has trained since this launch began."""
         self.measured: dict[str, float] = {}
         self.num_repeats = self.num_drifts = 0
+        self.summing: Summing | None = None
+        """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""
         self.num_bytes = 0
         """Sent and received by this island for the last batch."""
         self.weights = ""
@@ -334,7 +336,7 @@ class Islands(Partners):
     @torch.no_grad()
     def _send_early(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Send a gradient that the last microbatch's backward pass has made, summed over this island's ranks."""
-        if self.gradient_step.num_microbatches_left == 0:
+        if self.summing is not None and self.gradient_step.num_microbatches_left == 0:
             self.summing.put(name, local(parameter.grad)[self.pieces[name].within(self.boxes[name])])
 
     def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
@@ -400,10 +402,11 @@ class Islands(Partners):
         parts = {name: local(gradient) for name, gradient in gradients.items()}
         inside = {name: parts[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
         has_failed, step, summing = True, self.gradient_step, self.summing
+        assert summing is not None
         with suppress(OSError):
             summing.wait(inside)
             has_failed = False
-        self.member.phase = "wait"  # for ranks whose links are slower or dead
+        self.member.phase, self.summing = "wait", None  # for ranks whose links are slower or dead
         leaves_here, num_bytes = bool(self.agreement.preemption.reason), self.exchange.num_bytes - self.num_bytes_before
         failed, leaves, link_rate, self.num_bytes = all_reduce_sum(
             [int(has_failed), int(leaves_here), int(summing.link_rate), num_bytes]
