@@ -5,7 +5,8 @@
 First A (2 ranks) and B (1 rank): both train at once, each for itself; then together, as islands. Three ranks share two
 cores, so only what both do at once can be compared. Then one rank each, over links that a proxy holds to a rate: how
 much faster the two train than the faster one alone, beside a formula. Gradients leave during the backward pass, or
-after it. Last the bytes: what packed sums take in such a run, and what islands of a 7B model send.
+after it. Then the same without the cores (see `overlap`). Last the bytes: what packed sums take in such a run, and what
+islands of a 7B model send.
 """
 
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.islands import overlap
 from benchmarks.islands.islands import build_shop, default_clusters
 from benchmarks.islands.launches import Islands, last_batch, running
 from benchmarks.islands.links import set_links
@@ -88,6 +90,9 @@ def run(
                 **whole,
             )
         exact = train_linked(*(shop, "exact", single, rows, WARM_UP, (None,), pair, console), **whole, exact_sums=True)
+        console.print("pacing: threads that sleep and exchange")
+        paced = overlap.measure(shop.folder)
+        loads.append(os.getloadavg()[0])
         num_parameters, num_outside = count_model(shop.config["model"])
     report = conditions | {
         "rows": rows,
@@ -101,6 +106,7 @@ def run(
         "pair": pair,
         "linked": [{"way": way, **one} for way, found in linked.items() for one in found],
         "load_during": [min(loads), max(loads)],
+        "paced": paced,
         "packed_bytes": exact[0]["bytes"] / (2 * num_parameters),
     }
     evaluate(report)
@@ -273,6 +279,11 @@ def tables_of(report: dict[str, Any]) -> tuple[Table, ...]:
             "A and B at once, on two cores: each for itself, then as islands, then each for itself", headings, first
         ),
         measured_table("one rank each, over a link of that rate in each direction", links, rows),
+        measured_table(
+            f"ranks that sleep {overlap.FORWARD_SECONDS:g} s forward and {overlap.BACKWARD_SECONDS:g} s backward",
+            overlap.HEADINGS,
+            overlap.rows_of(report["paced"]),
+        ),
         bytes_of_7b(report["packed_bytes"]),
     )
 
@@ -297,7 +308,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     first, second = report["pair"].values()
     ratio, together = statistics.fmean(report["throughput"]), report["together"]
     batch = report["rows"] / together["rows_per_second"]
-    overlapped = [one["gain"] / one["expected"] for one in report["linked"] if one["way"] == EARLY]
+    overlapped = min(one["gain"] / one["expected"] for one in report["linked"] if one["way"] == EARLY)
+    paced = min(one["expected"] / one["seconds"] for one in report["paced"] if one["early"])
     fp32 = report["linked"][0]["bytes"] / (2 * report["num_parameters"])
     return [
         f"computing took {report['compute_over_exchange']:.0f} times the exchange; 0.95 of both at once is asked for "
@@ -305,8 +317,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"of that, a batch waits {together['uneven_seconds'] / batch:.2f} of its time for the island that computes "
         f"longest; without the third rank two islands on two cores reach {report['pair_throughput']:.2f} of both",
         f"one rank each, for itself: {first:.1f} and {second:.1f} rows/s; the gain is over the faster one",
-        f"0.95 of S with overlap: {verdict(min(overlapped))}, {min(overlapped):.2f} at least; the proxy that holds "
-        "links to a rate takes of the same cores",
+        f"0.95 of S with overlap: {verdict(overlapped)}, {overlapped:.2f} at least, where ranks, exchange and "
+        f"proxy share cores; where ranks sleep instead: {verdict(paced)}, {paced:.2f} at least",
         "S is by a step of C / (s1 + s2) + max(X - H, X_last): X the gradient's bits over the link's rate, H the "
         "backward pass of the last microbatch (two thirds of its time), X_last what is outside of blocks and comes "
         "last; H is 0 where gradients leave after the backward pass",
