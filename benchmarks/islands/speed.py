@@ -43,7 +43,8 @@ MOVES = 8
 GRADIENT_BYTES = 4
 """Bytes of each parameter, each way: fp32."""
 SHARE_BACKWARD = 2 / 3
-"""Share of a microbatch's time that its backward pass takes, by its products."""
+"""Share of a microbatch's time that its backward pass takes, by its products. It hides nothing before its first block
+has a gradient."""
 NUM_7B = 6_649_286_656
 """Parameters of MPT-7B."""
 SLOW_LINK = 10
@@ -101,6 +102,7 @@ def run(
         "clusters": described,
         "num_parameters": num_parameters,
         "num_outside_blocks": num_outside,
+        "num_blocks": shop.config["model"]["n_layers"],
         "apart": [before, after],
         "together": together,
         "pair": pair,
@@ -248,7 +250,7 @@ def expected(step: float, report: dict[str, Any], one: dict[str, Any]) -> dict[s
     per_parameter = 8 * GRADIENT_BYTES / (one["megabits"] * 1e6) if one["megabits"] else 0.0
     found = {
         "gradient_seconds": per_parameter * report["num_parameters"],
-        "hidden_seconds": SHARE_BACKWARD * step if one["way"] == EARLY else 0.0,
+        "hidden_seconds": SHARE_BACKWARD * step * (1 - 1 / report["num_blocks"]) if one["way"] == EARLY else 0.0,
         "last_seconds": per_parameter * report["num_outside_blocks"],
     }
     left = max(found["gradient_seconds"] - found["hidden_seconds"], found["last_seconds"])
@@ -320,8 +322,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"0.95 of S with overlap: {verdict(overlapped)}, {overlapped:.2f} at least, where ranks, exchange and "
         f"proxy share cores; where ranks sleep instead: {verdict(paced)}, {paced:.2f} at least",
         "S is by a step of C / (s1 + s2) + max(X - H, X_last): X the gradient's bits over the link's rate, H the "
-        "backward pass of the last microbatch (two thirds of its time), X_last what is outside of blocks and comes "
-        "last; H is 0 where gradients leave after the backward pass",
+        "backward pass of the last microbatch (two thirds of its time) after its first block, X_last what is outside "
+        "of blocks and comes last; H is 0 where gradients leave after the backward pass",
         f"measured bytes of each parameter, each way: {fp32:.3f} in fp32, {report['packed_bytes']:.3f} of packed exact "
         "sums, float64 takes 8",
         "medians of the batches; load average during the runs "
