@@ -308,7 +308,7 @@ class Coordinator:
             return True
         present = busy_seconds(self.shares, links)
         return num_batches >= BATCHES_BETWEEN_MOVES and (
-            busy_seconds(divide_sum(links), links) <= WORTH_MOVING_SOON * present
+            busy_seconds(divide_sum(links), links) < WORTH_MOVING_SOON * present
         )
 
     def _fail(self, reason: str, now: float) -> None:

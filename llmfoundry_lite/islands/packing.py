@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmfoundry_lite.islands.messages import BadMessageError
 
-CHUNK = 1024
+CHUNK = 256
 """Elements with a width in common."""
 PIECE = 1 << 17
 """Elements that are handled at a time, in the processor's cache."""

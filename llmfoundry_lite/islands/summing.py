@@ -149,7 +149,7 @@ class Summing:
             self._note()
         self.exchange.check(self._errors)
         self.total_weight = max(self.total_weight, sum(self.weights.values()))
-        self.link_rate = sum(size / seconds for size, seconds in self._received.values())
+        self.link_rate = sum(size / max(seconds, 1e-9) for size, seconds in self._received.values())
 
     # ---------------------------------------------------------------------------------------------------- threads
 

@@ -77,6 +77,10 @@ class Islands(Partners):
         """Name -> machine of an island, and the rows that it has trained since this launch began."""
         self.measured: dict[str, float] = {}
         self.num_repeats = self.num_drifts = 0
+        self.summing: Summing | None = None
+        """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""
+        self.num_bytes = 0
+        """Sent and received by this island for the last batch."""
         self.weights = ""
         """Digest of the weights if this batch compares them; else empty."""
         self.tokens_elsewhere = 0
@@ -316,13 +320,13 @@ class Islands(Partners):
         here = self.agreement.current
         self.weight = here.num_losses if self.by_tokens else here.num_filled
         label = int(state.timestamp.batch) * LABELS_PER_BATCH
-        is_exact = self.gradient_step.sums is not None
+        is_exact, self.num_bytes_before = self.gradient_step.sums is not None, self.exchange.num_bytes
         self.summing = Summing(self.exchange, self.plan, label, float(self.weight), is_exact=is_exact)
 
     @torch.no_grad()
     def _send_early(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Send a gradient that the last microbatch's backward pass has made, summed over this island's ranks."""
-        if self.gradient_step.num_microbatches_left == 0:
+        if self.summing is not None and self.gradient_step.num_microbatches_left == 0:
             held, gradient = self.held, local(parameter.grad)
             for key, piece in held.pieces_with([name]).items():
                 part = held.parts[key]
@@ -360,6 +364,7 @@ class Islands(Partners):
             "islands/compute_seconds": seconds,
             "islands/exchange_seconds": exchanged_at - self.began_at - seconds,
             "islands/verdict_seconds": time.monotonic() - exchanged_at,
+            "islands/bytes": self.num_bytes,
         }
         self._commit(verdict)
         return True
@@ -389,12 +394,15 @@ class Islands(Partners):
         held, parameters = self.held, list(self.held.parameters.values())
         parts, inside = held.views({name: self._gradient(parameter) for name, parameter in held.parameters.items()})
         has_failed, step, summing = True, self.gradient_step, self.summing
+        assert summing is not None
         with suppress(OSError):
             summing.wait(inside)
             has_failed = False
-        self.member.phase = "wait"  # for ranks whose links are slower or dead
-        numbers = [int(has_failed), int(bool(self.agreement.preemption.reason)), int(summing.link_rate)]
-        failed, leaves, link_rate = all_reduce_sum(numbers)
+        self.member.phase, self.summing = "wait", None  # for ranks whose links are slower or dead
+        leaves_here, num_bytes = bool(self.agreement.preemption.reason), self.exchange.num_bytes - self.num_bytes_before
+        failed, leaves, link_rate, self.num_bytes = all_reduce_sum(
+            [int(has_failed), int(leaves_here), int(summing.link_rate), num_bytes]
+        )
         report = {"leaving": bool(leaves), "link": link_rate}
         if failed:
             return {"ok": False, **report, **_report(Measured(0.0, 0.0, 0))}

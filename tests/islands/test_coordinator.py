@@ -337,6 +337,10 @@ def test_three_islands_own_the_sum_by_the_rates_of_their_links_and_two_swap():
     assert play.coordinator.epoch == epoch, "not for a small gain"
     play.lose("c")
     assert play.last("a")["shares"] == {}
+    play.lose("b")
+    for _ in range(3 * BATCHES_BETWEEN_MOVES):
+        play.prepare("a", link=0)
+    assert play.coordinator.epoch == epoch + 2, "alone, nothing moves"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
         agreement=SimpleNamespace(current=Upcoming(True, 2, 20, 18, 7)),
         by_tokens=True,
         gradient_step=SimpleNamespace(sums=None),
-        exchange=SimpleNamespace(cuts={}),
+        exchange=SimpleNamespace(cuts={}, num_bytes=0),
         plan=Plan("a", {}, [], False),
         rank=0,
         view=view,
