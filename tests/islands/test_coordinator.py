@@ -357,6 +357,28 @@ def test_islands_of_two_runs_are_refused(play, facts, reason):
     assert play.coordinator.members == ["a", "b"]
 
 
+def come_as_stages(play, name, second):
+    """Of 6 elements the first stage has the embedding, and the second that too and a block."""
+    embedding = {"wte": [[0, 0], [3, 2]]}
+    for rank, boxes in enumerate((embedding, {**embedding, "0": [[0], [second]]})):
+        play.come(name, 2, ranks=[rank], boxes=boxes, data_ranks=1)
+
+
+def test_stages_hold_unlike_tensors_and_count_as_one_data_rank():
+    play = Play()
+    play.come("a", boxes={"wte": [[0, 0], [3, 2]], "0": [[0], [4]]})
+    come_as_stages(play, "b", second=4)
+    assert play.coordinator.members == ["a", "b"]
+    assert play.last("b", 1)["lanes"] == {"a": [0, 4], "b": [4, 8]}
+
+
+def test_stages_that_lack_a_part_of_a_tensor_are_refused():
+    play = Play()
+    play.come("a", boxes={"wte": [[0, 0], [3, 2]], "0": [[0], [4]]})
+    come_as_stages(play, "b", second=3)
+    assert play.last("b")["reason"] == "b and a differ in their parameters; islands train one run"
+
+
 def test_a_batch_that_no_multiples_make_up_is_refused():
     play = Play(rows=12)
     play.come("a", 4)

@@ -98,14 +98,15 @@ def test_islands_of_unlike_layouts_train_one_run_though_one_dies(tmp_path, data,
 
 
 @pytest.mark.slow
-def test_islands_in_fp16_skip_the_same_batches_as_one_world(tmp_path, data):
-    """The first losses, times 2^24, have gradients that fp16 cannot hold."""
-    common = {"precision": "amp_fp16", "max_duration": "8ba", "optimizer__lr": 1e-3}
+def test_islands_in_fp16_lower_the_loss_scale_together(tmp_path, data):
+    """Gradients times 2^24 are more than fp16 can hold, on one island or on both."""
+    common = {"precision": "amp_fp16", "islands": {"check_weights_every": 1}}
     common["callbacks"] = {"python:tests.islands.faults:LargeScale": {"scale": 2.0**24}}
-    alone = train_together(tmp_path, data, SHARDS, ONE, common)
-    scales = [record["loss_scale"] for record in alone.values()]
-    assert scales[0] == 2.0**24 and scales[-1] < 2.0**24, "some batch overflowed"
-    for name in ("a", "b"):
-        assert values(metrics(tmp_path, name), "loss_scale") == scales
-        assert values(metrics(tmp_path, name), "skipped_batches") == []
-        check_is_one_run(tmp_path, name, alone, tolerance=0.02)
+    with coordination(tmp_path) as running:
+        for launch in islands(tmp_path, data, running, a=(2, common), b=(1, common)):
+            launch.check()
+    found = metrics(tmp_path, "a")
+    scales = values(found, "loss_scale")
+    assert scales[0] == 2.0**24 > scales[-1] and values(metrics(tmp_path, "b"), "loss_scale") == scales
+    assert values(found, "islands/drifts")[-1] == 0
+    assert values(found, "loss/train/total")[-1] < values(found, "loss/train/total")[0]
