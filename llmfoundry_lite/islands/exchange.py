@@ -95,7 +95,8 @@ class Exchange:
         self.cuts = {}
         for island, ranks in others.items():
             for rank, theirs in enumerate(ranks.pieces):
-                cuts = {name: cut for name in sorted(pieces) if (cut := pieces[name].common(theirs[name]))}
+                names = sorted(pieces.keys() & theirs.keys())
+                cuts = {name: cut for name in names if (cut := pieces[name].common(theirs[name]))}
                 if cuts:
                     self.cuts[Peer(island, rank)] = cuts
         for peer in self.cuts:
