@@ -5,8 +5,7 @@
 First A (2 ranks) and B (1 rank): both train at once, each for itself; then together, as islands. Three ranks share two
 cores, so only what both do at once can be compared. Then one rank each, over links that a proxy holds to a rate: how
 much faster the two train than the faster one alone, beside a formula. Gradients leave during the backward pass, or
-after it. Then the same without the cores (see `overlap`). Last the bytes: what packed sums take in such a run, and what
-islands of a 7B model send.
+after it. `overlap` measures the same without the cores, and bytes.
 """
 
 import os
@@ -19,7 +18,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.islands import overlap
 from benchmarks.islands.islands import build_shop, default_clusters
 from benchmarks.islands.launches import Islands, last_batch, running
 from benchmarks.islands.links import set_links
@@ -28,7 +26,6 @@ from benchmarks.switch.legs import Cluster, Workshop, probe
 from benchmarks.switch.switch import SEQ_LEN, describe_cluster, prepare_data, table_of_clusters
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.islands.owners import divide_sum, sent_gradients
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.report.tables import Table
 
@@ -45,10 +42,6 @@ GRADIENT_BYTES = 4
 SHARE_BACKWARD = 2 / 3
 """Share of a microbatch's time that its backward pass takes, by its products. It hides nothing before its first block
 has a gradient."""
-NUM_7B = 6_649_286_656
-"""Parameters of MPT-7B."""
-SLOW_LINK = 10
-"""Times that one link of four is slower, in the table of bytes."""
 
 
 def run(
@@ -90,10 +83,6 @@ def run(
                 way=way,
                 **whole,
             )
-        exact = train_linked(*(shop, "exact", single, rows, WARM_UP, (None,), pair, console), **whole, exact_sums=True)
-        console.print("pacing: threads that sleep and exchange")
-        paced = overlap.measure(shop.folder)
-        loads.append(os.getloadavg()[0])
         num_parameters, num_outside = count_model(shop.config["model"])
     report = conditions | {
         "rows": rows,
@@ -108,8 +97,6 @@ def run(
         "pair": pair,
         "linked": [{"way": way, **one} for way, found in linked.items() for one in found],
         "load_during": [min(loads), max(loads)],
-        "paced": paced,
-        "packed_bytes": exact[0]["bytes"] / (2 * num_parameters),
     }
     evaluate(report)
     how = f"Batches of {rows} x {SEQ_LEN} tokens, fp32, {num_parameters:,} parameters; {num_batches} are timed."
@@ -281,29 +268,7 @@ def tables_of(report: dict[str, Any]) -> tuple[Table, ...]:
             "A and B at once, on two cores: each for itself, then as islands, then each for itself", headings, first
         ),
         measured_table("one rank each, over a link of that rate in each direction", links, rows),
-        measured_table(
-            f"ranks that sleep {overlap.FORWARD_SECONDS:g} s forward and {overlap.BACKWARD_SECONDS:g} s backward",
-            overlap.HEADINGS,
-            overlap.rows_of(report["paced"]),
-        ),
-        bytes_of_7b(report["packed_bytes"]),
     )
-
-
-def bytes_of_7b(packed_bytes: float) -> Table:
-    """Tabulate what each island sends for a batch, and receives, beside the least that any exchange sends."""
-    rows = []
-    for count in (2, 3, 4):
-        names = "abcd"[:count]
-        equal, slow = dict.fromkeys(names, 1.0), {name: 1 / SLOW_LINK ** (name == "a") for name in names}
-        ways = [2 * (count - 1) / count, sent_gradients({}, "a", count)]
-        ways += [sent_gradients(divide_sum(links), "a", count) for links in (equal, slow)]
-        fp32 = [f"{times * GRADIENT_BYTES * NUM_7B / 1e9:.1f}" for times in ways]
-        exact = [f"{ways[1] * 8 * NUM_7B / 1e9:.1f}", f"{ways[2] * packed_bytes * NUM_7B / 1e9:.1f}"]
-        rows.append([f"{count}", *fp32, *exact])
-    headings = ["islands", "least, fp32", "all to all", "owners", "on a link ten times slower"]
-    headings += ["exact, float64 all to all", "exact, owners, packed"]
-    return measured_table("GB that an island of MPT-7B sends for a batch, and receives, by formula", headings, rows)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
@@ -311,7 +276,6 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     ratio, together = statistics.fmean(report["throughput"]), report["together"]
     batch = report["rows"] / together["rows_per_second"]
     overlapped = min(one["gain"] / one["expected"] for one in report["linked"] if one["way"] == EARLY)
-    paced = min(one["expected"] / one["seconds"] for one in report["paced"] if one["early"])
     fp32 = report["linked"][0]["bytes"] / (2 * report["num_parameters"])
     return [
         f"computing took {report['compute_over_exchange']:.0f} times the exchange; 0.95 of both at once is asked for "
@@ -319,13 +283,12 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"of that, a batch waits {together['uneven_seconds'] / batch:.2f} of its time for the island that computes "
         f"longest; without the third rank two islands on two cores reach {report['pair_throughput']:.2f} of both",
         f"one rank each, for itself: {first:.1f} and {second:.1f} rows/s; the gain is over the faster one",
-        f"0.95 of S with overlap: {verdict(overlapped)}, {overlapped:.2f} at least, where ranks, exchange and "
-        f"proxy share cores; where ranks sleep instead: {verdict(paced)}, {paced:.2f} at least",
+        f"0.95 of S with overlap: {verdict(overlapped)}, {overlapped:.2f} at least; ranks, exchange and proxy "
+        "share cores, unlike in `islands-overlap`",
         "S is by a step of C / (s1 + s2) + max(X - H, X_last): X the gradient's bits over the link's rate, H the "
         "backward pass of the last microbatch (two thirds of its time) after its first block, X_last what is outside "
         "of blocks and comes last; H is 0 where gradients leave after the backward pass",
-        f"measured bytes of each parameter, each way: {fp32:.3f} in fp32, {report['packed_bytes']:.3f} of packed exact "
-        "sums, float64 takes 8",
+        f"measured bytes of each parameter, each way: {fp32:.3f}",
         "medians of the batches; load average during the runs "
         f"{report['load_during'][0]:.0f} to {report['load_during'][1]:.0f}",
     ]

@@ -114,7 +114,7 @@ class Summing:
         self._errors: list[Exception] = []
         self._lock = threading.RLock()
         self._num_busy, self._is_waiting = 0, False
-        self._num_left = len(plan.buckets)
+        self._num_left = sum(bool(bucket.names) for bucket in plan.buckets)
         works: list[Callable[[], None]] = [self._work] if exchange.cuts else []
         for peer in exchange.cuts:
             works += [lambda peer=peer: self._send(peer), lambda peer=peer: self._receive(peer)]

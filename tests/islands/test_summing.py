@@ -99,6 +99,22 @@ def test_a_bucket_leaves_when_its_last_gradient_is_there_and_before_the_others(r
     assert first.sums.keys() == WHOLE.keys()
 
 
+@pytest.mark.parametrize("shares", [{}, {"a": 30, "b": 30, "p": 4}])
+def test_ranks_that_hold_some_tensors_alone_as_stages_of_a_pipeline_do_exchange_those(shares):
+    stages = [{"blocks.0.w": WHOLE["blocks.0.w"], "b": WHOLE["b"]}, {"blocks.1.w": WHOLE["blocks.1.w"]}]
+    ranks = make_ranks(
+        {"a": [WHOLE], "b": [WHOLE], "p": stages} if shares else {"a": [WHOLE], "p": stages}, divide=list
+    )
+
+    def work(rank):
+        rank.meet(1, ranks, shares)
+        return rank.sum(rank.cut(gradients(1))).sums
+
+    for rank, sums in zip(ranks, at_once(work, ranks), strict=True):
+        torch.testing.assert_close(sums, rank.cut(gradients(1)))
+        rank.exchange.close()
+
+
 def test_a_gradient_that_changes_after_it_was_sent_is_an_error(ranks):
     ranks[2].meet(1, ranks[2:])
     summing = ranks[2].begin()
