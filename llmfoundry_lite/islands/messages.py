@@ -20,7 +20,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 
-PROTOCOL = "islands/3"
+PROTOCOL = "islands/4"
 """Version of the messages. A "beat" is a heartbeat; a rank's "hello" describes it."""
 TOKEN = "LLMFOUNDRY_LITE_ISLANDS_TOKEN"
 MIN_TOKEN_LENGTH = 16
@@ -200,12 +200,13 @@ FACTS: Fields = {
 }
 """Fields of a rank's hello. `unit`: each rank's rows are a multiple of it."""
 REPORT: Fields = {
-    **dict.fromkeys(("epoch", "batch", "bad", "weight", "samples", "tokens", "losses", "digest"), int),
+    **dict.fromkeys(("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest"), int),
     **dict.fromkeys(("ok", "leaving", "out_of_range"), bool),
     **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
     "weights": str,
 }
-"""Fields of an island's report after the exchange of a batch's gradient. `ok`: the exchange succeeded."""
+"""Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
+gradient; counts are of all of them."""
 
 
 def check_fields(message: Message, fields: Fields) -> None:
