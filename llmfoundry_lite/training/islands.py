@@ -29,7 +29,8 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.errors import CheckpointError, ConfigError
-from llmfoundry_lite.islands.exchange import Box, Boxes, Exchange, Ranks, Swapped, complete, share_out, sum_weighted
+from llmfoundry_lite.islands.boxes import Box, Boxes, complete, share_out
+from llmfoundry_lite.islands.exchange import Exchange, Ranks, Swapped, sum_weighted
 from llmfoundry_lite.islands.member import Lost, Member, View, start_coordinator_if_absent
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate
 
 from llmfoundry_lite.checkpoint.state_digest import sum_keyed
 from llmfoundry_lite.islands import exchange as exchange_module
-from llmfoundry_lite.islands.exchange import Box, Exchange, Ranks, complete, share_out, sum_weighted
+from llmfoundry_lite.islands.boxes import Box, complete, share_out
+from llmfoundry_lite.islands.exchange import Exchange, Ranks, sum_weighted
 from tests.helpers.devices import offloaded
 
 SECRET = b"0123456789abcdef"
