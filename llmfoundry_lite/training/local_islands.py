@@ -23,7 +23,8 @@ from llmfoundry_lite.checkpoint.state import local_tensor
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import NonFiniteError
-from llmfoundry_lite.islands.exchange import Tensors, complete
+from llmfoundry_lite.islands.boxes import complete
+from llmfoundry_lite.islands.exchange import Tensors
 from llmfoundry_lite.islands.local_steps import Round, lost_samples, take_outer_step
 from llmfoundry_lite.islands.member import Lost, View
 from llmfoundry_lite.islands.messages import Message
