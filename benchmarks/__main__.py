@@ -41,6 +41,7 @@ BENCHMARKS = {
     "switch": ("switch.switch", "Is a run that switches between clusters the same run?"),
     "islands": ("islands.islands", "Is a run of two islands, one of which dies, one run?"),
     "islands-speed": ("islands.speed", "What the exchange between islands costs."),
+    "islands-local": ("islands.local", "Local steps over slow links: loss, bytes and time."),
     "islands-faults": ("islands.faults", "Random faults of ranks, islands, links and the coordinator."),
 }
 FREE = ("results", "overrides")

@@ -123,7 +123,15 @@ def deal(num_faults: int, chance: random.Random) -> list[str]:
 class Keeper:
     """One island: a process that has imported the code, whose forks are its ranks, launched again when they end."""
 
-    def __init__(self, folder: Path, yaml: Path, name: str, num_ranks: int, settings: Sequence[str]):
+    def __init__(
+        self,
+        folder: Path,
+        yaml: Path,
+        name: str,
+        num_ranks: int,
+        settings: Sequence[str],
+        program: str = "benchmarks.islands.paced",
+    ):
         self.folder, self.name, self.num_ranks = folder, name, num_ranks
         self.arguments = [str(yaml), f"run_folder={folder / name}", *settings]
         self.log = Log(folder / name / "metrics.jsonl")
@@ -134,7 +142,7 @@ class Keeper:
         self.is_over = threading.Event()
         mine, its = open_channel()
         command = [sys.executable, "-m", "llmfoundry_lite.launch.server", str(its.fileno()), str(os.getpid())]
-        command += ["benchmarks.islands.paced", "llmfoundry_lite.training.train", *HEAVY]
+        command += [program, "llmfoundry_lite.training.train", *HEAVY]
         with (folder / f"{name}.txt").open("ab") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output}
             self.server = subprocess.Popen(command, pass_fds=[its.fileno()], env=with_root(), **streams)

@@ -52,7 +52,7 @@ class LocalIslands(Islands):
         self.has_left = False
         """The others carry on: what was trained since the last outer step is lost."""
         self.owes_save = False
-        self.num_lost_samples = 0
+        self.num_lost_samples = self.num_bytes = 0
 
     def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
         self.logger = trainer.logger
@@ -165,6 +165,7 @@ class LocalIslands(Islands):
         self.measured = {
             "islands/exchange_seconds": exchanged_at - began_at,
             "islands/verdict_seconds": time.monotonic() - exchanged_at,
+            "islands/bytes": self.num_bytes,
         }
         self._commit_round(state, verdict, mean)
 
@@ -185,7 +186,9 @@ class LocalIslands(Islands):
             self._sum_over_islands(inside, swapped, self.round.weight)
             complete(self.parameters, mean, self.pieces, self.boxes)
         squares = sum(float(part.double().square().sum()) for part in inside.values())
-        return mean, math.sqrt(sum(all_gather_json(squares)))
+        sums = [sum(column) for column in zip(*all_gather_json([squares, self.exchange.num_bytes]), strict=True)]
+        self.num_bytes = sums[1]
+        return mean, math.sqrt(sums[0])
 
     def _report(self, state: State, *, leaves: bool, ok: bool, norm: float) -> None:
         if self.rank != 0:
