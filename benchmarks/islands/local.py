@@ -40,6 +40,8 @@ ROWS, SEQ_LEN = 8, 64
 BITS_PER_SECOND, DELAY_SECONDS = 10e6, 0.05
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Number of seeds -> the factor of a 95 % interval of the mean (Student's t)."""
+SILENCE_SECONDS = 60.0
+"""On a busy machine no island is left out."""
 EXACT_BATCHES = 8
 PUBLISHED = (
     ("DiLoCo, 8 workers, every 500", "500 times less", "loss as synchronous or lower", "arXiv 2311.08105"),
@@ -75,7 +77,12 @@ def run(
             def work(keepers: Sequence[Keeper]) -> None:
                 while job := next((job for job in jobs if job[0] <= len(keepers)), None):
                     jobs.remove(job)
-                    runs.append(shop.train(keepers, *job))
+                    try:
+                        runs.append(shop.train(keepers, *job))
+                    except UserError as error:  # a rank on a busy machine took the coordinator for dead
+                        console.print(f"again: {error}", highlight=False)
+                        jobs.append(job)
+                        continue
                     shown = {key: runs[-1][key] for key in ("islands", "every", "seed", "loss", "seconds")}
                     console.print(json.dumps(shown), highlight=False)
 
@@ -103,7 +110,7 @@ class Shop:
     """Processes that have imported the code, and the runs that their forks train."""
 
     def __init__(self, folder: Path, data: Path, num_batches: int):
-        self.folder, self.num_batches = folder, num_batches
+        self.folder, self.num_runs = folder, 0
         config = configuration(data, num_batches, num_batches, "fp32", 17)
         config |= {"max_seq_len": SEQ_LEN, "global_train_batch_size": ROWS, "device_train_microbatch_size": 4}
         config |= {"eval_subset_num_batches": 64, "device_eval_batch_size": 8, "save_interval": "100000ba"}
@@ -128,14 +135,18 @@ class Shop:
         self, keepers: Sequence[Keeper], count: int, every: int, seed: int, stop_after: int | None = None
     ) -> dict[str, Any]:
         """Train one run to its end. `every` 0: exact islands, or one world."""
-        name = f"{count}-{every}-{seed}-{stop_after or ''}"
+        self.num_runs += 1
+        name = f"run-{self.num_runs}"
         settings = [f"run_name={name}", f"seed={seed}", f"save_folder={self.folder / 'saves' / name}"]
         settings += [f"train_loader.dataset.shuffle_seed={seed}"]
         settings += [f"stop_after={stop_after}ba"] if stop_after else []
         settings += [f"islands.sync.every={every}ba"] if every else []
         if count == 1:
             return self._record(name, count, every, seed, [self._launch(keepers[0], name, settings)])
-        with coordinated(self.shop, name, count, self.links) as address, ThreadPoolExecutor(count) as pool:
+        with (
+            coordinated(self.shop, name, count, self.links, SILENCE_SECONDS) as address,
+            ThreadPoolExecutor(count) as pool,
+        ):
 
             def launch(keeper: Keeper) -> Log:
                 own = [f"islands.coordinator={address}", f"islands.name={keeper.name}"]
