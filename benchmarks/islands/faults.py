@@ -1,11 +1,14 @@
 """Random faults of ranks, islands, links, the scribe and the coordinator while three islands train one run.
 
     python -m benchmarks islands-faults --out results          some 9 minutes on two busy cores
+    python -m benchmarks islands-faults --exact --out results  with exact sums, packed, held against one world's bits
 
-Three islands train a tiny model. Their ranks are real, as the launcher starts them; an island that has ended is
-launched again, as a scheduler would. For each fault: seconds until two more batches are finished, and until those that
-had to leave have left. Nothing may take longer than the deadline. In the end every batch is there once, with the data
-of a single world, and the loss is held against the band of three single worlds.
+Three islands train a tiny model. Each owns a part of the sum. Gradients leave during the backward pass, over links on
+which they are under way for as long as ranks compute: faults hit overlapped exchanges. Ranks are real, as the launcher
+starts them; an island that has ended is launched again, as a scheduler would, and joins in the middle. For each fault:
+seconds until two more batches are finished, and until those that had to leave have left. Nothing may take longer than
+the deadline. In the end every batch is there once, with the data of a single world. The loss is held against the band
+of three single worlds; with exact sums it must have their bits.
 
 `links.py` has links that can be cut, frozen or dead one way.
 """
@@ -56,6 +59,8 @@ LAUNCH_SECONDS = 120.0
 FROZEN_SECONDS = 6.0
 """Seconds that a rank is frozen. It then wakes up where the others have gone on without it."""
 LINK_SECONDS = (0.3, 1.0, 4.0)
+LINK_BITS = 40e6
+"""Bits per second of links between islands that nothing ails."""
 MAX_BANDS = 2.0
 """The loss may be so many bands from that of the single worlds: rows are divided in many more ways than theirs."""
 SHARE_WHOLE = 0.8
@@ -206,18 +211,18 @@ class Ways:
 class Scene:
     """Three islands, their links, and a coordinator."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, settings: Sequence[str] = ()):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.yaml = write_run(folder, SETTINGS, "fp32")
         self.links = folder / "links.json"
-        set_links(self.links, "open")
+        set_links(self.links, "open", LINK_BITS)
         self.port = int(rendezvous()["MASTER_PORT"])
         self.said = folder / "coordinator.txt"
         self.start_coordinator()
         self.ways = Ways(folder, self.port)
         common = ["autoresume=true", f"save_folder={folder / 'saves'}", f"save_interval={SAVE_EVERY}ba"]
-        common += ["save_num_checkpoints_to_keep=2", "device_train_microbatch_size=1", "dist_timeout=60"]
+        common += ["save_num_checkpoints_to_keep=2", "device_train_microbatch_size=1", "dist_timeout=60", *settings]
         self.keepers = {
             name: Keeper(
                 *(folder, self.yaml, name, size),
@@ -300,7 +305,7 @@ class Scene:
             undo = lambda: self.ways.set("open", cut_off)  # noqa: E731
         elif kind in BETWEEN_ISLANDS:
             set_links(self.links, BETWEEN_ISLANDS[kind], 4e6)
-            threading.Timer(chance.choice(LINK_SECONDS), set_links, (self.links, "open")).start()
+            threading.Timer(chance.choice(LINK_SECONDS), set_links, (self.links, "open", LINK_BITS)).start()
         else:
             ranks = keeper.ranks()
             whole = kind in (KILL_ISLAND, KILL_SAVING)
@@ -367,9 +372,11 @@ class Scene:
             self.kill_coordinator()
 
 
-def train_alone(folder: Path, yaml: Path, num_ranks: int, last: int) -> list[dict[str, Any]]:
+def train_alone(
+    folder: Path, yaml: Path, num_ranks: int, last: int, options: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Train the same batches in one world; return its records."""
-    settings = [f"stop_after={last}ba", "device_train_microbatch_size=1"]
+    settings = [f"stop_after={last}ba", "device_train_microbatch_size=1", *options]
     keeper = Keeper(folder, yaml, f"alone-{num_ranks}", num_ranks, settings)
     try:
         if code := keeper.launch():
@@ -382,17 +389,21 @@ def train_alone(folder: Path, yaml: Path, num_ranks: int, last: int) -> list[dic
 # ---------------------------------------------------------------------------------------------------------- the whole
 
 
-def run(*, num_faults: int = 50, seed: int = 17, out: Path | None = None, keep: Path | None = None) -> dict[str, Any]:
+def run(
+    *, num_faults: int = 50, seed: int = 17, exact: bool = False, out: Path | None = None, keep: Path | None = None
+) -> dict[str, Any]:
     """Disturb, check, print; with `out`, write islands-faults.json and .md there. Returns what the JSON holds.
 
-    Raises UserError when a run does not come back from a fault.
+    `exact`: with `exact_sums`; every batch must have the bits of a single world. Raises UserError when a run does not
+    come back from a fault.
     """
     console, conditions, chance = open_console(), describe_conditions(), random.Random(seed)
+    name, settings = ("islands-faults-exact", ["exact_sums=true"]) if exact else ("islands-faults", [])
     faults: list[Fault] = []
     loads: list[float] = []
     started = time.monotonic()
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
-        scene = Scene(Path(folder).resolve())
+        scene = Scene(Path(folder).resolve(), settings)
         try:
             scene.wait_for_all()
             for number, kind in enumerate(deal(num_faults, chance), 1):
@@ -414,7 +425,7 @@ def run(*, num_faults: int = 50, seed: int = 17, out: Path | None = None, keep: 
         worlds = []
         for size in WORLDS:
             console.print(f"training: {last} batches alone on {size} ranks")
-            worlds.append(train_alone(scene.folder, scene.yaml, size, last))
+            worlds.append(train_alone(scene.folder, scene.yaml, size, last, settings))
     report = conditions | {"num_faults": num_faults, "seed": seed, "minutes": minutes, "load_during": max(loads)}
     report |= {"num_batches": last, "faults": [fault._asdict() for fault in faults], "codes": codes}
     report |= check(logs, worlds)
@@ -424,11 +435,13 @@ def run(*, num_faults: int = 50, seed: int = 17, out: Path | None = None, keep: 
         and not report["missing"]
         and not report["other_data"]
         and report["bands"] <= MAX_BANDS
+        and not (exact and report["other_bits"])
         and not {code for some in codes.values() for code in some} - {EXIT_DONE, EXIT_BUG, EXIT_USER, EXIT_PREEMPTED}
     )
     how = f"{num_faults} faults in {minutes:.0f} minutes and {last} batches. Three islands of 2, 1 and 1 ranks."
-    command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}"
-    about = {"name": "islands-faults", "heading": "Faults of islands", "asked": ("num_faults", "seed")}
+    command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}{' --exact' * exact}"
+    heading = "Faults of islands" + ", exact sums" * exact
+    about = {"name": name, "heading": heading, "asked": ("num_faults", "seed")}
     tell(report, how, table_of(faults), notes_of(report), **about, command=command, out=out)
     console.print("passed" if report["passed"] else "FAILED: see the notes", style="bold")
     return report
@@ -440,7 +453,9 @@ def check(logs: dict[str, list[dict[str, Any]]], worlds: Sequence[list[dict[str,
     joined = {record["batch"]: record for log in logs.values() for record in log}
     other = {r["batch"] for log in logs.values() for r in log if r["data/digest"] != digests.get(r["batch"])}
     missing = sorted(set(digests) ^ set(joined))
-    found = {"missing": missing, "other_data": sorted(other), "bands": 0.0, "deviation": 0.0}
+    losses = {record["batch"]: record["loss/train/total"] for record in worlds[0]}
+    bits = [batch for batch, record in joined.items() if record["loss/train/total"] != losses.get(batch)]
+    found = {"missing": missing, "other_data": sorted(other), "other_bits": bits, "bands": 0.0, "deviation": 0.0}
     if not missing:
         verdict = judge(read_series([joined[batch] for batch in sorted(joined)]), list(map(read_series, worlds)))
         found |= {"bands": verdict.largest_ratio, "deviation": verdict.final_deviation}
@@ -473,10 +488,13 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"{DEADLINE_SECONDS:g} s",
         f"batches that are missing: {names(report['missing'])}; with other data than a single world's: "
         f"{names(report['other_data'])}",
+        f"batches whose loss has other bits than that of a single world of {WORLDS[0]} rank: "
+        f"{len(report['other_bits'])} of {report['num_batches']}",
         f"the loss is at most {report['bands']:.2f} bands from that of {len(WORLDS)} single worlds, {MAX_BANDS:g} are "
         f"allowed: rows are divided in more ways; after the last batch {report['deviation']:.1e} nats",
         f"the coordinator leaves out who is silent for {SILENCE_SECONDS:g} s; ranks leave a coordinator that is silent "
         "for 4 s",
+        f"links between islands have {LINK_BITS / 1e6:g} Mbit/s, so that a gradient is under way while ranks compute",
         "a way that is half-open passes nothing back, or nothing at all; links between islands are as they should be "
         f"after {', '.join(f'{seconds:g}' for seconds in LINK_SECONDS)} s",
         f"load average during the faults at most {report['load_during']:.1f}; islands launch again as forks of a "

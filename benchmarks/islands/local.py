@@ -177,7 +177,7 @@ class Shop:
             "seconds": sum(record[SECONDS] for record in first),
             "compute_seconds": computing,
             "exchange_seconds": statistics.fmean(exchanges) if exchanges else None,
-            "bytes": last.get("islands/bytes"),
+            "bytes": sum(record.get("islands/bytes", 0) for record in first),
             "num_batches": len(first),
             "tokens": last["time/token"],
             "losses": losses,

@@ -4,9 +4,11 @@
 
 First A (2 ranks) and B (1 rank): both train at once, each for itself; then together, as islands. Three ranks share two
 cores, so only what both do at once can be compared. Then one rank each, over links that a proxy holds to a rate: how
-much faster the two train than the faster one alone, beside what `plan` expects of these rates (`join_clusters`).
+much faster the two train than the faster one alone, beside a formula. Gradients leave during the backward pass, or
+after it. Last the bytes: what packed sums take in such a run, and what islands of a 7B model send.
 """
 
+import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -24,18 +26,26 @@ from benchmarks.switch.legs import Cluster, Workshop, probe
 from benchmarks.switch.switch import SEQ_LEN, describe_cluster, prepare_data, table_of_clusters
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.islands.owners import divide_sum, sent_gradients
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.plan.cost import join_clusters
 from llmfoundry_lite.report.tables import Table
 
+EARLY, WAITS = "", "waits"
+"""Gradients leave during the backward pass, or after it."""
 LONG_RUN = 100_000
 """Batches; every launch is ended before."""
 WARM_UP = 4
 """Batches that are not counted: a launch's first, or those after a change."""
-MOVES = 20
+MOVES = 8
 """Batches after which rows have found their places."""
 GRADIENT_BYTES = 4
 """Bytes of each parameter, each way: fp32."""
+SHARE_BACKWARD = 2 / 3
+"""Share of a microbatch's time that its backward pass takes, by its products."""
+NUM_7B = 6_649_286_656
+"""Parameters of MPT-7B."""
+SLOW_LINK = 10
+"""Times that one link of four is slower, in the table of bytes."""
 
 
 def run(
@@ -43,7 +53,7 @@ def run(
     data: Path = Path("data/python-stdlib"),
     rows: int = 64,
     num_batches: int = 10,
-    rates: Sequence[float] = (1000, 200, 50),
+    rates: Sequence[float] = (200, 50),
     seed: int = 17,
     other_python: str | None = None,
     out: Path | None = None,
@@ -57,6 +67,7 @@ def run(
     clusters = default_clusters(other_python)[:2]
     single = [Cluster(letter=letter, num_ranks=1, overlay=clusters[0].overlay) for letter in ("A1", "B1")]
     prepare_data(data)
+    loads = [os.getloadavg()[0]]
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
         shop = build_shop(Path(folder).resolve(), data, LONG_RUN, seed, [*clusters, *single])
         machines = {cluster.letter: probe(cluster) for cluster in shop.clusters}
@@ -65,19 +76,32 @@ def run(
         before = train_apart(shop, "before", clusters, rows, num_batches, console)
         (together,) = train_linked(shop, "together", clusters, rows, num_batches, (None,), before, console)
         after = train_apart(shop, "after", clusters, rows, num_batches, console)
-        pair = train_apart(shop, "pair", single, rows, num_batches, console)
-        linked = train_linked(shop, "linked", single, rows, num_batches, (None, *rates), pair, console)
-        num_parameters = count_parameters(ModelConfig(**{**shop.config["model"], "attn_config": AttentionConfig()}))
+        # One microbatch a batch: its backward pass hides the most.
+        whole: dict[str, Any] = {"device_train_microbatch_size": rows // 2}
+        pair = train_apart(shop, "pair", single, rows, num_batches, console, **whole)
+        linked = {}
+        for way in (EARLY, WAITS):
+            loads.append(os.getloadavg()[0])
+            linked[way] = train_linked(
+                *(shop, f"linked-{way or 'early'}", single, rows, num_batches, (None, *rates), pair, console),
+                way=way,
+                **whole,
+            )
+        exact = train_linked(*(shop, "exact", single, rows, WARM_UP, (None,), pair, console), **whole, exact_sums=True)
+        num_parameters, num_outside = count_model(shop.config["model"])
     report = conditions | {
         "rows": rows,
         "num_batches": num_batches,
         "seed": seed,
         "clusters": described,
         "num_parameters": num_parameters,
+        "num_outside_blocks": num_outside,
         "apart": [before, after],
         "together": together,
         "pair": pair,
-        "linked": linked,
+        "linked": [{"way": way, **one} for way, found in linked.items() for one in found],
+        "load_during": [min(loads), max(loads)],
+        "packed_bytes": exact[0]["bytes"] / (2 * num_parameters),
     }
     evaluate(report)
     how = f"Batches of {rows} x {SEQ_LEN} tokens, fp32, {num_parameters:,} parameters; {num_batches} are timed."
@@ -91,7 +115,13 @@ def run(
 
 
 def train_apart(
-    shop: Workshop, run: str, clusters: Sequence[Cluster], rows: int, num_batches: int, console: Console
+    shop: Workshop,
+    run: str,
+    clusters: Sequence[Cluster],
+    rows: int,
+    num_batches: int,
+    console: Console,
+    **settings: Any,
 ) -> dict[str, float]:
     """Return rows per second of each cluster, while all train at once and share nothing.
 
@@ -99,7 +129,9 @@ def train_apart(
     """
     console.print(f"training: {' and '.join(c.letter for c in clusters)} at once, each for itself")
     share = rows // len(clusters)
-    alone = [Islands(shop, f"{run}-{cluster.letter}", global_train_batch_size=share) for cluster in clusters]
+    alone = [
+        Islands(shop, f"{run}-{cluster.letter}", global_train_batch_size=share, **settings) for cluster in clusters
+    ]
     try:
         for one, cluster in zip(alone, clusters, strict=True):
             one.start(cluster)
@@ -110,7 +142,7 @@ def train_apart(
         for one, log, begin in zip(alone, logs, begins, strict=True):
             one.wait_for(lambda log=log, begin=begin: last_batch(log) >= begin + num_batches, "batches to time")
         return {
-            cluster.letter: share / mean(log.read()[begin:], "time/batch_seconds")
+            cluster.letter: share / typical(log.read()[begin:], "time/batch_seconds")
             for cluster, log, begin in zip(clusters, logs, begins, strict=True)
         }
     finally:
@@ -127,15 +159,19 @@ def train_linked(
     rates: Sequence[float | None],
     weights: dict[str, float],
     console: Console,
+    way: str = EARLY,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Train one run of islands, some batches at each rate of the links (Mbit/s; None: the machine's own rate)."""
+    """Train one run of islands, some batches at each rate of the links (Mbit/s; None: the machine's own rate).
+
+    `way`: see `wrong`."""
     console.print(f"training: {' and '.join(c.letter for c in clusters)} as islands")
     links = shop.folder / f"{run}-links.json"
     set_links(links)
     found = []
-    with running(shop, run, len(clusters), links, global_train_batch_size=rows) as islands:
+    with running(shop, run, len(clusters), links, global_train_batch_size=rows, **settings) as islands:
         for cluster in clusters:
-            islands.start(cluster, f"islands.weight={weights[cluster.letter]:.3f}")
+            islands.start(cluster, f"islands.weight={weights[cluster.letter]:.3f}", wrong=way)
         logs = [islands.log(cluster) for cluster in clusters]
         begin = MOVES
         for rate in rates:
@@ -151,21 +187,37 @@ def describe(logs: Sequence[Log], begin: int, until: int, rows: int) -> dict[str
     """Measure batches `begin` + 1 to `until`. The island that comes last to an exchange does not wait in it."""
     batches = [[log.last_of_each_batch()[batch] for log in logs] for batch in range(begin + 1, until + 1)]
     return {
-        "rows_per_second": rows / mean([records[0] for records in batches], "time/batch_seconds"),
-        "compute_seconds": statistics.fmean(
-            max(record["islands/compute_seconds"] for record in records) for records in batches
+        "rows_per_second": rows / typical([records[0] for records in batches], "time/batch_seconds"),
+        "compute_seconds": statistics.median(max(compute_seconds(records)) for records in batches),
+        "uneven_seconds": statistics.median(
+            max(compute_seconds(records)) - statistics.fmean(compute_seconds(records)) for records in batches
         ),
-        "exchange_seconds": statistics.fmean(
+        "exchange_seconds": statistics.median(
             min(record["islands/exchange_seconds"] for record in records) for records in batches
         ),
+        "bytes": statistics.median(records[0]["islands/bytes"] for records in batches),
         "shares": [
             round(statistics.fmean(records[i]["islands/rows"] for records in batches)) for i in range(len(logs))
         ],
     }
 
 
-def mean(records: Sequence[dict[str, Any]], key: str) -> float:
-    return statistics.fmean(record[key] for record in records)
+def compute_seconds(records: Sequence[dict[str, Any]]) -> list[float]:
+    return [record["islands/compute_seconds"] for record in records]
+
+
+def typical(records: Sequence[dict[str, Any]], key: str) -> float:
+    """Return the median: others use the machine, too."""
+    return statistics.median(record[key] for record in records)
+
+
+def count_model(model: dict[str, Any]) -> tuple[int, int]:
+    """Return the parameters of a model, and those outside of its blocks, whose gradients come last."""
+    config = {**model, "attn_config": AttentionConfig()}
+    whole, deeper = (
+        count_parameters(ModelConfig(**{**config, "n_layers": config["n_layers"] + more})) for more in (0, 1)
+    )
+    return whole, whole - config["n_layers"] * (deeper - whole)
 
 
 # ------------------------------------------------------------------------------------------------------ what it shows
@@ -176,22 +228,28 @@ def evaluate(report: dict[str, Any]) -> None:
     both = [sum(apart.values()) for apart in report["apart"]]
     report["throughput"] = [together["rows_per_second"] / rate for rate in both]
     report["compute_over_exchange"] = together["compute_seconds"] / together["exchange_seconds"]
+    fastest, together = max(pair.values()), sum(pair.values())
+    report["pair_throughput"] = report["linked"][0]["rows_per_second"] / together
+    step = report["rows"] / together
     for one in report["linked"]:
-        one["gain"] = one["rows_per_second"] / max(pair.values())
-        one["expected"] = expected_gain(pair, report["rows"], report["num_parameters"], one["megabits"])
+        one |= expected(step, report, one)
+        one["gain"] = one["rows_per_second"] / fastest
+        one["expected"] = report["rows"] / one["step_seconds"] / fastest
 
 
-def expected_gain(pair: dict[str, float], rows: int, num_parameters: int, megabits: float | None) -> float:
-    """S = (C / s1) / (C / (s1 + s2) + X), C the batch's work, X the time of the gradient on the link: `plan`'s."""
-    first, second = (rate * SEQ_LEN for rate in pair.values())
-    link = megabits * 1e6 / 8 if megabits else float("inf")
-    gradient = GRADIENT_BYTES * num_parameters
-    return join_clusters(
-        first, second, batch_tokens=rows * SEQ_LEN, gradient_bytes=gradient, link_bytes_per_second=link
-    ).gain
+def expected(step: float, report: dict[str, Any], one: dict[str, Any]) -> dict[str, float]:
+    """Return X, H, X_last and the step's time by the formula. A step computes for `step` seconds."""
+    per_parameter = 8 * GRADIENT_BYTES / (one["megabits"] * 1e6) if one["megabits"] else 0.0
+    found = {
+        "gradient_seconds": per_parameter * report["num_parameters"],
+        "hidden_seconds": SHARE_BACKWARD * step if one["way"] == EARLY else 0.0,
+        "last_seconds": per_parameter * report["num_outside_blocks"],
+    }
+    left = max(found["gradient_seconds"] - found["hidden_seconds"], found["last_seconds"])
+    return {**found, "step_seconds": step + left}
 
 
-def tables_of(report: dict[str, Any]) -> tuple[Table, Table]:
+def tables_of(report: dict[str, Any]) -> tuple[Table, ...]:
     together = report["together"]
     headings = ["each for itself", "A, rows/s", "B, rows/s", "both", "as islands", "islands / both"]
     first = []
@@ -201,29 +259,63 @@ def tables_of(report: dict[str, Any]) -> tuple[Table, Table]:
     rows = []
     for one in report["linked"]:
         rate = f"{one['megabits']:g} Mbit/s" if one["megabits"] else "as fast as the machine"
-        exchange = 8 * GRADIENT_BYTES * report["num_parameters"] / (one["megabits"] * 1e6) if one["megabits"] else 0.0
+        leaves = "during the backward pass" if one["way"] == EARLY else "after it"
+        seconds = ("exchange_seconds", "gradient_seconds", "hidden_seconds", "last_seconds")
         rows.append(
             [
-                *(rate, f"{one['rows_per_second']:.1f}", f"{one['exchange_seconds']:.2f}", f"{exchange:.2f}"),
+                *(leaves, rate, f"{one['rows_per_second']:.1f}", *(f"{one[key]:.2f}" for key in seconds)),
                 *(f"{one['gain']:.2f}", f"{one['expected']:.2f}", f"{one['gain'] / one['expected']:.2f}"),
             ]
         )
-    links = ["link", "rows/s", "exchange, s", "X, s", "gain", "S", "gain / S"]
+    links = ["gradients leave", "link", "rows/s", "exchange, s", "X, s", "H, s", "X_last, s", "gain", "S", "gain / S"]
     return (
         measured_table(
             "A and B at once, on two cores: each for itself, then as islands, then each for itself", headings, first
         ),
         measured_table("one rank each, over a link of that rate in each direction", links, rows),
+        bytes_of_7b(report["packed_bytes"]),
     )
+
+
+def bytes_of_7b(packed_bytes: float) -> Table:
+    """Tabulate what each island sends for a batch, and receives, beside the least that any exchange sends."""
+    rows = []
+    for count in (2, 3, 4):
+        names = "abcd"[:count]
+        equal, slow = dict.fromkeys(names, 1.0), {name: 1 / SLOW_LINK ** (name == "a") for name in names}
+        ways = [2 * (count - 1) / count, sent_gradients({}, "a", count)]
+        ways += [sent_gradients(divide_sum(links), "a", count) for links in (equal, slow)]
+        fp32 = [f"{times * GRADIENT_BYTES * NUM_7B / 1e9:.1f}" for times in ways]
+        exact = [f"{ways[1] * 8 * NUM_7B / 1e9:.1f}", f"{ways[2] * packed_bytes * NUM_7B / 1e9:.1f}"]
+        rows.append([f"{count}", *fp32, *exact])
+    headings = ["islands", "least, fp32", "all to all", "owners", "on a link ten times slower"]
+    headings += ["exact, float64 all to all", "exact, owners, packed"]
+    return measured_table("GB that an island of MPT-7B sends for a batch, and receives, by formula", headings, rows)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
     first, second = report["pair"].values()
-    ratio = statistics.fmean(report["throughput"])
+    ratio, together = statistics.fmean(report["throughput"]), report["together"]
+    batch = report["rows"] / together["rows_per_second"]
+    overlapped = [one["gain"] / one["expected"] for one in report["linked"] if one["way"] == EARLY]
+    fp32 = report["linked"][0]["bytes"] / (2 * report["num_parameters"])
     return [
         f"computing took {report['compute_over_exchange']:.0f} times the exchange; 0.95 of both at once is asked for "
-        f"where it takes 20 times: {'reached' if ratio >= 0.95 else 'MISSED'}, {ratio:.2f} over both measurements",
+        f"where it takes 20 times: {verdict(ratio)}, {ratio:.2f} over both measurements",
+        f"of that, a batch waits {together['uneven_seconds'] / batch:.2f} of its time for the island that computes "
+        f"longest; without the third rank two islands on two cores reach {report['pair_throughput']:.2f} of both",
         f"one rank each, for itself: {first:.1f} and {second:.1f} rows/s; the gain is over the faster one",
-        "S = (C / s1) / (C / (s1 + s2) + X), X the gradient's bits over the link's rate, as `plan --join` counts; the "
-        "exchange of tensors, additions, verdicts and waiting for the slower island are in the measured gain alone",
+        f"0.95 of S with overlap: {verdict(min(overlapped))}, {min(overlapped):.2f} at least; the proxy that holds "
+        "links to a rate takes of the same cores",
+        "S is by a step of C / (s1 + s2) + max(X - H, X_last): X the gradient's bits over the link's rate, H the "
+        "backward pass of the last microbatch (two thirds of its time), X_last what is outside of blocks and comes "
+        "last; H is 0 where gradients leave after the backward pass",
+        f"measured bytes of each parameter, each way: {fp32:.3f} in fp32, {report['packed_bytes']:.3f} of packed exact "
+        "sums, float64 takes 8",
+        "medians of the batches; load average during the runs "
+        f"{report['load_during'][0]:.0f} to {report['load_during'][1]:.0f}",
     ]
+
+
+def verdict(ratio: float) -> str:
+    return "reached" if ratio >= 0.95 else "MISSED"

@@ -14,24 +14,26 @@ from typing import Any
 
 import torch
 
-from llmfoundry_lite.islands.exchange import Swapped
+from llmfoundry_lite.islands import summing
+from llmfoundry_lite.islands.exchange import scatter
 from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
 
 DIES_AT = 20
 """Batches that have been trained when the island that dies does, with its gradient sent and no word said of it."""
 SECONDS_TO_ARRIVE = 1.0
+LABELS_PER_BATCH = 64
+"""As `training.islands` has it, which imports Composer."""
 
 
 def weights(islands: Any) -> None:
     """The first island's share counts twice what it is."""
-    add_up = islands._sum_over_islands
+    add_up = summing.sum_weighted
 
-    def add_up_wrongly(self: Any, inside: Any, swapped: Swapped, weight: int) -> None:
-        first = min([self.name, *swapped.weights])
-        doubled = {name: share * (2 if name == first else 1) for name, share in swapped.weights.items()}
-        add_up(self, inside, swapped._replace(weights=doubled), weight * (2 if self.name == first else 1))
+    def add_up_wrongly(mine: Any, own: str, theirs: Any, shares: dict[str, float]) -> torch.Tensor:
+        doubled = {name: share * (2 if name == min(shares) else 1) for name, share in shares.items()}
+        return add_up(mine, own, theirs, {name: share / sum(doubled.values()) for name, share in doubled.items()})
 
-    islands._sum_over_islands = add_up_wrongly
+    summing.sum_weighted = add_up_wrongly
 
 
 def lost(islands: Any) -> None:
@@ -49,25 +51,31 @@ def lost(islands: Any) -> None:
 
 def stale(islands: Any) -> None:
     """When a batch is repeated without an island, what that one had sent before is counted all the same."""
-    from llmfoundry_lite.islands.exchange import Exchange
     from llmfoundry_lite.training.optimizers import local
 
-    exchange, swap = islands._exchange, Exchange.swap
-    kept: list[Swapped] = []
+    exchange, note = islands._exchange, summing.Summing._note_part
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    weights: dict[str, float] = {}
 
-    def swap_and_keep(self: Any, *arguments: Any) -> Swapped:
-        swapped = swap(self, *arguments)
-        kept[:] = [swapped] if swapped.tensors else kept
-        return swapped
+    def note_and_keep(self: Any, number: int, peer: Any, *given: Any) -> None:
+        if peer is not None:
+            bucket = self.plan.buckets[number]
+            scatter(given[0], kept.setdefault(peer.island, {}), bucket.owned, bucket.take[peer])
+            weights[peer.island] = given[1]
+        note(self, number, peer, *given)
 
-    def exchange_with_stale(self: Any, state: Any, weight: int, loss: torch.Tensor) -> Any:
+    def exchange_with_stale(self: Any, loss: torch.Tensor) -> Any:
         if self.num_repeats == 1 and kept:
-            gradients = {name: local(self._gradient(parameter)) for name, parameter in self.parameters.items()}
-            inside = {name: gradients[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
-            self._sum_over_islands(inside, kept.pop(), weight)
-        return exchange(self, state, weight, loss)
+            weights[self.name] = self.weight
+            shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+            for name, piece in self.pieces.items():
+                part = local(self._gradient(self.parameters[name]))[piece.within(self.boxes[name])]
+                theirs = {island: tensors[name] for island, tensors in kept.items()}
+                part.copy_(summing.sum_weighted(part, self.name, theirs, shares))
+            kept.clear()
+        return exchange(self, loss)
 
-    Exchange.swap = swap_and_keep  # type: ignore[method-assign]
+    summing.Summing._note_part = note_and_keep  # type: ignore[method-assign]
     islands._exchange = exchange_with_stale
 
 
@@ -75,9 +83,9 @@ def dies(islands: Any) -> None:
     """Ends between its exchange and its report. Nothing that it computes is wrong."""
     exchange = islands._exchange
 
-    def exchange_and_die(self: Any, state: Any, weight: int, loss: torch.Tensor) -> Any:
-        report = exchange(self, state, weight, loss)
-        if int(state.timestamp.batch) == DIES_AT:
+    def exchange_and_die(self: Any, loss: torch.Tensor) -> Any:
+        label, report = self.summing.label, exchange(self, loss)
+        if label == DIES_AT * LABELS_PER_BATCH:
             time.sleep(SECONDS_TO_ARRIVE)
             os.kill(os.getpid(), signal.SIGKILL)
         return report
@@ -85,7 +93,12 @@ def dies(islands: Any) -> None:
     islands._exchange = exchange_and_die
 
 
-KINDS = {kind.__name__: kind for kind in (weights, lost, stale, dies)}
+def waits(islands: Any) -> None:
+    """Send no gradient before all are there. Nothing that it computes is wrong."""
+    islands.overlaps = False
+
+
+KINDS = {kind.__name__: kind for kind in (weights, lost, stale, dies, waits)}
 
 
 if __name__ == "__main__":

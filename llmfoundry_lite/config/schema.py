@@ -269,6 +269,8 @@ class SyncConfig:
     """Rate of the outer step."""
     momentum: float = setting(0.9, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1))
     """Nesterov momentum of the outer steps."""
+    dtype: str = setting("fp32", choices="fp32 bf16 int8")
+    """Numbers that travel. What rounding drops is added to the next exchange, unless the island dies before."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

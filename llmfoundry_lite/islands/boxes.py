@@ -26,6 +26,12 @@ class Box(NamedTuple):
         begins = np.subtract(self.offset, other.offset).tolist()
         return tuple(slice(begin, begin + n) for begin, n in zip(begins, self.lengths, strict=True))
 
+    def rows_in(self, rows: range) -> "Box":
+        """Return the part whose rows are among `rows`, which may be empty."""
+        begin, stop = self.offset[0], self.offset[0] + self.lengths[0]
+        first = min(max(begin, rows.start), stop)
+        return Box((first, *self.offset[1:]), (max(min(stop, rows.stop) - first, 0), *self.lengths[1:]))
+
     @property
     def size(self) -> int:
         return int(np.prod(self.lengths))

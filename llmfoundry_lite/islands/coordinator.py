@@ -20,15 +20,18 @@ from itertools import combinations
 from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.islands.division import Pace, divide, latest_seconds
+from llmfoundry_lite.islands.division import Pace, Rate, divide, latest_seconds
 from llmfoundry_lite.islands.member import View
 from llmfoundry_lite.islands.messages import REPORT, BadMessageError, Message, check_fields, check_hello
+from llmfoundry_lite.islands.owners import busy_seconds, divide_sum
 
-SMOOTHING = 0.3
-"""The weight of a new measurement of an island's rate."""
 WORTH_MOVING = 0.95
 """Rows move if a batch is expected to take less than this fraction of its present time."""
 BATCHES_BETWEEN_MOVES = 10
+WORTH_MOVING_SOON = 0.85
+"""Rows move already after BATCHES_UNTIL_SURE if a batch is expected to take less than this fraction. The owners of sums
+change, too, if the slowest link is expected to."""
+BATCHES_UNTIL_SURE = 2
 STALL_SLACK_SECONDS = 1.0
 """Allowance for the new epoch between two silences, which delays heartbeats."""
 MAX_SILENCES = 2
@@ -59,8 +62,10 @@ class Island:
     phases: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Rank -> its phase, and the bytes that it has exchanged."""
     prepared: Message | None = None
-    rate: float | None = None
-    """Rows per second, smoothed."""
+    rate: Rate = field(default_factory=Rate)
+    """Rows per second."""
+    link: Rate = field(default_factory=Rate)
+    """Bytes per second that come from other islands."""
     is_leaving: bool = False
     has_state: bool = False
     """It has the run's weights, so it may save them and send them to joiners."""
@@ -109,6 +114,8 @@ class Coordinator:
         """A member has finished the run; the others are about to."""
         self.scribe = ""
         self.lanes: dict[str, range] = {}
+        self.shares: dict[str, int] = {}
+        """Parts of the sum that islands own, see `owners`."""
         self.joiners: list[str] = []
         """New members of the view, to which the scribe sends its state."""
         self.failing_since: float | None = None
@@ -299,13 +306,23 @@ class Coordinator:
             staying = [name for name in staying if name not in drifted]
         if joiners or len(staying) < len(self.members):
             return self._view(staying, joiners), too_many
-        if self.batch - self.moved_at < BATCHES_BETWEEN_MOVES:
-            return None, []
-        paces = self._paces(self.members)
-        lanes = divide(self.num_rows, paces)
-        if latest_seconds(lanes, paces) > WORTH_MOVING * latest_seconds(self.lanes, paces):
-            return None, []
-        return self._view(staying, []), []
+        if self._is_worth_moving():
+            return self._view(staying, []), []
+        return None, []
+
+    def _is_worth_moving(self) -> bool:
+        """Return whether other rows or owners would make batches of the same members clearly faster."""
+        num_batches = self.batch - self.moved_at
+        if num_batches < BATCHES_UNTIL_SURE:
+            return False
+        paces, links = self._paces(self.members), self._links()
+        worth = WORTH_MOVING if num_batches >= BATCHES_BETWEEN_MOVES else WORTH_MOVING_SOON
+        if latest_seconds(divide(self.num_rows, paces), paces) <= worth * latest_seconds(self.lanes, paces):
+            return True
+        present = busy_seconds(self.shares, links)
+        return num_batches >= BATCHES_BETWEEN_MOVES and (
+            busy_seconds(divide_sum(links), links) <= WORTH_MOVING_SOON * present
+        )
 
     def _fail(self, reason: str, now: float) -> None:
         """Repeat a batch that failed while all islands are alive. If it keeps failing, evict the smallest: no island
@@ -348,7 +365,8 @@ class Coordinator:
         self.log(f"epoch {self.epoch}, batch {self.batch + 1}: {rows}; {self.scribe} saves")
         launches = {name: self.islands[name].launch for name in self.members}
         donor = self.scribe if joiners else ""
-        view = View(self.epoch, self.batch, launches, self.lanes, self.scribe, donor, joiners).as_message()
+        self.shares = divide_sum(self._links())
+        view = View(self.epoch, self.batch, launches, self.lanes, self.scribe, donor, joiners, self.shares).as_message()
         for name in strangers:
             self._send(self.islands[name], view)
         return view
@@ -435,20 +453,26 @@ class Coordinator:
     def _paces(self, names: Sequence[str]) -> dict[str, Pace]:
         """Return paces: by measured rates if all islands have one, else by `islands.weight`."""
         islands = [self.islands[name] for name in names]
-        are_measured = all(one.rate is not None for one in islands)
-        rates = [float(one.rate if are_measured and one.rate else one.facts["weight"]) for one in islands]
+        are_measured = all(one.rate.value for one in islands)
+        rates = [float((are_measured and one.rate.value) or one.facts["weight"]) for one in islands]
         paces = zip(islands, rates, strict=True)
         return {
             one.name: Pace(one.size, one.facts["microbatch"], rate, one.size * one.facts["unit"]) for one, rate in paces
         }
+
+    def _links(self) -> dict[str, float]:
+        """Return the rates of the members' links; alike until all are measured."""
+        rates = {name: self.islands[name].link.value for name in self.members}
+        return {name: rate if rate and all(rates.values()) else 1.0 for name, rate in rates.items()}
 
     def _measure(self, present: list[Island]) -> None:
         for one in present:
             assert one.prepared is not None
             seconds, rows = float(one.prepared["seconds"]), len(self.lanes[one.name])
             if MIN_BATCH_SECONDS < seconds < math.inf:
-                rate = rows / seconds
-                one.rate = rate if one.rate is None else (1 - SMOOTHING) * one.rate + SMOOTHING * rate
+                one.rate.add(rows / seconds)
+            if one.prepared["link"] > 0:
+                one.link.add(float(one.prepared["link"]))
 
     def _check_for_stall(self, now: float) -> None:
         """Fail the batch if all members exchange and no byte moves: a link is dead, its two ends are not."""

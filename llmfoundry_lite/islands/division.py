@@ -2,9 +2,35 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmfoundry_lite.errors import ConfigError
+
+SMOOTHING = 0.3
+"""The weight of a new measurement."""
+LARGE_CHANGE = 1.25
+"""A measurement that is off by this factor twice in a row is no noise."""
+
+
+@dataclass
+class Rate:
+    """A smoothed rate, which follows a large change after two measurements."""
+
+    value: float | None = None
+    odd: float | None = None
+    """The last measurement if it was far from the value."""
+
+    def add(self, found: float) -> None:
+        before, odd, self.odd = self.value, self.odd, None
+        if before is None:
+            self.value = found
+        elif max(found / before, before / found) < LARGE_CHANGE:
+            self.value = (1 - SMOOTHING) * before + SMOOTHING * found
+        elif odd is not None and (odd > before) == (found > before):
+            self.value = (odd + found) / 2
+        else:
+            self.odd = found
 
 
 class Pace(NamedTuple):

@@ -1,17 +1,18 @@
 """Exchange of tensors between islands: plain sockets between ranks that hold parts of the same tensors.
 
 No process group spans islands, so they may differ in torch release, vendor and sharding. A rank knows the boxes of all
-ranks of all islands. From host memory it sends the overlap of its boxes with a peer's, in fp32 (exact sums in float64),
-and receives the same box of the peer's tensor. Replicas within an island divide their rows first, so each element
-crosses between two islands once each way. Closing a rank's connections ends an exchange early.
+ranks of all islands. From host memory it sends overlaps of its boxes with a peer's, and receives such overlaps.
+Replicas within an island divide their rows first, so that no element travels twice. Closing a rank's connections ends
+an exchange early. `summing` adds up gradients over these connections.
 """
 
+import math
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,13 +29,20 @@ from llmfoundry_lite.islands.messages import (
 
 CHUNK_BYTES = 1 << 18
 """Bytes sent between two updates of `num_bytes`: 2 s at 1 Mbit/s."""
-HEADING = struct.Struct("!4sQQd")
-"""Precedes tensors: magic, label, number of bytes, weight."""
+HEADING = struct.Struct("!4sQIQd")
+"""Precedes numbers: magic, label, part, number of bytes, weight."""
 MAGIC = b"isle"
 MAX_STRANGERS = 64
 """Simultaneous handshakes."""
 MAX_ARRIVED = 4096
 """Connections of peers that no exchange has used yet."""
+
+
+Buffer = Any
+"""Memory that sockets read or fill: bytes, or an array of numpy."""
+
+
+T = TypeVar("T")
 
 
 class Peer(NamedTuple):
@@ -47,13 +55,6 @@ class Ranks(NamedTuple):
 
     addresses: Sequence[tuple[str, int]]
     pieces: Sequence[Boxes]
-
-
-class Swapped(NamedTuple):
-    weights: dict[str, float]
-    """Weights of the other islands' gradients."""
-    tensors: dict[str, Tensors]
-    """Island -> name -> that island's numbers for this rank's piece, in host memory."""
 
 
 class Exchange:
@@ -72,11 +73,13 @@ class Exchange:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._arrived: dict[tuple[int, str, int], socket.socket] = {}
         self._connections: dict[Peer, socket.socket] = {}
-        self._cuts: dict[Peer, dict[str, Box]] = {}
-        self._epoch = 0
+        self.cuts: dict[Peer, Boxes] = {}
+        """Overlaps of this rank's pieces with each peer's."""
+        self.epoch = 0
         self._newest_epoch: float = 0
         self._broken: OSError | None = None
         self._news = threading.Condition()
+        self._counting = threading.Lock()
         self._strangers = threading.Semaphore(MAX_STRANGERS)
         threading.Thread(target=self._listen, name="islands-listen", daemon=True).start()
 
@@ -88,17 +91,17 @@ class Exchange:
         """
         self.part()
         with self._news:
-            self._epoch = epoch
+            self.epoch = epoch
             self._broken = None
             for key in [key for key in self._arrived if key[0] < epoch]:
                 self._arrived.pop(key).close()
-        self._cuts = {}
+        self.cuts = {}
         for island, ranks in others.items():
             for rank, theirs in enumerate(ranks.pieces):
                 cuts = {name: cut for name in sorted(pieces) if (cut := pieces[name].common(theirs[name]))}
                 if cuts:
-                    self._cuts[Peer(island, rank)] = cuts
-        for peer in self._cuts:
+                    self.cuts[Peer(island, rank)] = cuts
+        for peer in self.cuts:
             if peer.island < self.island and self._broken is None:
                 try:
                     connection = dial(others[peer.island].addresses[peer.rank], self.token)
@@ -111,26 +114,27 @@ class Exchange:
     def _connection_to(self, peer: Peer) -> socket.socket:
         """Return the connection to a peer. Waits for the peer to dial if it has to, until the epoch is over."""
         with self._news:
-            key = (self._epoch, peer.island, peer.rank)
-            self._news.wait_for(lambda: peer in self._connections or key in self._arrived or self._is_over)
-            if self._is_over:
-                raise ConnectionError("there is a newer epoch")
+            key = (self.epoch, peer.island, peer.rank)
+            self._news.wait_for(
+                lambda: peer in self._connections or key in self._arrived or self._broken or self._is_over
+            )
+            self.check()
             if peer not in self._connections:
                 self._connections[peer] = self._arrived.pop(key)
             return self._connections[peer]
 
     @property
     def _is_over(self) -> bool:
-        return self._newest_epoch > self._epoch
+        return self._newest_epoch > self.epoch
 
     def abort(self, epoch: float) -> None:
         """End transfers of earlier epochs, from any thread. `epoch` = infinity ends all."""
         with self._news:
             self._newest_epoch = max(self._newest_epoch, epoch)
-            if self._is_over:
-                for connection in self._connections.values():
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
+            over = [connection for key, connection in self._arrived.items() if key[0] < self._newest_epoch]
+            for connection in (*over, *(self._connections.values() if self._is_over else ())):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             self._news.notify_all()
 
     def part(self) -> None:
@@ -141,6 +145,7 @@ class Exchange:
             self._connections = {}
 
     def close(self) -> None:
+        self.abort(math.inf)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # else the thread would keep accepting
         self._listener.close()
@@ -168,7 +173,7 @@ class Exchange:
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._news:
-                if hello["epoch"] < self._epoch or len(self._arrived) >= MAX_ARRIVED:
+                if hello["epoch"] < max(self.epoch, self._newest_epoch) or len(self._arrived) >= MAX_ARRIVED:
                     raise BadMessageError("of an earlier epoch")
                 self._arrived[hello["epoch"], hello["island"], hello["rank"]] = connection
                 self._news.notify_all()
@@ -179,92 +184,91 @@ class Exchange:
 
     # ---------------------------------------------------------------------------------------------------- tensors
 
-    def swap(
-        self, tensors: Tensors, pieces: Boxes, label: int, weight: float, dtype: torch.dtype = torch.float32
-    ) -> Swapped:
-        """Send pieces to all other islands, as numbers of `dtype`, and receive theirs. Both ends need the same `label`
-        and `dtype`. Raises OSError."""
-        sending = {peer: _gather(tensors, pieces, cuts, dtype) for peer, cuts in self._cuts.items()}
-        swapped = Swapped({}, {})
-        for peer, (their_weight, flat) in self._transfer(sending, list(self._cuts), label, weight, dtype).items():
-            theirs = swapped.tensors.setdefault(peer.island, {})
-            _scatter(flat, theirs, pieces, self._cuts[peer])
-            swapped.weights[peer.island] = their_weight
-        return swapped
-
     def give(self, tensors: Tensors, pieces: Boxes, islands: Sequence[str], label: int) -> None:
         """Send this rank's pieces to these islands. Raises OSError."""
-        cuts = {peer: cuts for peer, cuts in self._cuts.items() if peer.island in islands}
-        self._transfer({peer: _gather(tensors, pieces, cuts[peer]) for peer in cuts}, [], label, 0.0)
+        sending = {
+            peer: gather(tensors, pieces, cuts).numpy() for peer, cuts in self.cuts.items() if peer.island in islands
+        }
+        self.transfer(sending, lambda peer: self.send(peer, sending[peer], label))
 
     def take(self, pieces: Boxes, island: str, label: int) -> Tensors:
         """Receive the pieces that `island` sends with `give`, less empty ones. Raises OSError."""
         tensors: Tensors = {}
-        peers = [peer for peer in self._cuts if peer.island == island]
-        for peer, (_, flat) in self._transfer({}, peers, label, 0.0).items():
-            _scatter(flat, tensors, pieces, self._cuts[peer])
+
+        def receive(peer: Peer) -> None:
+            flat = torch.empty(sum(cut.size for cut in self.cuts[peer].values()))
+            heading = self.receive_heading(peer)
+            if heading[:3] != (label, 0, flat.nbytes):
+                raise BadMessageError("the other end sends something else")
+            self.receive_into(peer, flat.numpy())
+            arrived[peer] = flat
+
+        arrived: dict[Peer, torch.Tensor] = {}
+        self.transfer([peer for peer in self.cuts if peer.island == island], receive)
+        for peer, flat in arrived.items():
+            scatter(flat, tensors, pieces, self.cuts[peer])
         return tensors
 
-    def _transfer(
-        self,
-        sending: Mapping[Peer, torch.Tensor],
-        receiving: Sequence[Peer],
-        label: int,
-        weight: float,
-        dtype: torch.dtype = torch.float32,
-    ) -> dict[Peer, tuple[float, torch.Tensor]]:
-        """Send and receive in parallel. Waits for all threads, then raises the first OSError."""
-        arrived: dict[Peer, tuple[float, torch.Tensor]] = {}
+    def transfer(self, jobs: Iterable[T], run: Callable[[T], None]) -> None:
+        """Send to peers, or receive from them, in parallel. Waits for all threads, then raises the first OSError."""
         errors: list[OSError] = []
-        if self._broken is not None:
-            raise self._broken
-        self.on_transfer(True)
 
-        def work(peer: Peer, is_sender: bool) -> None:
+        def work(job: T) -> None:
             try:
-                if is_sender:
-                    self._send(self._connection_to(peer), sending[peer], label, weight)
-                else:
-                    size = sum(cut.size for cut in self._cuts[peer].values())
-                    arrived[peer] = self._receive(self._connection_to(peer), torch.empty(size, dtype=dtype), label)
+                run(job)
             except OSError as error:
                 errors.append(error)
-                self.abort(self._epoch + 1)  # or the other threads would wait in vain
+                self.abort(self.epoch + 1)  # or the other threads would wait in vain
 
-        threads = [threading.Thread(target=work, args=(peer, True), daemon=True) for peer in sending]
-        threads += [threading.Thread(target=work, args=(peer, False), daemon=True) for peer in receiving]
+        self.on_transfer(True)
+        threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         self.on_transfer(False)
-        if errors or self._is_over:
-            raise errors[0] if errors else ConnectionError("there is a newer epoch")
-        return arrived
+        self.check(errors)
 
-    def _send(self, connection: socket.socket, flat: torch.Tensor, label: int, weight: float) -> None:
-        raw = memoryview(cast(Any, flat.numpy())).cast("B")
-        connection.sendall(HEADING.pack(MAGIC, label, len(raw), weight))
+    def check(self, errors: Sequence[Exception] = ()) -> None:
+        """Raise the first of `errors`, or OSError if a peer was not reached or the epoch is over."""
+        for error in (*errors, self._broken):
+            if error is not None:
+                raise error
+        if self._is_over:
+            raise ConnectionError("there is a newer epoch")
+
+    def send(self, peer: Peer, numbers: Buffer, label: int, part: int = 0, weight: float = 0.0) -> None:
+        """Send one message of numbers. Raises OSError."""
+        connection, raw = self._connection_to(peer), memoryview(numbers).cast("B")
+        connection.sendall(HEADING.pack(MAGIC, label, part, len(raw), weight))
         for begin in range(0, len(raw), CHUNK_BYTES):
             chunk = raw[begin : begin + CHUNK_BYTES]
             connection.sendall(chunk)
-            self.num_bytes += len(chunk)
+            self._count(len(chunk))
 
-    def _receive(self, connection: socket.socket, flat: torch.Tensor, label: int) -> tuple[float, torch.Tensor]:
-        raw = memoryview(cast(Any, flat.numpy())).cast("B")
+    def receive_heading(self, peer: Peer) -> tuple[int, int, int, float]:
+        """Return the next message's label, part, number of bytes and weight. Raises OSError."""
         heading = bytearray(HEADING.size)
-        receive_exactly(connection, memoryview(heading))
-        *found, weight = HEADING.unpack(heading)
-        if found != [MAGIC, label, len(raw)]:
+        receive_exactly(self._connection_to(peer), memoryview(heading))
+        magic, *found = HEADING.unpack(heading)
+        if magic != MAGIC:
             raise BadMessageError("the other end sends something else")
+        return tuple(found)
+
+    def receive_into(self, peer: Peer, numbers: Buffer) -> None:
+        """Fill `numbers` with what follows a heading. Raises OSError."""
+        connection, raw = self._connection_to(peer), memoryview(numbers).cast("B")
         for begin in range(0, len(raw), CHUNK_BYTES):
             chunk = raw[begin : begin + CHUNK_BYTES]
             receive_exactly(connection, chunk)
-            self.num_bytes += len(chunk)
-        return weight, flat
+            self._count(len(chunk))
+
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self.num_bytes += num_bytes
 
 
-def _gather(
+def gather(
     tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return a peer's cuts of the pieces, concatenated, on the host."""
@@ -272,25 +276,10 @@ def _gather(
     return torch.cat(parts).cpu()
 
 
-def _scatter(flat: torch.Tensor, tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box]) -> None:
+def scatter(flat: torch.Tensor, tensors: Tensors, pieces: Boxes, cuts: Mapping[str, Box]) -> None:
     """Write a peer's cuts into this rank's pieces. Allocates pieces that `tensors` lacks."""
     sizes = [cut.size for cut in cuts.values()]
     for (name, cut), values in zip(cuts.items(), flat.split(sizes), strict=True):
         if name not in tensors:
             tensors[name] = torch.empty(pieces[name].lengths, dtype=flat.dtype)
         tensors[name][cut.within(pieces[name])] = values.view(cut.lengths)
-
-
-def sum_weighted(
-    mine: torch.Tensor, own: str, theirs: Mapping[str, torch.Tensor], weights: Mapping[str, float]
-) -> torch.Tensor:
-    """Return the weighted sum over islands, in order of their names: the same bits on all islands.
-
-    Each product is rounded before it is added, in fp32 on the host: not every processor has a fused multiply-add.
-    """
-    values = {**theirs, own: mine.float().cpu()}
-    weighted = [values[name] * torch.tensor(weights[name], dtype=torch.float32) for name in sorted(values)]
-    total = weighted[0]
-    for part in weighted[1:]:
-        total = total + part
-    return total

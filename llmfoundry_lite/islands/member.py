@@ -63,6 +63,8 @@ class View(NamedTuple):
     donor: str
     """The island that sends its state to the joiners; empty if there are none."""
     joiners: list[str]
+    shares: dict[str, int]
+    """Name -> the part of each tensor's rows that this island adds up, see `owners`; empty if all swap."""
 
     @classmethod
     def of(cls, message: Message) -> "View":

@@ -200,13 +200,13 @@ FACTS: Fields = {
 }
 """Fields of a rank's hello. `unit`: each rank's rows are a multiple of it."""
 REPORT: Fields = {
-    **dict.fromkeys(("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest"), int),
+    **dict.fromkeys(("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest", "link"), int),
     **dict.fromkeys(("ok", "leaving", "out_of_range"), bool),
     **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
     "weights": str,
 }
 """Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
-gradient; counts are of all of them."""
+gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell."""
 
 
 def check_fields(message: Message, fields: Fields) -> None:

@@ -124,8 +124,8 @@ def _segments_of(run: Run, later: list[Checkpoint], first: int, last: int) -> tu
     for segment in found:
         if segment.sync is not None:
             raise ConfigError(
-                f"{run.where}: batches {segment.span} are of islands with {segment.sync}; one world trains another run, "
-                "so only batches without islands.sync can be replayed"
+                f"{run.where}: islands trained batches {segment.span} with {segment.sync}, which one world does not "
+                "repeat; replay batches that were trained without islands.sync"
             )
         if segment.changes and segment.first_batch > first:
             at = segment.first_batch - 1

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,9 +31,10 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.islands.boxes import Box, Boxes, complete, share_out
-from llmfoundry_lite.islands.exchange import Exchange, Ranks, Swapped, sum_weighted
+from llmfoundry_lite.islands.exchange import Exchange, Ranks
 from llmfoundry_lite.islands.member import Lost, Member, View, start_coordinator_if_absent
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
+from llmfoundry_lite.islands.summing import Plan, Summing
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import all_reduce_max, all_reduce_sum, broadcast_json, raising_on_all_ranks
@@ -53,6 +55,8 @@ class Islands(Partners):
 
     takes_lease_at_start = False
     instead_of_saving = "the other islands carry on"
+    overlaps = True
+    """Gradients leave while the backward pass still makes others, in layouts where they are final by then."""
 
     def __init__(self, config: TrainConfig):
         assert config.islands is not None
@@ -62,11 +66,13 @@ class Islands(Partners):
         self.num_rows = config.global_train_batch_size
         self.by_tokens = config.accumulate_train_batch_on_tokens
         self.loader = config.train_loader
+        degrees = (config.tensor_parallel_degree, config.context.context_parallel_degree)
+        self.sends_early = self.overlaps and max(*degrees, config.pipeline.pipeline_parallel_degree) == 1
         self.name = self.config.name
         self.rank, self.num_ranks, *_ = this_rank()
         self.member: Any = None
         """The connection to the coordinator; None before `connect`."""
-        self.view = View(0, 0, {}, {}, "", "", [])
+        self.view = View(0, 0, {}, {}, "", "", [], {})
         self.next_view: View | None = None
         self.trained: dict[str, dict[str, Any]] = {}
         """Name -> machine of an island, and the rows that it has trained since this launch began."""
@@ -74,6 +80,10 @@ class Islands(Partners):
         self.num_repeats = self.num_drifts = 0
         self.lanes = range(0)
         """Rows of each batch that are read here."""
+        self.summing: Summing | None = None
+        """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""
+        self.num_bytes = 0
+        """Sent and received by this island for the last batch."""
         self.weights = ""
         """Digest of the weights if this batch compares them; else empty."""
         self.tokens_elsewhere = 0
@@ -123,6 +133,9 @@ class Islands(Partners):
         names = parameter_names(checkpointing.model.model, optimizer)
         self.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         self.boxes: Boxes = {name: Box(*box_of(parameter)) for name, parameter in self.parameters.items()}
+        if self.sends_early:
+            for name, parameter in self.parameters.items():
+                parameter.register_post_accumulate_grad_hook(partial(self._send_early, name))
         launch, first_batch = broadcast_json([secrets.token_hex(8), int(state.timestamp.batch)])
         microbatch = int(state.device_train_microbatch_size or 1)
         fingerprints = {**self.fingerprints, "order of the data": dataset.order.fingerprint}
@@ -223,6 +236,11 @@ class Islands(Partners):
         }
         self.machines = {name: ranks[0]["machine"] for name, ranks in described.items()}
         self.exchange.meet(view.epoch, self.pieces, others)
+        boxes = [box for ranks in described.values() for one in ranks for box in one["boxes"].items()]
+        num_rows = {name: 0 for name, _ in boxes}
+        for name, (offset, lengths) in boxes:
+            num_rows[name] = max(num_rows[name], offset[0] + lengths[0])
+        self.plan = Plan.of(self.name, self.pieces, self.exchange.cuts, num_rows, view.shares)
         if self.name == view.donor:
             self._send_state(state)
         elif self.name in view.joiners:
@@ -324,9 +342,21 @@ class Islands(Partners):
 
     # -------------------------------------------------------------------------------------------------- the batch
 
-    def begin_batch(self) -> None:
-        """Start the clock of this island's pace, which excludes an evaluation or a save before the batch."""
+    def begin_batch(self, state: State) -> None:
+        """Start the clock of this island's pace, which excludes an evaluation or a save before the batch. Await other
+        islands' gradients."""
         self.began_at = now()
+        here = self.agreement.current
+        self.weight = here.num_losses if self.by_tokens else here.num_filled
+        label = int(state.timestamp.batch) * LABELS_PER_BATCH
+        is_exact, self.num_bytes_before = self.gradient_step.sums is not None, self.exchange.num_bytes
+        self.summing = Summing(self.exchange, self.plan, label, float(self.weight), is_exact=is_exact)
+
+    @torch.no_grad()
+    def _send_early(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Send a gradient that the last microbatch's backward pass has made, summed over this island's ranks."""
+        if self.summing is not None and self.gradient_step.num_microbatches_left == 0:
+            self.summing.put(name, local(parameter.grad)[self.pieces[name].within(self.boxes[name])])
 
     def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
         """Exchange this island's gradient and wait for the verdict. `loss` is this rank's, as for `measure`.
@@ -336,13 +366,12 @@ class Islands(Partners):
         """
         seconds = now() - self.began_at
         here = self.agreement.current
-        weight = here.num_losses if self.by_tokens else here.num_filled
         with torch.no_grad():
-            report = self._exchange(state, weight, loss)
+            report = self._exchange(loss)
         exchanged_at = time.monotonic()
         if self.rank == 0:
             place = {"kind": "prepared", "epoch": self.view.epoch, "batch": int(state.timestamp.batch), "steps": 1}
-            counts = {"weight": weight, "samples": here.num_filled, "tokens": here.num_tokens}
+            counts = {"weight": self.weight, "samples": here.num_filled, "tokens": here.num_tokens}
             counts |= {"losses": here.num_losses, "digest": here.digest}
             self.member.send({**place, **counts, "seconds": seconds, "weights": self.weights, **report})
         self.member.phase = "wait"
@@ -361,6 +390,7 @@ class Islands(Partners):
             "islands/compute_seconds": seconds,
             "islands/exchange_seconds": exchanged_at - self.began_at - seconds,
             "islands/verdict_seconds": time.monotonic() - exchanged_at,
+            "islands/bytes": self.num_bytes,
         }
         self._commit(verdict)
         return True
@@ -385,47 +415,39 @@ class Islands(Partners):
     def metrics(self) -> dict[str, float]:
         return {**self.measured, "islands/repeats": self.num_repeats, "islands/drifts": self.num_drifts}
 
-    def _exchange(self, state: State, weight: int, loss: torch.Tensor) -> Message:
+    def _exchange(self, loss: torch.Tensor) -> Message:
         """Replace this island's gradient with the global batch's, if every rank could exchange. Returns the report."""
         gradients = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
         parts = {name: local(gradient) for name, gradient in gradients.items()}
         inside = {name: parts[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
-        swapped, step = None, self.gradient_step
-        label = int(state.timestamp.batch) * LABELS_PER_BATCH
+        has_failed, step, summing = True, self.gradient_step, self.summing
+        assert summing is not None
         with suppress(OSError):
-            dtype = torch.float64 if step.sums else torch.float32
-            swapped = self.exchange.swap(inside, self.pieces, label, float(weight), dtype)
-        self.member.phase = "wait"  # for ranks whose links are slower or dead
-        failed, leaves = all_reduce_sum([int(swapped is None), int(bool(self.agreement.preemption.reason))])
+            summing.wait(inside)
+            has_failed = False
+        self.member.phase, self.summing = "wait", None  # for ranks whose links are slower or dead
+        leaves_here, num_bytes = bool(self.agreement.preemption.reason), self.exchange.num_bytes - self.num_bytes_before
+        failed, leaves, link_rate, self.num_bytes = all_reduce_sum(
+            [int(has_failed), int(leaves_here), int(summing.link_rate), num_bytes]
+        )
+        report = {"leaving": bool(leaves), "link": link_rate}
         if failed:
-            return {"ok": False, "leaving": bool(leaves), **_report(Measured(0.0, 0.0, 0))}
-        assert swapped is not None
+            return {"ok": False, **report, **_report(Measured(0.0, 0.0, 0))}
         self.member.phase = "compute"
         if len(self.view.members) > 1:
-            self._sum_over_islands(inside, swapped, weight)
+            for name, total in summing.sums.items():
+                inside[name].copy_(total)
             complete(gradients, parts, self.pieces, self.boxes)
         parameters = list(self.parameters.values())
         if step.sums:  # a rank without a piece has heard of no other island
-            step.weight = all_reduce_max([weight + int(sum(swapped.weights.values()))])[0]
+            step.weight = all_reduce_max([int(summing.total_weight)])[0]
             step.sums.finish(parameters, step.scale_of_sums)
-        return {"ok": True, "leaving": bool(leaves), **_report(step.measure(parameters, loss))}
+        return {"ok": True, **report, **_report(step.measure(parameters, loss))}
 
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if parameter.grad is None:  # no token of this rank's rows has a loss
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float64 if self.gradient_step.sums else None)
         return parameter.grad
-
-    def _sum_over_islands(self, inside: dict[str, torch.Tensor], swapped: Swapped, weight: int) -> None:
-        weights = {**swapped.weights, self.name: float(weight)}
-        whole = max(sum(weights[name] for name in sorted(weights)), 1.0)
-        shares = {name: part / whole for name, part in weights.items()}
-        for name, values in inside.items():
-            if values.numel():
-                theirs = {island: tensors[name] for island, tensors in swapped.tensors.items()}
-                if self.gradient_step.sums:  # in any order
-                    values.copy_(sum(theirs.values(), values.cpu()))
-                else:
-                    values.copy_(sum_weighted(values, self.name, theirs, shares))
 
     # ------------------------------------------------------------------------------------------- state for joiners
 

@@ -23,11 +23,13 @@ from llmfoundry_lite.checkpoint.state import local_tensor
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import NonFiniteError
-from llmfoundry_lite.islands.boxes import complete
-from llmfoundry_lite.islands.exchange import Tensors
+from llmfoundry_lite.islands.boxes import Tensors, complete
+from llmfoundry_lite.islands.changes import swap_changes
+from llmfoundry_lite.islands.encoding import encode
 from llmfoundry_lite.islands.local_steps import Round, lost_samples, take_outer_step
 from llmfoundry_lite.islands.member import Lost, View
 from llmfoundry_lite.islands.messages import Message
+from llmfoundry_lite.islands.summing import sum_weighted
 from llmfoundry_lite.ranks.exchange import all_gather_json, all_reduce_max, all_reduce_sum
 from llmfoundry_lite.training.islands import LABELS_PER_BATCH, Islands, now
 from llmfoundry_lite.training.partners import OUTER_MOMENTUM
@@ -52,7 +54,10 @@ class LocalIslands(Islands):
         self.has_left = False
         """The others carry on: what was trained since the last outer step is lost."""
         self.owes_save = False
-        self.num_lost_samples = self.num_bytes = 0
+        self.num_lost_samples = self.bytes_before = 0
+        self.kept: Tensors = {}
+        """What rounding has dropped from the changes of this rank's pieces so far, and what it drops in this round."""
+        self.dropped: Tensors = {}
 
     def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
         self.logger = trainer.logger
@@ -77,10 +82,10 @@ class LocalIslands(Islands):
     def next_lanes(self) -> range:
         return self.round_lanes[self.name]
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, state: State) -> None:
         if self.lost is not None:
             self._leave(self.lost)
-        super().begin_batch()
+        self.began_at = now()
 
     def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
         """Keep this island's own gradient."""
@@ -167,27 +172,35 @@ class LocalIslands(Islands):
             "islands/verdict_seconds": time.monotonic() - exchanged_at,
             "islands/bytes": self.num_bytes,
         }
+        self.bytes_before += self.num_bytes
         self._commit_round(state, verdict, mean)
 
     def _exchange_changes(self, state: State, changes: Tensors) -> tuple[Tensors | None, float]:
         """Return the mean change over islands, and its norm; None if a rank could not exchange."""
         mean = {name: change.clone() for name, change in changes.items()}
         inside = {name: mean[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
+        encoded = {name: encode(part + self.kept.get(name, 0.0), self.sync.dtype) for name, part in inside.items()}
         swapped = None
         with suppress(OSError):
-            label = int(state.timestamp.batch) * LABELS_PER_BATCH
-            swapped = self.exchange.swap(inside, self.pieces, label, float(self.round.weight))
+            label, weight = int(state.timestamp.batch) * LABELS_PER_BATCH, float(self.round.weight)
+            swapped = swap_changes(self.exchange, self.pieces, encoded, self.sync.dtype, label, weight)
         self.member.phase = "wait"
         if all_reduce_sum([int(swapped is None)])[0]:
             return None, 0.0
         assert swapped is not None
         self.member.phase = "compute"
-        if len(self.view.members) > 1:
-            self._sum_over_islands(inside, swapped, self.round.weight)
-            complete(self.parameters, mean, self.pieces, self.boxes)
+        weights = {**swapped.weights, self.name: float(self.round.weight)}
+        whole = max(sum(weights[name] for name in sorted(weights)), 1.0)
+        shares = {name: weight / whole for name, weight in weights.items()}
+        self.dropped = {}
+        for name, part in inside.items():
+            self.dropped[name] = part + self.kept.get(name, 0.0) - encoded[name].values
+            theirs = {island: tensors[name] for island, tensors in swapped.tensors.items()} if part.numel() else {}
+            part.copy_(sum_weighted(encoded[name].values, self.name, theirs, shares))
+        complete(self.parameters, mean, self.pieces, self.boxes)
         squares = sum(float(part.double().square().sum()) for part in inside.values())
         sums = [sum(column) for column in zip(*all_gather_json([squares, self.exchange.num_bytes]), strict=True)]
-        self.num_bytes = sums[1]
+        self.num_bytes = sums[1] - self.bytes_before
         return mean, math.sqrt(sums[0])
 
     def _report(self, state: State, *, leaves: bool, ok: bool, norm: float) -> None:
@@ -197,7 +210,7 @@ class LocalIslands(Islands):
         keys = ("steps", "weight", "samples", "tokens", "losses", "digest", "loss")
         counts = {key: getattr(here, key) for key in keys}
         place = {"epoch": self.view.epoch, "batch": int(state.timestamp.batch) - here.steps, "weights": self.weights}
-        flags = {"ok": ok, "leaving": leaves, "out_of_range": False, "bad": 0}
+        flags = {"ok": ok, "leaving": leaves, "out_of_range": False, "bad": 0, "link": 0}
         pace = {"norm": norm, "seconds": here.seconds / here.steps}
         self.member.send({"kind": "prepared", **place, **counts, **flags, **pace})
 
@@ -219,6 +232,7 @@ class LocalIslands(Islands):
         self.measured |= {"islands/outer_norm": verdict["norm"], "islands/lost_samples": self.num_lost_samples}
         self.logger.log_metrics(self.metrics())
         self._apply(state, mean)
+        self.kept = self.dropped
         self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
         self.lost = self._begin_next_view(state)
         if self.name in self.view.joiners:  # its weights had drifted

@@ -69,7 +69,7 @@ class Partners:
         assert state.dataloader is not None
         return islice(state.dataloader, None if length is None else int(length))
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, state: State) -> None:
         """Note that the batch's computation begins."""
 
     def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:

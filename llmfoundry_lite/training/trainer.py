@@ -124,7 +124,7 @@ class ParallelTrainer(Trainer):
         is_pipeline = isinstance(model, PipelinedLanguageModel)
         device = state.device._device
         assert device is not None
-        self.partners.begin_batch()
+        self.partners.begin_batch(state)
         step.begin(-(-len(batch["input_ids"]) // size), device)
         run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])

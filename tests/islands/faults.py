@@ -11,6 +11,7 @@ import torch
 from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.state import local_tensor
+from llmfoundry_lite.islands import summing
 from llmfoundry_lite.islands.exchange import HEADING, MAGIC, Exchange
 from llmfoundry_lite.training import islands
 
@@ -29,13 +30,15 @@ class Signal(Callback):
             if self.where == "compute":
                 os.kill(os.getpid(), self.number)
             else:
-                Exchange._send = self._send_half  # type: ignore[method-assign]
+                number = self.number
+                Exchange.send = lambda *given: os.kill(os.getpid(), send_half(*given) or number)  # type: ignore[method-assign]
 
-    def _send_half(self, connection, flat, label, weight):
-        raw = memoryview(flat.numpy()).cast("B")
-        connection.sendall(HEADING.pack(MAGIC, label, len(raw), weight))
-        connection.sendall(raw[: len(raw) // 2])
-        os.kill(os.getpid(), self.number)
+
+def send_half(exchange, peer, numbers, label, part=0, weight=0.0):
+    raw = memoryview(numbers).cast("B")
+    connection = exchange._connection_to(peer)
+    connection.sendall(HEADING.pack(MAGIC, label, part, len(raw), weight))
+    connection.sendall(raw[: len(raw) // 2])
 
 
 class DieInStream(Callback):
@@ -109,16 +112,14 @@ class Cut(Callback):
 
     def batch_start(self, state, logger):
         if int(state.timestamp.batch) + 1 in self.batches:
-            whole = Exchange._send
+            whole = Exchange.send
 
-            def send_half(exchange, connection, flat, label, weight):
-                Exchange._send = whole  # type: ignore[method-assign]
-                raw = memoryview(flat.numpy()).cast("B")
-                connection.sendall(HEADING.pack(MAGIC, label, len(raw), weight))
-                connection.sendall(raw[: len(raw) // 2])
-                connection.shutdown(socket.SHUT_RDWR)
+            def send_half_and_cut(exchange, peer, *given):
+                Exchange.send = whole  # type: ignore[method-assign]
+                send_half(exchange, peer, *given)
+                exchange._connection_to(peer).shutdown(socket.SHUT_RDWR)
 
-            Exchange._send = send_half  # type: ignore[method-assign]
+            Exchange.send = send_half_and_cut  # type: ignore[method-assign]
 
 
 class Rest(Callback):
@@ -133,20 +134,11 @@ class Rest(Callback):
 
 
 class FloatWire(Callback):
-    """Gradients travel in fp32, where exact sums need float64."""
+    """Gradients travel in fp32, where exact sums need every bit."""
 
     def __init__(self):
-        whole = Exchange.swap
-
-        def swap(exchange, tensors, pieces, label, weight, dtype):
-            swapped = whole(exchange, tensors, pieces, label, weight, torch.float32)
-            tensors = {
-                island: {name: values.double() for name, values in theirs.items()}
-                for island, theirs in swapped.tensors.items()
-            }
-            return swapped._replace(tensors=tensors)
-
-        Exchange.swap = swap  # type: ignore[method-assign]
+        whole = summing.pack_sums
+        summing.pack_sums = lambda values, bits: whole(values.astype("float32").astype("float64"), bits)
 
 
 class Dump(Callback):

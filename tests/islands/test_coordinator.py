@@ -280,14 +280,62 @@ def test_slow_links_are_not_dead(play):
     assert play.coordinator.epoch == 1
 
 
-def test_rows_move_with_what_is_measured_and_not_at_every_batch(play):
+def shares(play):
+    return {name: len(lanes) for name, lanes in play.coordinator.lanes.items()}
+
+
+def train(play, num_batches, **rates):
+    """Train with islands of so many rows per second."""
+    for _ in range(num_batches):
+        play.batch(**{name: rows / rates[name] for name, rows in shares(play).items()})
+
+
+def play_of_64_rows():
+    play = Play(rows=64)
+    play.come("a", 2, weight=3.0)
+    play.come("b")
+    return play
+
+
+def test_rows_follow_a_change_of_speed_within_five_batches():
+    play = play_of_64_rows()
+    train(play, 20, a=3.0, b=1.0)
+    assert shares(play) == {"a": 48, "b": 16}
+    train(play, 5, a=1.0, b=1.0)
+    assert shares(play) == {"a": 32, "b": 32}
+    train(play, 5, a=3.0, b=1.0)
+    assert shares(play) == {"a": 48, "b": 16}
+
+
+def test_one_slow_batch_moves_no_rows_and_small_gains_are_waited_for():
+    play = play_of_64_rows()
+    train(play, 20, a=3.0, b=1.0)
+    epoch = play.coordinator.epoch
+    for _ in range(3):
+        train(play, 1, a=1.0, b=1.0)
+        train(play, BATCHES_BETWEEN_MOVES, a=3.0, b=1.0)
+    assert play.coordinator.epoch == epoch
+    train(play, BATCHES_BETWEEN_MOVES, a=3.2, b=0.9)
+    assert play.coordinator.epoch == epoch + 1
+
+
+def test_three_islands_own_the_sum_by_the_rates_of_their_links_and_two_swap():
+    play = Play(num_founders=3)
+    for name in "abc":
+        play.come(name)
+    assert set(play.last("a")["shares"].values()) == {21, 22}
     for _ in range(BATCHES_BETWEEN_MOVES):
-        play.batch(a=3.0, b=1.0)
-    assert {name: len(lanes) for name, lanes in play.coordinator.lanes.items()} == {"a": 4, "b": 4}
+        for name, link in (("a", 50), ("b", 50), ("c", 5)):
+            play.prepare(name, link=link)
+    assert play.coordinator.shares == {"a": 32, "b": 32, "c": 0}
+    assert play.last("a")["next"]["shares"] == {"a": 32, "b": 32, "c": 0}
     epoch = play.coordinator.epoch
     for _ in range(3 * BATCHES_BETWEEN_MOVES):
-        play.batch(a=2.0, b=2.0)
-    assert play.coordinator.epoch == epoch
+        for name, link in (("a", 55), ("b", 45), ("c", 5)):
+            play.prepare(name, link=link)
+    assert play.coordinator.epoch == epoch, "not for a small gain"
+    play.lose("c")
+    assert play.last("a")["shares"] == {}
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,10 @@ def check_is_one_world(folder, data, num_ranks_of_b, num_batches, killed_at, **m
     assert [name for name, tensor in saved.items() if not torch.equal(tensor, trained[name])] == []
 
 
-@pytest.mark.parametrize("num_ranks_of_b", [1, 2])
-def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, num_ranks_of_b):
-    check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=9, killed_at=3)
+@pytest.mark.parametrize(("num_ranks_of_b", "sharding"), [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "NO_SHARD")])
+def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, num_ranks_of_b, sharding):
+    changes = {"fsdp_config__sharding_strategy": sharding}
+    check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=9, killed_at=3, **changes)
 
 
 @pytest.mark.long
@@ -87,6 +88,20 @@ def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, n
 @pytest.mark.parametrize("num_ranks_of_b", [1, 2])
 def test_fifty_batches_are_those_of_one_world(tmp_path, padded, num_ranks_of_b, precision):
     check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=50, killed_at=20, precision=precision)
+
+
+def test_three_islands_that_own_parts_of_the_sum_train_the_bits_of_one_world(tmp_path, padded):
+    changes = settings(6)
+    recorded, _ = train_alone(tmp_path, padded, changes)
+    with coordination(tmp_path, num_islands=3) as running:
+        for launch in islands(tmp_path, padded, running, a=(1, changes), b=(1, changes), c=(1, changes)):
+            launch.check()
+    assert "is repeated" not in running.lines
+    for name in "abc":
+        assert bits(metrics(tmp_path, name)) == recorded
+        num_parameters = sum(tensor.numel() for tensor in load_full_tensors(str(tmp_path / "saves/ba6")).values())
+        sent_and_received = values(metrics(tmp_path, name), "islands/bytes")[-1] / num_parameters
+        assert 2 * 4 / 3 * 3 < sent_and_received < 2 * 4 / 3 * 6, "of each gradient 4/3, in 3 to 6 bytes"
 
 
 def test_sums_that_travel_in_fp32_are_caught(tmp_path, padded):

@@ -27,9 +27,11 @@ def weights(save):
     return load_full_tensors(str(save))
 
 
-def test_islands_have_the_same_bits_after_each_outer_step(tmp_path, data):
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_islands_have_the_same_bits_after_each_outer_step(tmp_path, data, dtype):
+    changes = local(islands={"sync": {**SYNC, "dtype": dtype}})
     with coordination(tmp_path) as running:
-        for launch in islands(tmp_path, data, running, a=(2, local()), b=(1, local())):
+        for launch in islands(tmp_path, data, running, a=(2, changes), b=(1, changes)):
             launch.check()
             assert "local steps, every 4: another algorithm than one world's" in launch.output
     for name in ("a", "b"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.islands.member import Lost, View
+from llmfoundry_lite.islands.summing import Plan
 from llmfoundry_lite.ranks.codec import encode_value
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.training import islands as module
@@ -29,11 +30,14 @@ def device_behind_the_host(monkeypatch):
 
 def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_behind_the_host):
     sent: list[dict[str, Any]] = []
-    view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [])
+    view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [], {})
     islands: Any = object.__new__(Islands)
     islands.__dict__.update(
         agreement=SimpleNamespace(current=Upcoming(True, 2, 20, 18, 7)),
         by_tokens=True,
+        gradient_step=SimpleNamespace(sums=None),
+        exchange=SimpleNamespace(cuts={}, num_bytes=0),
+        plan=Plan("a", {}, [], False),
         rank=0,
         view=view,
         num_repeats=0,
@@ -45,7 +49,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     )
     state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=0), optimizers=[SimpleNamespace(param_groups=[])])
     device_behind_the_host[0] = time.monotonic() + SECONDS / 2  # the batch before
-    islands.begin_batch()
+    islands.begin_batch(state)
     device_behind_the_host[0] = time.monotonic() + SECONDS
     assert not islands.exchange_gradient(state, torch.zeros(()))
     assert SECONDS / 2 < sent[0]["seconds"] < 50 * SECONDS
@@ -59,7 +63,7 @@ def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_reco
     def describe(name, launch):
         raise ConnectionError("nothing is known")
 
-    view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [])
+    view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [], {})
     islands: Any = object.__new__(Islands)
     islands.__dict__.update(
         name="a",
@@ -91,7 +95,7 @@ def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody(monk
     told = {"kinds": ["exp_avg"], "optimizer": encode_value({}), "scalars": encode_value({}), "segments": []}
     islands.__dict__.update(
         member=member,
-        view=View(2, 1, {"a": "x", "b": "y"}, {}, "a", "a", ["b"]),
+        view=View(2, 1, {"a": "x", "b": "y"}, {}, "a", "a", ["b"], {}),
         pieces={},
         parameters={},
         exchange=SimpleNamespace(take=take),
