@@ -5,13 +5,14 @@
 Two and four islands of one rank train a small MPT with an outer step after every 10, 50, 100 and 500 batches. A proxy
 holds each link between two islands to a rate and a delay (`links.py`). The loss is that of the validation data after
 the last outer step. One world trains the same batches. Links of the coordinator are not slowed. Ranks are forks of
-processes that have imported the code, one for each island (`faults.Keeper`). Two runs are trained at a time.
+processes that have imported the code, one for each island (`faults.Keeper`).
 """
 
 import json
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -35,8 +36,8 @@ from llmfoundry_lite.report.figure import plt, write
 from llmfoundry_lite.report.reading import LOSS, SECONDS, VALIDATION
 from llmfoundry_lite.report.tables import Table
 
-NAMES = "abcdef"
-ROWS, SEQ_LEN = 8, 64
+NAMES = "abcd"
+ROWS, SEQ_LEN = 8, 32
 BITS_PER_SECOND, DELAY_SECONDS = 10e6, 0.05
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Number of seeds -> the factor of a 95 % interval of the mean (Student's t)."""
@@ -57,42 +58,41 @@ def run(
     every: Sequence[int] = (10, 50, 100, 500),
     num_seeds: int = 3,
     costly_seeds: int = 1,
+    minutes: float = 60.0,
     out: Path | None = None,
     keep: Path | None = None,
 ) -> dict[str, Any]:
     """Train, print; with `out`, write islands-local.json, .md and .png there. Returns what the JSON holds.
 
-    `costly_seeds`: seeds of four islands, and of outer steps every 10 batches. Raises UserError.
+    `costly_seeds`: seeds of four islands, and of outer steps every 10 batches. After `minutes` no other run begins.
+    Raises UserError.
     """
     console, conditions = open_console(), describe_conditions()
     prepare_data(data)
-    cells = [(4, k, costly_seeds) for k in every] + [(1, 0, num_seeds)]
-    cells += [(2, k, costly_seeds if k < 50 else num_seeds) for k in every]
-    jobs = [(count, steps, seed) for count, steps, seeds in cells for seed in range(17, 17 + seeds)]
+    cells = [(1, 0, num_seeds)]
+    cells += [(2, k, costly_seeds if k < 50 else num_seeds) for k in every] + [(4, k, costly_seeds) for k in every]
+    jobs = [(count, k, seed) for seed in range(num_seeds) for count, k, seeds in cells if seed < seeds]
     runs: list[dict[str, Any]] = []
+    started = time.monotonic()
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
         shop = Shop(Path(folder).resolve(), data.resolve(), num_batches)
         try:
-
-            def work(keepers: Sequence[Keeper]) -> None:
-                while job := next((job for job in jobs if job[0] <= len(keepers)), None):
-                    jobs.remove(job)
-                    try:
-                        runs.append(shop.train(keepers, *job))
-                    except UserError as error:  # a rank on a busy machine took the coordinator for dead
-                        console.print(f"again: {error}", highlight=False)
-                        jobs.append(job)
-                        continue
-                    shown = {key: runs[-1][key] for key in ("islands", "every", "seed", "loss", "seconds")}
-                    console.print(json.dumps(shown), highlight=False)
-
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(work, (shop.keepers[:4], shop.keepers[4:])))
-            exact = shop.train(shop.keepers, 2, 0, 17, EXACT_BATCHES)
+            exact = shop.train(2, 0, 0, EXACT_BATCHES)
+            while jobs and time.monotonic() - started < 60 * minutes:
+                try:
+                    runs.append(shop.train(*jobs[0]))
+                except UserError as error:  # a rank on a busy machine took the coordinator for dead
+                    console.print(f"again: {error}", highlight=False)
+                    continue
+                jobs.pop(0)
+                shown = {key: runs[-1][key] for key in ("islands", "every", "seed", "loss", "seconds")}
+                console.print(json.dumps(shown), highlight=False)
         finally:
             shop.end()
-    cells = [*cells[len(every) :], *cells[: len(every)]]
+    trained = [(one["islands"], one["every"]) for one in runs]
+    cells = [cell for cell in cells if cell[:2] in trained]
     report = conditions | {"num_batches": num_batches, "num_seeds": num_seeds, "costly_seeds": costly_seeds}
+    report |= {"num_left": len(jobs), "minutes": (time.monotonic() - started) / 60}
     report |= {"num_parameters": shop.num_parameters, "runs": runs, "exact": exact, "passed": True}
     report["cells"] = [summarise(runs, count, steps) for count, steps, _ in cells]
     how = (
@@ -112,9 +112,9 @@ class Shop:
     def __init__(self, folder: Path, data: Path, num_batches: int):
         self.folder, self.num_runs = folder, 0
         config = configuration(data, num_batches, num_batches, "fp32", 17)
-        config |= {"max_seq_len": SEQ_LEN, "global_train_batch_size": ROWS, "device_train_microbatch_size": 4}
+        config |= {"max_seq_len": SEQ_LEN, "global_train_batch_size": ROWS, "device_train_microbatch_size": 8}
         config |= {"eval_subset_num_batches": 64, "device_eval_batch_size": 8, "save_interval": "100000ba"}
-        config["model"]["max_seq_len"] = SEQ_LEN
+        config["model"] |= {"max_seq_len": SEQ_LEN, "n_layers": 2}
         config["optimizer"]["lr"] = 2e-3
         for key in ("train_loader", "eval_loader"):
             config[key]["dataset"].pop("shuffle_seed", None)
@@ -129,20 +129,17 @@ class Shop:
         set_links(self.links, "open", BITS_PER_SECOND, DELAY_SECONDS)
         yaml = folder / "run.yaml"
         self.keepers = [Keeper(folder, yaml, name, 1, [], "llmfoundry_lite.train") for name in NAMES]
-        """Four islands of one run, and two of another at the same time."""
 
-    def train(
-        self, keepers: Sequence[Keeper], count: int, every: int, seed: int, stop_after: int | None = None
-    ) -> dict[str, Any]:
+    def train(self, count: int, every: int, seed: int, stop_after: int | None = None) -> dict[str, Any]:
         """Train one run to its end. `every` 0: exact islands, or one world."""
         self.num_runs += 1
         name = f"run-{self.num_runs}"
-        settings = [f"run_name={name}", f"seed={seed}", f"save_folder={self.folder / 'saves' / name}"]
-        settings += [f"train_loader.dataset.shuffle_seed={seed}"]
+        settings = [f"run_name={name}", f"seed={17 + seed}", f"save_folder={self.folder / 'saves' / name}"]
+        settings += [f"train_loader.dataset.shuffle_seed={17 + seed}"]
         settings += [f"stop_after={stop_after}ba"] if stop_after else []
         settings += [f"islands.sync.every={every}ba"] if every else []
         if count == 1:
-            return self._record(name, count, every, seed, [self._launch(keepers[0], name, settings)])
+            return self._record(name, count, every, seed, [self._launch(self.keepers[0], name, settings)])
         with (
             coordinated(self.shop, name, count, self.links, SILENCE_SECONDS) as address,
             ThreadPoolExecutor(count) as pool,
@@ -152,7 +149,7 @@ class Shop:
                 own = [f"islands.coordinator={address}", f"islands.name={keeper.name}"]
                 return self._launch(keeper, name, [*settings, *own])
 
-            return self._record(name, count, every, seed, list(pool.map(launch, keepers[:count])))
+            return self._record(name, count, every, seed, list(pool.map(launch, self.keepers[:count])))
 
     def _launch(self, keeper: Keeper, run: str, settings: Sequence[str]) -> Log:
         run_folder = self.folder / "runs" / run / keeper.name
@@ -255,9 +252,10 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         "MB: sent and received by one island; times fewer: than a gradient of every batch, both ways, to all others",
         f"exact islands, two, over the same link: {per_batch:.1f} s a batch, over {exact['num_batches']} batches; "
         f"{report['num_batches']} would take {per_batch * report['num_batches'] / 60:.0f} minutes",
-        "computing: the slowest island's share of the time. Two runs at a time share two cores with other work, so "
-        f"seconds are for comparison within this table alone; load average before it {report['load_average']:.1f}",
+        "computing: the slowest island's share of the time. All ranks share two cores with other work, so seconds "
+        f"are for comparison within this table alone; load average before it {report['load_average']:.1f}",
         "four islands, and an outer step every 10 batches, have fewer seeds: they take longest",
+        *([f"the time was not enough for {report['num_left']} runs more"] if report["num_left"] else ()),
     ]
 
 
