@@ -229,7 +229,11 @@ class LocalIslands(Islands):
         self._count_elsewhere(state, verdict["samples"] - self.round.samples, verdict["tokens"] - self.round.tokens)
         counted = {key: verdict[key] for key in ("loss", "samples", "tokens")}
         self.measured |= {f"islands/{key}": value for key, value in counted.items()}
-        self.measured |= {"islands/outer_norm": verdict["norm"], "islands/lost_samples": self.num_lost_samples}
+        self.measured |= {
+            "islands/steps": steps,
+            "islands/outer_norm": verdict["norm"],
+            "islands/lost_samples": self.num_lost_samples,
+        }
         self.logger.log_metrics(self.metrics())
         self._apply(state, mean)
         self.kept = self.dropped
