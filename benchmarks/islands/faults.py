@@ -514,23 +514,22 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     def names(batches: Sequence[int]) -> str:
         return f"{len(batches)}" + (f" ({', '.join(map(str, batches[:10]))})" if batches else "")
 
-    compared = (
-        [
+    if "num_lost" in report:
+        compared = [
+            f"batches that are missing: {names(report['missing'])}; outer steps with rows that are neither trained nor "
+            f"named as lost: {names(report['other_data'])}",
+            f"samples that are named as lost: {report['num_lost']} of {8 * report['num_batches']}; islands whose "
+            f"weights differed after an outer step: {report['num_drifts']}",
+        ]
+    else:
+        compared = [
             f"batches that are missing: {names(report['missing'])}; with other data than a single world's: "
             f"{names(report['other_data'])}",
             f"batches whose loss has other bits than that of a single world of {WORLDS[0]} rank: "
             f"{len(report['other_bits'])} of {report['num_batches']}",
-            f"the loss is at most {report['bands']:.2f} bands from that of {len(WORLDS)} single worlds, {MAX_BANDS:g} are "
-            f"allowed: rows are divided in more ways; after the last batch {report['deviation']:.1e} nats",
+            f"the loss is at most {report['bands']:.2f} bands from that of {len(WORLDS)} single worlds, {MAX_BANDS:g} "
+            f"are allowed: rows are divided in more ways; after the last batch {report['deviation']:.1e} nats",
         ]
-        if "deviation" in report
-        else [
-            f"batches that are missing: {names(report['missing'])}; outer steps with rows that are neither trained nor named "
-            f"as lost: {names(report['other_data'])}",
-            f"samples that are named as lost: {report['num_lost']} of {8 * report['num_batches']}; islands whose weights "
-            f"differed after an outer step: {report['num_drifts']}",
-        ]
-    )
     return [
         f"the longest that anything hung: {report['longest_hang_seconds']:.1f} s; the deadline is "
         f"{DEADLINE_SECONDS:g} s",
