@@ -56,8 +56,9 @@ class LocalIslands(Islands):
         self.owes_save = False
         self.num_lost_samples = self.bytes_before = 0
         self.kept: Tensors = {}
-        """What rounding has dropped from the changes of this rank's pieces so far, and what it drops in this round."""
+        """Sum of what rounding has dropped from the changes of this rank's pieces."""
         self.dropped: Tensors = {}
+        """The same, after the round that is being exchanged."""
 
     def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
         self.logger = trainer.logger
@@ -239,7 +240,7 @@ class LocalIslands(Islands):
         self.kept = self.dropped
         self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
         self.lost = self._begin_next_view(state)
-        if self.name in self.view.joiners:  # its weights had drifted
+        if verdict["next"] is not None and self.name in self.view.joiners:  # its weights had drifted
             self._take_momentum(state)
         self._begin_round(state)
         is_due = batch // self.config.check_weights_every > (batch - steps) // self.config.check_weights_every
