@@ -42,6 +42,7 @@ BENCHMARKS = {
     "islands": ("islands.islands", "Is a run of two islands, one of which dies, one run?"),
     "islands-speed": ("islands.speed", "What the exchange between islands costs."),
     "islands-overlap": ("islands.overlap", "What overlap hides of the exchange; bytes of 2, 3 and 4 islands."),
+    "islands-local": ("islands.local", "Local steps over slow links: loss, bytes and time."),
     "islands-faults": ("islands.faults", "Random faults of ranks, islands, links and the coordinator."),
 }
 FREE = ("results", "overrides")

@@ -2,6 +2,7 @@
 
     python -m benchmarks islands-faults --out results          some 9 minutes on two busy cores
     python -m benchmarks islands-faults --exact --out results  with exact sums, packed, held against one world's bits
+    python -m benchmarks islands-faults --local --out results  with local steps, every 10
 
 Three islands train a tiny model. Each owns a part of the sum. Gradients leave during the backward pass, over links on
 which they are under way for as long as ranks compute: faults hit overlapped exchanges. Ranks are real, as the launcher
@@ -9,6 +10,9 @@ starts them; an island that has ended is launched again, as a scheduler would, a
 seconds until two more batches are finished, and until those that had to leave have left. Nothing may take longer than
 the deadline. In the end every batch is there once, with the data of a single world. The loss is held against the band
 of three single worlds; with exact sums it must have their bits.
+
+With local steps no single world trains the same. Instead each outer step must account for every row of its round: as
+trained, or as lost with an island by name. Weights are compared at each outer step.
 
 `links.py` has links that can be cut, frozen or dead one way.
 """
@@ -61,6 +65,8 @@ FROZEN_SECONDS = 6.0
 LINK_SECONDS = (0.3, 1.0, 4.0)
 LINK_BITS = 40e6
 """Bits per second of links between islands that nothing ails."""
+LOCAL = ["islands.sync.every=10ba", "islands.check_weights_every=10"]
+"""Settings of local steps."""
 MAX_BANDS = 2.0
 """The loss may be so many bands from that of the single worlds: rows are divided in many more ways than theirs."""
 SHARE_WHOLE = 0.8
@@ -128,7 +134,15 @@ def deal(num_faults: int, chance: random.Random) -> list[str]:
 class Keeper:
     """One island: a process that has imported the code, whose forks are its ranks, launched again when they end."""
 
-    def __init__(self, folder: Path, yaml: Path, name: str, num_ranks: int, settings: Sequence[str]):
+    def __init__(
+        self,
+        folder: Path,
+        yaml: Path,
+        name: str,
+        num_ranks: int,
+        settings: Sequence[str],
+        program: str = "benchmarks.islands.paced",
+    ):
         self.folder, self.name, self.num_ranks = folder, name, num_ranks
         self.arguments = [str(yaml), f"run_folder={folder / name}", *settings]
         self.log = Log(folder / name / "metrics.jsonl")
@@ -139,7 +153,7 @@ class Keeper:
         self.is_over = threading.Event()
         mine, its = open_channel()
         command = [sys.executable, "-m", "llmfoundry_lite.launch.server", str(its.fileno()), str(os.getpid())]
-        command += ["benchmarks.islands.paced", "llmfoundry_lite.training.train", *HEAVY]
+        command += [program, "llmfoundry_lite.training.train", *HEAVY]
         with (folder / f"{name}.txt").open("ab") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output}
             self.server = subprocess.Popen(command, pass_fds=[its.fileno()], env=with_root(), **streams)
@@ -382,15 +396,21 @@ def train_alone(
 
 
 def run(
-    *, num_faults: int = 50, seed: int = 17, exact: bool = False, out: Path | None = None, keep: Path | None = None
+    *,
+    num_faults: int = 50,
+    seed: int = 17,
+    exact: bool = False,
+    local: bool = False,
+    out: Path | None = None,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """Disturb, check, print; with `out`, write islands-faults.json and .md there. Returns what the JSON holds.
 
-    `exact`: with `exact_sums`; every batch must have the bits of a single world. Raises UserError when a run does not
-    come back from a fault.
+    `exact`: with `exact_sums`; every batch must have the bits of a single world. `local`: with local steps. Raises
+    UserError when a run does not come back from a fault.
     """
     console, conditions, chance = open_console(), describe_conditions(), random.Random(seed)
-    name, settings = ("islands-faults-exact", ["exact_sums=true"]) if exact else ("islands-faults", [])
+    way, settings = ("exact", ["exact_sums=true"]) if exact else ("local", LOCAL) if local else ("", [])
     faults: list[Fault] = []
     loads: list[float] = []
     started = time.monotonic()
@@ -415,12 +435,12 @@ def run(
         last = max(record["batch"] for log in logs.values() for record in log)
         minutes = (time.monotonic() - started) / 60
         worlds = []
-        for size in WORLDS:
+        for size in () if local else WORLDS:
             console.print(f"training: {last} batches alone on {size} ranks")
             worlds.append(train_alone(scene.folder, scene.yaml, size, last, settings))
     report = conditions | {"num_faults": num_faults, "seed": seed, "minutes": minutes, "load_during": max(loads)}
     report |= {"num_batches": last, "faults": [fault._asdict() for fault in faults], "codes": codes}
-    report |= check(logs, worlds)
+    report |= check_rounds(logs) if local else check(logs, worlds)
     report["longest_hang_seconds"] = max(fault.hung for fault in faults)
     report["passed"] = (
         report["longest_hang_seconds"] <= DEADLINE_SECONDS
@@ -431,9 +451,9 @@ def run(
         and not {code for some in codes.values() for code in some} - {EXIT_DONE, EXIT_BUG, EXIT_USER, EXIT_PREEMPTED}
     )
     how = f"{num_faults} faults in {minutes:.0f} minutes and {last} batches. Three islands of 2, 1 and 1 ranks."
-    command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}{' --exact' * exact}"
-    heading = "Faults of islands" + ", exact sums" * exact
-    about = {"name": name, "heading": heading, "asked": ("num_faults", "seed")}
+    command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}{f' --{way}' * bool(way)}"
+    heading = "Faults of islands" + {"": "", "exact": ", exact sums", "local": ", local steps"}[way]
+    about = {"name": f"islands-faults{f'-{way}' * bool(way)}", "heading": heading, "asked": ("num_faults", "seed")}
     tell(report, how, table_of(faults), notes_of(report), **about, command=command, out=out)
     console.print("passed" if report["passed"] else "FAILED: see the notes", style="bold")
     return report
@@ -452,6 +472,25 @@ def check(logs: dict[str, list[dict[str, Any]]], worlds: Sequence[list[dict[str,
         verdict = judge(read_series([joined[batch] for batch in sorted(joined)]), list(map(read_series, worlds)))
         found |= {"bands": verdict.largest_ratio, "deviation": verdict.final_deviation}
     return found
+
+
+def check_rounds(logs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Look for missing batches, rounds with rows that are neither trained nor named as lost, and other weights."""
+    batches = {record["batch"] for log in logs.values() for record in log}
+    unnamed, named = set[int](), dict[int, int]()
+    for log in logs.values():
+        so_far: dict[int, int] = {}
+        for record in log:
+            if "islands/outer_norm" in record:
+                launch, total = record["launch"], record["islands/lost_samples"]
+                lost = total - so_far.get(launch, 0)
+                so_far[launch] = total
+                named[record["batch"]] = lost
+                if record["islands/samples"] + lost != record["islands/steps"] * SETTINGS["batch_size"]:
+                    unnamed.add(record["batch"])
+    drifts = sum(max((r.get("islands/drifts", 0) for r in log), default=0) for log in logs.values())
+    found = {"missing": sorted(set(range(1, max(batches) + 1)) - batches), "other_data": sorted(unnamed)}
+    return {**found, "bands": 0.0, "num_lost": sum(named.values()), "num_drifts": drifts, "other_bits": []}
 
 
 def table_of(faults: Sequence[Fault]) -> Table:
@@ -475,15 +514,26 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     def names(batches: Sequence[int]) -> str:
         return f"{len(batches)}" + (f" ({', '.join(map(str, batches[:10]))})" if batches else "")
 
+    if "num_lost" in report:
+        compared = [
+            f"batches that are missing: {names(report['missing'])}; outer steps with rows that are neither trained nor "
+            f"named as lost: {names(report['other_data'])}",
+            f"samples that are named as lost: {report['num_lost']} of {8 * report['num_batches']}; islands whose "
+            f"weights differed after an outer step: {report['num_drifts']}",
+        ]
+    else:
+        compared = [
+            f"batches that are missing: {names(report['missing'])}; with other data than a single world's: "
+            f"{names(report['other_data'])}",
+            f"batches whose loss has other bits than that of a single world of {WORLDS[0]} rank: "
+            f"{len(report['other_bits'])} of {report['num_batches']}",
+            f"the loss is at most {report['bands']:.2f} bands from that of {len(WORLDS)} single worlds, {MAX_BANDS:g} "
+            f"are allowed: rows are divided in more ways; after the last batch {report['deviation']:.1e} nats",
+        ]
     return [
         f"the longest that anything hung: {report['longest_hang_seconds']:.1f} s; the deadline is "
         f"{DEADLINE_SECONDS:g} s",
-        f"batches that are missing: {names(report['missing'])}; with other data than a single world's: "
-        f"{names(report['other_data'])}",
-        f"batches whose loss has other bits than that of a single world of {WORLDS[0]} rank: "
-        f"{len(report['other_bits'])} of {report['num_batches']}",
-        f"the loss is at most {report['bands']:.2f} bands from that of {len(WORLDS)} single worlds, {MAX_BANDS:g} are "
-        f"allowed: rows are divided in more ways; after the last batch {report['deviation']:.1e} nats",
+        *compared,
         f"the coordinator leaves out who is silent for {SILENCE_SECONDS:g} s; ranks leave a coordinator that is silent "
         "for 4 s",
         f"links between islands have {LINK_BITS / 1e6:g} Mbit/s, so that a gradient is under way while ranks compute",

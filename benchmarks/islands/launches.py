@@ -97,13 +97,15 @@ class Islands:
 
 
 @contextmanager
-def coordinated(shop: Workshop, run: str, num_islands: int, links: Path | None = None) -> Iterator[str]:
+def coordinated(
+    shop: Workshop, run: str, num_islands: int, links: Path | None = None, silence: float = SILENCE_SECONDS
+) -> Iterator[str]:
     """A coordinator's address while it runs; with `links`, connections between islands go as that file says."""
     if links is None:
         command = ["llmfoundry_lite", "islands", "coordinate", "--listen", "127.0.0.1:0"]
-        command += ["--islands", str(num_islands), "--silence", str(SILENCE_SECONDS)]
+        command += ["--islands", str(num_islands), "--silence", str(silence)]
     else:
-        command = ["benchmarks.islands.links", "0", str(num_islands), str(SILENCE_SECONDS), str(links)]
+        command = ["benchmarks.islands.links", "0", str(num_islands), str(silence), str(links)]
     output = shop.folder / f"{run}-coordinator.txt"
     environment = with_root(**{TOKEN: SECRET})
     launched = Launched([sys.executable, "-m", *command], shop.folder, environment, output)

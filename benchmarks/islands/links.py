@@ -4,8 +4,8 @@
 
 A JSON file says how links are now, and is read again when it changes: {"bits_per_second": 1e8, "state": "open"}. The
 state is open, cut (connections are reset, and new ones too), frozen (open, but nothing passes) or half (nothing passes
-back). The rate is shared by all connections of a direction; null is as fast as the machine. Coordination itself is
-that of `islands.serve`.
+back). The rate is shared by all connections of a direction; null is as fast as the machine. With "delay_seconds" each
+connection has the rate for itself, and bytes arrive so much later. Coordination itself is that of `islands.serve`.
 """
 
 import asyncio
@@ -24,8 +24,11 @@ LOOK_SECONDS = 0.05
 CHUNK_BYTES = 1 << 16
 
 
-def set_links(path: Path, state: str = "open", bits_per_second: float | None = None) -> None:
-    path.write_text(json.dumps({"state": state, "bits_per_second": bits_per_second}))
+def set_links(
+    path: Path, state: str = "open", bits_per_second: float | None = None, delay_seconds: float | None = None
+) -> None:
+    settings = {"state": state, "bits_per_second": bits_per_second, "delay_seconds": delay_seconds}
+    path.write_text(json.dumps(settings))
 
 
 class Direction:
@@ -55,6 +58,7 @@ class Links:
     def read(self) -> None:
         settings = json.loads(self.path.read_text())
         self.bits_per_second, self.state = settings["bits_per_second"], settings["state"]
+        self.delay_seconds = settings["delay_seconds"]
 
     async def watch(self) -> None:
         """Follow the file."""
@@ -88,8 +92,9 @@ class Links:
             return
         self.open_now |= {writer, far_writer}
         try:
+            ways = (self.there, self.back) if self.delay_seconds is None else (Direction(), Direction())
             await asyncio.gather(
-                self.pass_on(reader, far_writer, self.there), self.pass_on(far_reader, writer, self.back)
+                self.pass_on(reader, far_writer, ways[0]), self.pass_on(far_reader, writer, ways[1], is_back=True)
             )
         except (OSError, asyncio.CancelledError):  # cancelled when the process ends
             pass
@@ -98,13 +103,19 @@ class Links:
             writer.close()
             far_writer.close()
 
-    async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Direction) -> None:
+    async def pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Direction, *, is_back: bool = False
+    ) -> None:
         while data := await reader.read(CHUNK_BYTES):
-            while self.state == "frozen" or (self.state == "half" and way is self.back):
+            while self.state == "frozen" or (self.state == "half" and is_back):
                 await asyncio.sleep(LOOK_SECONDS)
             await way.pace(len(data), self.bits_per_second)
-            writer.write(data)
-            await writer.drain()
+            if self.delay_seconds:
+                asyncio.get_running_loop().call_later(self.delay_seconds, writer.write, data)
+            else:
+                writer.write(data)
+                await writer.drain()
+        await asyncio.sleep(self.delay_seconds or 0.0)
         if not writer.is_closing():
             writer.write_eof()
 

@@ -14,12 +14,15 @@ SECONDS = 0.1
 
 def main(arguments: Sequence[str]) -> None:
     from llmfoundry_lite.training.islands import Islands
+    from llmfoundry_lite.training.local_islands import LocalIslands
 
-    exchange: Any = Islands.exchange_gradient
+    def delay(exchange: Any) -> Any:
+        def exchange_later(*given: Any) -> Any:
+            time.sleep(SECONDS)
+            return exchange(*given)
 
-    def exchange_later(*given: Any) -> Any:
-        time.sleep(SECONDS)
-        return exchange(*given)
+        return exchange_later
 
-    Islands.exchange_gradient = exchange_later  # type: ignore[method-assign]
+    for kind in (Islands, LocalIslands):
+        kind.exchange_gradient = delay(kind.exchange_gradient)  # type: ignore[method-assign]
     importlib.import_module("llmfoundry_lite.train").main(arguments)  # as a launcher finds it

@@ -101,6 +101,8 @@ class Segment:
     """Key of the configuration -> [before this segment, in it], for keys whose changes are allowed and logged."""
     islands: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Each island that trained it: its device, their number, torch's release and its rows."""
+    sync: str | None = None
+    """`local steps, every 100`: islands trained alone between exchanges of weights. None: as one world trains."""
     extra: Extra = field(default_factory=dict)
 
     @property
@@ -129,6 +131,7 @@ class Segment:
         }
         known = [f"{name}{value}".strip() for name, value in words.items() if value is not None]
         changed = [f"{key} {in_words(before)} -> {in_words(now)}" for key, (before, now) in self.changes.items()]
+        changed = [self.sync, *changed] if self.sync else changed
         return changed + known + [f"{name}={value}" for name, value in self.environment.items()]
 
 

@@ -363,6 +363,26 @@ def _check_islands(config: TrainConfig) -> None:
         raise ConfigError(
             "save_folder: missing; islands take turns to save, so name a folder or URL that all of them reach"
         )
+    if config.islands.sync is not None:
+        _check_local_steps(config)
+
+
+def _check_local_steps(config: TrainConfig) -> None:
+    if config.exact_sums:
+        raise ConfigError(
+            "exact_sums: does not go with islands.sync: local steps are not the run of one world; remove one of them"
+        )
+    if config.sharding.sharding_strategy == "ZERO_1":
+        raise ConfigError(
+            "fsdp_config.sharding_strategy: ZERO_1 does not go with islands.sync: it divides the optimizer's state, "
+            "with the momentum of outer steps, otherwise than the weights; use FULL_SHARD or NO_SHARD"
+        )
+    for key, value in {"max_duration": config.max_duration, "stop_after": config.stop_after}.items():
+        if value is not None and Duration.parse(value).unit in ("tok", "sp"):
+            raise ConfigError(
+                f"{key}: {value} does not go with islands.sync: an island counts its own samples and tokens between "
+                "exchanges, so each would reach it in another batch; give batches or epochs, such as 1000ba"
+            )
 
 
 def _check_exact_sums(config: TrainConfig) -> None:

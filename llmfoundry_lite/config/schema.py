@@ -260,6 +260,20 @@ class LoggersConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class SyncConfig:
+    """Local steps: each island trains alone between exchanges of the weights' mean change. Not the run of one world."""
+
+    every: str | int = span(REQUIRED, ("ba",))
+    """Batches between two exchanges."""
+    lr: float = setting(0.7, POSITIVE)
+    """Rate of the outer step."""
+    momentum: float = setting(0.9, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1))
+    """Nesterov momentum of the outer steps."""
+    dtype: str = setting("fp32", choices="fp32 bf16 int8")
+    """Numbers that travel. What rounding drops is added to the next exchange, unless the island dies before."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class IslandsConfig:
     """This launch as one of several that train one run at once, each with a process group of its own."""
 
@@ -278,6 +292,8 @@ class IslandsConfig:
     """Rows per second beside the other islands', until they have been measured."""
     check_weights_every: int = setting(100, POSITIVE)
     """Batches after which weights are compared; where they differ, those of the island that saves win."""
+    sync: SyncConfig | None = setting(None, change="logged")
+    """Exchange the weights' mean change now and then; default: the gradient of every batch, as one world does."""
 
 
 DEFAULT_EVAL_TOKENS = 8192

@@ -58,7 +58,8 @@ class SaveInterval:
 
 def describe_span(units: Sequence[str]) -> str:
     *others, last = units
-    return f"a number with a unit, {', '.join(others)} or {last}, such as 100{units[0]}"
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return f"a number with a unit, {listed}, such as 100{units[0]}"
 
 
 def parse_seconds(time: str | int | float) -> float:

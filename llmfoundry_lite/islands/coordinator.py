@@ -6,6 +6,9 @@
 Commits are two-phase. When every member of a view has sent `prepared`, all receive `commit`, and the batch counts. If
 anything fails before that, a new epoch begins with a new view (`member.View`): rows are divided again, and the batch is
 repeated. Weights have not been touched by then.
+
+With local steps an island trains several batches between two commits, as its reports say in `steps`. These batches are
+committed together, and a repeat repeats their exchange alone.
 """
 
 import math
@@ -191,6 +194,8 @@ class Coordinator:
         elif message["kind"] == "leave":
             if message.get("finished") is True and island.name in self.members:
                 self.is_over = True
+            if message.get("asks") is True and self._is_needed(island):
+                return
             self._lose(island.name, f"{island.name} " + ("has finished" if self.is_over else "leaves"))
         else:
             raise BadMessageError(f"unknown kind {message['kind'][:40]!r}")
@@ -231,6 +236,8 @@ class Coordinator:
         present = [self.islands[name] for name in self.members]
         if any(one.prepared is None for one in present):
             return
+        if any(one.prepared and one.prepared["steps"] != message["steps"] for one in present):
+            raise BadMessageError(f"{island.name} prepares {message['steps']} batches, others another number")
         if all(one.prepared and one.prepared["ok"] for one in present):
             self._commit(present)
         else:
@@ -253,7 +260,7 @@ class Coordinator:
             "rows": {name: report["samples"] for name, report in reports.items()},
             "drifted": self._drifted(reports),
         }
-        self.batch += 1
+        self.batch += reports[self.scribe]["steps"]
         self.failing_since = None
         for one in present:
             one.prepared = None
@@ -263,6 +270,12 @@ class Coordinator:
         for one in present:
             self._send(one, message, rank_0_only=True)
         self._send_away(too_many)
+
+    def _is_needed(self, island: Island) -> bool:
+        """Answer an island that asks to leave between two commits: the last one has to commit its batches first."""
+        is_last = self.members == [island.name]
+        self._send(island, {"kind": "left", "epoch": self.epoch, "is_last": is_last}, rank_0_only=True)
+        return is_last
 
     def _drifted(self, reports: Mapping[str, Message]) -> list[str]:
         """Return the islands whose weights differed from the scribe's before this batch."""

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -40,6 +40,9 @@ MAX_ARRIVED = 4096
 
 Buffer = Any
 """Memory that sockets read or fill: bytes, or an array of numpy."""
+
+
+T = TypeVar("T")
 
 
 class Peer(NamedTuple):
@@ -184,7 +187,7 @@ class Exchange:
         """Send this rank's pieces, or those among `tensors`, to these islands. Raises OSError."""
         cuts = self._cuts_of(tensors, islands)
         sending = {peer: gather(tensors, pieces, cuts[peer]).numpy() for peer in cuts}
-        self._transfer(sending, lambda peer: self.send(peer, sending[peer], label))
+        self.transfer(sending, lambda peer: self.send(peer, sending[peer], label))
 
     def take(self, pieces: Boxes, island: str, label: int) -> Tensors:
         """Receive these pieces, less empty ones, which `island` sends with `give`. Raises OSError."""
@@ -200,7 +203,7 @@ class Exchange:
 
         cuts = self._cuts_of(pieces, [island])
         arrived: dict[Peer, torch.Tensor] = {}
-        self._transfer(cuts, receive)
+        self.transfer(cuts, receive)
         for peer, flat in arrived.items():
             scatter(flat, tensors, pieces, cuts[peer])
         return tensors
@@ -210,19 +213,19 @@ class Exchange:
         found = {peer: {n: c for n, c in cuts.items() if n in names} for peer, cuts in self.cuts.items()}
         return {peer: cuts for peer, cuts in found.items() if cuts and peer.island in islands}
 
-    def _transfer(self, peers: Iterable[Peer], transfer: Callable[[Peer], None]) -> None:
+    def transfer(self, jobs: Iterable[T], run: Callable[[T], None]) -> None:
         """Send to peers, or receive from them, in parallel. Waits for all threads, then raises the first OSError."""
         errors: list[OSError] = []
 
-        def work(peer: Peer) -> None:
+        def work(job: T) -> None:
             try:
-                transfer(peer)
+                run(job)
             except OSError as error:
                 errors.append(error)
                 self.abort(self.epoch + 1)  # or the other threads would wait in vain
 
         self.on_transfer(True)
-        threads = [threading.Thread(target=work, args=(peer,), daemon=True) for peer in peers]
+        threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
         for thread in threads:
             thread.start()
         for thread in threads:

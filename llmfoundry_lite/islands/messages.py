@@ -201,13 +201,13 @@ FACTS: Fields = {
 """Fields of a rank's hello. `data_ranks`: the island's shares of its rows, each for one or more of its `size` ranks.
 `unit`: each share is a multiple of it."""
 REPORT: Fields = {
-    **dict.fromkeys(("epoch", "batch", "bad", "weight", "samples", "tokens", "losses", "digest", "link"), int),
+    **dict.fromkeys(("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest", "link"), int),
     **dict.fromkeys(("ok", "leaving", "out_of_range"), bool),
     **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
     "weights": str,
 }
-"""Fields of an island's report after the exchange of a batch's gradient. `ok`: the exchange succeeded. `link`: bytes a
-second that came from other islands; 0 if too few came to tell."""
+"""Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
+gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell."""
 
 
 def check_fields(message: Message, fields: Fields) -> None:

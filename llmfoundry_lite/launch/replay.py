@@ -122,6 +122,11 @@ def _segments_of(run: Run, later: list[Checkpoint], first: int, last: int) -> tu
     known = next((one.manifest.segments for one in later if one.manifest.timestamp.batch >= last), run.segments)
     found = [one for one in known if one.first_batch <= last and one.last_batch >= first] or list(known[-1:])
     for segment in found:
+        if segment.sync is not None:
+            raise ConfigError(
+                f"{run.where}: islands trained batches {segment.span} with {segment.sync}, which one world does not "
+                "repeat; replay batches that were trained without islands.sync"
+            )
         if segment.changes and segment.first_batch > first:
             at = segment.first_batch - 1
             raise ConfigError(

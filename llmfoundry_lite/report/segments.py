@@ -58,7 +58,7 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
         joules, source = None, None
         if row and device_hours is not None:
             joules, source = row.power_watts * device_hours * 3600, "rated"
-    as_recorded = ("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size")
+    as_recorded = ("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size", "sync")
     as_computed = ("precision", "attention", "torch", "runtime", "driver", "compile_config", "environment")
     fact = {
         **{name: getattr(segment, name) for name in as_recorded},
@@ -195,7 +195,8 @@ def base_label(fact: Facts) -> str:
         return "since the last save"
     rows = [row.name for row in ACCELERATORS.values() if re.fullmatch(row.pattern, fact["device"] or "")]
     device = rows[0] if len(rows) == 1 else fact["device"] or fact["vendor"]
-    words = ["cpu" if fact["vendor"] == "cpu" else device, fact["sharding"], short_precision(fact["precision"])]
+    device = "cpu" if fact["vendor"] == "cpu" else device
+    words = [device, fact["sharding"], short_precision(fact["precision"]), fact["sync"]]
     return f"{fact['num_devices'] or '?'} x {' · '.join(filter(None, words))}"
 
 

@@ -215,6 +215,8 @@ def _running(run: Watched) -> str:
 
 def facts_of(run: Watched) -> list[tuple[str, str]]:
     facts, last = [], run.last
+    if "islands/local_steps" in last:
+        facts.append(("islands", f"local steps, every {last['islands/local_steps']}: losses are of this island's rows"))
     if run.loss is not None:
         facts.append(("loss", f"{run.loss:.4f}"))
     if run.validation is not None:

@@ -192,7 +192,8 @@ class Checkpointing(Callback):
             return ""
         batch, is_auto = manifest.timestamp.batch, self.config.device_train_microbatch_size == "auto"
         size = None if is_auto else int(state.device_train_microbatch_size or 0)
-        here = build_segment(self.config, self.model, batch, batch, device_train_microbatch_size=size)
+        measured = {"device_train_microbatch_size": size, **self.partners.segment}
+        here = build_segment(self.config, self.model, batch, batch, **measured)
         changed = [*map(str, self.changes), *find_differences(manifest.segments[-1], here)]
         if manifest.run_name != self.config.run_name:
             changed.insert(0, f"run_name {manifest.run_name} -> {self.config.run_name}")
@@ -206,7 +207,7 @@ class Checkpointing(Callback):
             digest = self.saver.digest(self.model.model, state.optimizers[0])
             metrics: dict[str, Any] = {"state/digest": digest, "state/batch": int(state.timestamp.batch)}
             logger.log_metrics(metrics)
-        decision = self.policy.decide(state)
+        decision = self.partners.decide(self.policy.decide(state))
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:
             self._save(state, logger)
@@ -227,6 +228,7 @@ class Checkpointing(Callback):
             return
         self.was_preempted_by = preempted_by
         if int(state.timestamp.batch) >= self.first_batch:
+            self.partners.leave_early(state)
             for destination in logger.destinations:
                 destination.batch_checkpoint(state, logger)
             self.run_state.owes_evaluation = True

@@ -77,6 +77,8 @@ class Islands(Partners):
         """Name -> machine of an island, and the rows that it has trained since this launch began."""
         self.measured: dict[str, float] = {}
         self.num_repeats = self.num_drifts = 0
+        self.lanes = range(0)
+        """Rows of each batch that are read here."""
         self.summing: Summing | None = None
         """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""
         self.num_bytes = 0
@@ -118,6 +120,7 @@ class Islands(Partners):
 
         Raises ConfigError if the island is refused, Preempted if this launch is asked to leave.
         """
+        super().enter(trainer, checkpointing, on_evicted)
         state: State = trainer.state
         self.checkpointing: Checkpointing = checkpointing
         self.agreement, self.gradient_step = checkpointing.agreement, checkpointing.gradient_step
@@ -179,15 +182,21 @@ class Islands(Partners):
         If the connection is lost, raises Preempted, after a save if this island is the scribe. Raises ConfigError if
         the island is refused.
         """
+        verdict = self._next_verdict()
+        if isinstance(verdict, Lost):
+            self._leave(verdict)
+        return verdict
+
+    def _next_verdict(self) -> Message | Lost:
+        """Return rank 0's next verdict, or why its connection is lost, on all ranks."""
         verdict: Any = None
         if self.rank == 0:
             verdict = self.member.receive_verdict()
             if isinstance(verdict, Lost):
                 verdict = {"kind": "lost", "lost": list(verdict)}
-        verdict = decode_value(broadcast_json(encode_value(verdict)))  # a loss or norm may be no finite number
-        if verdict["kind"] == "lost":
-            self._leave(Lost(*verdict["lost"]))
-        return verdict
+        # A loss or norm may be no finite number.
+        verdict = decode_value(broadcast_json(encode_value(verdict)))
+        return Lost(*verdict["lost"]) if verdict["kind"] == "lost" else verdict
 
     def _leave(self, lost: Lost) -> NoReturn:
         if lost.kind == "refused":
@@ -282,12 +291,16 @@ class Islands(Partners):
 
     # --------------------------------------------------------------------------------------------------- the data
 
+    @property
+    def next_lanes(self) -> range:
+        """Rows of the next batch that are this island's."""
+        return self.view.lanes[self.name]
+
     def batches(self, state: State) -> Iterator[Any]:
         """Read this rank's rows of the epoch's batches, from the next batch on. Every rank must call this together."""
-        lanes = self.view.lanes[self.name]
-        ranks = self.agreement.ranks
-        num_rows = len(lanes) // ranks.size
-        mine = lanes[ranks.rank * num_rows : (ranks.rank + 1) * num_rows]
+        self.lanes, ranks = self.next_lanes, self.agreement.ranks
+        num_rows = len(self.lanes) // ranks.size
+        mine = self.lanes[ranks.rank * num_rows : (ranks.rank + 1) * num_rows]
         place = int(state.timestamp.batch_in_epoch) * self.dataset.global_batch_size
         self.dataset.continue_with(mine, int(state.timestamp.epoch), place)
         return iter(
@@ -301,22 +314,28 @@ class Islands(Partners):
         )
 
     def move_on(self, state: State) -> Iterator[Any] | None:
-        view, before = self.next_view, self.view
-        if view is not None and self.name in view.members:
-            described, lost = self._describe(view)
-            if lost is not None:  # the next batch finds out; this one is not recorded yet, so a save would lack it
-                return None
-            self._begin_view(view, state, described)
+        if self._begin_next_view(state) is not None:
+            return None  # the next batch finds out; this one is not recorded yet, so a save would lack it
         is_due = int(state.timestamp.batch) % self.config.check_weights_every == 0
         self.weights = self.held.digest() if is_due else ""
-        return None if self.view.lanes[self.name] == before.lanes[self.name] else self.batches(state)
+        return None if self.lanes == self.next_lanes else self.batches(state)
+
+    def _begin_next_view(self, state: State) -> Lost | None:
+        """Apply the view that follows the last commit, if there is one. Returns why the coordinator is lost."""
+        view = self.next_view
+        if view is not None and self.name in view.members:
+            described, lost = self._describe(view)
+            if lost is not None:
+                return lost
+            self._begin_view(view, state, described)
+        return None
 
     # -------------------------------------------------------------------------------------------------- the batch
 
     def begin_batch(self, state: State) -> None:
         """Start the clock of this island's pace, which excludes an evaluation or a save before the batch. Await other
         islands' gradients."""
-        self.began_at = _now()
+        self.began_at = now()
         here = self.agreement.current
         self.weight = here.num_losses if self.by_tokens else here.num_filled
         label = int(state.timestamp.batch) * LABELS_PER_BATCH
@@ -338,13 +357,13 @@ class Islands(Partners):
         Returns True after a commit: the gradient is the global batch's, and GradientStep and Agreement have the numbers
         of all islands. Returns False if the batch must be computed again, with the rows of a new view.
         """
-        seconds = _now() - self.began_at
+        seconds = now() - self.began_at
         here = self.agreement.current
         with torch.no_grad():
             report = self._exchange(loss)
         exchanged_at = time.monotonic()
         if self.rank == 0:
-            place = {"kind": "prepared", "epoch": self.view.epoch, "batch": int(state.timestamp.batch)}
+            place = {"kind": "prepared", "epoch": self.view.epoch, "batch": int(state.timestamp.batch), "steps": 1}
             counts = {"weight": self.weight, "samples": here.num_filled, "tokens": here.num_tokens}
             counts |= {"losses": here.num_losses, "digest": here.digest}
             self.member.send({**place, **counts, "seconds": seconds, "weights": self.weights, **report})
@@ -469,7 +488,7 @@ class Islands(Partners):
         return Preempted(f"left the run: {self.view.donor} could not give its state; run the same command again")
 
 
-def _now() -> float:
+def now() -> float:
     """Return the time after the device has finished: an island's rows follow from its speed."""
     devices.finish()
     return time.monotonic()

@@ -9,11 +9,19 @@ from composer import Trainer
 from composer.core import State
 
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.training.save_policy import Decision
+
+OUTER_MOMENTUM = "outer_momentum"
+"""Slot of the optimizer's state with the momentum of local steps (`local_islands.py`)."""
 
 
 def find_partners(config: TrainConfig) -> "Partners":
     if config.islands is None:
         return Partners()
+    if config.islands.sync is not None:
+        from llmfoundry_lite.training.local_islands import LocalIslands
+
+        return LocalIslands(config)
     from llmfoundry_lite.training.islands import Islands
 
     return Islands(config)
@@ -25,6 +33,7 @@ class Partners:
     saves_here = True
     """This launch writes the run's checkpoints; no other one does."""
     takes_lease_at_start = True
+    takes_outer_steps = False
     instead_of_saving = ""
     """Text of the exit message if this launch leaves without saving."""
     tokens_elsewhere = 0
@@ -37,6 +46,18 @@ class Partners:
 
     def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
         """Join the run, and take over its state if it is under way. `on_evicted` is called before the process exits."""
+        having = [slots for slots in trainer.state.optimizers[0].state.values() if OUTER_MOMENTUM in slots]
+        if having and not self.takes_outer_steps:
+            for slots in having:
+                del slots[OUTER_MOMENTUM]
+            checkpointing.print_on_rank_0("the momentum of outer steps is dropped: islands.sync is not set")
+
+    def decide(self, decision: Decision) -> Decision:
+        """Return which saves and ends of the launch are possible after this batch."""
+        return decision
+
+    def leave_early(self, state: State) -> None:
+        """Make the state one that can be saved, before leaving between two batches."""
 
     def may_save(self) -> bool:
         """Return whether this launch makes the save that is due."""

@@ -146,9 +146,10 @@ DIGITS_DEPEND_ON = {
     "attention": "attention",
     "reduction after": "reduction",
     "compile_config": "compile_config",
+    "sync": "sync",
     "threads of a rank": "num_threads",
 }
-"""Display name -> field of a segment that changes the last digits of results, but not the mathematics."""
+"""Display name -> field of a segment that changes the last digits of results; `sync` changes more."""
 
 
 def build_segment(

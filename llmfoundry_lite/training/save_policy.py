@@ -59,11 +59,20 @@ class SavePolicy:
         if self.timer is not None:
             self.timer.start()
 
+    def is_last(self, state: State) -> bool:
+        """Return whether the run ends with this batch."""
+        return progress_of(state, self.end) >= 1
+
+    def is_launch_over(self, state: State) -> bool:
+        """Return whether `stop_after` is reached."""
+        span = self.stop_after
+        if span is None:
+            return False
+        return elapsed(state, span.unit) - elapsed(state, span.unit, self.started_at) >= span.value
+
     def decide(self, state: State) -> Decision:
         """Decide after a batch. Returns the same on every rank."""
-        is_last, is_launch_over = progress_of(state, self.end) >= 1, False
-        if (span := self.stop_after) is not None:
-            is_launch_over = elapsed(state, span.unit) - elapsed(state, span.unit, self.started_at) >= span.value
+        is_last, is_launch_over = self.is_last(state), self.is_launch_over(state)
         is_due = self.agreement.save_is_due if self.span is None else has_passed(state, self.span)
         agreed = REASONS[self.preemption.agreed]
         owes_evaluation = bool(agreed) and is_evaluation_due(self.config, state)

@@ -80,6 +80,8 @@ TABLE = {
         **dict.fromkeys(
             ["eval_loader.dataset.streams.*.", "eval_loaders.*.dataset.streams.*."], "split proportion repeat choose"
         ),
+        "islands.": "sync",
+        "islands.sync.": "every lr momentum dtype",
         "algorithms.": "gradient_clipping",
         "algorithms.gradient_clipping.": "clipping_type clipping_threshold",
     },

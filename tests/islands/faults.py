@@ -150,3 +150,24 @@ class LargeScale(Callback):
     def fit_start(self, state, logger):
         checkpointing = next(one for one in state.callbacks if hasattr(one, "gradient_step"))
         checkpointing.gradient_step.scaler.scale = self.scale
+
+
+class Dump(Callback):
+    """After each batch, and after its outer step if it has one, write the weights of an island of one rank."""
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+        self.folder.mkdir(exist_ok=True)
+
+    def fit_start(self, state, logger):
+        self.write(state, "after")
+
+    def batch_end(self, state, logger):
+        self.write(state, "before")
+
+    def batch_checkpoint(self, state, logger):
+        self.write(state, "after")
+
+    def write(self, state, when):
+        parts = {name: local_tensor(p).clone() for name, p in state.model.named_parameters()}
+        torch.save(parts, self.folder / f"{when}-{int(state.timestamp.batch)}.pt")

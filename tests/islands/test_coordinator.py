@@ -645,3 +645,45 @@ def test_whatever_happens_every_batch_counts_once_and_all_rows_are_in_it(seed):
         check_division(coordinator)
         assert coordinator.scribe in coordinator.members
     assert told > 20
+
+
+def test_a_commit_counts_all_batches_of_a_round_and_a_joiner_gets_the_state_after_them():
+    play = Play(num_founders=1)
+    play.come("a")
+    play.come("b")
+    play.prepare("a", steps=100, samples=800)
+    assert play.coordinator.batch == 100
+    following = play.last("a")["next"]
+    assert (following["batch"], following["joiners"]) == (100, ["b"])
+    play.prepare("a", steps=100)
+    with pytest.raises(BadMessageError, match="b prepares 99 batches, others another number"):
+        play.prepare("b", steps=99)
+
+
+def test_an_exchange_that_failed_is_repeated_for_the_same_batches():
+    play = Play()
+    play.come("a")
+    play.come("b")
+    play.prepare("a", steps=5)
+    play.prepare("b", steps=5, ok=False)
+    assert play.coordinator.batch == 0 and play.last("a")["kind"] == "view"
+    for name in "ab":
+        play.prepare(name, steps=5)
+    assert play.coordinator.batch == 5
+
+
+def test_of_islands_that_ask_to_leave_all_may_but_the_last():
+    play = Play()
+    play.come("a")
+    play.come("b")
+    ask = {"kind": "leave", "asks": True}
+    play.coordinator.receive(play.number("b"), ask, play.now)
+    play.listen()
+    assert play.last("b") == {"kind": "left", "epoch": 1, "is_last": False}
+    assert play.coordinator.members == ["a"] and play.last("a")["kind"] == "view"
+    play.coordinator.receive(play.number("a"), ask, play.now)
+    play.listen()
+    assert play.last("a") == {"kind": "left", "epoch": 2, "is_last": True}
+    assert play.coordinator.members == ["a"]
+    play.prepare("a", steps=3, leaving=True)
+    assert play.coordinator.batch == 3

@@ -130,3 +130,12 @@ def test_what_a_configuration_says_reaches_the_terminal_escaped(run):
     console = Console(file=io.StringIO(), width=100)
     console.print(picture(watched))
     assert "\x1b" not in console.file.getvalue() and "in s3://b/\\x1b[32m" in console.file.getvalue()
+
+
+def test_local_steps_are_said(run):
+    append(run, 1, **{"islands/local_steps": 100})
+    watched = Watched(run)
+    watched.look()
+    console = Console(file=io.StringIO(), width=200)
+    console.print(picture(watched))
+    assert "local steps, every 100: losses are of this island's rows" in console.file.getvalue()

@@ -1,0 +1,303 @@
+"""Local steps over slow links: loss at equal tokens beside one world, bytes, and the share of the time that computes.
+
+    python -m benchmarks islands-local --out results                   some 20 minutes on two quiet cores
+
+Two and four islands of one rank train a small MPT with an outer step after every 10, 50, 100 and 500 batches. A proxy
+holds each link between two islands to a rate and a delay (`links.py`). The loss is that of the validation data after
+the last outer step. One world trains the same batches. Links of the coordinator are not slowed. Ranks are forks of
+processes that have imported the code, one for each island (`faults.Keeper`).
+"""
+
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.islands.faults import Keeper
+from benchmarks.islands.launches import coordinated
+from benchmarks.islands.links import set_links
+from benchmarks.recover import Log
+from benchmarks.switch.figure import COLOURS, INK, QUIET
+from benchmarks.switch.legs import Workshop
+from benchmarks.switch.switch import configuration, prepare_data
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.report.figure import plt, write
+from llmfoundry_lite.report.reading import LOSS, SECONDS, VALIDATION
+from llmfoundry_lite.report.tables import Table
+
+NAMES = "abcd"
+ROWS, SEQ_LEN = 8, 32
+BITS_PER_SECOND, DELAY_SECONDS = 10e6, 0.05
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Number of seeds -> the factor of a 95 % interval of the mean (Student's t)."""
+SILENCE_SECONDS = 60.0
+"""On a busy machine no island is left out."""
+EXACT_BATCHES = 8
+PUBLISHED = (
+    ("DiLoCo, 8 workers, every 500", "500 times less", "loss as synchronous or lower", "arXiv 2311.08105"),
+    ("INTELLECT-1, 10B, every 100, int8", "400 times less", "83-96 % of the time computing", "arXiv 2412.01152"),
+    ("Streaming DiLoCo, 4 bits, overlapped", "100 times less bandwidth", "similar quality", "arXiv 2501.18512"),
+)
+
+
+def run(
+    *,
+    data: Path = Path("data/python-stdlib"),
+    num_batches: int = 500,
+    every: Sequence[int] = (10, 50, 100, 500),
+    num_seeds: int = 3,
+    costly_seeds: int = 1,
+    minutes: float = 60.0,
+    out: Path | None = None,
+    keep: Path | None = None,
+) -> dict[str, Any]:
+    """Train, print; with `out`, write islands-local.json, .md and .png there. Returns what the JSON holds.
+
+    `costly_seeds`: seeds of four islands, and of outer steps every 10 batches. After `minutes` no other run begins.
+    Raises UserError.
+    """
+    console, conditions = open_console(), describe_conditions()
+    prepare_data(data)
+    cells = [(1, 0, num_seeds)]
+    cells += [(2, k, costly_seeds if k < 50 else num_seeds) for k in every] + [(4, k, costly_seeds) for k in every]
+    jobs = [(count, k, seed) for seed in range(num_seeds) for count, k, seeds in cells if seed < seeds]
+    runs: list[dict[str, Any]] = []
+    started = time.monotonic()
+    with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
+        shop = Shop(Path(folder).resolve(), data.resolve(), num_batches)
+        try:
+            exact = shop.train(2, 0, 0, EXACT_BATCHES)
+            while jobs and time.monotonic() - started < 60 * minutes:
+                try:
+                    runs.append(shop.train(*jobs[0]))
+                except UserError as error:  # a rank on a busy machine took the coordinator for dead
+                    console.print(f"again: {error}", highlight=False)
+                    continue
+                jobs.pop(0)
+                shown = {key: runs[-1][key] for key in ("islands", "every", "seed", "loss", "seconds")}
+                console.print(json.dumps(shown), highlight=False)
+        finally:
+            shop.end()
+    trained = [(one["islands"], one["every"]) for one in runs]
+    cells = [cell for cell in cells if cell[:2] in trained]
+    report = conditions | {"num_batches": num_batches, "num_seeds": num_seeds, "costly_seeds": costly_seeds}
+    report |= {"num_left": len(jobs), "minutes": (time.monotonic() - started) / 60}
+    report |= {"num_parameters": shop.num_parameters, "runs": runs, "exact": exact, "passed": True}
+    report["cells"] = [summarise(runs, count, steps) for count, steps, _ in cells]
+    how = (
+        f"{num_batches} batches of {ROWS} x {SEQ_LEN} tokens, {shop.num_parameters / 1e6:.1f} M parameters, fp32. "
+        f"Each link: {BITS_PER_SECOND / 1e6:g} Mbit/s each way, {DELAY_SECONDS * 2e3:g} ms there and back."
+    )
+    about = {"name": "islands-local", "heading": "Local steps over slow links", "plot": plot}
+    command = f"python -m benchmarks islands-local --num-seeds {num_seeds} --costly-seeds {costly_seeds}"
+    asked = ("num_batches", "num_seeds", "costly_seeds")
+    tell(report, how, table_of(report), notes_of(report), published(), command=command, asked=asked, **about, out=out)
+    return report
+
+
+class Shop:
+    """Processes that have imported the code, and the runs that their forks train."""
+
+    def __init__(self, folder: Path, data: Path, num_batches: int):
+        self.folder, self.num_runs = folder, 0
+        config = configuration(data, num_batches, num_batches, "fp32", 17)
+        config |= {"max_seq_len": SEQ_LEN, "global_train_batch_size": ROWS, "device_train_microbatch_size": 8}
+        config |= {"eval_subset_num_batches": 64, "device_eval_batch_size": 8, "save_interval": "100000ba"}
+        config["model"] |= {"max_seq_len": SEQ_LEN, "n_layers": 2}
+        config["optimizer"]["lr"] = 2e-3
+        for key in ("train_loader", "eval_loader"):
+            config[key]["dataset"].pop("shuffle_seed", None)
+        shape = config["model"]
+        model = {key: value for key, value in shape.items() if key not in ("name", "attn_config")}
+        self.num_parameters = count_parameters(
+            ModelConfig(name="mpt_causal_lm", **model, attn_config=AttentionConfig(fused_qkv=True))
+        )
+        self.shop = Workshop(folder=folder, config=config | {"export_at_end": False}, clusters=())
+        self.shop.prepare()
+        self.links = folder / "links.json"
+        set_links(self.links, "open", BITS_PER_SECOND, DELAY_SECONDS)
+        yaml = folder / "run.yaml"
+        self.keepers = [Keeper(folder, yaml, name, 1, [], "llmfoundry_lite.train") for name in NAMES]
+
+    def train(self, count: int, every: int, seed: int, stop_after: int | None = None) -> dict[str, Any]:
+        """Train one run to its end. `every` 0: exact islands, or one world."""
+        self.num_runs += 1
+        name = f"run-{self.num_runs}"
+        settings = [f"run_name={name}", f"seed={17 + seed}", f"save_folder={self.folder / 'saves' / name}"]
+        settings += [f"train_loader.dataset.shuffle_seed={17 + seed}"]
+        settings += [f"stop_after={stop_after}ba"] if stop_after else []
+        settings += [f"islands.sync.every={every}ba"] if every else []
+        if count == 1:
+            return self._record(name, count, every, seed, [self._launch(self.keepers[0], name, settings)])
+        with (
+            coordinated(self.shop, name, count, self.links, SILENCE_SECONDS) as address,
+            ThreadPoolExecutor(count) as pool,
+        ):
+
+            def launch(keeper: Keeper) -> Log:
+                own = [f"islands.coordinator={address}", f"islands.name={keeper.name}"]
+                return self._launch(keeper, name, [*settings, *own])
+
+            return self._record(name, count, every, seed, list(pool.map(launch, self.keepers[:count])))
+
+    def _launch(self, keeper: Keeper, run: str, settings: Sequence[str]) -> Log:
+        run_folder = self.folder / "runs" / run / keeper.name
+        keeper.arguments = [str(self.folder / "run.yaml"), *settings, f"run_folder={run_folder}"]
+        if code := keeper.launch():
+            raise UserError(f"bench islands-local: {run}: {keeper.name} left with {code}, see {self.folder}")
+        return Log(run_folder / "metrics.jsonl")
+
+    def _record(self, name: str, count: int, every: int, seed: int, logs: Sequence[Log]) -> dict[str, Any]:
+        """Describe a run by its first island's log; computing is that of its slowest island."""
+        batches = [[record for _, record in sorted(log.last_of_each_batch().items())] for log in logs]
+        first, last = batches[0], batches[0][-1]
+        computing = max(sum(record.get("islands/compute_seconds", 0.0) for record in records) for records in batches)
+        exchanges = [record["islands/exchange_seconds"] for record in first if "islands/exchange_seconds" in record]
+        is_own = "islands/loss" not in last
+        losses = [(r["batch"], r[LOSS if is_own else "islands/loss"]) for r in first if is_own or "islands/loss" in r]
+        return {
+            "islands": count,
+            "every": every,
+            "seed": seed,
+            "loss": last.get(VALIDATION),
+            "seconds": sum(record[SECONDS] for record in first),
+            "compute_seconds": computing,
+            "exchange_seconds": statistics.fmean(exchanges) if exchanges else None,
+            "bytes": sum(record.get("islands/bytes", 0) for record in first),
+            "num_batches": len(first),
+            "tokens": last["time/token"],
+            "losses": losses,
+        }
+
+    def end(self) -> None:
+        for keeper in self.keepers:
+            keeper.end()
+
+
+# ------------------------------------------------------------------------------------------------------ what it shows
+
+
+def summarise(runs: Sequence[dict[str, Any]], count: int, every: int) -> dict[str, Any]:
+    """Return means over seeds, and the difference to one world of the same seeds with its 95 % interval."""
+    alone = {one["seed"]: one["loss"] for one in runs if one["islands"] == 1}
+    some = [one for one in runs if (one["islands"], one["every"]) == (count, every)]
+    differences = [one["loss"] - alone[one["seed"]] for one in some]
+    n = len(some)
+    half = STUDENT[n] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
+    kept = {"islands": count, "every": every, "seeds": n, "half": half}
+    kept |= {"loss": statistics.fmean(one["loss"] for one in some), "difference": statistics.fmean(differences)}
+    for key in ("seconds", "compute_seconds", "exchange_seconds", "bytes"):
+        values = [one[key] for one in some if one[key] is not None]
+        kept[key] = statistics.fmean(values) if values else None
+    return kept
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    rows = []
+    gradient = 4 * report["num_parameters"] * report["num_batches"]
+    for cell in report["cells"]:
+        count, every, half = cell["islands"], cell["every"], cell["half"]
+        ways = 2 * (count - 1)
+        difference = f"{cell['difference']:+.3f}" + ("" if half is None else f" ± {half:.3f}") if every else ""
+        sent = [f"{cell['bytes'] / 1e6:,.0f}", f"{ways * gradient / cell['bytes']:.0f}"] if every else ["", ""]
+        waiting = [f"{cell['exchange_seconds']:.1f}"] if every else [""]
+        share = [f"{cell['compute_seconds'] / cell['seconds']:.0%}"] if every else [""]
+        name = "one world" if count == 1 else f"{count} islands, every {every}"
+        rows.append(
+            [
+                name,
+                str(cell["seeds"]),
+                f"{cell['loss']:.3f}",
+                difference,
+                *sent,
+                f"{cell['seconds']:.0f}",
+                *waiting,
+                *share,
+            ]
+        )
+    headings = [
+        "",
+        "seeds",
+        "loss, nats",
+        "less one world's",
+        "MB of an island",
+        "times fewer",
+        "s",
+        "s of an exchange",
+    ]
+    return measured_table("local steps beside one world", [*headings, "computing"], rows)
+
+
+def published() -> Table:
+    return Table("what was published", ["", "bytes", "found", "source"], [list(row) for row in PUBLISHED], ())
+
+
+def notes_of(report: dict[str, Any]) -> list[str]:
+    exact = report["exact"]
+    per_batch = exact["seconds"] / exact["num_batches"]
+    return [
+        "loss: of the validation data after the last outer step; its difference to one world of the same seeds, with a "
+        "95 % interval where there are several seeds. The islands' learning rate is the one world's, untuned",
+        "MB: sent and received by one island; times fewer: than a gradient of every batch, both ways, to all others",
+        f"exact islands, two, over the same link: {per_batch:.1f} s a batch, over {exact['num_batches']} batches; "
+        f"{report['num_batches']} would take {per_batch * report['num_batches'] / 60:.0f} minutes",
+        "computing: the slowest island's share of the time. All ranks share two cores with other work, so seconds "
+        f"are for comparison within this table alone; load average before it {report['load_average']:.1f}",
+        "four islands, and an outer step every 10 batches, have fewer seeds: they take longest",
+        *([f"the time was not enough for {report['num_left']} runs more"] if report["num_left"] else ()),
+    ]
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """The loss by batch, and what a round costs: difference to one world by bytes. As PNG."""
+    figure = plt.figure(figsize=(11, 4.6), layout="constrained", dpi=150)
+    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    shades = dict(zip(sorted({c["every"] for c in report["cells"]} - {0}), (*COLOURS, "#8c564b"), strict=False))
+    for one in report["runs"]:
+        if one["seed"] != report["runs"][0]["seed"] or one["islands"] > 2:
+            continue
+        batches, losses = np.array(one["losses"]).T
+        if one["islands"] == 1:
+            means = np.convolve(losses, np.ones(10) / 10, "valid")
+            left.plot(batches[9:], means, color=QUIET, lw=2.5, alpha=0.6, label="one world, means of 10 batches")
+        else:
+            label = f"two islands, local steps, every {one['every']}"
+            left.plot(batches, losses, "o-", ms=3, lw=1, color=shades[one["every"]], label=label)
+    left.set_xlabel("batch")
+    left.set_ylabel("training loss of a round, nats per token")
+    left.legend(frameon=False, fontsize=8.5)
+    for count, marker in ((2, "o"), (4, "s")):
+        for cell in (cell for cell in report["cells"] if cell["islands"] == count):
+            right.errorbar(
+                cell["bytes"] / 1e6,
+                cell["difference"],
+                cell["half"],
+                fmt=marker,
+                color=shades[cell["every"]],
+                capsize=3,
+            )
+            place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color": INK}
+            right.annotate(
+                f"{count} islands, {cell['every']}", (cell["bytes"] / 1e6, cell["difference"]), (6, 5), **place
+            )
+    right.axhline(0.0, color=QUIET, lw=0.8)
+    right.set_xscale("log")
+    right.margins(x=0.25)
+    right.set_xlabel("MB sent and received by an island")
+    right.set_ylabel("validation loss less one world's, nats")
+    figure.suptitle("Local steps are another run than one world's: what they cost and save", fontsize=11)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+    write(figure, path)

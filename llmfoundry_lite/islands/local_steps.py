@@ -1,0 +1,59 @@
+"""Arithmetic of local steps: what an island trains between two exchanges, and the step that follows one.
+
+DiLoCo (Douillard et al. 2023, arXiv 2311.08105): each island trains its own rows for `every` batches. The islands' mean
+change of the weights, weighted by tokens, is the gradient of one outer step with Nesterov momentum. No sockets, no
+clock. Every operation rounds once, in fp32 on the host and in one order, so all islands get the same bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(kw_only=True)
+class Round:
+    """An island's batches since the last outer step, counted over its own rows."""
+
+    steps: int = 0
+    weight: int = 0
+    """Weight of its change: tokens with a loss, or samples."""
+    samples: int = 0
+    tokens: int = 0
+    losses: int = 0
+    digest: int = 0
+    loss_sum: float = 0.0
+    """Losses of the batches, each times its weight."""
+    seconds: float = 0.0
+    """Time of computing."""
+
+    def count(self, *, weight: int, samples: int, tokens: int, losses: int, digest: int, loss: float) -> None:
+        """Add a batch."""
+        self.steps += 1
+        self.weight += weight
+        self.samples += samples
+        self.tokens += tokens
+        self.losses += losses
+        self.digest = (self.digest + digest) % (1 << 64)
+        self.loss_sum += loss * weight if weight else 0.0
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / max(self.weight, 1)
+
+
+def take_outer_step(
+    start: torch.Tensor, velocity: torch.Tensor, change: torch.Tensor, lr: float, momentum: float
+) -> None:
+    """Update the weights of the last outer step, `start`, and the momentum in place. `change`: the mean of start less
+    the islands' weights.
+
+    v = momentum v + change; start = start - lr (change + momentum v). torch.optim.SGD's Nesterov, for this gradient.
+    """
+    velocity.mul_(momentum).add_(change)
+    start.sub_(velocity.mul(momentum).add_(change).mul_(lr))
+
+
+def lost_samples(lanes: Mapping[str, range], trained: Mapping[str, int], steps: int) -> dict[str, int]:
+    """Return the samples of islands that began the round and were not in its outer step; padding rows count."""
+    return {name: len(rows) * steps for name, rows in lanes.items() if name not in trained}

@@ -1,0 +1,220 @@
+"""Local steps: islands that train alone between outer steps, in real processes."""
+
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from llmfoundry_lite.checkpoint.store import open_checkpoint
+from tests.helpers.launch import train
+from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
+from tests.islands.world import coordination, island, islands, metrics
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+SYNC = {"every": "4ba"}
+
+
+def local(**changes):
+    """Settings of an island whose weights are compared at every outer step."""
+    sync = {"sync": SYNC, "check_weights_every": 1}
+    return {"islands": sync | changes.pop("islands", {}), "save_interval": "4ba", **changes}
+
+
+def weights(save):
+    return load_full_tensors(str(save))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_islands_have_the_same_bits_after_each_outer_step(tmp_path, data, dtype):
+    changes = local(islands={"sync": {**SYNC, "dtype": dtype}})
+    with coordination(tmp_path) as running:
+        for launch in islands(tmp_path, data, running, a=(2, changes), b=(1, changes)):
+            launch.check()
+            assert "local steps, every 4: another algorithm than one world's" in launch.output
+    for name in ("a", "b"):
+        records = metrics(tmp_path, name)
+        assert values(records, "islands/drifts") == [0] * 10
+        assert values(records, "islands/local_steps") == [4] * 10
+        assert [record["batch"] for record in records if "islands/outer_norm" in record] == [4, 8, 10]
+        assert values(records, "time/sample")[3:10:4] == [32, 64]
+        assert records[-1]["time/sample"] == 80
+    assert values(metrics(tmp_path, "a"), "loss/train/total") != values(metrics(tmp_path, "b"), "loss/train/total")
+    manifest = open_checkpoint(str(tmp_path / "saves/ba10")).manifest
+    assert manifest.segments[-1].sync == "local steps, every 4"
+    assert {f"optim/{key[6:]}/outer_momentum" for key in manifest.tensors if key.startswith("model/")} < {
+        *manifest.tensors
+    }
+
+
+def test_outer_steps_are_those_of_the_paper(tmp_path, data):
+    """Beside numpy: three rounds of two islands with unequal rows."""
+
+    def dump(name):
+        return {"callbacks": {"python:tests.islands.faults:Dump": {"folder": str(tmp_path / name)}}}
+
+    uneven = {"sync": SYNC, "weight": 3.0}
+    with coordination(tmp_path) as running:
+        for launch in islands(
+            tmp_path, data, running, a=(1, local(islands=uneven, **dump("a"))), b=(1, local(**dump("b")))
+        ):
+            launch.check()
+    records = {name: metrics(tmp_path, name) for name in "ab"}
+    assert records["a"][0]["islands/rows"] == 6 and records["b"][0]["islands/rows"] == 2
+
+    def read(name, when, batch):
+        return {key: w.numpy() for key, w in torch.load(tmp_path / name / f"{when}-{batch}.pt").items()}
+
+    start = read("a", "after", 0)
+    velocity = {key: np.zeros_like(w) for key, w in start.items()}
+    for first, last in ((1, 4), (5, 8), (9, 10)):
+        rows = {
+            name: sum(record["islands/rows"] for record in found[first - 1 : last]) for name, found in records.items()
+        }
+        shares = {name: count / sum(rows.values()) for name, count in rows.items()}  # all rows have equally many tokens
+        trained = {name: read(name, "before", last) for name in "ab"}
+        for key in start:
+            change = sum(share * (start[key] - trained[name][key]) for name, share in shares.items())
+            velocity[key] = 0.9 * velocity[key] + change
+            start[key] = start[key] - 0.7 * (change + 0.9 * velocity[key])
+        for name in "ab":
+            found = read(name, "after", last)
+            assert max(abs(found[key] - start[key]).max() for key in start) < 1e-6
+
+
+def test_rows_are_divided_as_among_exact_islands(tmp_path, data):
+    """The sum of both islands' digests is that of one world's batch."""
+    config = tiny_config(data, run_name="alone")
+    train([write_config(tmp_path / "alone.yaml", config)], tmp_path, 1).check()
+    with coordination(tmp_path) as running:
+        for launch in islands(tmp_path, data, running, a=(1, local()), b=(2, local())):
+            launch.check()
+    digests = [[int(text, 16) for text in values(metrics(tmp_path, name), "data/digest")] for name in "ab"]
+    together = [f"{(one + other) % (1 << 64):016x}" for one, other in zip(*digests, strict=True)]
+    assert together == values(read_metrics(tmp_path / "runs/alone"), "data/digest")
+
+
+def test_a_plain_outer_step_after_each_sgd_step_is_the_run_of_one_world(tmp_path, data):
+    sgd = {"name": "python:torch.optim:SGD", "lr": 0.05, "kwargs": {}}
+    same = {"optimizer": sgd, "algorithms": {}}
+    config = tiny_config(data, run_name="alone", **same)
+    train([write_config(tmp_path / "alone.yaml", config)], tmp_path, 1).check()
+    sync = {"sync": {"every": "1ba", "lr": 1.0, "momentum": 0.0}}
+    with coordination(tmp_path) as running:
+        changes = local(islands=sync, **same)
+        for launch in islands(tmp_path, data, running, a=(2, changes), b=(1, changes)):
+            launch.check()
+    alone, together = weights(tmp_path / "runs/alone/checkpoints/ba10"), weights(tmp_path / "saves/ba10")
+    assert max((alone[key] - together[key]).abs().max() for key in alone) < 1e-6
+    losses = values(read_metrics(tmp_path / "runs/alone"), "loss/train/total")
+    assert values(metrics(tmp_path, "a"), "islands/loss") == pytest.approx(losses, abs=1e-5)
+
+
+def kill(batch, number=signal.SIGKILL):
+    return {"python:tests.islands.faults:Signal": {"batch": batch, "number": int(number)}}
+
+
+def hold(batch, gate):
+    return {"python:tests.islands.faults:Hold": {"batch": batch, "until": str(gate)}}
+
+
+def test_an_island_that_dies_in_a_round_loses_its_rows_by_name_and_comes_back_at_an_outer_step(tmp_path, data):
+    gate = tmp_path / "b is back"
+    with coordination(tmp_path) as running:
+
+        def twice():
+            assert island(tmp_path, data, running, "b", 1, **local(callbacks=kill(3))).exit_codes == [-9]
+            return island(tmp_path, data, running, "b", 1, **local(autoresume=True))
+
+        def open_gate():
+            running.wait_for("b is here", times=2)
+            gate.touch()
+
+        a, b, _ = islands(tmp_path, data, running, twice, open_gate, a=(2, local(callbacks=hold(4, gate))))
+    for launch in (a, b):
+        launch.check()
+    records = metrics(tmp_path, "a")
+    of_b = 8 - records[0]["islands/rows"]
+    assert f"islands: rows of b in batches 1 to 4 are lost: {4 * of_b} samples" in a.output
+    assert values(records, "islands/rows")[:4] == [8 - of_b] * 4, "until the round ends rows are divided as before"
+    assert [record["islands/lost_samples"] for record in records[3:]] == [4 * of_b] * 7
+    assert records[-1]["time/sample"] == 80 - 4 * of_b
+    back = metrics(tmp_path, "b")
+    assert [record["batch"] for record in back][-6:] == [5, 6, 7, 8, 9, 10]
+    assert values(back, "islands/drifts")[-1] == values(records, "islands/drifts")[-1] == 0
+    assert back[-1]["time/sample"] == records[-1]["time/sample"]
+
+
+def test_islands_that_are_asked_to_leave_do_so_at_once_and_the_last_one_saves(tmp_path, data):
+    with coordination(tmp_path) as running:
+        there = {"save_interval": "100ba", "callbacks": kill(6, signal.SIGTERM)}
+        launches = islands(tmp_path, data, running, a=(2, local(**there)), b=(1, local(**there)))
+        assert [code for launch in launches for code in launch.exit_codes] == [75] * 3, [one.output for one in launches]
+        first = next(launch for launch in launches if "this island leaves" in launch.output)
+        last = next(launch for launch in launches if launch is not first)
+        assert "the other islands carry on" in first.output
+        assert "are lost" in last.output and "saved as ba" in last.output
+
+
+def test_a_run_goes_from_local_steps_to_one_world_to_exact_islands_and_back(tmp_path, data):
+    def go_on(until, **changes):
+        with coordination(tmp_path) as running:
+            settings = {"autoresume": True, "max_duration": f"{until}ba", "save_interval": "100ba", **changes}
+            launches = islands(tmp_path, data, running, a=(1, settings), b=(2, settings))
+        for launch in launches:
+            launch.check()
+        return next(launch.output for launch in launches if "carrying on" in launch.output or until == 6)
+
+    config = {"islands": {"sync": SYNC}}
+    go_on(6, **config)
+    alone = tiny_config(data, run_name="run", autoresume=True, max_duration="7ba", save_folder=str(tmp_path / "saves"))
+    one = train([write_config(tmp_path / "alone.yaml", alone)], tmp_path, 1).check()
+    assert "the momentum of outer steps is dropped" in one.output
+    assert "sync local steps, every 4 -> none" in one.output
+    go_on(9)
+    output = go_on(13, **config)
+    assert "sync none -> local steps, every 4" in output
+    go_on(16, **config)
+    segments = open_checkpoint(str(tmp_path / "saves/ba16")).manifest.segments
+    steps = "local steps, every 4"
+    assert [(one.span, one.sync) for one in segments] == [
+        ("1-6", steps), ("7-7", None), ("8-9", None), ("10-13", steps), ("14-16", steps)
+    ]  # fmt: skip
+
+
+def test_without_the_coordinator_the_last_round_ends_early_and_one_island_saves(tmp_path, data):
+    gate = tmp_path / "the coordinator is gone"
+    with coordination(tmp_path) as running:
+
+        def end():
+            running.wait_for("epoch 1, batch 1")
+            running.send(signal.SIGKILL)
+            gate.touch()
+
+        held = local(callbacks=hold(3, gate), save_interval="100ba")
+        a, b, _ = islands(tmp_path, data, running, end, a=(2, held), b=(1, held))
+    assert {*a.exit_codes, *b.exit_codes} == {75}
+    saved = [path.name for path in (tmp_path / "saves").glob("ba*")]
+    assert len(saved) == 1 and f"saved as {saved[0]}" in a.output
+    assert "islands: rows of b in batches 1 to" in a.output and "are lost" in a.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"exact_sums": True}, "exact_sums: does not go with islands.sync: local steps are not the run of one world"),
+        ({"max_duration": "1000sp"}, "max_duration: 1000sp does not go with islands.sync"),
+        (
+            {"islands": {"sync": {"every": "5tok"}}},
+            "islands.sync.every: '5tok' given, expected a number with a unit, ba",
+        ),
+        ({"islands": {"sync": {"every": "5ba", "momentum": 1.0}}}, "islands.sync.momentum: 1.0 given"),
+    ],
+)
+def test_what_local_steps_cannot_do_is_refused_before_anything_starts(tmp_path, data, changes, words):
+    with coordination(tmp_path) as running:
+        refused = island(tmp_path, data, running, "a", 1, **local(**changes))
+    assert refused.exit_codes == [2]
+    assert words in " ".join(refused.output.split())
