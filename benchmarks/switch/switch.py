@@ -5,10 +5,10 @@
     python -m benchmarks switch --layouts              the "clusters" divide the run differently, and nothing else
     python -m benchmarks switch --exact-sums           so too, and every run must have each bit of the others
 
-A small MPT is trained on each cluster (see `legs`) without interruption, through the real launcher;
-then once switching every few batches, moved by a relay from one file. What the switching run did is held against the
-band that the uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see
-`tamper`): it must notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
+A small MPT is trained on each cluster (see `legs`) without interruption, through the real launcher; then once switching
+every few batches, moved by a relay from one file. What the switching run did is held against the band that the
+uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see `tamper`): it must
+notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
 
 In bf16 rounding takes runs apart some hundred times as far as in fp32. One run of each cluster is then a small sample
 of it. `--rounding-seeds N` adds N runs of each: after batch 1 every weight is moved by one fp32 number, or not, as the
