@@ -10,7 +10,7 @@ every few batches, moved by a relay from one file. What the switching run did is
 uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see `tamper`): it must
 notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
 
-In bf16 rounding takes runs apart some hundred times as far as in fp32. One run of each cluster is then a small sample
+In bf16 rounding takes runs several hundred times as far apart as in fp32. One run of each cluster is a small sample
 of it. `--rounding-seeds N` adds N runs of each: after batch 1 every weight is moved by one fp32 number, or not, as the
 seed draws. Data, weights and mathematics are otherwise the same. bf16 has its own control: weights rounded to bf16. Its
 loss may miss that one, if the digest of the checkpoint's tensors does not. The last cluster's run is repeated in fp32
@@ -110,7 +110,7 @@ def run(
         # Four ranks on two cores take twice as long as one, and an emulated instruction set longer.
         is_native = layouts or exact_sums or is_low
         native = min(clusters, key=lambda cluster: cluster.num_ranks) if is_native else clusters[0]
-        nudged = {f"{alone(c)}+{seed}": (c, seed) for seed in range(1, rounding_seeds + 1) for c in clusters}
+        nudged = {f"{alone(c)}.{seed}": (c, seed) for seed in range(1, rounding_seeds + 1) for c in clusters}
         changed = change_precision(clusters[-1]) if is_low else {}
         controls = [name for name in CONTROLS if is_low or name != ROUNDED]
         if nudged:
@@ -140,7 +140,7 @@ def run(
                 can_tamper.set()
 
         with ThreadPoolExecutor(jobs) as pool:
-            names = [SWITCHING, *map(alone, clusters), *controls, *nudged, *changed]
+            names = [SWITCHING, *map(alone, clusters), *nudged, *changed, *controls]
             legs = dict(zip(names, pool.map(train, names), strict=True))
         late = () if is_low else (every, *LATE_BATCHES)
         resumes = [launch_late(shop, native, at, after, data) for after in late]
@@ -413,7 +413,7 @@ def table_of_changes(report: dict[str, Any]) -> Table:
     ]
     rows = []
     for changed, between, a, b in pairs:
-        distance_t = band.measure_band([runs[a]["losses"], runs[b]["losses"]])
+        distance_t = band.measure_deviation(runs[a]["losses"], [runs[b]["losses"]])
         largest = (distance_t / report["band"]).max()
         rows.append([changed, between, f"{distance_t[-1]:.1e}", times(largest)])
     columns = ["changed", "between", "distance, nats", "largest / band"]
@@ -481,7 +481,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         notes.append(
             "uninterrupted: a run of each cluster, and runs that moved each weight by at most one fp32 number after "
             f"batch 1. Median distance after {batches} batches: {median(alike):.1e} between two runs of one cluster, "
-            f"{median(unlike):.1e} between runs of unlike clusters"
+            f"{median(unlike):.1e} between runs of unlike clusters. Runs that moved weights share their first batch"
         )
     resumes = [
         f"after batch {r['after_batch']:,} {r['seconds_to_first_batch']:.1f} s, "
@@ -505,6 +505,8 @@ def write(report: dict[str, Any], out: Path | None) -> None:
     options = "" if report["precision"] == "fp32" else f" --precision {report['precision']}"
     seeds = report["rounding_seeds"]
     options += f" --rounding-seeds {seeds}" if seeds else ""
+    batches, every = report["num_batches"], report["every"]
+    options += f" --num-batches {batches} --every {every}" if (batches, every) != (100, 20) else ""
     options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
     how = (
         f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "
