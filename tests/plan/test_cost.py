@@ -6,7 +6,7 @@ import random
 import pytest
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.plan.cost import STATE_BYTES, compute_optimal, cost_of, join_clusters, lost_share
+from llmfoundry_lite.plan.cost import compute_optimal, cost_of, join_clusters, lost_share
 from llmfoundry_lite.plan.network import find_node
 
 
@@ -14,8 +14,8 @@ def test_the_interval_loses_least():
     for save, between in ((0.5, 3600.0), (30.0, 7200.0), (300.0, 3600.0)):
         every = suggest_save_interval(save, between)
         least = lost_share(every, save, between, 300)
-        tried = [lost_share(every * factor, save, between, 300) for factor in (0.5, 0.8, 1.25, 2.0)]
-        assert all(least <= other + 1e-3 for other in tried)
+        tried = [lost_share(every * factor, save, between, 300) for factor in (0.5, 0.9, 1.1, 2.0)]
+        assert all(least < other for other in tried)
     assert suggest_save_interval(1.0, 1e12) > 1e6 and lost_share(1e6, 1.0, 1e12, 300) < 1e-5
     assert suggest_save_interval(10.0, 4.0) == 4.0
 
@@ -36,13 +36,6 @@ def test_the_lost_share_is_what_a_simulated_run_loses():
             clock, failure = failure, failure + draw.expovariate(1 / between)
         clock += restart
     assert 1 - trained / clock == pytest.approx(lost_share(every, save, between, restart), abs=0.01)
-
-
-def test_frontiers_memory_table():
-    """arXiv 2312.12705, from nominal counts, 14 bytes a parameter."""
-    published = {22e9: 0.308e12, 175e9: 2.45e12, 1e12: 14e12}
-    for num_parameters, num_bytes in published.items():
-        assert num_parameters * STATE_BYTES["published"] == pytest.approx(num_bytes, rel=1e-12)
 
 
 def test_a_budget_is_spent_as_hoffmann_says():
