@@ -4,7 +4,7 @@
 
 First A (2 ranks) and B (1 rank): both train at once, each for itself; then together, as islands. Three ranks share two
 cores, so only what both do at once can be compared. Then one rank each, over links that a proxy holds to a rate: how
-much faster the two train than the faster one alone, beside what `plan` expects of these rates (`join_clusters`).
+much faster the two train than the faster one alone, beside what `plan` expects of these rates (`plan/join.py`).
 """
 
 import statistics
@@ -25,7 +25,7 @@ from benchmarks.switch.switch import SEQ_LEN, describe_cluster, prepare_data, ta
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.plan.cost import join_clusters
+from llmfoundry_lite.plan.join import EXACT, Pair
 from llmfoundry_lite.report.tables import Table
 
 LONG_RUN = 100_000
@@ -184,11 +184,8 @@ def evaluate(report: dict[str, Any]) -> None:
 def expected_gain(pair: dict[str, float], rows: int, num_parameters: int, megabits: float | None) -> float:
     """S = (C / s1) / (C / (s1 + s2) + X), C the batch's work, X the time of the gradient on the link: `plan`'s."""
     first, second = (rate * SEQ_LEN for rate in pair.values())
-    link = megabits * 1e6 / 8 if megabits else float("inf")
-    gradient = GRADIENT_BYTES * num_parameters
-    return join_clusters(
-        first, second, batch_tokens=rows * SEQ_LEN, gradient_bytes=gradient, link_bytes_per_second=link
-    ).gain
+    planned = Pair(rates=(first, second), batch_tokens=rows * SEQ_LEN, num_parameters=num_parameters)
+    return planned.gain(EXACT, megabits * 1e6 if megabits else float("inf"))
 
 
 def tables_of(report: dict[str, Any]) -> tuple[Table, Table]:

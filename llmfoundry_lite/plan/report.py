@@ -8,7 +8,7 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.plan.cost import STATE_BYTES, Joined, compute_optimal
+from llmfoundry_lite.plan.cost import STATE_BYTES, compute_optimal
 from llmfoundry_lite.plan.plan import Plan
 from llmfoundry_lite.plan.search import Candidate, Rejected, usable_bytes
 from llmfoundry_lite.report.tables import Table
@@ -199,17 +199,6 @@ def _costs(plan: Plan) -> list[str]:
         f"and {three_digits(num_tokens / 1e9)} billion tokens; this model is best trained on "
         f"{three_digits(own_tokens / 1e9)} billion ({TOKENS_PER_PARAMETER} a parameter)",
     ]
-
-
-def describe_joined(first: Plan, second: Plan, joined: Joined, link_gigabits: float, steps: int) -> str:
-    exchange = "every step" if steps == 1 else f"every {steps} steps"
-    least = joined.least_bytes_per_second * 8 / 1e9
-    verdict = "the second cluster does not pay, " if joined.gain <= 1 else ""
-    return (
-        f"joined    with {second.num_devices} x {second.hardware.accelerator.name} over {link_gigabits:g} Gbit/s, "
-        f"gradients exchanged {exchange}: {joined.tokens_per_second:,.0f} tokens/s, {joined.gain:.2f} times the faster "
-        f"alone; {verdict}it pays from {three_digits(least)} Gbit/s on"
-    )
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
