@@ -39,8 +39,9 @@ class PlanOptions:
         float | None, typer.Option(min=0.01, max=1, help="Share of the peak that matrix products reach [fitted].")
     ] = None
     calibrate: Annotated[
-        Path | None, typer.Option(help="Rates measured on such a device: mfu.json of `bench mfu --out`.")
-    ] = None
+        str,
+        typer.Option(help="Reports measured on such devices: mfu.json,scaling.json of `bench`, of `doctor --json`."),
+    ] = ""
     pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline [the run's, else searched].")] = None
     schedule: Annotated[
         str | None, typer.Option(help="With --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv [1f1b].")
@@ -130,7 +131,7 @@ def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
         link_gigabytes=given.link,
         adapter_gigabits=given.adapter,
         products_efficiency=given.efficiency,
-        measured=given.calibrate,
+        measured=[Path(name) for name in given.calibrate.split(",") if name],
     )
     return make_plan(
         [*given.arguments, *batch],

@@ -16,8 +16,8 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.plan.calibrate import calibrate
 from llmfoundry_lite.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, cost_of, save_seconds
-from llmfoundry_lite.plan.rates import calibrate
 from llmfoundry_lite.plan.schedule import check_schedule
 from llmfoundry_lite.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
 from llmfoundry_lite.plan.step import Hardware, find_hardware
@@ -50,12 +50,12 @@ def hardware_named(
     link_gigabytes: float | None = None,
     adapter_gigabits: float | None = None,
     products_efficiency: float | None = None,
-    measured: Path | None = None,
+    measured: Sequence[Path] = (),
 ) -> Hardware:
     """Return hardware of the table, with what the user knows better. Raises ConfigError for unknown hardware.
 
     `per_node`: devices of a node. `link_gigabytes`: GB/s of a device within its node. `adapter_gigabits`: Gbit/s of a
-    node to others. `measured`: mfu.json of `bench mfu` on such a device.
+    node to others. `measured`: reports that `calibrate` reads.
     """
     hardware = find_hardware(accelerator_named(name))
     changes = {
@@ -63,13 +63,11 @@ def hardware_named(
         "link_bytes_per_second": link_gigabytes and link_gigabytes * 1e9,
         "adapter_bytes_per_second": adapter_gigabits and adapter_gigabits * 1e9 / 8,
     }
-    node = replace(hardware.node, **{key: value for key, value in changes.items() if value is not None})
-    efficiency = hardware.efficiency
-    if measured is not None:
-        efficiency = calibrate(efficiency, measured, hardware.accelerator)
-    if products_efficiency is not None:
-        efficiency = replace(efficiency, products=products_efficiency, source="as given")
-    return replace(hardware, node=node, efficiency=efficiency)
+    hardware = calibrate(hardware, measured, {key: value for key, value in changes.items() if value is not None})
+    if products_efficiency is None:
+        return hardware
+    efficiency = replace(hardware.efficiency, products=products_efficiency, source="as given")
+    return replace(hardware, efficiency=efficiency)
 
 
 def make_plan(

@@ -265,50 +265,6 @@ def test_a_second_cluster_is_answered_with_a_way_and_what_each_would_reach(capsy
     assert "hardware 'mi2500' is not in the table" in refused.err and not refused.out
 
 
-def write_report(path, **changes):
-    rows = [
-        {"shape": "1b", "step": "matrix products", "flops_per_sec": 600e12},
-        {"shape": "7b", "step": "matrix products", "flops_per_sec": 640e12},
-        {"shape": "7b", "step": "sdpa, compiled", "flops_per_sec": 400e12},
-        {"shape": "30b", "step": "matrix products", "error": "out of memory"},
-    ]
-    path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "peak_flops": 989.5e12, "rows": rows} | changes))
-    return str(path)
-
-
-def test_a_measured_rate_takes_the_place_of_the_fitted_one(capsys, tmp_path):
-    arguments = ["mpt-7b", "--hardware", "h100", "--devices", "8"]
-    facts = facts_of(capsys, *arguments, "--calibrate", write_report(tmp_path / "mfu.json"))
-    assert facts["rates"]["products"] == pytest.approx(620 / 989.5)
-    assert "measured on NVIDIA H100 80GB HBM3, mfu.json" in facts["rates"]["source"]
-    fitted = facts_of(capsys, *arguments)
-    assert facts["rates"]["products"] < fitted["rates"]["products"]
-    assert facts["layouts"][0]["tokens_per_second"] < fitted["layouts"][0]["tokens_per_second"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rows": []}, "has no rate of matrix products"),
-        ({"peak_flops": None}, "whose peak is not in the table"),
-        (
-            {"rows": [{"step": "matrix products", "flops_per_sec": "fast"}]},
-            "is no report of `llmfoundry-lite bench mfu`",
-        ),
-        ({"rows": 3}, "is no report of `llmfoundry-lite bench mfu`"),
-        ({"schema": 99}, "has schema 99, this release reads 1; measure again: llmfoundry-lite bench mfu"),
-        ({"device": "NVIDIA A100-SXM4-80GB"}, "was measured on A100-80GB, --hardware says H100-80GB"),
-        ({"peak_flops": 1e12}, "matrix products at 62000% of the peak of NVIDIA H100 80GB HBM3"),
-    ],
-)
-def test_a_report_without_a_rate_is_refused(capsys, tmp_path, changes, words):
-    path = write_report(tmp_path / "mfu.json", **changes)
-    assert plan("mpt-7b", "--hardware", "h100", "--devices", "8", "--calibrate", path) == 2
-    assert words in capsys.readouterr().err
-    assert plan("mpt-7b", "--hardware", "h100", "--devices", "8", "--calibrate", str(tmp_path / "no.json")) == 2
-    assert "No such file" in capsys.readouterr().err
-
-
 def test_a_plan_waits_for_nothing_that_it_does_not_need():
     """Each of these takes a tenth of a second or more to import."""
     heavy = ("torch", "numpy", "rich", "matplotlib", "transformers")
