@@ -40,6 +40,7 @@ BENCHMARKS = {
     "sequential": ("sequential", "Errors of comparisons that stop when decided."),
     "switch": ("switch.switch", "Is a run that switches between clusters the same run?"),
     "islands": ("islands.islands", "Is a run of two islands, one of which dies, one run?"),
+    "join": ("islands.join", "Which way two clusters train one run over a link, predicted."),
     "islands-speed": ("islands.speed", "What the exchange between islands costs."),
     "islands-overlap": ("islands.overlap", "What overlap hides of the exchange; bytes of 2, 3 and 4 islands."),
     "islands-local": ("islands.local", "Local steps over slow links: loss, bytes and time."),

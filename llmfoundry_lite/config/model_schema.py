@@ -219,6 +219,21 @@ class ModelConfig:
         return (self.q_dim, self.kv_dim, self.kv_dim) if ".Wqkv." in name else ()
 
     @property
+    def has_plain_attention(self) -> bool:
+        """True: causal and nothing else, so that no kernel needs a bias or a mask."""
+        options = self.attn_config
+        return not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id)
+
+    @property
+    def flex_refusal(self) -> str:
+        """Reason why FlexAttention cannot train it on a GPU; empty where it can."""
+        if self.attn_config.attn_pdrop:
+            return "flex has no dropout"
+        if self.head_dim < MIN_FLEX_HEAD_DIM:
+            return f"flex has no kernel for heads of fewer than {MIN_FLEX_HEAD_DIM} dimensions"
+        return ""
+
+    @property
     def has_qkv_bias(self) -> bool:
         own = self.attn_config.qkv_bias
         return not self.no_bias if own is None else own

@@ -11,6 +11,7 @@ from llmfoundry_lite.bench.scaling import Point
 from llmfoundry_lite.cli.main import app, run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.plan.calibrate import read_steps
 
 SAME = {"num_parameters": 10, "seq_len": 64, "precision": "fp32", "sharding": "FULL_SHARD", "device_name": "A100"}
 
@@ -18,7 +19,7 @@ SAME = {"num_parameters": 10, "seq_len": 64, "precision": "fp32", "sharding": "F
 def point(num_devices, batch_size, seconds, **changes):
     tokens = batch_size * 64
     same = SAME | changes
-    return Point(f"runs/{num_devices}", num_devices, batch_size, same, 60 * tokens, tokens, seconds, 1e6)
+    return Point(f"runs/{num_devices}", num_devices, batch_size, same, 60 * tokens, tokens, seconds, 1e6, {})
 
 
 def test_one_batch_on_more_devices_is_strong_scaling():
@@ -127,3 +128,6 @@ def test_real_launches_on_one_and_two_ranks_and_their_table(tmp_path):
         *(("strong", 1, 4), ("strong", 2, 4), ("weak", 1, 2), ("weak", 2, 4)),
     ]
     assert all(row["tokens_per_second"] > 0 for row in report["rows"])
+    steps = list(read_steps(report["rows"]).values())
+    assert [(step.num_devices, step.config.global_train_batch_size) for step in steps] == [(1, 4), (2, 4), (1, 2)]
+    assert steps[0].config.model.d_model == 64 and isinstance(steps[0].config.device_train_microbatch_size, int)

@@ -1,12 +1,11 @@
 """Saves, failures, budgets and second clusters, beside formulas and published figures."""
 
-import math
 import random
 
 import pytest
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.plan.cost import compute_optimal, cost_of, join_clusters, lost_share
+from llmfoundry_lite.plan.cost import compute_optimal, cost_of, lost_share
 from llmfoundry_lite.plan.network import find_node
 
 
@@ -52,17 +51,3 @@ def test_days_energy_and_money():
     assert cost.energy_kwh == pytest.approx(cost.device_hours * 10.2 / 8)
     assert cost.hours_between_failures == 50
     assert 0 < cost.lost_share < 0.02
-
-
-def test_a_second_cluster_pays_above_the_link_that_is_said():
-    def joined(link, second=5e5, every=1):
-        batch = {"batch_tokens": 4_000_000, "gradient_bytes": 14e9, "steps_between_exchanges": every}
-        return join_clusters(1e6, second, link_bytes_per_second=link, **batch)
-
-    least = joined(1e9).least_bytes_per_second
-    assert joined(least).gain == pytest.approx(1)
-    assert joined(2 * least).gain > 1 > joined(least / 2).gain
-    assert joined(1e18).tokens_per_second == pytest.approx(1.5e6)
-    rare = joined(least, every=100)
-    assert rare.gain > 1.4 and rare.least_bytes_per_second == pytest.approx(least / 100)
-    assert math.isinf(joined(1e9, second=0.0).least_bytes_per_second)
