@@ -1,35 +1,47 @@
 """Text of the ladder: sources and prose of the packages beside this interpreter, two parts of it held out.
 
-    train.jsonl     what is trained on
-    split.jsonl     files of the same packages, drawn by their path: the held-out split
-    domain.jsonl    files with `sympy` or `mpmath` in their path, symbolic and numeric mathematics: the held-out domain
-
-Equal files are kept once, before anything is drawn.
+`train` is trained on. `split` are files drawn by their path. `domain` are files with `sympy` or `mpmath` in their
+path: symbolic and numeric mathematics. Equal files are kept once, before anything is drawn.
 """
 
 import hashlib
 import json
 import sysconfig
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.ladder.plan import SEQ_LEN, VOCAB_SIZE
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.prepare.make_tasks import Module, identifier_questions, in_turn, next_line_questions, pieces
+from llmfoundry_lite.prepare.prepare import prepare
+from llmfoundry_lite.prepare.request import Request
 
-VOCAB_SIZE, SEQ_LEN = 1024, 256
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 DOMAIN = ("sympy", "mpmath")
-LEFT_OUT = ("codespell_lib",)
-"""Packages that are lists of words."""
-PACKAGE_BYTES = 24_000_000
-"""Most of one package: generated clients of clouds are as large as all others together."""
+LEFT_OUT = "codespell_lib"
+"""A package of lists of words."""
+PACKAGE_BYTES, FILE_BYTES = 24_000_000, 400_000
+"""Most of one package and of one file: generated clients of clouds are as large as all other packages together."""
 SPLIT_SHARE = 1 / 64
-MAX_FILE_BYTES = 400_000
 NUM_PIECES, NUM_QUESTIONS = 160, 800
-"""Pieces of a held-out text, one a file, and questions of a task."""
+"""Most beginnings of files in a held-out text, and questions of a task."""
 QUESTIONS = {"next_line": next_line_questions, "identifier_recall": identifier_questions}
+
+
+def gather(keep: Path) -> dict[str, int]:
+    """Collect and prepare the text in `keep`, unless it is there. Returns the bytes of each part."""
+    counts = keep / "bytes.json"
+    if not counts.exists():
+        (keep / "text").mkdir(parents=True, exist_ok=True)
+        sizes = collect(keep / "text", Path(sysconfig.get_path("purelib")))
+        counts.write_text(json.dumps(sizes))
+    if not (keep / "data" / "summary.json").exists():
+        source = str(keep / "text" / "train.jsonl")
+        request = Request(sources=(source,), tokenizer=f"train:{VOCAB_SIZE}", max_seq_len=SEQ_LEN)
+        prepare(request, keep / "data", show_progress=True)
+    return json.loads(counts.read_text())
 
 
 def share(name: str) -> float:
@@ -40,58 +52,44 @@ def share(name: str) -> float:
 def texts(root: Path) -> Iterator[tuple[str, str]]:
     """Yield (path within `root`, text) of every file that is taken, in an order that depends on the paths alone."""
     seen: set[bytes] = set()
-    taken: dict[str, int] = defaultdict(int)
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*")]
+    taken: Counter[str] = Counter()
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
     for name in sorted(names, key=lambda name: (share(name), name)):
         path, package = root / name, name.partition("/")[0]
-        is_text = path.suffix.lower() in SUFFIXES or path.name == "METADATA"
-        if not is_text or package in LEFT_OUT or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+        if (path.suffix.lower() not in SUFFIXES and path.name != "METADATA") or package == LEFT_OUT:
             continue
         content = path.read_bytes()
-        digest = hashlib.sha256(content).digest()
-        if digest in seen or taken[package] + len(content) > PACKAGE_BYTES:
+        digest, is_large = hashlib.sha256(content).digest(), len(content) > FILE_BYTES
+        if is_large or digest in seen or taken[package] + len(content) > PACKAGE_BYTES:
             continue
         try:
             text = content.decode()
         except UnicodeDecodeError:
             continue
-        if text.strip():
-            seen.add(digest)
-            taken[package] += len(content)
-            yield name, text
+        if not text.strip():
+            continue
+        seen.add(digest)
+        taken[package] += len(content)
+        yield name, text
 
 
-def collect(out: Path, root: Path | None = None) -> dict[str, int]:
-    """Write the three files into `out`, and the held-out tasks. Returns the bytes of each part.
-
-    Raises UserError if there is too little held-out text.
-    """
-    root = root or Path(sysconfig.get_path("purelib"))
-    out.mkdir(parents=True, exist_ok=True)
-    sizes: dict[str, int] = dict.fromkeys(("train", "split", "domain"), 0)
-    files = {part: (out / f"{part}.jsonl").open("w", encoding="utf-8") for part in sizes}
+def collect(out: Path, root: Path) -> dict[str, int]:
+    """Write the three parts and tasks of two into `out`. Returns the bytes of each. Raises UserError for too little."""
+    found: dict[str, list[tuple[str, str]]] = {"train": [], "split": [], "domain": []}
     for name, text in texts(root):
-        in_domain = any(word in name.lower() for word in DOMAIN)
-        part = "domain" if in_domain else "split" if share(f"held out {name}") < SPLIT_SHARE else "train"
-        sizes[part] += len(text.encode())
-        files[part].write(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n")
-    for file in files.values():
-        file.close()
+        is_held_out = share(f"held out {name}") < SPLIT_SHARE
+        part = "domain" if any(word in name.lower() for word in DOMAIN) else "split" if is_held_out else "train"
+        found[part].append((name, text))
+    write_rows(out / "train.jsonl", [{"text": text} for _, text in found["train"]])
     for part in ("split", "domain"):
-        make_tasks(out, part)
-    return sizes
-
-
-def make_tasks(folder: Path, part: str) -> None:
-    """Write tasks of a held-out part: its text for bits per byte, and questions about its Python files."""
-    rows = [json.loads(line) for line in (folder / f"{part}.jsonl").open(encoding="utf-8")]
-    if len(rows) < NUM_PIECES:
-        raise UserError(f"{part}: {len(rows)} held-out files, expected {NUM_PIECES}; install more packages")
-    beginnings = [{"text": next(pieces(row["text"]))} for row in rows]
-    write_rows(folder / f"{part}_text.jsonl", [row for row in beginnings if len(row["text"]) > 400][:NUM_PIECES])
-    modules = [Module(row["name"], row["text"]) for row in rows if row["name"].endswith(".py")][:NUM_QUESTIONS]
-    for name, ask in QUESTIONS.items():
-        write_rows(folder / f"{part}_{name}.jsonl", list(islice(in_turn(map(ask, modules)), NUM_QUESTIONS)))
+        beginnings = [piece for _, text in found[part] if len(piece := next(pieces(text))) > 400]
+        if len(beginnings) < 20:
+            raise UserError(f"{root}: {len(beginnings)} files held out for {part}, expected 20; install more packages")
+        write_rows(out / f"{part}_text.jsonl", [{"text": text} for text in beginnings[:NUM_PIECES]])
+        modules = [Module(*row) for row in found[part] if row[0].endswith(".py")][:NUM_QUESTIONS]
+        for name, ask in QUESTIONS.items():
+            write_rows(out / f"{part}_{name}.jsonl", list(islice(in_turn(map(ask, modules)), NUM_QUESTIONS)))
+    return {part: sum(len(text.encode()) for _, text in rows) for part, rows in found.items()}
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

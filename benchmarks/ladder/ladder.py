@@ -1,58 +1,66 @@
 """Converged models of several sizes: a scaling law, the next size predicted before it is trained, and comparisons.
 
-    python -m benchmarks ladder --keep FOLDER --out docs/measurements        hours on one core
-    python -m benchmarks ladder --keep FOLDER --sizes 80x3,128x4,208x5,320x8   0.3 to 10 M parameters
+    python -m benchmarks ladder --keep FOLDER --out docs/measurements
+    python -m benchmarks ladder --keep FOLDER --sizes 80x3,128x4,208x5,320x8    0.3 to 10 M parameters
 
-Each size is trained on 20 tokens a parameter, moved between unlike places (see `plan`). The learning rate is tuned at
-the smallest size. Every size with three smaller ones is predicted by the law of those, before its training ends. What
-was predicted is kept in FOLDER, with all runs: called again, the benchmark goes on where it stopped.
+Each size is trained on 20 tokens a parameter and moves between unlike places (see `plan`). The learning rate is tuned
+at the second size, as the first is too short a run. Every size with three smaller ones is predicted by their law before
+it is trained; FOLDER keeps that, and all runs. Called again, the benchmark goes on where it stopped.
 """
 
 import itertools
 import json
+import math
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from benchmarks import last_lines, with_root
+from benchmarks import last_lines
 from benchmarks.ladder import law
-from benchmarks.ladder.data import DOMAIN, NUM_PIECES, SEQ_LEN, VOCAB_SIZE, collect
+from benchmarks.ladder.data import DOMAIN, gather
 from benchmarks.ladder.figure import plot_ladder
-from benchmarks.ladder.plan import BATCH, LEGS, PLACES, TOKENS_PER_PARAMETER, Shape, legs_of, parse_shapes, train
+from benchmarks.ladder.plan import (
+    BATCH,
+    HERE,
+    LEGS,
+    PLACES,
+    SEQ_LEN,
+    TOKENS_PER_PARAMETER,
+    VOCAB_SIZE,
+    Shape,
+    call,
+    legs_of,
+    parse_shapes,
+    train,
+)
 from benchmarks.recover import Log
-from llmfoundry_lite.bench.frame import describe_conditions, format_command, open_console, tabulate, tell
+from llmfoundry_lite.bench.frame import describe_conditions, open_console, tabulate, tell
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.evaluation.compare import Paired, compare, p_text
+from llmfoundry_lite.evaluation.compare import compare, p_text
 from llmfoundry_lite.evaluation.records import by_document
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.evaluation.sequential import Rule
-from llmfoundry_lite.prepare.prepare import prepare
-from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.report.figure import thin
 from llmfoundry_lite.report.tables import Table
 
-Note = Callable[[str], None]
-MAX_POINTS = 400
-SIZES = ("32x2", "48x2", "64x3", "96x3", "128x3")
 SEEDS = (17, 18, 19)
-"""Of the smallest size, to see how far runs lie apart that differ by nothing else."""
+"""Of the second size, to see how far runs lie apart that differ by nothing else."""
+TIE = 0.01
+"""Nats between learning rates that count as equal: the lower one is taken, as larger sizes train longer."""
+MAX_POINTS = 400
 TEXT = {"split": "held-out split", "domain": "held-out domain"}
 TASKS = ("split_next_line", "split_identifier_recall", "domain_next_line", "domain_identifier_recall")
 
 
 def run(
     *,
-    sizes: Sequence[str] = SIZES,
+    sizes: Sequence[str] = ("16x2", "32x2", "48x2", "64x3", "96x3"),
     rates: Sequence[float] = (0.02, 0.04, 0.08),
     jobs: int = 1,
     keep: Path = Path("runs/ladder"),
@@ -62,45 +70,40 @@ def run(
 
     `sizes` are WIDTHxLAYERS. `jobs` runs train at a time. Raises UserError.
     """
-    shapes, console, conditions = parse_shapes(sizes), open_console(), describe_conditions()
-    keep = keep.resolve()
-    note = partial(console.print, markup=False)
+    shapes, conditions, keep = parse_shapes(sizes), describe_conditions(), keep.resolve()
+    note = partial(open_console().print, markup=False)
     num_bytes = gather(keep)
     with ThreadPoolExecutor(jobs) as pool:
-        tuned = dict(zip(rates, pool.map(lambda lr: tune(keep, shapes[0], lr, note), rates), strict=True))
-        lr = min(tuned, key=lambda rate: tuned[rate])
-        seeds = list(pool.map(lambda seed: train_seed(keep, shapes[0], lr, seed, note), SEEDS[1:]))
-        trained = [pool.submit(train_size, keep, shape, lr, note) for shape in shapes]
+        losses = list(pool.map(partial(tune, keep, shapes[1]), rates))
+        lr = min(rate for rate, loss in zip(rates, losses, strict=True) if loss < min(losses) + TIE)
+        list(pool.map(partial(train_seed, keep, shapes[1], lr), SEEDS[1:]))
+        ended = [pool.submit(train_size, keep, shape, lr) for shape in shapes]
         try:
-            for i, (shape, ended) in enumerate(zip(shapes, trained, strict=True)):
+            for i, (shape, future) in enumerate(zip(shapes, ended, strict=True)):
                 if i >= 3:
-                    announce(keep, shapes[:i], shape, seeds, note)
-                ended.result()
+                    found = predict(keep, shapes[:i], shape)
+                    note(f"predicted for {shape}: {found['bits']:.4f} ({interval('bits', found)}) bits per byte")
+                future.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
     report = conditions | {
         "sizes": list(sizes),
-        "rates": {f"{rate:g}": loss for rate, loss in tuned.items()},
+        "rates": dict(zip(rates, losses, strict=True)),
         "rate": lr,
         "bytes": num_bytes,
-        "tokens": json.loads((keep / "data" / "summary.json").read_text())["splits"]["train"]["tokens"],
-        "bits_of_seeds": [bits_of(keep, str(shapes[0]), "split"), *seeds],
+        "seeds": bits_of_seeds(keep, shapes[1]),
         "runs": [describe_run(keep, shape) for shape in shapes],
         "text": measure_text(keep, shapes),
-        "tasks": tabulate_tasks(keep, shapes),
+        "tasks": [dict(task_row(results)) for results in results_of(keep, *map(str, shapes))],
         "pairs": pair_neighbours(keep, shapes),
     }
-    found = report["runs"][-1]
-    report["passed"] = found["predicted"]["low"] <= found["bits"] <= found["predicted"]["high"]
-    command = format_command("python -m benchmarks ladder", sizes=sizes)
-    parts = (words_of(report), table_of_runs(report), table_of_law(report), notes_of(report), *tables(report))
     tell(
         report,
-        *parts,
+        *(words_of(report), *tables_of_runs(report), notes_of(report), *tables_of_tasks(report)),
         name="ladder",
         heading="Converged models of several sizes",
-        command=command,
+        command=f"python -m benchmarks ladder --sizes {','.join(sizes)}",
         asked=("sizes",),
         plot=plot_ladder,
         out=out,
@@ -111,289 +114,221 @@ def run(
 # ------------------------------------------------------------------------------------------------------ what is run
 
 
-def gather(keep: Path) -> dict[str, int]:
-    """Collect and prepare the text, unless it is there. Returns the bytes of each part."""
-    counts = keep / "bytes.json"
-    if not counts.exists():
-        counts.parent.mkdir(parents=True, exist_ok=True)
-        sizes = collect(keep / "text")
-        counts.write_text(json.dumps(sizes))
-    if not (keep / "data" / "summary.json").exists():
-        source = str(keep / "text" / "train.jsonl")
-        prepare(
-            Request(sources=(source,), tokenizer=f"train:{VOCAB_SIZE}", max_seq_len=SEQ_LEN),
-            keep / "data",
-            show_progress=True,
-        )
-    return json.loads(counts.read_text())
+def tune(keep: Path, shape: Shape, lr: float) -> float:
+    """Train a size at this rate, in one place, and return its last validation loss."""
+    name = f"rate-{lr:g}"
+    train(keep, shape, lr, name=name)
+    return records_of(keep, name)[shape.num_batches]["eval/loss"]
 
 
-def tune(keep: Path, shape: Shape, lr: float, note: Note) -> float:
-    """Train the smallest size at this rate, in one place, and return its last validation loss."""
-    folder = keep / f"tune-{lr:g}"
-    train(folder, keep / "data", shape, lr, "tune", note, moves=False)
-    return Log(folder / "runs" / "tune" / "metrics.jsonl").last_of_each_batch()[shape.num_batches]["eval/loss"]
+def train_seed(keep: Path, shape: Shape, lr: float, seed: int) -> None:
+    train(keep, shape, lr, name=f"seed-{seed}", seed=seed)
+    evaluate(keep, f"seed-{seed}")
 
 
-def train_seed(keep: Path, shape: Shape, lr: float, seed: int, note: Note) -> float:
-    """Train the smallest size with another seed, in one place, and return its bits per byte of the held-out split."""
-    name = f"seed-{seed}"
-    train(keep / name, keep / "data", shape, lr, name, note, moves=False, seed=seed)
-    evaluate(keep, name, ("split_text",))
-    return bits_of(keep, name, "split")
+def train_size(keep: Path, shape: Shape, lr: float) -> None:
+    train(keep, shape, lr)
+    evaluate(keep, str(shape))
 
 
-def train_size(keep: Path, shape: Shape, lr: float, note: Note) -> None:
-    """Train a size with its moves, and evaluate it."""
-    train(keep / str(shape), keep / "data", shape, lr, str(shape), note, moves=True)
-    evaluate(keep, str(shape), (*(f"{part}_text" for part in TEXT), *TASKS))
+def evaluate(keep: Path, name: str) -> None:
+    """Ask a run all tasks, unless it was asked. Raises UserError with the end of the output when it fails."""
+    path = keep / "results" / "ladder" / f"{name}.json"
+    if not path.exists():
+        where = [f"models.{name}=runs/{name}", "suite=ladder", "data_root=text"]
+        output = call(keep, "eval", str(HERE / "tasks.yaml"), *where)
+        if not path.exists():
+            raise UserError(f"evaluation of {name}: {last_lines(output)}")
 
 
-def evaluate(keep: Path, name: str, tasks: Sequence[str]) -> None:
-    """Ask a run the tasks, unless it was asked. Raises UserError with the end of the output when it fails."""
-    asked = [
-        {"label": task, "dataset_uri": f"text/{task}.jsonl", "icl_task_type": "perplexity"}
-        if task.endswith("text")
-        else {
-            "label": task,
-            "dataset_uri": f"text/{task}.jsonl",
-            "icl_task_type": "multiple_choice",
-            "metric": "acc",
-            "num_fewshot": [0],
-            "continuation_delimiter": "\n" if "line" in task else " ",
-            "tokenization": "joint",
-        }
-        for task in tasks
-    ]
-    config = {
-        "suite": "ladder",
-        "models": {name: f"{name}/runs/{name}"},
-        "icl_tasks": asked,
-        "results_folder": "results",
-    }
-    (keep / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "llmfoundry_lite", "eval", f"{name}.yaml"]
-    environment = with_root(OMP_NUM_THREADS="1", WANDB_MODE="disabled")
-    if not (keep / "results" / "ladder" / f"{name}.json").exists():
-        done = subprocess.run(command, cwd=keep, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(
-                f"{' '.join(command)}: exit code {done.returncode}\n{last_lines(done.stdout + done.stderr)}"
-            )
+def records_of(keep: Path, name: str) -> dict[int, dict[str, Any]]:
+    return Log(keep / "runs" / name / "metrics.jsonl").last_of_each_batch()
 
 
 def results_of(keep: Path, *names: str) -> list[Results]:
     return load_results([keep / "results" / "ladder" / f"{name}.json" for name in names])
 
 
-def bits_of(keep: Path, name: str, part: str) -> float:
-    return results_of(keep, name)[0].tasks[f"{part}_text"]["bits_per_byte"]
+def bits_of_seeds(keep: Path, shape: Shape) -> list[float]:
+    names = (str(shape), *(f"seed-{seed}" for seed in SEEDS[1:]))
+    return [results.tasks["split_text"]["bits_per_byte"] for results in results_of(keep, *names)]
 
 
-def announce(keep: Path, smaller: Sequence[Shape], shape: Shape, bits_of_seeds: Sequence[float], note: Note) -> None:
-    """Print what the smaller sizes predict, and keep it, unless that was done before."""
+def predict(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str, Any]:
+    """Return what the smaller sizes predict, from `keep` if that was done before."""
     path = keep / f"{shape}.predicted.json"
     if not path.exists():
-        deviation = statistics.stdev([bits_of(keep, str(smaller[0]), "split"), *bits_of_seeds])
         documents = [by_document(results.items["split_text"]) for results in results_of(keep, *map(str, smaller))]
+        deviation = statistics.stdev(bits_of_seeds(keep, smaller[1]))
         found = law.predict([size.num_parameters for size in smaller], documents, shape.num_parameters, deviation)
-        log = Log(keep / str(shape) / "runs" / str(shape) / "metrics.jsonl").last_of_each_batch()
-        facts = {"deviation": deviation, "law": found.law._asdict(), "at_batch": max(log, default=0)}
-        path.write_text(json.dumps(found._asdict() | facts))
-    found = json.loads(path.read_text())
-    words = f"{found['expected']:.4f} bits per byte ({found['low']:.4f} to {found['high']:.4f}) of the held-out split"
-    note(f"predicted for {shape} ({shape.num_parameters:,} parameters): {words}, after its batch {found['at_batch']:,}")
+        at_batch = max(records_of(keep, str(shape)), default=0)
+        path.write_text(json.dumps({**found, "num_sizes": len(smaller), "at_batch": at_batch}))
+    return json.loads(path.read_text())
 
 
-# ------------------------------------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------------------------------------------ what came
 
 
 def describe_run(keep: Path, shape: Shape) -> dict[str, Any]:
     """Return a run's size, launches, losses, what was predicted and what came."""
-    name = str(shape)
-    folder = keep / name / "runs" / name
-    records = Log(folder / "metrics.jsonl").last_of_each_batch()
+    name, records, predicted = str(shape), records_of(keep, str(shape)), keep / f"{shape}.predicted.json"
     losses = np.array([records[batch]["loss/train/total"] for batch in sorted(records)])
     batches, values = thin(np.array(sorted(records)), losses, MAX_POINTS)
-    result, predicted = results_of(keep, name)[0], keep / f"{name}.predicted.json"
-    seconds = sum(record["time/batch_seconds"] for record in records.values())
+    task, seconds = (
+        results_of(keep, name)[0].tasks["split_text"],
+        sum(r["time/batch_seconds"] for r in records.values()),
+    )
     return {
         "name": name,
-        "parameters": result.num_parameters,
+        "parameters": results_of(keep, name)[0].num_parameters,
         "embedding": VOCAB_SIZE * shape.d_model,
         "batches": shape.num_batches,
         "tokens": shape.num_batches * BATCH * SEQ_LEN,
         "hours": seconds / 3600,
-        "tokens_per_second": shape.num_batches * BATCH * SEQ_LEN / seconds,
-        "launches": len((folder / "launches.jsonl").read_text().splitlines()),
-        "legs": legs_of(shape.num_batches),
+        "moves": [first for _, first, _ in legs_of(shape.num_batches)[1:]],
+        "launches": len((keep / "runs" / name / "launches.jsonl").read_text().splitlines()),
         "losses": [batches.tolist(), values.round(4).tolist()],
         "validation": {batch: r["eval/loss"] for batch, r in sorted(records.items()) if "eval/loss" in r},
-        "bits": result.tasks["split_text"]["bits_per_byte"],
-        "bits_stderr": result.tasks["split_text"]["bits_per_byte_stderr"],
+        "bits": task["bits_per_byte"],
+        "bits_stderr": task["bits_per_byte_stderr"],
         "predicted": json.loads(predicted.read_text()) if predicted.exists() else None,
     }
 
 
 def measure_text(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
     """Return bits per byte of both held-out texts by compressors, an n-gram and each size."""
-    texts = {
-        part: [json.loads(line)["text"] for line in (keep / "text" / f"{part}_text.jsonl").open()] for part in TEXT
-    }
-    found = {part: law.compressed(pieces) for part, pieces in texts.items()}
-    num_tokens = shapes[-1].num_batches * BATCH * SEQ_LEN
-    tokenizer = Tokenizer.from_file(str(keep / "data" / "tokenizer" / "tokenizer.json"))
-    model = law.NGram(read_tokens(keep / "text" / "train.jsonl", tokenizer, num_tokens), VOCAB_SIZE)
-    rows = [{"model": name, **{part: found[part][name] for part in TEXT}} for name in found["split"]]
-    row: dict[str, Any] = {"model": f"n-gram of order {law.ORDER}"}
-    for part, pieces in texts.items():
-        nats = sum(model.nats(np.array([0, *tokenizer.encode(piece).ids])) for piece in pieces)
-        row[part] = nats / sum(len(piece.encode()) for piece in pieces) / np.log(2)
-    rows.append(row)
+
+    def texts(name: str) -> list[str]:
+        return [json.loads(line)["text"] for line in (keep / "text" / f"{name}.jsonl").open(encoding="utf-8")]
+
+    encode = Tokenizer.from_file(str(keep / "data" / "tokenizer" / "tokenizer.json")).encode
+    tokens = np.empty(shapes[-1].num_batches * BATCH * SEQ_LEN, np.int64)
+    place = 0
+    for text in texts("train"):
+        ids = [0, *encode(text).ids][: len(tokens) - place]
+        tokens[place : place + len(ids)] = ids
+        place += len(ids)
+        if place == len(tokens):
+            break
+    ngram, held_out = law.NGram(tokens[:place], VOCAB_SIZE), {part: texts(f"{part}_text") for part in TEXT}
+    packed = {part: law.compressed(pieces) for part, pieces in held_out.items()}
+    rows = [{"model": name, **{part: packed[part][name] for part in TEXT}} for name in packed["split"]]
+    rows.append({"model": f"n-gram of order {law.ORDER}"})
+    for part, pieces in held_out.items():
+        nats = sum(ngram.nats(np.array([0, *encode(piece).ids])) for piece in pieces)
+        rows[-1][part] = nats / sum(len(piece.encode()) for piece in pieces) / math.log(2)
     for results in results_of(keep, *map(str, shapes)):
-        row = {"model": results.model}
+        rows.append({"model": results.model})
         for part in TEXT:
             task = results.tasks[f"{part}_text"]
-            row |= {part: task["bits_per_byte"], f"{part}_stderr": task["bits_per_byte_stderr"]}
-        rows.append(row)
+            rows[-1] |= {part: task["bits_per_byte"], f"{part}_stderr": task["bits_per_byte_stderr"]}
     return rows
-
-
-def read_tokens(path: Path, tokenizer: Tokenizer, num_tokens: int) -> NDArray[np.int64]:
-    """Return the first tokens of the training text, a 0 before each document."""
-    found: list[int] = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            found += [0, *tokenizer.encode(json.loads(line)["text"]).ids]
-            if len(found) >= num_tokens:
-                break
-    return np.array(found[:num_tokens], np.int64)
-
-
-def tabulate_tasks(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
-    return [
-        {
-            "model": results.model,
-            **{f"{task}{end}": results.tasks[task][f"acc{end}"] for task in TASKS for end in ("", "_stderr")},
-        }
-        for results in results_of(keep, *map(str, shapes))
-    ]
 
 
 def pair_neighbours(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
-    """Return what a test says of each size and the one before it, with all items and stopped when decided."""
+    """Return what a test says of each size and the one before it, by all items and by as many as decide."""
     rows = []
-    for one, other in itertools.pairwise(shapes):
-        results = results_of(keep, str(one), str(other))
-        whole, stopped = compare(results)[0], compare(results, sequential=Rule())[0]
-        for paired, early in zip(whole.tasks, stopped.tasks, strict=True):
+    for names in itertools.pairwise(map(str, shapes)):
+        results = results_of(keep, *names)
+        whole, stopped = compare(results)[0].tasks, compare(results, sequential=Rule())[0].tasks
+        for paired, early in zip(whole, stopped, strict=True):
             assert early.stage is not None
-            facts = {"pair": f"{other} over {one}", "task": paired.task, "p": paired.p_corrected}
-            facts |= {"verdict": paired.verdict, "items": paired.n, "asked": early.stage.num_asked}
-            rows.append(facts | {"early": early.verdict, "of": early.stage.plan.num_items})
+            row = {"pair": f"{names[1]} over {names[0]}", "task": paired.task, "verdict": paired.verdict}
+            row |= {"p": paired.p_corrected, "early": early.verdict, "asked": early.stage.num_asked}
+            rows.append(row | {"items": early.stage.plan.num_items})
     return rows
 
 
+def task_row(results: Results) -> dict[str, Any]:
+    found = {"model": results.model}
+    for name in TASKS:
+        record = next(task for known, task in results.tasks.items() if known.partition("/")[0] == name)
+        found |= {name: record["acc"], f"{name}_stderr": record["acc_stderr"]}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ what it says
+
+
 def words_of(report: dict[str, Any]) -> str:
-    sizes = {part: f"{number / 1e6:.1f}" for part, number in report["bytes"].items()}
+    train_on, split, domain = (report["bytes"][part] / 1e6 for part in ("train", "split", "domain"))
     return (
-        f"Text: {sizes['train']} MB of sources and prose of installed packages to train on ({report['tokens']:,} tokens, "
-        f"none seen twice), {sizes['split']} MB of files of the same packages held out, and {sizes['domain']} MB of files "
-        f"with {' or '.join(DOMAIN)} in their path, held out as a domain. Near copies may be on both sides of the split. "
-        f"The models: {VOCAB_SIZE:,} tokens, tied embeddings, RMSNorm, RoPE, an MLP of 4 d, fp32; Muon at "
-        f"{report['rate']:g} for matrices of blocks, AdamW at half of it for the rest, falling to 0; "
-        f"{BATCH} x {SEQ_LEN} tokens a batch at every size. N counts the embedding."
+        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, none of it seen twice; {split:.1f} MB "
+        f"of other files of the same packages are the held-out split; {domain:.0f} MB with {' or '.join(DOMAIN)} in the "
+        "path are the held-out domain. Near copies may lie on both sides of the split. Models: "
+        f"{VOCAB_SIZE:,} tokens, tied embeddings, RMSNorm, RoPE, heads of 16, an MLP of 4 d; fp32; {BATCH} x {SEQ_LEN} "
+        f"tokens a batch. Muon at {report['rate']:g} trains the blocks' matrices, AdamW at half of it the rest; both "
+        "fall to 0. Parameters include the embedding."
     )
 
 
-def table_of_runs(report: dict[str, Any]) -> Table:
-    columns = (
+def interval(name: str, row: Mapping[str, Any], digits: int = 4) -> str:
+    return f"{row[f'{name}_low']:.{digits}f} to {row[f'{name}_high']:.{digits}f}"
+
+
+def tables_of_runs(report: dict[str, Any]) -> list[Table]:
+    """Tabulate the runs, and what was predicted of them."""
+    runs = (
         ("width x layers", "{name}"),
         ("parameters", "{parameters:,}"),
-        ("of them embedding", lambda row: f"{row['embedding'] / row['parameters']:.0%}"),
-        ("batches", "{batches:,}"),
+        ("embedding", lambda row: f"{row['embedding'] / row['parameters']:.0%}"),
         ("tokens", lambda row: f"{row['tokens'] / 1e6:.1f} M"),
-        ("moved after batches", lambda row: ", ".join(f"{last:,}" for _, _, last in row["legs"][:-1])),
+        ("batches", "{batches:,}"),
+        ("moves before batch", lambda row: ", ".join(f"{batch:,}" for batch in row["moves"])),
         ("launches", "{launches}"),
-        ("tokens/s", "{tokens_per_second:,.0f}"),
-        ("hours of training", "{hours:.2f}"),
+        ("hours", "{hours:.2f}"),
+        ("tokens/s", lambda row: f"{row['tokens'] / row['hours'] / 3600:,.0f}"),
         ("validation, nats per token", lambda row: f"{[*row['validation'].values()][-1]:.3f}"),
     )
-    return tabulate("the runs", columns, report["runs"])
-
-
-def table_of_law(report: dict[str, Any]) -> Table:
-    def ends(one: dict[str, Any]) -> str:
-        return f"{one['low']:.4f} to {one['high']:.4f}"
-
-    rows = []
-    for i, one in enumerate(report["runs"]):
-        if found := one["predicted"]:
-            hit = "hit" if found["low"] <= one["bits"] <= found["high"] else "MISS"
-            rows.append({**found, **one, "of": i, "interval": ends(found), "hit": hit, "error": None})
-            rows[-1] |= {"gap": one["bits"] - found["expected"], "done": found["at_batch"] / one["batches"]}
-    columns = (
+    laws = (
         ("predicted", "{name}"),
-        ("of sizes", "{of}"),
-        ("exponent (95 %)", lambda row: "{:.3f} ({:.3f} to {:.3f})".format(row["law"]["exponent"], *row["exponents"])),
-        ("floor (95 %)", lambda row: "{:.3f} ({:.3f} to {:.3f})".format(row["law"]["floor"], *row["floors"])),
-        ("trained when predicted", "{done:.0%}"),
-        ("expected", "{expected:.4f}"),
-        ("95 % interval", "{interval}"),
-        ("came", "{bits:.4f}"),
-        ("came less expected", "{gap:+.4f}"),
-        ("", "{hit}"),
+        ("from sizes", "{num_sizes}"),
+        ("exponent", lambda row: f"{row['exponent']:.2f} ({interval('exponent', row, 2)})"),
+        ("floor", lambda row: f"{row['floor']:.2f} ({interval('floor', row, 2)})"),
+        ("trained by then", lambda row: f"{row['at_batch'] / row['batches']:.0%}"),
+        ("expected", lambda row: f"{row['bits']:.4f} ({interval('bits', row)})"),
+        ("came", "{came:.4f}"),
+        ("came - expected", lambda row: f"{row['came'] - row['bits']:+.4f}"),
+        ("", lambda row: "hit" if row["bits_low"] <= row["came"] <= row["bits_high"] else "MISS"),
     )
-    return tabulate("the law L = floor + scale N^-exponent, bits per byte of the held-out split", columns, rows)
+    rows = [{**one, "came": one["bits"], **one["predicted"]} for one in report["runs"] if one["predicted"]]
+    title = "bits per byte of the held-out split, predicted by floor + scale N^-exponent (95 % intervals)"
+    return [tabulate("the runs", runs, report["runs"]), tabulate(title, laws, rows)]
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
+    last, seeds = report["runs"][-1], report["seeds"]
+    rate = 6 * last["parameters"] * last["tokens"] / last["hours"] / 3600
+    hours = [f"{n / 1e6:g} M {6 * TOKENS_PER_PARAMETER * n * n / rate / 3600:,.1f}" for n in (3e5, 1e6, 3e6, 1e7)]
     rates = ", ".join(f"{loss:.3f} at {rate}" for rate, loss in report["rates"].items())
-    seeds = ", ".join(f"{bits:.4f}" for bits in report["bits_of_seeds"])
-    rate = report["runs"][-1]["tokens_per_second"] * 6 * report["runs"][-1]["parameters"]
-    hours = ", ".join(
-        f"{size / 1e6:g} M {6 * TOKENS_PER_PARAMETER * size**2 / rate / 3600:,.1f}" for size in (0.3e6, 1e6, 3e6, 10e6)
-    )
-    places = "; ".join(f"{letter}: {words}" for letter, (*_, words) in PLACES.items())
     return [
-        f"learning rates at the smallest size, validation loss: {rates}",
-        f"the smallest size with {len(SEEDS)} seeds: {seeds} bits per byte",
-        "the interval: documents drawn anew, and runs that differ by their seed as far as the smallest size's do",
-        f"places: {places}; legs end at {', '.join(f'{share:.0%} at {place}' for place, share in LEGS)} of the batches",
-        f"at the largest run's {rate / 1e9:.1f} GFLOP/s, 120 N² FLOPs take hours: {hours}",
+        f"validation loss of {report['sizes'][1]} by learning rate: {rates}; within {TIE} the lower one is taken",
+        f"{report['sizes'][1]} with {len(SEEDS)} seeds: {', '.join(f'{bits:.4f}' for bits in seeds)} bits per byte",
+        "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them",
+        "legs: " + ", then ".join(f"{PLACES[place][1]} to {share:.0%} of the batches" for place, share in LEGS),
+        f"120 N² FLOPs at the {rate / 1e9:.1f} GFLOP/s of {last['name']} take hours: {', '.join(hours)}",
     ]
 
 
-def tables(report: dict[str, Any]) -> list[Table]:
+def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
     """Tabulate texts, tasks and pairs."""
 
-    def shown(key: str, digits: int) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: (
-            f"{row[key]:.{digits}f}" + (f" ± {row[f'{key}_stderr']:.{digits}f}" if f"{key}_stderr" in row else "")
-        )
+    def shown(key: str, row: Mapping[str, Any]) -> str:
+        return f"{row[key]:.3f}" + (f" ± {row[f'{key}_stderr']:.3f}" if f"{key}_stderr" in row else "")
 
-    text = [("", "{model}"), *((words, shown(part, 3)) for part, words in TEXT.items())]
-    tasks = [("", "{model}"), *((task.replace("_", " "), shown(task, 3)) for task in TASKS)]
+    texts = [("", "{model}"), *((words, partial(shown, part)) for part, words in TEXT.items())]
+    tasks = [("", "{model}"), *((task.replace("_", " "), partial(shown, task)) for task in TASKS)]
     pairs = [
         ("", "{pair}"),
         ("task", "{task}"),
-        ("all items", "{items:,}"),
-        ("verdict", "{verdict}"),
+        ("all items", "{verdict}"),
         ("p", lambda row: p_text(row["p"])),
-        ("asked until decided", lambda row: f"{row['asked']:,} of {row['of']:,}"),
+        ("asked until decided", "{asked:,} of {items:,}"),
         ("verdict then", "{early}"),
     ]
+    read = "bits per byte; the n-gram has read as many tokens as the largest model, compressors none"
     return [
-        tabulate(
-            f"bits per byte of {NUM_PIECES} beginnings of held-out files; the n-gram has read as much text as the largest model",
-            text,
-            report["text"],
-        ),
-        tabulate("tasks from held-out files, accuracy; guessing has 0.25", tasks, report["tasks"]),
-        tabulate(
-            "each size beside the one before, tested in pairs (Holm over the tasks of a pair)",
-            pairs,
-            report["pairs"],
-            num_keys=2,
-        ),
+        tabulate(read, texts, report["text"]),
+        tabulate("accuracy on tasks from held-out files; guessing has 0.250", tasks, report["tasks"]),
+        tabulate("each size and the one before, in pairs; p by Holm over a pair's tasks", pairs, report["pairs"], 2),
     ]
