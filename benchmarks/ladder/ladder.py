@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -54,8 +54,8 @@ SEEDS = (17, 18, 19)
 TIE = 0.01
 """Nats between learning rates that count as equal: the lower one is taken, as larger sizes train longer."""
 MAX_POINTS = 400
-TEXT = {"split": "held-out split", "domain": "held-out domain"}
-TASKS = ("split_next_line", "split_identifier_recall", "domain_next_line", "domain_identifier_recall")
+SPLIT = "split_text/0-shot"
+TEXT = {SPLIT: "held-out split", "domain_text/0-shot": "held-out domain"}
 
 
 def run(
@@ -95,7 +95,7 @@ def run(
         "seeds": bits_of_seeds(keep, shapes[1]),
         "runs": [describe_run(keep, shape) for shape in shapes],
         "text": measure_text(keep, shapes),
-        "tasks": [dict(task_row(results)) for results in results_of(keep, *map(str, shapes))],
+        "tasks": [row_of(results) for results in results_of(keep, *map(str, shapes))],
         "pairs": pair_neighbours(keep, shapes),
     }
     tell(
@@ -123,20 +123,20 @@ def tune(keep: Path, shape: Shape, lr: float) -> float:
 
 def train_seed(keep: Path, shape: Shape, lr: float, seed: int) -> None:
     train(keep, shape, lr, name=f"seed-{seed}", seed=seed)
-    evaluate(keep, f"seed-{seed}")
+    evaluate(keep, f"seed-{seed}", "text.yaml")
 
 
 def train_size(keep: Path, shape: Shape, lr: float) -> None:
     train(keep, shape, lr)
-    evaluate(keep, str(shape))
+    evaluate(keep, str(shape), "tasks.yaml")
 
 
-def evaluate(keep: Path, name: str) -> None:
-    """Ask a run all tasks, unless it was asked. Raises UserError with the end of the output when it fails."""
+def evaluate(keep: Path, name: str, tasks: str) -> None:
+    """Ask a run the tasks of a file, unless it was asked. Raises UserError with the end of the output when it fails."""
     path = keep / "results" / "ladder" / f"{name}.json"
     if not path.exists():
         where = [f"models.{name}=runs/{name}", "suite=ladder", "data_root=text"]
-        output = call(keep, "eval", str(HERE / "tasks.yaml"), *where)
+        output = call(keep, "eval", str(HERE / tasks), *where)
         if not path.exists():
             raise UserError(f"evaluation of {name}: {last_lines(output)}")
 
@@ -151,14 +151,14 @@ def results_of(keep: Path, *names: str) -> list[Results]:
 
 def bits_of_seeds(keep: Path, shape: Shape) -> list[float]:
     names = (str(shape), *(f"seed-{seed}" for seed in SEEDS[1:]))
-    return [results.tasks["split_text"]["bits_per_byte"] for results in results_of(keep, *names)]
+    return [results.tasks[SPLIT]["bits_per_byte"] for results in results_of(keep, *names)]
 
 
 def predict(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str, Any]:
     """Return what the smaller sizes predict, from `keep` if that was done before."""
     path = keep / f"{shape}.predicted.json"
     if not path.exists():
-        documents = [by_document(results.items["split_text"]) for results in results_of(keep, *map(str, smaller))]
+        documents = [by_document(results.items[SPLIT]) for results in results_of(keep, *map(str, smaller))]
         deviation = statistics.stdev(bits_of_seeds(keep, smaller[1]))
         found = law.predict([size.num_parameters for size in smaller], documents, shape.num_parameters, deviation)
         at_batch = max(records_of(keep, str(shape)), default=0)
@@ -175,7 +175,7 @@ def describe_run(keep: Path, shape: Shape) -> dict[str, Any]:
     losses = np.array([records[batch]["loss/train/total"] for batch in sorted(records)])
     batches, values = thin(np.array(sorted(records)), losses, MAX_POINTS)
     task, seconds = (
-        results_of(keep, name)[0].tasks["split_text"],
+        results_of(keep, name)[0].tasks[SPLIT],
         sum(r["time/batch_seconds"] for r in records.values()),
     )
     return {
@@ -196,33 +196,26 @@ def describe_run(keep: Path, shape: Shape) -> dict[str, Any]:
 
 
 def measure_text(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
-    """Return bits per byte of both held-out texts by compressors, an n-gram and each size."""
+    """Return bits per byte of both held-out texts by compressors and an n-gram."""
 
-    def texts(name: str) -> list[str]:
-        return [json.loads(line)["text"] for line in (keep / "text" / f"{name}.jsonl").open(encoding="utf-8")]
+    def texts(name: str) -> Iterator[str]:
+        with (keep / "text" / f"{name}.jsonl").open(encoding="utf-8") as file:
+            yield from (json.loads(line)["text"] for line in file)
 
     encode = Tokenizer.from_file(str(keep / "data" / "tokenizer" / "tokenizer.json")).encode
-    tokens = np.empty(shapes[-1].num_batches * BATCH * SEQ_LEN, np.int64)
-    place = 0
-    for text in texts("train"):
-        ids = [0, *encode(text).ids][: len(tokens) - place]
-        tokens[place : place + len(ids)] = ids
-        place += len(ids)
-        if place == len(tokens):
-            break
-    ngram, held_out = law.NGram(tokens[:place], VOCAB_SIZE), {part: texts(f"{part}_text") for part in TEXT}
-    packed = {part: law.compressed(pieces) for part, pieces in held_out.items()}
-    rows = [{"model": name, **{part: packed[part][name] for part in TEXT}} for name in packed["split"]]
-    rows.append({"model": f"n-gram of order {law.ORDER}"})
-    for part, pieces in held_out.items():
+    documents = (np.array([0, *encode(text).ids]) for text in texts("train"))
+    num_tokens, read = shapes[-1].num_batches * BATCH * SEQ_LEN, []
+    while sum(map(len, read)) < num_tokens:
+        read.append(next(documents))
+    ngram = law.NGram(np.concatenate(read)[:num_tokens], VOCAB_SIZE)
+    found: dict[str, dict[str, Any]] = {}
+    for part in TEXT:
+        pieces = list(texts(part.partition("/")[0]))
         nats = sum(ngram.nats(np.array([0, *encode(piece).ids])) for piece in pieces)
-        rows[-1][part] = nats / sum(len(piece.encode()) for piece in pieces) / math.log(2)
-    for results in results_of(keep, *map(str, shapes)):
-        rows.append({"model": results.model})
-        for part in TEXT:
-            task = results.tasks[f"{part}_text"]
-            rows[-1] |= {part: task["bits_per_byte"], f"{part}_stderr": task["bits_per_byte_stderr"]}
-    return rows
+        bits = nats / sum(len(piece.encode()) for piece in pieces) / math.log(2)
+        for model, value in {**law.compressed(pieces), f"n-gram of order {law.ORDER}": bits}.items():
+            found.setdefault(model, {"model": model})[part] = value
+    return list(found.values())
 
 
 def pair_neighbours(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
@@ -239,11 +232,11 @@ def pair_neighbours(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]
     return rows
 
 
-def task_row(results: Results) -> dict[str, Any]:
-    found = {"model": results.model}
-    for name in TASKS:
-        record = next(task for known, task in results.tasks.items() if known.partition("/")[0] == name)
-        found |= {name: record["acc"], f"{name}_stderr": record["acc_stderr"]}
+def row_of(results: Results) -> dict[str, Any]:
+    """Return a model's number and standard error of each task."""
+    found: dict[str, Any] = {"model": results.model}
+    for name, task in results.tasks.items():
+        found |= {name: task[task["metric"]], f"{name}_stderr": task[f"{task['metric']}_stderr"]}
     return found
 
 
@@ -253,9 +246,9 @@ def task_row(results: Results) -> dict[str, Any]:
 def words_of(report: dict[str, Any]) -> str:
     train_on, split, domain = (report["bytes"][part] / 1e6 for part in ("train", "split", "domain"))
     return (
-        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, none of it seen twice; {split:.1f} MB "
-        f"of other files of the same packages are the held-out split; {domain:.0f} MB with {' or '.join(DOMAIN)} in the "
-        "path are the held-out domain. Near copies may lie on both sides of the split. Models: "
+        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, none seen twice; {split:.1f} MB "
+        f"of other files of the same packages are the held-out split; {domain:.0f} MB with {' or '.join(DOMAIN)} in "
+        "the path are the held-out domain. Near copies may lie on both sides of the split. Models: "
         f"{VOCAB_SIZE:,} tokens, tied embeddings, RMSNorm, RoPE, heads of 16, an MLP of 4 d; fp32; {BATCH} x {SEQ_LEN} "
         f"tokens a batch. Muon at {report['rate']:g} trains the blocks' matrices, AdamW at half of it the rest; both "
         "fall to 0. Parameters include the embedding."
@@ -301,8 +294,11 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     rate = 6 * last["parameters"] * last["tokens"] / last["hours"] / 3600
     hours = [f"{n / 1e6:g} M {6 * TOKENS_PER_PARAMETER * n * n / rate / 3600:,.1f}" for n in (3e5, 1e6, 3e6, 1e7)]
     rates = ", ".join(f"{loss:.3f} at {rate}" for rate, loss in report["rates"].items())
+    moved = [*report["runs"][1]["validation"].values()][-1]
+    gap = abs(moved - report["rates"][report["rate"]])
     return [
         f"validation loss of {report['sizes'][1]} by learning rate: {rates}; within {TIE} the lower one is taken",
+        f"the same run of {report['sizes'][1]} that never moved: {gap:.1e} nats from the one that did",
         f"{report['sizes'][1]} with {len(SEEDS)} seeds: {', '.join(f'{bits:.4f}' for bits in seeds)} bits per byte",
         "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them",
         "legs: " + ", then ".join(f"{PLACES[place][1]} to {share:.0%} of the batches" for place, share in LEGS),
@@ -316,8 +312,9 @@ def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
     def shown(key: str, row: Mapping[str, Any]) -> str:
         return f"{row[key]:.3f}" + (f" ± {row[f'{key}_stderr']:.3f}" if f"{key}_stderr" in row else "")
 
+    asked = [key for key in report["tasks"][0] if key.endswith("shot") and key not in TEXT]
     texts = [("", "{model}"), *((words, partial(shown, part)) for part, words in TEXT.items())]
-    tasks = [("", "{model}"), *((task.replace("_", " "), partial(shown, task)) for task in TASKS)]
+    tasks = [("", "{model}"), *((key.partition("/")[0].replace("_", " "), partial(shown, key)) for key in asked)]
     pairs = [
         ("", "{pair}"),
         ("task", "{task}"),
@@ -328,7 +325,7 @@ def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
     ]
     read = "bits per byte; the n-gram has read as many tokens as the largest model, compressors none"
     return [
-        tabulate(read, texts, report["text"]),
+        tabulate(read, texts, [*report["text"], *report["tasks"]]),
         tabulate("accuracy on tasks from held-out files; guessing has 0.250", tasks, report["tasks"]),
         tabulate("each size and the one before, in pairs; p by Holm over a pair's tasks", pairs, report["pairs"], 2),
     ]
