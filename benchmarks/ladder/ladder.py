@@ -13,7 +13,6 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks import last_lines
-from benchmarks.ladder import law
+from benchmarks.ladder import law, plan
 from benchmarks.ladder.data import DOMAIN, gather
 from benchmarks.ladder.figure import plot_ladder
-from benchmarks.ladder.plan import (
-    BATCH,
-    HERE,
-    LEGS,
-    PLACES,
-    SEQ_LEN,
-    TOKENS_PER_PARAMETER,
-    VOCAB_SIZE,
-    Shape,
-    call,
-    legs_of,
-    parse_shapes,
-    train,
-)
+from benchmarks.ladder.plan import Shape
 from benchmarks.recover import Log
 from llmfoundry_lite.bench.frame import describe_conditions, open_console, tabulate, tell
 from llmfoundry_lite.errors import UserError
@@ -62,31 +48,28 @@ def run(
     *,
     sizes: Sequence[str] = ("16x2", "32x2", "48x2", "64x3", "96x3"),
     rates: Sequence[float] = (0.02, 0.04, 0.08),
-    jobs: int = 1,
     keep: Path = Path("runs/ladder"),
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Train, predict, evaluate, print; with `out`, write ladder.json, .md and .png there. Returns what the JSON holds.
 
-    `sizes` are WIDTHxLAYERS. `jobs` runs train at a time. Raises UserError.
+    `sizes` are WIDTHxLAYERS. Raises UserError.
     """
-    shapes, conditions, keep = parse_shapes(sizes), describe_conditions(), keep.resolve()
+    shapes, conditions, keep = plan.parse_shapes(sizes), describe_conditions(), keep.resolve()
     note = partial(open_console().print, markup=False)
     num_bytes = gather(keep)
-    with ThreadPoolExecutor(jobs) as pool:
-        losses = list(pool.map(partial(tune, keep, shapes[1]), rates))
-        lr = min(rate for rate, loss in zip(rates, losses, strict=True) if loss < min(losses) + TIE)
-        list(pool.map(partial(train_seed, keep, shapes[1], lr), SEEDS[1:]))
-        ended = [pool.submit(train_size, keep, shape, lr) for shape in shapes]
-        try:
-            for i, (shape, future) in enumerate(zip(shapes, ended, strict=True)):
-                if i >= 3:
-                    found = predict(keep, shapes[:i], shape)
-                    note(f"predicted for {shape}: {found['bits']:.4f} ({interval('bits', found)}) bits per byte")
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    losses = [tune(keep, shapes[1], lr) for lr in rates]
+    lr = min(rate for rate, loss in zip(rates, losses, strict=True) if loss < min(losses) + TIE)
+    for seed in SEEDS[1:]:
+        plan.train(keep, shapes[1], lr, name=f"seed-{seed}", seed=seed)
+        evaluate(keep, f"seed-{seed}", "text.yaml")
+    for i, shape in enumerate(shapes):
+        if i >= 3:
+            found = predict(keep, shapes[:i], shape)
+            note(f"predicted for {shape}: {found['bits']:.4f} ({interval('bits', found)}) bits per byte")
+        note(f"training {shape}: {shape.num_parameters:,} parameters, {shape.num_batches:,} batches")
+        plan.train(keep, shape, lr)
+        evaluate(keep, str(shape), "tasks.yaml")
     report = conditions | {
         "sizes": list(sizes),
         "rates": dict(zip(rates, losses, strict=True)),
@@ -117,18 +100,8 @@ def run(
 def tune(keep: Path, shape: Shape, lr: float) -> float:
     """Train a size at this rate, in one place, and return its last validation loss."""
     name = f"rate-{lr:g}"
-    train(keep, shape, lr, name=name)
+    plan.train(keep, shape, lr, name=name)
     return records_of(keep, name)[shape.num_batches]["eval/loss"]
-
-
-def train_seed(keep: Path, shape: Shape, lr: float, seed: int) -> None:
-    train(keep, shape, lr, name=f"seed-{seed}", seed=seed)
-    evaluate(keep, f"seed-{seed}", "text.yaml")
-
-
-def train_size(keep: Path, shape: Shape, lr: float) -> None:
-    train(keep, shape, lr)
-    evaluate(keep, str(shape), "tasks.yaml")
 
 
 def evaluate(keep: Path, name: str, tasks: str) -> None:
@@ -136,7 +109,7 @@ def evaluate(keep: Path, name: str, tasks: str) -> None:
     path = keep / "results" / "ladder" / f"{name}.json"
     if not path.exists():
         where = [f"models.{name}=runs/{name}", "suite=ladder", "data_root=text"]
-        output = call(keep, "eval", str(HERE / tasks), *where)
+        output = plan.call(keep, "eval", str(plan.HERE / tasks), *where)
         if not path.exists():
             raise UserError(f"evaluation of {name}: {last_lines(output)}")
 
@@ -181,11 +154,11 @@ def describe_run(keep: Path, shape: Shape) -> dict[str, Any]:
     return {
         "name": name,
         "parameters": results_of(keep, name)[0].num_parameters,
-        "embedding": VOCAB_SIZE * shape.d_model,
+        "embedding": plan.VOCAB_SIZE * shape.d_model,
         "batches": shape.num_batches,
-        "tokens": shape.num_batches * BATCH * SEQ_LEN,
+        "tokens": shape.num_batches * plan.BATCH * plan.SEQ_LEN,
         "hours": seconds / 3600,
-        "moves": [first for _, first, _ in legs_of(shape.num_batches)[1:]],
+        "moves": [first for _, first, _ in plan.legs_of(shape.num_batches)[1:]],
         "launches": len((keep / "runs" / name / "launches.jsonl").read_text().splitlines()),
         "losses": [batches.tolist(), values.round(4).tolist()],
         "validation": {batch: r["eval/loss"] for batch, r in sorted(records.items()) if "eval/loss" in r},
@@ -204,10 +177,10 @@ def measure_text(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
 
     encode = Tokenizer.from_file(str(keep / "data" / "tokenizer" / "tokenizer.json")).encode
     documents = (np.array([0, *encode(text).ids]) for text in texts("train"))
-    num_tokens, read = shapes[-1].num_batches * BATCH * SEQ_LEN, []
+    num_tokens, read = shapes[-1].num_batches * plan.BATCH * plan.SEQ_LEN, []
     while sum(map(len, read)) < num_tokens:
         read.append(next(documents))
-    ngram = law.NGram(np.concatenate(read)[:num_tokens], VOCAB_SIZE)
+    ngram = law.NGram(np.concatenate(read)[:num_tokens], plan.VOCAB_SIZE)
     found: dict[str, dict[str, Any]] = {}
     for part in TEXT:
         pieces = list(texts(part.partition("/")[0]))
@@ -246,12 +219,12 @@ def row_of(results: Results) -> dict[str, Any]:
 def words_of(report: dict[str, Any]) -> str:
     train_on, split, domain = (report["bytes"][part] / 1e6 for part in ("train", "split", "domain"))
     return (
-        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, none seen twice; {split:.1f} MB "
-        f"of other files of the same packages are the held-out split; {domain:.0f} MB with {' or '.join(DOMAIN)} in "
-        "the path are the held-out domain. Near copies may lie on both sides of the split. Models: "
-        f"{VOCAB_SIZE:,} tokens, tied embeddings, RMSNorm, RoPE, heads of 16, an MLP of 4 d; fp32; {BATCH} x {SEQ_LEN} "
-        f"tokens a batch. Muon at {report['rate']:g} trains the blocks' matrices, AdamW at half of it the rest; both "
-        "fall to 0. Parameters include the embedding."
+        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, none of it seen twice; {split:.1f} MB "
+        f"of files of the same packages are the held-out split, {domain:.0f} MB with {' or '.join(DOMAIN)} in the path "
+        "the held-out domain. Near copies may lie on both sides of the split. Models: tied embeddings, RMSNorm, RoPE, "
+        f"heads of {plan.HEAD}, an MLP of 4 d, {plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} tokens "
+        f"a batch. Muon at {report['rate']:g} trains the blocks' matrices, AdamW at half of it the rest; both fall to 0. "
+        "Parameters include the embedding."
     )
 
 
@@ -292,7 +265,7 @@ def tables_of_runs(report: dict[str, Any]) -> list[Table]:
 def notes_of(report: dict[str, Any]) -> list[str]:
     last, seeds = report["runs"][-1], report["seeds"]
     rate = 6 * last["parameters"] * last["tokens"] / last["hours"] / 3600
-    hours = [f"{n / 1e6:g} M {6 * TOKENS_PER_PARAMETER * n * n / rate / 3600:,.1f}" for n in (3e5, 1e6, 3e6, 1e7)]
+    hours = [f"{n / 1e6:g} M {6 * plan.TOKENS_PER_PARAMETER * n * n / rate / 3600:,.1f}" for n in (3e5, 1e6, 3e6, 1e7)]
     rates = ", ".join(f"{loss:.3f} at {rate}" for rate, loss in report["rates"].items())
     moved = [*report["runs"][1]["validation"].values()][-1]
     gap = abs(moved - report["rates"][report["rate"]])
@@ -301,7 +274,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"the same run of {report['sizes'][1]} that never moved: {gap:.1e} nats from the one that did",
         f"{report['sizes'][1]} with {len(SEEDS)} seeds: {', '.join(f'{bits:.4f}' for bits in seeds)} bits per byte",
         "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them",
-        "legs: " + ", then ".join(f"{PLACES[place][1]} to {share:.0%} of the batches" for place, share in LEGS),
+        "legs: "
+        + ", then ".join(f"{plan.PLACES[place][1]} to {share:.0%} of the batches" for place, share in plan.LEGS),
         f"120 N² FLOPs at the {rate / 1e9:.1f} GFLOP/s of {last['name']} take hours: {', '.join(hours)}",
     ]
 

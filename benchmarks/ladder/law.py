@@ -83,8 +83,10 @@ class NGram:
         for left in reversed(range(order)):
             once, twice = (int((counts == n).sum()) for n in (1, 2))
             contexts, starts, kinds = np.unique(keys // vocab_size, return_index=True, return_counts=True)
-            totals = np.stack([np.add.reduceat(counts, starts), kinds])
-            self.orders.insert(0, (keys, counts, contexts, totals, once / max(once + 2 * twice, 1) or 0.5))
+            totals = np.stack([np.add.reduceat(counts, starts), kinds]).astype(np.float64)
+            self.orders.insert(
+                0, (keys, counts.astype(np.float64), contexts, totals, once / max(once + 2 * twice, 1) or 0.5)
+            )
             # A lower order counts the different tokens before a gram.
             keys, counts = np.unique(keys % vocab_size**left, return_counts=True)
 
