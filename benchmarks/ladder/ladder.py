@@ -219,12 +219,12 @@ def row_of(results: Results) -> dict[str, Any]:
 def words_of(report: dict[str, Any]) -> str:
     train_on, split, domain = (report["bytes"][part] / 1e6 for part in ("train", "split", "domain"))
     return (
-        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, none of it seen twice; {split:.1f} MB "
-        f"of files of the same packages are the held-out split, {domain:.0f} MB with {' or '.join(DOMAIN)} in the path "
-        "the held-out domain. Near copies may lie on both sides of the split. Models: tied embeddings, RMSNorm, RoPE, "
-        f"heads of {plan.HEAD}, an MLP of 4 d, {plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} tokens "
-        f"a batch. Muon at {report['rate']:g} trains the blocks' matrices, AdamW at half of it the rest; both fall to 0. "
-        "Parameters include the embedding."
+        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, none of it seen twice; {split:.1f} "
+        f"MB of files of the same packages are the held-out split, {domain:.0f} MB with {' or '.join(DOMAIN)} in the "
+        "path the held-out domain. Near copies may lie on both sides of the split. Models: tied embeddings, RMSNorm, "
+        f"RoPE, heads of {plan.HEAD}, an MLP of 4 d, {plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} "
+        f"tokens a batch. Muon at {report['rate']:g} trains the blocks' matrices, AdamW at half of it the rest; both "
+        "fall to 0. Parameters include the embedding."
     )
 
 
