@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import EngFormatter
 
 from benchmarks.ladder.law import Law
 from llmfoundry_lite.bench.frame import drawn
-from llmfoundry_lite.report.figure import clean, color, smooth
+from llmfoundry_lite.report.figure import clean, color
 
 
 def plot_ladder(report: dict[str, Any], path: Path) -> None:
@@ -15,8 +16,8 @@ def plot_ladder(report: dict[str, Any], path: Path) -> None:
     runs, grey = report["runs"], "#777777"
     with drawn(path, 2, (13, 5.2)) as (curves, law):
         for i, one in enumerate(runs):
-            batches, losses = (np.array(values, float) for values in one["losses"])
-            tokens, means = batches * one["tokens"] / one["batches"], smooth(losses)
+            batches, means = np.array(one["losses"]).T
+            tokens = batches * one["tokens"] / one["batches"]
             curves.plot(tokens, means, color=color(i), linewidth=1.4, label=f"{one['parameters']:,} parameters")
             at = np.searchsorted(batches, one["moves"])
             curves.plot(tokens[at], means[at], "|", color="#222222", markersize=13, markeredgewidth=1.6, zorder=5)
@@ -37,6 +38,7 @@ def plot_ladder(report: dict[str, Any], path: Path) -> None:
             (law, "parameters, embedding included", "bits per byte of the held-out split"),
         ):
             axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # figures take no mathematics in labels
             axes.set_xlabel(x_label)
             axes.set_ylabel(y_label)
             axes.legend(frameon=False, fontsize=9)

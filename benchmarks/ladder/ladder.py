@@ -32,14 +32,14 @@ from llmfoundry_lite.evaluation.compare import compare, p_text
 from llmfoundry_lite.evaluation.records import by_document
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.evaluation.sequential import Rule
-from llmfoundry_lite.report.figure import thin
 from llmfoundry_lite.report.tables import Table
 
 SEEDS = (17, 18, 19)
 """Of the second size, to see how far runs lie apart that differ by nothing else."""
 TIE = 0.01
 """Nats between learning rates that count as equal: the lower one is taken, as larger sizes train longer."""
-MAX_POINTS = 400
+MAX_POINTS = 80
+"""Of a curve: means over stretches of batches."""
 SPLIT = "split_text/0-shot"
 TEXT = {SPLIT: "held-out split", "domain_text/0-shot": "held-out domain"}
 
@@ -146,7 +146,7 @@ def describe_run(keep: Path, shape: Shape) -> dict[str, Any]:
     """Return a run's size, launches, losses, what was predicted and what came."""
     name, records, predicted = str(shape), records_of(keep, str(shape)), keep / f"{shape}.predicted.json"
     losses = np.array([records[batch]["loss/train/total"] for batch in sorted(records)])
-    batches, values = thin(np.array(sorted(records)), losses, MAX_POINTS)
+    stretches = np.array_split(np.arange(len(losses)), min(len(losses), MAX_POINTS))
     task, seconds = (
         results_of(keep, name)[0].tasks[SPLIT],
         sum(r["time/batch_seconds"] for r in records.values()),
@@ -160,7 +160,7 @@ def describe_run(keep: Path, shape: Shape) -> dict[str, Any]:
         "hours": seconds / 3600,
         "moves": [first for _, first, _ in plan.legs_of(shape.num_batches)[1:]],
         "launches": len((keep / "runs" / name / "launches.jsonl").read_text().splitlines()),
-        "losses": [batches.tolist(), values.round(4).tolist()],
+        "losses": [(float(batches.mean()) + 1, round(losses[batches].mean(), 4)) for batches in stretches],
         "validation": {batch: r["eval/loss"] for batch, r in sorted(records.items()) if "eval/loss" in r},
         "bits": task["bits_per_byte"],
         "bits_stderr": task["bits_per_byte_stderr"],
