@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 TOKENS_PER_PARAMETER = 20
 BATCH, SEQ_LEN, VOCAB_SIZE, HEAD = 8, 256, 1024, 16
 NUM_SAVES = 20
-PLACES = {"A": (1, "1 rank, unsharded"), "B": (2, "2 ranks, sharded"), "C": (1, "1 rank, AVX2")}
+NUM_RANKS = {"A": 1, "B": 2, "C": 1}
 LEGS = (("A", 0.7), ("B", 0.8), ("C", 1.0))
 """Launches of a run: place, and the share of the batches after which it stops."""
 
@@ -69,7 +69,7 @@ def train(keep: Path, shape: Shape, lr: float, *, name: str = "", seed: int = 17
     legs = legs_of(batches, max(saved, default=0))
     for place, first, last in [("A", legs[0][1], batches)] if name and legs else legs:
         files = [str(HERE / "run.yaml"), str(HERE / f"{place}.yaml")]
-        command = ["train", "-n", str(PLACES[place][0]), *files, f"stop_after={last - first + 1}ba"]
+        command = ["train", "-n", str(NUM_RANKS[place]), *files, f"stop_after={last - first + 1}ba"]
         output = call(keep, *command, *options)
         if not (folder / "checkpoints" / f"ba{last}").exists():
             raise UserError(f"{folder.name} at {place}: {last_lines(output)}")
