@@ -286,8 +286,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"the same run of {report['sizes'][1]} that never moved: {gap:.1e} nats from the one that did",
         f"{report['sizes'][1]} with {len(SEEDS)} seeds: {', '.join(f'{bits:.4f}' for bits in seeds)} bits per byte",
         "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them",
-        f"{last['name']} had {speeds[0] / 1e9:.1f} GFLOP/s of a shared machine, its fastest batches {speeds[1] / 1e9:.0f}; "
-        f"at these rates 120 N² FLOPs take hours: {hours}",
+        f"{last['name']} had {speeds[0] / 1e9:.1f} GFLOP/s of a shared machine, its fastest batches "
+        f"{speeds[1] / 1e9:.0f}; at these rates 120 N² FLOPs take hours: {hours}",
     ]
 
 
