@@ -37,7 +37,6 @@ MAX_STRANGERS = 64
 MAX_ARRIVED = 4096
 """Connections of peers that no exchange has used yet."""
 
-
 Buffer = Any
 """Memory that sockets read or fill: bytes, or an array of numpy."""
 
