@@ -40,6 +40,16 @@ def test_the_interval_holds_what_comes_about_as_often_as_it_says(monkeypatch):
     assert 35 <= hits < 40
 
 
+def test_the_expected_loss_has_no_noise_and_its_interval_that_of_the_run_to_come(monkeypatch):
+    monkeypatch.setattr(law, "NUM_DRAWS", 1000)
+    num_bytes, deviation = np.full(40, 1000.0), 0.01
+    bits = 1.2 + 40 * np.array(SIZES) ** -0.3
+    documents = [np.stack([num_bytes * b * math.log(2), num_bytes], axis=1) for b in bits]
+    found = law.predict(SIZES, documents, SIZES[1], deviation)  # where the fit alone is surer than a run
+    assert found["bits"] == pytest.approx(bits[1], abs=1e-6)
+    assert found["bits_high"] - found["bits_low"] > 4 * deviation
+
+
 def test_an_n_gram_counts_as_by_hand_and_its_probabilities_add_up_to_one():
     tokens = np.array([0, 1, 2, 0, 1, 1, 2, 0, 1, 2])
     model = law.NGram(tokens, vocab_size=3, order=2)
