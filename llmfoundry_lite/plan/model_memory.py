@@ -78,7 +78,7 @@ def estimate_moments(p: Portion) -> dict[str, MemoryEstimate]:
     stream_bytes = p.num_tokens * model.d_model * p.stream_bytes
     run_bytes = p.num_tokens // p.num_runs * model.d_model * p.stream_bytes
     widest_bytes = p.num_tokens * model.ffn_dim // p.layout.tensor * p.compute_bytes
-    early_bytes = block_bytes + widest_bytes - (0 if is_kept else run_bytes) + count_flex_gradients(p)
+    early_bytes = block_bytes + widest_bytes - (0 if is_kept else run_bytes)
     # The last norm's input and output are gone by then.
     before_bytes = in_loss.activations_bytes - is_kept * block_bytes - (run_bytes + stream_bytes)
     estimate = _with_fsdp if p.has_fsdp else _without_fsdp
@@ -133,7 +133,7 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
     hidden_bytes = p.num_tokens * model.d_model * p.compute_bytes
     early_bytes += model.d_model * model.ffn_dim // p.layout.tensor * (p.stream_bytes + exact_copy_bytes(p))
     # The gradients of all its matrices.
-    late_bytes = num_block * (exact_copy_bytes(p) or p.stream_bytes) + 4 * hidden_bytes + count_flex_gradients(p)
+    late_bytes = num_block * (exact_copy_bytes(p) or p.stream_bytes) + 4 * hidden_bytes
     embedding_bytes = p.embedding * (exact_copy_bytes(p) or p.compute_bytes)
     in_loss = replace(
         in_loss,
@@ -206,7 +206,7 @@ def count_activations(p: Portion) -> int:
     # The last norm keeps its input and its output is the loss's.
     last_norm_bytes = input_bytes + p.num_tokens * d * p.stream_bytes
     dropout_bytes = p.num_tokens // p.num_runs * d if model.emb_pdrop else 0
-    return blocks_bytes + last_norm_bytes + count_attention_bias(p) + dropout_bytes
+    return blocks_bytes + last_norm_bytes + count_attention_bias(p) + count_flex_scratch(p) + dropout_bytes
 
 
 def masks_in_kernel(model: ModelConfig) -> bool:
@@ -214,8 +214,8 @@ def masks_in_kernel(model: ModelConfig) -> bool:
     return model.attn_config.attn_impl in ("auto", "flex", "flash") and not model.flex_refusal
 
 
-def count_flex_gradients(p: Portion) -> int:
-    """Count bytes that FlexAttention's backward pass takes beyond plain attention's; by rehearsals.
+def count_flex_scratch(p: Portion) -> int:
+    """Count bytes that FlexAttention takes beyond plain attention, once for all blocks; by rehearsals.
 
     Gathered keys and values have gradients that are as large as all ranks' together.
     """

@@ -335,7 +335,7 @@ def test_65536_tokens_with_alibi_and_documents_take_no_bias(server, overlay, dev
     config = load_train_config(arguments).config
     estimated_bytes = estimate_training_memory(config, layout_of(config, 8, 8), ACCELERATORS[device]).total_bytes
     assert outcome.found["allocated_bytes"] < 8 * GIB
-    assert 1 <= estimated_bytes / outcome.found["allocated_bytes"] <= {"heads": 1.05, "gather": 1.1}[kind]
+    assert 1 <= estimated_bytes / outcome.found["allocated_bytes"] <= {"heads": 1.05, "gather": 1.2}[kind]
     assert outcome.found["compiled"]["attention"] == ["FlexAttention"]
 
 
