@@ -21,6 +21,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.launch.journal import append
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import report
+from llmfoundry_lite.report.segments import spans_of
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.report.watch import Watched
 from tests.helpers.launch import ROOT, train
@@ -214,6 +215,15 @@ def test_the_peak_of_the_run_tells_devices_of_one_name_apart(tmp_path):
     assert run["segments"][0]["energy_kwh"] == pytest.approx(0.28 * 8 * 8 / 3600)
     assert run["segments"][0]["cost"] == pytest.approx(8 * 8 / 3600)
     assert "the price of 'H100' was not used" in run["notes"][-1]
+
+
+def test_batches_with_local_steps_are_a_span_of_their_own_by_name(tmp_path):
+    steps = replace(on_cpu(3, 4), sync="local steps, every 100")
+    where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)], [on_cpu(1, 2), steps])
+    facts = report([where])["runs"][0]["segments"]
+    first, second = spans_of(facts)
+    assert second.label == f"{first.label} · local steps, every 100"
+    assert "3-4: local steps, every 100" in (tmp_path / "run/report.md").read_text()
 
 
 def test_names_and_samples_stay_text_in_markdown():

@@ -12,6 +12,7 @@ from llmfoundry_lite.checkpoint.full_tensors import open_checkpoint
 from llmfoundry_lite.checkpoint.manifest import encode
 from llmfoundry_lite.checkpoint.shards import hash_blocks, hash_buffers
 from llmfoundry_lite.cli.main import run as run_command
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch.replay import Verdict, compare, plan_replay, write_replay
 from llmfoundry_lite.training.replay import main
 from tests.helpers.launch import launch
@@ -141,6 +142,16 @@ def test_a_run_in_stages_is_bit_equal_in_stages_and_on_one_rank(folder, num_rank
         run(folder, config(folder, pp_config={"pipeline_parallel_degree": 2}), "stages", 2)
     verdict = replay(folder, "ba2..ba4", num_ranks, where="stages")
     assert verdict.is_equal and verdict.text.startswith("bit-equal: 2 of data/digest"), verdict.text
+
+
+def test_batches_with_local_steps_are_refused(folder, tmp_path):
+    copied = shutil.copytree(folder / "runs" / RUN, tmp_path / "local")
+    for path in (copied / "checkpoints").glob("ba*/manifest.json"):
+        manifest = open_checkpoint(str(path.parent)).manifest
+        segments = tuple(replace(one, sync="local steps, every 4") for one in manifest.segments)
+        path.write_bytes(encode(replace(manifest, segments=segments)))
+    with pytest.raises(ConfigError, match="with local steps, every 4, which one world does not repeat; replay batches"):
+        plan_replay(str(copied), "ba4..ba6")
 
 
 def test_the_command_says_what_it_found_and_refuses_another_run(folder, monkeypatch, capfd):
