@@ -6,8 +6,8 @@ both ways at once: X = 8 w N / b seconds at w bytes a number and b bit/s.
 - exact: C / s + X, the same batches and the same mathematics as on one cluster;
 - overlap: C / s + max(X - H, X_last). H is the backward pass of the last microbatch, two thirds of its time. X_last is
   the share of X that comes last: of the embeddings and the first block;
-- local: max(C / s, X / k), weights sent every k batches, in fragments behind the batches that follow. Another algorithm
-  (Douillard et al. 2023 and 2025), whose loss this does not predict.
+- local: C / s + X / k, changes of the weights sent every k batches. Another algorithm (Douillard et al. 2023), whose loss
+  this does not predict.
 """
 
 import math
@@ -51,7 +51,7 @@ class Pair:
         sent = 8 * (value_bytes or (FP32_BYTES if isinstance(way, int) else self.value_bytes)) / link_bits
         exchange, last = sent * self.num_parameters, sent * self.num_last
         if isinstance(way, int):
-            return max(self.compute_seconds, exchange / way)
+            return self.compute_seconds + exchange / way
         if way == OVERLAP:
             hidden = 2 / 3 * self.compute_seconds / self.num_microbatches
             exchange = max(exchange - hidden, last)
@@ -72,9 +72,9 @@ class Pair:
         return fast
 
     def local_steps(self, link_bits: float) -> int:
-        """Return the fewest batches between exchanges that hide these, or the most that are tried."""
-        hiding = (every for every in EVERY if self.seconds(every, link_bits) == self.compute_seconds)
-        return next(hiding, EVERY[-1])
+        """Return the fewest batches between exchanges that lose little, or the most that are tried."""
+        allowed = self.compute_seconds / (1 - LOST)
+        return next((every for every in EVERY if self.seconds(every, link_bits) <= allowed), EVERY[-1])
 
     def choose(self, link_bits: float) -> str | int | None:
         """Return the way to take: an exact one if it loses little; None where the second cluster does not pay."""
