@@ -135,9 +135,9 @@ def test_the_count_that_it_names_fits(capsys, arguments, would):
 
 
 def test_an_island_is_planned_too(capsys):
-    island = ["islands={coordinator: 'h:1', name: a}", "device_train_microbatch_size=1", "save_folder=s"]
+    island = ["islands={coordinator: 'h:1', name: a}", "save_folder=s"]
     layouts = facts_of(capsys, "mpt-1b", "--hardware", "h100", "--devices", "8", *island)["layouts"]
-    assert layouts and {one["tensor"] * one["context"] * one["pipeline"] for one in layouts} == {1}
+    assert {one["tensor"] * one["context"] * one["pipeline"] for one in layouts} > {1}, "any layout inside"
 
 
 def test_a_hundred_thousand_devices_are_planned_too(capsys):
