@@ -233,8 +233,8 @@ def words_of(report: dict[str, Any]) -> str:
     return (
         f"Sources and prose of installed packages: {train_on:.0f} MB to train on, {tokens:.1f} M tokens, of which the "
         f"largest model reads {read:.0%}. {split:.1f} MB of files of the same packages are the held-out split, "
-        f"{domain:.0f} MB with {' or '.join(DOMAIN)} in the path the held-out domain. Near copies may lie on both sides "
-        f"of the split. Models: tied embeddings, RMSNorm, RoPE, heads of {plan.HEAD}, an MLP of 4 d, "
+        f"{domain:.0f} MB with {' or '.join(DOMAIN)} in the path the held-out domain. Near copies may lie on both "
+        f"sides of the split. Models: tied embeddings, RMSNorm, RoPE, heads of {plan.HEAD}, an MLP of 4 d, "
         f"{plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} tokens a batch. Muon at {report['rate']:g} "
         "trains the blocks' matrices, AdamW at half of it the rest; both fall to 0. Parameters include the embedding."
     )
@@ -287,7 +287,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"validation loss of {report['sizes'][1]} by learning rate: {rates}; within {TIE} the lower one is taken",
         f"the same run of {report['sizes'][1]} that never moved: {gap:.1e} nats from the one that did",
         f"{report['sizes'][1]} with {len(SEEDS)} seeds: {', '.join(f'{bits:.4f}' for bits in seeds)} bits per byte",
-        "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them",
+        "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them; "
+        "that the law may be of another form is not in them",
         f"{last['name']} had {speeds[0] / 1e9:.1f} GFLOP/s of a shared machine, its fastest batches "
         f"{speeds[1] / 1e9:.0f}; at these rates 120 N² FLOPs take hours: {hours}",
     ]
