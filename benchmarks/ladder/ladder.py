@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import last_lines
 from benchmarks.ladder import law, plan
-from benchmarks.ladder.data import DOMAIN, gather
+from benchmarks.ladder.data import DOMAIN, NUM_PIECES, gather
 from benchmarks.ladder.figure import plot_ladder
 from benchmarks.ladder.plan import Shape
 from benchmarks.recover import Log
@@ -78,6 +78,7 @@ def run(
         "rates": dict(zip(rates, losses, strict=True)),
         "rate": lr,
         "bytes": num_bytes,
+        "tokens": json.loads((keep / "data" / "summary.json").read_text())["splits"]["train"]["tokens"],
         "seeds": bits_of_seeds(keep, shapes[1]),
         "runs": [describe_run(keep, shape) for shape in shapes],
         "text": measure_text(keep, shapes),
@@ -228,13 +229,14 @@ def row_of(results: Results) -> dict[str, Any]:
 
 def words_of(report: dict[str, Any]) -> str:
     train_on, split, domain = (report["bytes"][part] / 1e6 for part in ("train", "split", "domain"))
+    tokens, read = report["tokens"] / 1e6, report["runs"][-1]["tokens"] / report["tokens"]
     return (
-        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, none of it seen twice; {split:.1f} "
-        f"MB of files of the same packages are the held-out split, {domain:.0f} MB with {' or '.join(DOMAIN)} in the "
-        "path the held-out domain. Near copies may lie on both sides of the split. Models: tied embeddings, RMSNorm, "
-        f"RoPE, heads of {plan.HEAD}, an MLP of 4 d, {plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} "
-        f"tokens a batch. Muon at {report['rate']:g} trains the blocks' matrices, AdamW at half of it the rest; both "
-        "fall to 0. Parameters include the embedding."
+        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, {tokens:.1f} M tokens, of which the "
+        f"largest model reads {read:.0%}. {split:.1f} MB of files of the same packages are the held-out split, "
+        f"{domain:.0f} MB with {' or '.join(DOMAIN)} in the path the held-out domain. Near copies may lie on both "
+        f"sides of the split. Models: tied embeddings, RMSNorm, RoPE, heads of {plan.HEAD}, an MLP of 4 d, "
+        f"{plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} tokens a batch. Muon at {report['rate']:g} "
+        "trains the blocks' matrices, AdamW at half of it the rest; both fall to 0. Parameters include the embedding."
     )
 
 
@@ -285,7 +287,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"validation loss of {report['sizes'][1]} by learning rate: {rates}; within {TIE} the lower one is taken",
         f"the same run of {report['sizes'][1]} that never moved: {gap:.1e} nats from the one that did",
         f"{report['sizes'][1]} with {len(SEEDS)} seeds: {', '.join(f'{bits:.4f}' for bits in seeds)} bits per byte",
-        "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them",
+        "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them; "
+        "that the law may be of another form is not in them",
         f"{last['name']} had {speeds[0] / 1e9:.1f} GFLOP/s of a shared machine, its fastest batches "
         f"{speeds[1] / 1e9:.0f}; at these rates 120 N² FLOPs take hours: {hours}",
     ]
@@ -308,7 +311,7 @@ def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
         ("asked until decided", "{asked:,} of {items:,}"),
         ("verdict then", "{early}"),
     ]
-    read = "bits per byte; the n-gram has read as many tokens as the largest model, compressors none"
+    read = f"bits per byte of {NUM_PIECES} held-out files' beginnings; the n-gram has read as much as the largest model"
     return [
         tabulate(read, texts, [*report["text"], *report["tasks"]]),
         tabulate("accuracy on tasks from held-out files; guessing has 0.250", tasks, report["tasks"]),
