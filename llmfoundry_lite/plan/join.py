@@ -6,8 +6,8 @@ both ways at once: X = 8 w N / b seconds at w bytes a number and b bit/s.
 - exact: C / s + X, the same batches and the same mathematics as on one cluster;
 - overlap: C / s + max(X - H, X_last). H is the backward pass of the last microbatch, two thirds of its time. X_last is
   the share of X that comes last: of the embeddings and the first block;
-- local: C / s + X / k, changes of the weights sent every k batches. Another algorithm (Douillard et al. 2023), whose loss
-  this does not predict.
+- local: C / s + X / k, changes of the weights sent every k batches. Another algorithm (Douillard et al. 2023), of which
+  this predicts no loss.
 """
 
 import math
