@@ -5,7 +5,8 @@
     llmfoundry-lite plan mpt-7b --hardware h100 --devices 64 --calibrate measured/scaling.json,measured/doctor.json
 
 Timed steps fix the rate of products; of attention where their lengths differ; the jitter where their nodes do. Without
-steps, `bench mfu` fixes the rate of products. `doctor` fixes links. The errors of the steps make the plan's interval.
+steps, `bench mfu` fixes the rate of products; beside steps it is not used, and the plan says so. `doctor` fixes links.
+The errors of the steps make the plan's interval. Options of `plan` come before reports, later reports before earlier.
 """
 
 import json
@@ -18,13 +19,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
 from llmfoundry_lite.plan.rates import LINK_SHARE, PRODUCTS, REPORT_SCHEMA, Residuals
 from llmfoundry_lite.plan.step import Hardware, step_time
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+DEVICES = r"\d+ x ([^,;(]+?)(?= \(|[,;]|$)"
+"""Names in `doctor`'s finding `devices`."""
 LINKS = {"link_bytes_per_second": "in a node", "adapter_bytes_per_second": "between nodes"}
 SMALL_ERROR = 0.02
 """Larger errors count by their size, smaller ones by their square: a few steps of a table may be odd."""
@@ -36,13 +39,12 @@ class Step(NamedTuple):
     """A timed step of a run."""
 
     config: TrainConfig
-    num_devices: int
+    layout: Layout
     seconds: float
 
     def error(self, hardware: Hardware) -> float:
         """Return the logarithm of the predicted rate over the measured one."""
-        layout = layout_of(self.config, self.num_devices, min(hardware.node.num_devices, self.num_devices))
-        return math.log(self.seconds / step_time(self.config, layout, hardware).seconds)
+        return math.log(self.seconds / step_time(self.config, self.layout, hardware).seconds)
 
 
 def calibrate(hardware: Hardware, paths: Iterable[Path], given: Mapping[str, Any]) -> Hardware:
@@ -51,18 +53,21 @@ def calibrate(hardware: Hardware, paths: Iterable[Path], given: Mapping[str, Any
     Raises DataError for a file that fixes none of them, ConfigError for one of another device.
     """
     found, sources, steps = dict[str, float](), dict[str, str](), dict[str, Step]()
+    timed = list[str]()
     hardware = replace(hardware, node=replace(hardware.node, **given))
     for path in paths:
         constants, new_steps = read_constants(path, hardware)
         found, steps = found | constants, steps | new_steps
-        sources |= dict.fromkeys([*constants, *(["steps"] if new_steps else ())], path.name)
+        sources |= dict.fromkeys(constants, path.name)
+        timed += [path.name] if new_steps else []
     links = {name: found[name] for name in LINKS if name in found and name not in given}
     if links:
         said = [f"{LINKS[name]} as measured, {sources[name]}" for name in links]
         source = "; ".join([*said, f"else {hardware.node.source}"])
         hardware = replace(hardware, node=replace(hardware.node, **links, source=source))
     if steps:
-        return fit(hardware, list(steps.values()), sources["steps"])
+        unused = f"; {sources['products']} not used beside timed steps" if "products" in found else ""
+        return fit(hardware, list(steps.values()), ", ".join(timed), unused)
     if "products" in found:
         source = f"products measured, {sources['products']}; attention {hardware.efficiency.source}"
         efficiency = replace(hardware.efficiency, products=found["products"], source=source)
@@ -73,10 +78,13 @@ def calibrate(hardware: Hardware, paths: Iterable[Path], given: Mapping[str, Any
 # ------------------------------------------------------------------------------------------------------- the fit
 
 
-def fit(hardware: Hardware, steps: Sequence[Step], name: str) -> Hardware:
-    """Fit rates to timed steps. Raises DataError for steps that no rate of products explains."""
+def fit(hardware: Hardware, steps: Sequence[Step], names: str, unused: str = "") -> Hardware:
+    """Fit rates to timed steps of files. Raises DataError for steps that no rate of products explains.
+
+    `unused` ends the source of the rates.
+    """
     efficiency, node = hardware.efficiency, hardware.node
-    doublings = [node.doublings(step.num_devices) for step in steps]
+    doublings = [node.doublings(step.layout.world_size) for step in steps]
     start = {"products": efficiency.products}
     if len({step.config.max_seq_len for step in steps}) > 1:
         start["attention"] = efficiency.attention
@@ -101,7 +109,7 @@ def fit(hardware: Hardware, steps: Sequence[Step], name: str) -> Hardware:
     found = minimise(start, cost)
     if not 0.01 < found["products"] <= 1:
         share = f"{found['products']:.1%}"
-        raise DataError(f"--calibrate: {name}: its steps take products at {share} of the peak; measure again")
+        raise DataError(f"--calibrate: {names}: its steps take products at {share} of the peak; measure again")
     fitted = with_rates(found)
     errors = [step.error(fitted) for step in steps]
     freedom, mean = len(steps) - len(found), sum(doublings) / len(steps)
@@ -112,9 +120,11 @@ def fit(hardware: Hardware, steps: Sequence[Step], name: str) -> Hardware:
         mean_doublings=mean,
         squared_doublings=sum((one - mean) ** 2 for one in doublings),
     )
-    most = max(step.num_devices for step in steps)
-    source = f"{name}: {', '.join(found)} fitted to {len(steps)} steps on at most {most} devices"
-    source += f", {residuals.spread:.1%} off" if freedom > 0 else ""
+    most = max(step.layout.world_size for step in steps)
+    source = (
+        f"{names}: {', '.join(found)} fitted to {len(steps)} step{'s' * (len(steps) > 1)} on at most {most} devices"
+    )
+    source += (f", {residuals.spread:.1%} off" if freedom > 0 else "") + unused
     return replace(fitted, efficiency=replace(fitted.efficiency, source=source, residuals=residuals))
 
 
@@ -152,14 +162,16 @@ def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], di
             raise DataError(f"schema {schema}, this release reads {REPORT_SCHEMA}; measure again: {again}")
         if findings is None:
             device = str(report.get("device_name") or report["device"])
+            names = [device]
         else:
             device = ", ".join(str(one["detail"]) for one in findings if one["check"] == "devices")
-        if not re.search(accelerator.pattern, device):
+            names = re.findall(DEVICES, device)
+        if not names or not all(re.fullmatch(accelerator.pattern, name) for name in names):
             raise ConfigError(f"measured on {device or 'an unknown device'}, --hardware says {accelerator.name}")
         if findings is not None:
             return read_links(findings, hardware.node.num_devices), {}
         if report["bench"] == "scaling":
-            return {}, read_steps(rows)
+            return {}, read_steps(rows, hardware)
         if report["bench"] == "mfu":
             return {"products": read_products(rows, report["peak_flops"])}, {}
         raise ValueError
@@ -184,14 +196,21 @@ def read_products(rows: Sequence[Mapping[str, Any]], peak: float | None) -> floa
     return share
 
 
-def read_steps(rows: Sequence[Mapping[str, Any]]) -> dict[str, Step]:
-    """Return the steps of a report of `bench scaling`, each once: key -> step."""
+def read_steps(rows: Sequence[Mapping[str, Any]], hardware: Hardware) -> dict[str, Step]:
+    """Return the steps of a report of `bench scaling`, each once: key -> step.
+
+    Raises DataError for a time that is none, ConfigError for a step that the planner cannot time.
+    """
     steps = dict[str, Step]()
     for row in rows:
-        if not 0 < (seconds := float(row["seconds"])) < math.inf:
-            raise DataError(f"a step of {seconds} s on {row['num_devices']} devices; measure again")
-        step = Step(build_block(TrainConfig, row["config"]), int(row["num_devices"]), seconds)
-        steps[json.dumps([row["num_devices"], row["config"]])] = step
+        seconds, num_devices = float(row["seconds"]), int(row["num_devices"])
+        if not (0 < seconds < math.inf and num_devices > 0):
+            raise DataError(f"a step of {seconds} s on {num_devices} devices; measure again")
+        config = build_block(TrainConfig, row["config"])
+        layout = layout_of(config, num_devices, min(hardware.node.num_devices, num_devices))
+        step = Step(config, layout, seconds)
+        step.error(hardware)
+        steps[json.dumps([num_devices, row["config"]])] = step
     if not steps:
         raise DataError("no timed steps; measure again: llmfoundry-lite bench scaling --out FOLDER")
     return steps

@@ -66,7 +66,7 @@ def hardware_named(
     hardware = calibrate(hardware, measured, {key: value for key, value in changes.items() if value is not None})
     if products_efficiency is None:
         return hardware
-    efficiency = replace(hardware.efficiency, products=products_efficiency, source="as given")
+    efficiency = replace(hardware.efficiency, products=products_efficiency, source="as given", residuals=None)
     return replace(hardware, efficiency=efficiency)
 
 

@@ -60,9 +60,13 @@ def write_mfu(folder: Path, **changes) -> Path:
     return write_bench(folder, "mfu", **{"rows": rows} | changes)
 
 
-def write_doctor(folder: Path, *findings: Finding) -> Path:
+ALIKE = f"8 x {DEVICE} (132 compute units), 80 GiB each"
+MIXED = f"4 x {DEVICE}, 4 x NVIDIA A100-SXM4-80GB"
+
+
+def write_doctor(folder: Path, *findings: Finding, detail: str = ALIKE) -> Path:
     path = folder / "doctor.json"
-    devices = Finding("devices", Status.PASS, "8", detail=f"8 x {DEVICE} (132 compute units), 80 GiB each")
+    devices = Finding("devices", Status.PASS, "8", detail=detail)
     path.write_text(json.dumps(as_report([devices, *findings])))
     return path
 
@@ -127,10 +131,24 @@ def test_products_alone_take_the_place_of_fitted_ones_unless_steps_were_timed(ca
     assert run([*ON_H100, "64", "--calibrate", ",".join(paths)]) == 0
     told = capsys.readouterr().out
     assert "products at 50.0% of the peak" in told and "(scaling.json: products fitted to 4 steps on at most 8" in told
-    rate = float(told.split()[told.split().index("interval") + 1].replace(",", ""))
-    assert math.isfinite(rate) and rate > 0
+    assert "; mfu.json not used beside timed steps)" in told
+    assert run([*ON_H100, "64", "--calibrate", paths[1], "--json"]) == 0
+    assert "not used" not in json.loads(capsys.readouterr().out)["rates"]["source"]
 
 
+def test_a_share_that_is_given_comes_before_a_measured_one_and_takes_its_interval_along(tmp_path):
+    steps = write_steps(tmp_path, (1, 2, 4, 8), 0.5, 0.003)
+    given = hardware_named("h100", products_efficiency=0.4, measured=[steps])
+    assert given.efficiency.products == 0.4 and given.interval(64) == H100.interval(64)
+
+
+def test_all_files_of_steps_are_fitted_and_named(tmp_path):
+    first = write_steps(tmp_path / "first", (1, 2), 0.5, 0.003).rename(tmp_path / "first.json")
+    found = calibrate(H100, [first, write_steps(tmp_path, (4, 8), 0.5, 0.003)], {})
+    assert found.efficiency.source.startswith("first.json, scaling.json: products fitted to 4 steps")
+
+
+ONE_B = as_dict(load_train_config(["mpt-1b"]).config)
 SLOW = [{"step": PRODUCTS, "flops_per_sec": 700e12}]
 
 
@@ -149,6 +167,8 @@ SLOW = [{"step": PRODUCTS, "flops_per_sec": 700e12}]
             lambda f: write_mfu(f, device="NVIDIA A100-SXM4-80GB"),
             "measured on NVIDIA A100-SXM4-80GB, --hardware says",
         ),
+        (lambda f: write_mfu(f, device=f"{DEVICE} MIG 1g.10gb"), "MIG 1g.10gb, --hardware says H100-80GB"),
+        (lambda f: write_doctor(f, gathered(8, 300.0), detail=MIXED), f"measured on {MIXED}, --hardware says"),
         (lambda f: write_bench(f, "block", rows=[]), "damaged or no such report"),
         (
             lambda f: write_bench(f, "scaling", rows=[]),
@@ -159,6 +179,16 @@ SLOW = [{"step": PRODUCTS, "flops_per_sec": 700e12}]
             "a step of nan s on 1",
         ),
         (lambda f: write_bench(f, "scaling", rows=[{"seconds": 1, "num_devices": 1}]), "damaged or no such report"),
+        (
+            lambda f: write_bench(f, "scaling", rows=[{"seconds": 1, "num_devices": 0}]),
+            "scaling.json: a step of 1.0 s on 0 devices; measure again",
+        ),
+        (
+            lambda f: write_bench(
+                f, "scaling", device_name=DEVICE, rows=[{"seconds": 1, "num_devices": 7, "config": ONE_B}]
+            ),
+            "scaling.json: global_train_batch_size: 512 does not divide over 7 data ranks",
+        ),
         (lambda f: write_steps(f, (1, 2), 3.0, 0.003), "scaling.json: its steps take products at 3"),
         (lambda f: write_doctor(f), "no collective was timed; start doctor on several devices"),
         (lambda f: write_doctor(f, gathered(8, math.inf)), "all_gather at inf GB/s; measure again"),
