@@ -22,8 +22,8 @@ HOW = (
     "The run's own batch on a cluster of A100-80GB and one of as many halves of MI250 cards, divided by their speed. "
     "Nothing of this has been measured: rates are those of [`plan`](../plan.md), formulas those of `plan/join.py`. "
     "Rates are multiples of the faster cluster alone; `both` is their sum, without any link. Local steps exchange fp32 "
-    "every so many batches as hide it. They are another algorithm ([islands](../islands.md)): at equal tokens the loss "
-    "is another, which nothing here predicts."
+    "every so many batches as hide it. They are another algorithm ([local steps](../local-steps.md)): at equal tokens "
+    "the loss is another, which nothing here predicts."
 )
 NEEDS = (
     "The slowest link, in each direction, from which on a way is faster than the faster cluster alone, and from which "

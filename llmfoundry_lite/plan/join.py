@@ -1,7 +1,8 @@
 """Two clusters that train one run over a link: exact, exact with overlap, or local steps. Arithmetic, no torch.
 
-Of s1 and s2 tokens a second, a batch of C tokens takes C / (s1 + s2) on both. The sums of N gradients cross the link
-both ways at once: X = 8 w N / b seconds at w bytes a number and b bit/s.
+Clusters of s1 and s2 tokens a second have s = s1 + s2 together, and take C / s for a batch of C tokens. The sums of N
+gradients cross the link both ways at once: X = 8 w N / b seconds at w bytes a number and b bit/s. w is 4, and 5 where
+the run has `exact_sums`; local steps have 4 always.
 
 - exact: C / s + X, the same batches and the same mathematics as on one cluster;
 - overlap: C / s + max(X - H, X_last). H is the backward pass of the last microbatch, two thirds of its time. X_last is
@@ -114,7 +115,7 @@ def join(first: Plan, second: Plan) -> Pair:
 def name_way(way: str | int | None) -> str:
     if way is None:
         return "the faster cluster alone"
-    return way if isinstance(way, str) else f"local steps, every {way} (another algorithm; see docs/islands.md)"
+    return way if isinstance(way, str) else f"local steps, every {way} (another algorithm; see docs/local-steps.md)"
 
 
 def describe_joined(second: Plan, pair: Pair, link_gigabits: float) -> str:

@@ -249,7 +249,7 @@ def test_a_second_cluster_is_answered_with_a_way_and_what_each_would_reach(capsy
         assert names == ["  exact", "  exact with overlap", "  local steps"]
         assert all(" tokens/s, " in line and "; pays from " in line for line in ways)
         for line in (answer, ways[2]):
-            assert "local steps" not in line or "(another algorithm; see docs/islands.md)" in line
+            assert "local steps" not in line or "(another algorithm; see docs/local-steps.md)" in line
     assert answers["0.01"] == "the faster cluster alone" and answers["100000"] == "exact"
     assert answers["1"].startswith("local steps, every ") and answers["200"].startswith("local steps, every 10 ")
     assert plan(*arguments, "--samples", "8") == 0
