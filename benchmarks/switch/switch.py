@@ -473,7 +473,11 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     ]
     if report["leave_one_out"]:
         ratios = ", ".join(f"{ratio:.2f}" for ratio in report["leave_one_out"])
-        notes.append(f"each uninterrupted run beside the others, deviation of the band: {ratios}")
+        num_outside = sum(ratio > 1 for ratio in report["leave_one_out"])
+        notes.append(
+            f"each uninterrupted run beside the others, deviation of the band: {ratios}. Above 1 a sound run leaves "
+            f"the band of the others: {num_outside} of {len(runs)} do"
+        )
     share = report["verdicts"][SWITCHING]["share_outside"]
     notes.append(f"single batches at which the switching run is outside of the widest difference so far: {share:.0%}")
     alike, unlike = band.measure_pairs(report["uninterrupted"])
