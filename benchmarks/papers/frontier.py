@@ -25,7 +25,7 @@ COUNTS = {"mpt-175b": (128, 256, 512, 1024), "mpt-1t": (512, 1024, 2048, 3072)}
 LEFT = {"mpt-175b": 0.8993, "mpt-1t": 0.8705}
 """Published: the share of the first count's rate a device that is left on the last one."""
 BYTES = 14
-"""Of a parameter, as the paper counts them: one moment of Adam's two."""
+"""State of a parameter, as the paper counts them: one moment of Adam's two."""
 RATES: list[frame.Column] = [
     ("model", "{model}"),
     ("devices", "{num_devices:,}"),

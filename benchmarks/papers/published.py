@@ -109,9 +109,9 @@ class Published(NamedTuple):
     model: str
     num_devices: int
     arguments: list[str]
-    """Of a run."""
+    """A run's arguments."""
     tokens_per_second: int
-    """Of a device."""
+    """Rate of one device."""
     is_fp8: bool
     is_held_out: bool
 
@@ -302,7 +302,7 @@ def errors_on_more_devices(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             "device": device,
             "measured": name,
             "steps": len(near),
-            "predicted": f"{counts[0]} to {counts[-1]}",
+            "predicted": " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1]))),
             "rows": len(far),
             "median": median(error for error, _ in found),
             "largest": max(error for error, _ in found),

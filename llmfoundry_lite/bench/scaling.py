@@ -57,7 +57,7 @@ class Point(NamedTuple):
     peak_flops: float | None
     """FLOP/s of one device, if the run knew it."""
     config: dict[str, Any]
-    """What was trained, for `plan --calibrate`."""
+    """Configuration that was trained, for `plan --calibrate`."""
 
 
 def run(
