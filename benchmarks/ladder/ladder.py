@@ -64,8 +64,8 @@ def run(
     losses = [tune(keep, shapes[1], lr) for lr in rates]
     lr = min(rate for rate, loss in zip(rates, losses, strict=True) if loss < min(losses) + TIE)
     for seed in SEEDS[1:]:
-        plan.train(keep, shapes[1], lr, name=f"seed-{seed}", seed=seed)
-        evaluate(keep, f"seed-{seed}", "text.yaml")
+        plan.train(keep, shapes[1], lr, name=f"{shapes[1]}-seed-{seed}", seed=seed)
+        evaluate(keep, f"{shapes[1]}-seed-{seed}", "text.yaml")
     for i, shape in enumerate(shapes):
         if i >= 3:
             found = predict(keep, shapes[:i], shape)
@@ -80,7 +80,7 @@ def run(
         "bytes": num_bytes,
         "tokens": json.loads((keep / "data" / "summary.json").read_text())["splits"]["train"]["tokens"],
         "seeds": bits_of_seeds(keep, shapes[1]),
-        "runs": [describe_run(keep, shape) for shape in shapes],
+        "runs": [describe_run(keep, shapes[:i], shape) for i, shape in enumerate(shapes)],
         "text": measure_text(keep, shapes),
         "tasks": [row_of(results) for results in results_of(keep, *map(str, shapes))],
         "pairs": pair_neighbours(keep, shapes),
@@ -103,7 +103,7 @@ def run(
 
 def tune(keep: Path, shape: Shape, lr: float) -> float:
     """Train a size at this rate, in one place, and return its last validation loss."""
-    name = f"rate-{lr:g}"
+    name = f"{shape}-rate-{lr:g}"
     plan.train(keep, shape, lr, name=name)
     return records_of(keep, name)[shape.num_batches]["eval/loss"]
 
@@ -129,13 +129,13 @@ def results_of(keep: Path, *names: str) -> list[Results]:
 
 
 def bits_of_seeds(keep: Path, shape: Shape) -> list[float]:
-    names = (str(shape), *(f"seed-{seed}" for seed in SEEDS[1:]))
+    names = (str(shape), *(f"{shape}-seed-{seed}" for seed in SEEDS[1:]))
     return [results.tasks[SPLIT]["bits_per_byte"] for results in results_of(keep, *names)]
 
 
 def predict(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str, Any]:
     """Return what the smaller sizes predict, from `keep` if that was done before."""
-    path = keep / f"{shape}.predicted.json"
+    path = keep / f"{'-'.join(map(str, (*smaller, shape)))}.json"
     if not path.exists():
         documents = [by_document(results.items[SPLIT]) for results in results_of(keep, *map(str, smaller))]
         deviation = statistics.stdev(bits_of_seeds(keep, smaller[1]))
@@ -148,9 +148,9 @@ def predict(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str, Any
 # ------------------------------------------------------------------------------------------------------ what came
 
 
-def describe_run(keep: Path, shape: Shape) -> dict[str, Any]:
+def describe_run(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str, Any]:
     """Return a run's size, launches, losses, what was predicted and what came."""
-    name, records, predicted = str(shape), records_of(keep, str(shape)), keep / f"{shape}.predicted.json"
+    name, records = str(shape), records_of(keep, str(shape))
     losses = np.array([records[batch]["loss/train/total"] for batch in sorted(records)])
     stretches = np.array_split(np.arange(len(losses)), min(len(losses), MAX_POINTS))
     task, seconds = (
@@ -170,7 +170,7 @@ def describe_run(keep: Path, shape: Shape) -> dict[str, Any]:
         "validation": {batch: r["eval/loss"] for batch, r in sorted(records.items()) if "eval/loss" in r},
         "bits": task["bits_per_byte"],
         "bits_stderr": task["bits_per_byte_stderr"],
-        "predicted": json.loads(predicted.read_text()) if predicted.exists() else None,
+        "predicted": predict(keep, smaller, shape) if len(smaller) >= 3 else None,
     }
 
 

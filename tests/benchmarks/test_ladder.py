@@ -81,7 +81,7 @@ def test_bits_are_of_bytes_and_each_text_begins_anew(tmp_path, monkeypatch):
 
 
 def test_a_prediction_stands_once_it_was_made(tmp_path):
-    (tmp_path / "64x3.predicted.json").write_text('{"bits": 1.5, "at_batch": 0}')
+    (tmp_path / "16x2-32x2-48x2-64x3.json").write_text('{"bits": 1.5, "at_batch": 0}')
     shapes = plan.parse_shapes(["16x2", "32x2", "48x2", "64x3"])
     assert ladder.predict(tmp_path, shapes[:3], shapes[3])["bits"] == 1.5
 
