@@ -9,13 +9,15 @@ run i = 1..r at batch t, and m(t) their mean,
     deviation(t)   = sqrt(1/t * sum over t' <= t of (l(t') - m(t'))^2)             of the run in question
 
 and a run is inside when deviation(t) <= band(t) at every batch. ulp(t) is the distance of one float32 to the next at
-m(t): losses are float32, and nothing finer can be told from them. There is no other slack in this, and none is needed:
-if the run is one more of their kind, its expected squared deviation from the mean of r is (1 + 1/r) s^2, and that
-between two of them 2 s^2, so that it stands at sqrt((r + 1) / 2r) of an average distance (0.79 for four, 0.82 for
-three), and lower beside the largest. Root mean squares over batches are compared, not single batches, because at a
-single batch the difference of two runs passes through zero: whether |l(t) - m(t)| exceeds the largest
-|l_i(t) - l_j(t)| seen so far is a matter of chance for a sound run. The share of such batches is reported beside
-(`share_outside`), and is no criterion.
+m(t): losses are float32, and nothing finer can be told from them. There is no other slack in this: if the run is one
+more of their kind, its expected squared deviation from the mean of r is (1 + 1/r) s^2, and that between two of them 2
+s^2, so that it stands at sqrt((r + 1) / 2r) of an average distance (0.79 for four, 0.82 for three), and lower beside
+the largest. One run in few lies so far out that it leaves the band of the others all the same: `leave_one_out` counts
+how many of the uninterrupted runs do. A ratio a little above 1 therefore proves no mistake; the largest of those ratios
+is to be compared with the controls'. Root mean squares over batches are compared, not single batches, because at a
+single batch the difference of two runs passes through zero: whether |l(t) - m(t)| exceeds the largest |l_i(t) - l_j(t)|
+seen so far is a matter of chance for a sound run. The share of such batches is reported beside (`share_outside`), and
+is no criterion.
 
 The validation loss, measured a few times, is compared with the same two formulas over those measurements.
 """
