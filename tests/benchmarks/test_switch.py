@@ -14,7 +14,7 @@ from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import UserError
-from tests.helpers.launch import train
+from tests.helpers.launch import ROOT, train
 from tests.helpers.resave import assert_same_state
 from tests.helpers.runs import carry_on, losses, metrics, run, saves
 from tests.helpers.tiny import read_metrics, tiny_config, write_data
@@ -339,3 +339,11 @@ def test_a_leg_goes_through_the_real_launcher_and_its_overlay_reaches_torch(tmp_
 def test_a_bench_without_two_switches_is_refused(tmp_path):
     with pytest.raises(UserError, match="need two switches"):
         switch.run(data=tmp_path, num_batches=20, every=10)
+
+
+def test_the_page_in_bf16_says_how_many_sound_runs_leave_the_band_of_the_others():
+    report = json.loads((ROOT / "benchmarks/results/switch-bf16.json").read_text())
+    page = (ROOT / "docs/measurements/switch-bf16.md").read_text().splitlines()
+    notes = switch.notes_of(report)
+    assert {f"- {note}" for note in notes} <= set(page)
+    assert any(note.endswith("leaves the band of the others: 2 of 8 do") for note in notes)
