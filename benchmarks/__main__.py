@@ -38,9 +38,12 @@ BENCHMARKS = {
     "eval-within": ("eval.within", "Our model inside lm-evaluation-harness, beside its own."),
     "intervals": ("intervals", "How often `compare`'s intervals cover, by simulation."),
     "sequential": ("sequential", "Errors of comparisons that stop when decided."),
+    "ladder": ("ladder.ladder", "A scaling law of small models, the next size predicted, comparisons."),
     "switch": ("switch.switch", "Is a run that switches between clusters the same run?"),
     "islands": ("islands.islands", "Is a run of two islands, one of which dies, one run?"),
+    "join": ("islands.join", "Which way two clusters train one run over a link, predicted."),
     "islands-speed": ("islands.speed", "What the exchange between islands costs."),
+    "islands-overlap": ("islands.overlap", "What overlap hides of the exchange; bytes of 2, 3 and 4 islands."),
     "islands-local": ("islands.local", "Local steps over slow links: loss, bytes and time."),
     "islands-faults": ("islands.faults", "Random faults of ranks, islands, links and the coordinator."),
 }

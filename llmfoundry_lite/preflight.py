@@ -34,7 +34,7 @@ from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.launch.status import STATUS, write_ended_early
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.plan.memory import estimate_stages, estimate_training_memory
+from llmfoundry_lite.plan.memory import as_on_cpu, estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
 
 MAX_LISTED = 8
@@ -97,9 +97,10 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
     name = config.tokenizer.name
     if not is_local_or_cached(name):
         raise ConfigError(f"{_not_here(name)}; {_fetch(name)}")
-    needed, num_here = estimate_training_memory(config, layout).total_bytes, layout.node_size
+    is_cpu, num_here = devices[0].is_shared, layout.node_size
+    needed = estimate_training_memory(as_on_cpu(config) if is_cpu else config, layout).total_bytes
     asking = "each rank needs"
-    if devices[0].is_shared:
+    if is_cpu:
         needed *= num_here
         asking = "one rank needs" if num_here == 1 else f"{num_here} ranks need"
     elif len(devices) < num_here:

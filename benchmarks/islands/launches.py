@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import last_lines, wait_for, with_root
+from benchmarks import ROOT, last_lines, wait_for, with_root
 from benchmarks.recover import Log, kill_with_children
-from benchmarks.switch.legs import SCRIPT, Cluster, Workshop, environment_for
+from benchmarks.switch.legs import Cluster, Workshop, environment_for
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.islands.messages import TOKEN
 
@@ -60,7 +60,7 @@ class Islands:
 
     def start(self, cluster: Cluster, *arguments: str, wrong: str = "") -> Launched:
         """By torchrun: Composer's launcher imports Composer once more, for nothing. `wrong`: see `wrong`."""
-        entry = ["-m", "benchmarks.islands.wrong", wrong] if wrong else [str(SCRIPT)]
+        entry = ["-m", "benchmarks.islands.wrong", wrong] if wrong else [str(ROOT / "scripts" / "train.py")]
         name = cluster.letter
         command = [cluster.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(cluster.num_ranks), *entry, "run.yaml", f"{name}.yaml", f"run_name={self.run}"]

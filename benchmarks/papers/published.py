@@ -8,8 +8,10 @@ written by hand: what is missed is printed beside what is hit.
 """
 
 import hashlib
+import itertools
+import json
 import math
-import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,9 +24,10 @@ from benchmarks.papers import frontier
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan import rates, step
+from llmfoundry_lite.plan.calibrate import calibrate, minimise
 from llmfoundry_lite.plan.network import NODES, Node
 from llmfoundry_lite.plan.step import Hardware, find_hardware, step_time
 from llmfoundry_lite.report.tables import Table
@@ -94,6 +97,11 @@ WAYS = {
 }
 WITHOUT_FILE = {"760m": ["model.d_model=1536", "model.n_layers=24", "model.n_heads=12"]}
 NODE_SIZE = 8
+TORCH_NAMES = {
+    "A100-40GB": "NVIDIA A100-SXM4-40GB",
+    "A100-80GB": "NVIDIA A100-SXM4-80GB",
+    "H100-80GB": "NVIDIA H100 80GB HBM3",
+}
 
 
 class Published(NamedTuple):
@@ -106,6 +114,10 @@ class Published(NamedTuple):
     """Of a device."""
     is_fp8: bool
     is_held_out: bool
+
+    @property
+    def is_plain_7b(self) -> bool:
+        return self.model == "7b" and "max_seq_len=2048" in self.arguments
 
     @property
     def name(self) -> str:
@@ -193,8 +205,10 @@ HOW = (
     "`plan` prints."
 )
 FAR = (
-    "The rates of products and attention fitted to rows of at most 64 devices alone, as `plan --calibrate` takes them "
-    "from a measurement, and rows of 128 and 256 devices predicted with them."
+    "What `plan --calibrate` makes of a few devices. Rows are written as `bench scaling --out` writes its own, the "
+    "planner takes its rates from that file, and predicts rows on more devices. `interval`: multiples of the rate "
+    "predicted for the most of them, as `plan` prints it; `within`: the share of rows inside theirs. The constants of "
+    "any device stay those that half of all rows were fitted to."
 )
 PAPERS = (
     "Figures of papers. A hit is within 5 % (of shares: 5 points). `fitted`: a constant was chosen by this figure, so "
@@ -205,31 +219,18 @@ PAPERS = (
 
 FAMILIES = ("A100", "H100")
 FITTED = ("STREAM_BYTES", "LOGIT_BYTES", "OVERLAP_COST", "JITTER")
-NUM_TRIES, LARGEST_ERROR = 900, 0.25
+LARGEST_ERROR = 0.25
 """Errors beyond the largest count as that: a few rows of the table differ from their neighbours."""
 
 
 def fit_rates(rows: Sequence[Row]) -> dict[str, float]:
-    """Fit shares of the peak and the constants of any device to the rows that are not held out, by random search."""
+    """Fit shares of the peak and the constants of any device to the rows that are not held out, step by step."""
     rows = [row for row in rows if not row.published.is_held_out]
     start = {name: float(getattr(rates, name)) for name in FITTED}
     for family in FAMILIES:
         efficiency = rates.EFFICIENCIES[family]
         start |= {f"{family}.products": efficiency.products, f"{family}.attention": efficiency.attention}
-    return search(start, partial(mean_error, rows))
-
-
-def search(start: dict[str, float], cost: Callable[[dict[str, float]], float]) -> dict[str, float]:
-    """Change one or two values at a time, by less and less; keep what is better. The same for the same start."""
-    draw = random.Random(17)
-    best, least, width = start, cost(start), 0.15
-    for number in range(1, NUM_TRIES + 1):
-        changed = {name: best[name] * math.exp(draw.gauss(0, width)) for name in draw.sample(sorted(best), 2)}
-        if (found := cost(best | changed)) < least:
-            best, least = best | changed, found
-        if number % 80 == 0:
-            width *= 0.7
-    return best
+    return minimise(start, partial(mean_error, rows))
 
 
 def mean_error(rows: Sequence[Row], values: Mapping[str, float]) -> float:
@@ -262,9 +263,8 @@ def errors_by_kind(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     found: dict[str, list[tuple[float, bool]]] = {}
     for row in rows:
         if row.published.is_held_out:
-            error, (low, high) = row.error(), row.hardware.efficiency.interval
             for kind in kinds(row):
-                found.setdefault(kind, []).append((error, low <= 1 / (1 + error) <= high))
+                found.setdefault(kind, []).append((row.error(), is_within(row, row.hardware)))
     for kind, pairs in sorted(found.items()):
         errors = sorted(abs(error) for error, _ in pairs)
         yield {
@@ -273,26 +273,61 @@ def errors_by_kind(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             "median": median(errors),
             "ninth of ten": errors[math.ceil(0.9 * len(errors)) - 1],
             "largest": errors[-1],
-            "within": sum(is_within for _, is_within in pairs) / len(pairs),
+            "within": sum(is_inside for _, is_inside in pairs) / len(pairs),
         }
+
+
+CALIBRATIONS: Mapping[str, Callable[[Published], bool]] = {
+    "MPT-7B on 8 devices, one row": lambda row: row.num_devices == NODE_SIZE and row.is_plain_7b,
+    "8 devices": lambda row: row.num_devices == NODE_SIZE,
+    "8 to 64 devices": lambda row: row.num_devices <= 64,
+}
 
 
 def errors_on_more_devices(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Yield errors on 128 and 256 devices of an accelerator whose shares were fitted on at most 64."""
-    for device in sorted({row.published.device for row in rows}):
+    """Yield errors on more devices than those of the rows that `plan --calibrate` is given."""
+    for device, (name, is_measured) in itertools.product(TORCH_NAMES, CALIBRATIONS.items()):
         own = [row for row in rows if row.published.device == device]
-        near = [row for row in own if row.published.num_devices <= 64]
-        far = [row for row in own if row.published.num_devices > 64]
-        if not near or not far:
+        near = [row for row in own if is_measured(row.published)]
+        most = max((row.published.num_devices for row in near), default=0)
+        far = [row for row in own if row.published.num_devices > most]
+        if not near or len(far) < 2:
             continue
-        family = device.split("-")[0]
-        start = {
-            f"{family}.products": near[0].hardware.efficiency.products,
-            f"{family}.attention": near[0].hardware.efficiency.attention,
+        with tempfile.TemporaryDirectory() as folder:
+            hardware = calibrate(near[0].hardware, [write_report(near, Path(folder))], {})
+        found = [(abs(row.error(hardware)), is_within(row, hardware)) for row in far]
+        counts = sorted({row.published.num_devices for row in far})
+        low, high = hardware.interval(counts[-1])
+        yield {
+            "device": device,
+            "measured": name,
+            "steps": len(near),
+            "predicted": f"{counts[0]} to {counts[-1]}",
+            "rows": len(far),
+            "median": median(error for error, _ in found),
+            "largest": max(error for error, _ in found),
+            "interval": f"{low:.2f} to {high:.2f}",
+            "within": sum(is_inside for _, is_inside in found) / len(found),
         }
-        found = search(start, partial(mean_error, near))
-        errors = [abs(row.error(with_values(row.hardware, found))) for row in far]
-        yield {"device": device, "rows": len(far), "median": median(errors), "largest": max(errors)}
+
+
+def write_report(rows: Sequence[Row], folder: Path) -> Path:
+    """Write rows as `bench scaling --out` writes its own."""
+    steps = []
+    for row in rows:
+        one, batch_tokens = row.published, row.config.global_train_batch_size * row.config.max_seq_len
+        seconds = batch_tokens / one.tokens_per_second / one.num_devices
+        steps.append({"num_devices": one.num_devices, "seconds": seconds, "config": as_dict(row.config)})
+    report = {"schema": rates.REPORT_SCHEMA, "bench": "scaling", "device_name": TORCH_NAMES[rows[0].published.device]}
+    path = folder / "scaling.json"
+    path.write_text(json.dumps(report | {"rows": steps}))
+    return path
+
+
+def is_within(row: Row, hardware: Hardware) -> bool:
+    """Return whether the published rate is inside the interval that `plan` prints."""
+    low, high = hardware.interval(row.published.num_devices)
+    return low <= 1 / (1 + row.error(hardware)) <= high
 
 
 # ---------------------------------------------------------------------------------------------------- the papers
@@ -440,8 +475,10 @@ def table_of_errors(report: dict[str, Any]) -> Table:
 
 
 def table_of_far(report: dict[str, Any]) -> Table:
-    rows = [[far["device"], str(far["rows"]), percent(far["median"]), percent(far["largest"])] for far in report["far"]]
-    return measured_table("128 and 256 devices from at most 64", ["device", "rows", "median", "largest"], rows)
+    columns = ["device", "measured", "steps", "predicted", "rows", "median", "largest", "interval", "within"]
+    shares = ("median", "largest", "within")
+    rows = [[percent(far[name]) if name in shares else str(far[name]) for name in columns] for far in report["far"]]
+    return measured_table("more devices than were measured", columns, rows)
 
 
 def table_of_papers(report: dict[str, Any]) -> Table:

@@ -23,6 +23,7 @@ The validation loss, measured a few times, is compared with the same two formula
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,8 @@ class Verdict:
     """Distance of the final validation loss from the mean of the uninterrupted runs, nats per token."""
     share_outside: float
     """Share of batches further from the mean than any two uninterrupted runs were from each other so far."""
+    shown_by: str | None = None
+    """Record besides these that tells a wrong run apart. "": none was looked at; None: the run is sound."""
 
     @property
     def same_data(self) -> bool:
@@ -76,8 +79,10 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        if self.is_the_same_run:
+        if self.is_the_same_run and self.shown_by is None:
             return "the same run"
+        if self.is_the_same_run:
+            return "not told apart by the loss" + (f"; caught by {self.shown_by}" if self.shown_by else "")
         caught = [] if self.same_data else [f"digest, batch {self.first_other_digest}"]
         caught += [f"loss, batch {self.first_outside}"] if self.first_outside else []
         caught += ["validation"] if self.validation_ratio > 1 and not self.first_outside else []
@@ -93,11 +98,16 @@ class Verdict:
 
 
 def evaluate(
-    report: dict[str, Any], runs: Mapping[str, Any], alone: Iterable[Mapping[str, Any]], sound: Collection[str]
+    report: dict[str, Any],
+    runs: Mapping[str, Any],
+    alone: Iterable[Mapping[str, Any]],
+    sound: Collection[str],
+    shown_by: Mapping[str, str] | None = None,
 ) -> None:
     """Add to a report what its runs show beside those `alone`, the uninterrupted ones: band, verdicts, `passed`.
 
     It passes if those in `sound` are the same run, and all others are not. A short run stands beside as many batches.
+    Loss and data may miss a wrong run only where `shown_by` names another record that tells it apart.
     """
     uninterrupted = [as_series(content) for content in alone]
     report |= {"band": measure_band([series.losses for series in uninterrupted]).tolist()}
@@ -105,10 +115,11 @@ def evaluate(
     for name, content in runs.items():
         run = as_series(content)
         others = [as_series(dataclasses.asdict(series), len(run.losses)) for series in uninterrupted]
-        verdict = judge(run, others)
+        record = None if name in sound else (shown_by or {}).get(name, "")
+        verdict = dataclasses.replace(judge(run, others), shown_by=record)
         report["deviation"][name] = measure_deviation(run.losses, [series.losses for series in others]).tolist()
         report["verdicts"][name] = dataclasses.asdict(verdict)
-        report["passed"] &= verdict.is_the_same_run == (name in sound)
+        report["passed"] &= (verdict.is_the_same_run and not record) == (name in sound)
 
 
 def as_series(content: Mapping[str, Any], count: int | None = None) -> Series:
@@ -156,6 +167,14 @@ def measure_band(losses_rt: ArrayLike) -> Floats:
 def measure_deviation(losses_t: ArrayLike, losses_rt: ArrayLike) -> Floats:
     """Return the deviation [t] of one run from the mean of the others: see the module."""
     return _running_rms(np.asarray(losses_t) - np.asarray(losses_rt).mean(0))
+
+
+def measure_pairs(uninterrupted: Mapping[str, Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Return final distances of two runs of one cluster, and of unlike ones. Names begin with a cluster's letter."""
+    alike, unlike = [], []
+    for (a, first), (b, second) in combinations(uninterrupted.items(), 2):
+        (alike if a[0] == b[0] else unlike).append(measure_band([first["losses"], second["losses"]])[-1].item())
+    return alike, unlike
 
 
 def leave_one_out(uninterrupted: Sequence[Series]) -> list[float]:

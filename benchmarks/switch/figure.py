@@ -91,7 +91,7 @@ def _draw_deviations(axes: Any, report: dict[str, Any], names: Mapping[str, str]
         labels.append((f"the band of {num_runs} uninterrupted runs", ends["the band"], QUIET))
     at = report["tampered_at"]
     controls = [name for name in report["deviation"] if name not in ("switching", "untouched")]
-    for name, colour in zip(controls, ("#c44e52", "#da8bc3", "#ccb974", "#937860", "#8172b3"), strict=False):
+    for name, colour in zip(controls, ("#c44e52", "#da8bc3", "#ccb974", "#937860", "#8172b3", "#64b5cd"), strict=False):
         values = report["deviation"][name]
         axes.plot(batches[at:], values[at:], color=colour, linewidth=1.3)
         ratio = report["verdicts"][name]["largest_ratio"]

@@ -1,4 +1,4 @@
-"""Emulated clusters of the switch benchmark, and launches on them: the real launcher and script, an overlay each.
+"""Emulated clusters of the switch benchmark, and launches on them: the real launcher, an overlay each.
 
 A cluster is a way to compute one and the same run: ranks, sharding, microbatch, attention, precision of the
 communication, instruction set, interpreter. What differs is what its overlay says. One machine can have several; an
@@ -18,12 +18,10 @@ from typing import Any
 
 import yaml
 
-from benchmarks import ROOT, last_lines, with_root
+from benchmarks import last_lines, with_root
 from benchmarks.recover import Log
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.launch.journal import read_legs
-
-SCRIPT = ROOT / "scripts" / "train.py"
 
 INSTRUCTION_SETS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -86,8 +84,6 @@ class Workshop:
     clusters: Sequence[Cluster]
 
     def prepare(self) -> None:
-        if not SCRIPT.is_file():
-            raise UserError(f"{SCRIPT} does not exist; bench switch launches it, so run it from a checkout")
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "run.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
         for cluster in self.clusters:
@@ -102,12 +98,11 @@ class Workshop:
         return Log(self.run_folder(name) / "metrics.jsonl").last_of_each_batch()
 
     def launch(self, name: str, cluster: Cluster, *arguments: str) -> Leg:
-        """`composer -n … scripts/train.py run.yaml <cluster>.yaml run_name=<name> …`, to its end.
+        """`llmfoundry-lite train -n … run.yaml <cluster>.yaml run_name=<name> …`, to its end.
 
         Raises UserError with the end of its output when it does not end well.
         """
-        command = [cluster.python, "-m", "composer.cli", "-n", str(cluster.num_ranks), str(SCRIPT)]
-        command += ["run.yaml", f"{cluster.letter}.yaml", f"run_name={name}", *arguments]
+        command = command_for(cluster, name, *arguments)
         batches: list[int] = []
         restored_at = first_batch_at = None
         lines = []
@@ -115,7 +110,7 @@ class Workshop:
         process = subprocess.Popen(
             command,
             cwd=self.folder,
-            env=environment_for(cluster),
+            env={**environment_for(cluster), **cluster.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -158,10 +153,9 @@ class Workshop:
         places = {}
         for cluster in self.clusters:
             hidden = [f"-u {variable}" for variable in sorted(os.environ.keys() - environment_for(cluster).keys())]
-            launch = ["env", *hidden, cluster.python, "-m", "composer.cli", "-n", str(cluster.num_ranks), str(SCRIPT)]
-            places[cluster.letter] = {
-                "launch": " ".join([*launch, "run.yaml", f"{cluster.letter}.yaml", f"run_name={name}", "{arguments}"])
-            }
+            shown = [f"{variable}={value}" for variable, value in cluster.environment.items()]
+            launch = ["env", *hidden, *shown, *command_for(cluster, name, "{arguments}")]
+            places[cluster.letter] = {"launch": " ".join(launch)}
         relay = {"run": f"runs/{name}", "policy": {"every": f"{every}ba"}, "places": places}
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(relay, sort_keys=False))
         command = [sys.executable, "-m", "llmfoundry_lite", "relay", f"{name}.yaml"]
@@ -181,6 +175,12 @@ class Workshop:
             )
             for leg in legs
         ]
+
+
+def command_for(cluster: Cluster, name: str, *arguments: str) -> list[str]:
+    """Return the command of a launch. It imports torch once, whatever the number of ranks."""
+    command = [cluster.python, "-m", "llmfoundry_lite", "train", "-n", str(cluster.num_ranks)]
+    return [*command, "run.yaml", f"{cluster.letter}.yaml", f"run_name={name}", *arguments]
 
 
 def probe(cluster: Cluster) -> Machine:

@@ -1,14 +1,21 @@
 """One run on several "clusters", and the same run switching between them: is it the same run?
 
     python -m benchmarks switch --out bench-switch     some 8 minutes on two quiet cores
-    python -m benchmarks switch --precision amp_bf16
+    python -m benchmarks switch --precision amp_bf16 --rounding-seeds 1
     python -m benchmarks switch --layouts              the "clusters" divide the run differently, and nothing else
     python -m benchmarks switch --exact-sums           so too, and every run must have each bit of the others
 
-A small MPT is trained on each cluster (see `legs`) without interruption, through the real launcher and the real script;
-then once switching every few batches, moved by a relay from one file. What the switching run did is held against the
-band that the uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see
-`tamper`): it must notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
+A small MPT is trained on each cluster (see `legs`) without interruption, through the real launcher; then once switching
+every few batches, moved by a relay from one file. What the switching run did is held against the band that the
+uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see `tamper`): it must
+notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
+
+In bf16 rounding takes runs several hundred times as far apart as in fp32. One run of each cluster is a small sample
+of it. `--rounding-seeds N` adds N runs of each: after batch 1 every weight is moved by one fp32 number, or not, as the
+seed draws. Data, weights and mathematics are otherwise the same. bf16 has its own control: weights rounded to bf16. Its
+loss may miss that one, if the digest of the checkpoint's tensors does not. The last cluster's run is repeated in fp32
+and under both torch releases, to tell the effect of the precision from that of the release. No instruction set is
+emulated in bf16, because its products then take some ten times as long.
 
 Nothing here is measured on hardware that this machine does not have.
 """
@@ -24,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.switch import band, tamper
@@ -31,13 +39,17 @@ from benchmarks.switch.band import Series, Verdict, leave_one_out, read_series
 from benchmarks.switch.figure import plot_switch
 from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Leg, Machine, Workshop, probe
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, show, tabulate, tell
+from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.tables import Table
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE, WARMUP = 16, 128, 4096, 10
 LATE_BATCHES = (10_000, 1_000_000)
+FIRST_BATCH = "first-batch"
 SWITCHING = "switching"
 UNTOUCHED = "untouched"
+ROUNDED = "rounded"
+"""The control of bf16 alone, whose loss may miss it."""
 
 CONTROLS: dict[str, tuple[str, tamper.Change]] = {
     UNTOUCHED: ("published again as it was", lambda content: None),
@@ -46,6 +58,7 @@ CONTROLS: dict[str, tuple[str, tamper.Change]] = {
     "skipped": ("one batch skipped", tamper.move_data(1)),
     "repeated": ("one batch repeated", tamper.move_data(-1)),
     "steps": ("step counter reset", tamper.reset_steps),
+    ROUNDED: ("weights rounded to bf16", tamper.round_weights),
 }
 """Changes of the checkpoint at one switch. The first is sound, and must pass; the others must not."""
 
@@ -63,6 +76,7 @@ def run(
     out: Path | None = None,
     keep: Path | None = None,
     jobs: int = 1,
+    rounding_seeds: int = 0,
     clusters: Sequence[Cluster] | None = None,
 ) -> dict[str, Any]:
     """Train, check, print; with `out`, write switch.json, .md and .png there. Returns what the JSON holds.
@@ -75,6 +89,7 @@ def run(
     if num_switches < 2:
         raise UserError(f"--num-batches {num_batches}, --every {every}: need two switches; use a smaller --every")
     console, conditions = open_console(), describe_conditions()
+    is_low = precision != "fp32" and rounding_seeds > 0
     if clusters is None:
         alike = exact_clusters() if exact_sums else layout_clusters() if layouts else None
         clusters = alike or default_clusters(precision, other_python)
@@ -92,8 +107,14 @@ def run(
         described = [describe_cluster(cluster, machines) for cluster in clusters]
         show(console, table_of_clusters(described))
         at = (num_switches + 1) // 2 * every
-        # An emulated instruction set may take ten times as long in bf16, and four ranks on two cores twice as long.
-        native = min(clusters, key=lambda cluster: cluster.num_ranks) if layouts or exact_sums else clusters[0]
+        # Four ranks on two cores take twice as long as one, and an emulated instruction set longer.
+        is_native = layouts or exact_sums or is_low
+        native = min(clusters, key=lambda cluster: cluster.num_ranks) if is_native else clusters[0]
+        nudged = {f"{alone(c)}.{seed}": (c, seed) for seed in range(1, rounding_seeds + 1) for c in clusters}
+        changed = change_precision(clusters[-1]) if is_low else {}
+        controls = [name for name in CONTROLS if is_low or name != ROUNDED]
+        if nudged:
+            shop.launch(FIRST_BATCH, native, "stop_after=1ba")
 
         can_tamper = threading.Event()
 
@@ -103,6 +124,14 @@ def run(
                 console.print(f"training: {name}", highlight=False)
                 return [launch_control(shop, name, native, at, num_batches)]
             console.print(f"training: {name}", highlight=False)
+            if name in nudged:
+                cluster, nudging = nudged[name]
+                first = shop.run_folder(FIRST_BATCH) / "checkpoints" / "ba1"
+                tamper.republish(first, shop.run_folder(name) / "checkpoints", tamper.nudge(nudging))
+                return [shop.launch(name, cluster)]
+            if name in changed:
+                cluster, *arguments = changed[name]
+                return [shop.launch(name, cluster, *arguments)]
             if name != SWITCHING:
                 return [shop.launch(name, next(c for c in clusters if alone(c) == name))]
             try:
@@ -111,9 +140,10 @@ def run(
                 can_tamper.set()
 
         with ThreadPoolExecutor(jobs) as pool:
-            names = [SWITCHING, *map(alone, clusters), *CONTROLS]
+            names = [SWITCHING, *map(alone, clusters), *nudged, *changed, *controls]
             legs = dict(zip(names, pool.map(train, names), strict=True))
-        resumes = [launch_late(shop, native, at, after, data) for after in (every, *LATE_BATCHES)]
+        late = () if is_low else (every, *LATE_BATCHES)
+        resumes = [launch_late(shop, native, at, after, data) for after in late]
         report = conditions | {
             "layouts": layouts,
             "exact_sums": exact_sums,
@@ -121,11 +151,20 @@ def run(
             "num_batches": num_batches,
             "every": every,
             "seed": seed,
+            "rounding_seeds": rounding_seeds,
             "tampered_at": at,
             "clusters": described,
-            "uninterrupted": {c.letter: dataclasses.asdict(read(shop, alone(c))) for c in clusters},
+            "uninterrupted": {c.letter: dataclasses.asdict(read(shop, alone(c))) for c in clusters}
+            | {
+                f"{c.letter}+{nudging}": dataclasses.asdict(read(shop, name, before=(FIRST_BATCH, 1)))
+                for name, (c, nudging) in nudged.items()
+            },
+            "changed": {name: dataclasses.asdict(read(shop, name)) for name in changed},
             SWITCHING: dataclasses.asdict(read(shop, SWITCHING)),
-            "controls": {name: dataclasses.asdict(read(shop, name, before=(SWITCHING, at))) for name in CONTROLS},
+            "controls": {name: dataclasses.asdict(read(shop, name, before=(SWITCHING, at))) for name in controls},
+            "other_tensors": [
+                name for name in controls if tensors_of(shop, name, at) != tensors_of(shop, SWITCHING, at)
+            ],
             "legs": {name: [dataclasses.asdict(leg) for leg in launched] for name, launched in legs.items()},
             "resumes": [{"after_batch": leg.first_batch - 1, **dataclasses.asdict(leg)} for leg in resumes],
         }
@@ -142,21 +181,28 @@ def default_clusters(precision: str, other_python: str | None) -> list[Cluster]:
     """Four ways to compute one run on this machine; a GPU, where there is one, is the second."""
     import torch
 
-    low = precision != "fp32"
-
-    def sharding(strategy: str, mixed: str, **more: Any) -> dict[str, Any]:
-        return {"sharding_strategy": strategy, **({"mixed_precision": mixed} if low else {}), **more}
-
     cpu = {"OMP_NUM_THREADS": "1", **NO_GPU}
-    avx2, sse = (cpu | INSTRUCTION_SETS[name] for name in ("avx2", "sse"))
-    a = cluster_of("A", 2, 4, "sdpa", sharding("FULL_SHARD", "DEFAULT"), cpu)
+    is_low = precision != "fp32"
+    avx2, sse = (cpu | ({} if is_low else INSTRUCTION_SETS[name]) for name in ("avx2", "sse"))
+    a = cluster_of("A", 2, 4, "sdpa", {"sharding_strategy": "FULL_SHARD"}, cpu)
     if torch.cuda.is_available():
-        b = cluster_of("B", 1, 16, "sdpa", sharding("FULL_SHARD", "DEFAULT"), {})
+        b = cluster_of("B", 1, 16, "sdpa", {"sharding_strategy": "FULL_SHARD"}, {})
     else:
-        b = cluster_of("B", 1, 16, "reference", sharding("NO_SHARD", "PURE"), avx2)
-    c = cluster_of("C", 4, 2, "sdpa", sharding("HYBRID_SHARD", "FULL", data_parallel_shard_degree=2), sse)
-    d = cluster_of("D", 2, 8, "reference", sharding("SHARD_GRAD_OP", "DEFAULT"), cpu)
+        b = cluster_of("B", 1, 16, "blocked" if is_low else "reference", {"sharding_strategy": "NO_SHARD"}, avx2)
+    c = cluster_of("C", 4, 2, "sdpa", {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}, sse)
+    d = cluster_of("D", 2, 8, "reference", {"sharding_strategy": "SHARD_GRAD_OP"}, cpu)
     return [a, b, c, dataclasses.replace(d, python=other_python or sys.executable)]
+
+
+def change_precision(last: Cluster) -> dict[str, tuple[Any, ...]]:
+    """Return launches of the last cluster with another release, precision or mixed precision: name -> how."""
+    ours = dataclasses.replace(last, python=sys.executable)
+    return {
+        "ours": (ours,),
+        "ours-fp32": (ours, "precision=fp32"),
+        "fp32": (last, "precision=fp32"),
+        "ours-full": (ours, "fsdp_config.mixed_precision=FULL"),
+    }
 
 
 def cluster_of(
@@ -314,6 +360,11 @@ def checkpoint(shop: Workshop, batch: int) -> Path:
     return shop.run_folder(SWITCHING) / "checkpoints" / f"ba{batch}"
 
 
+def tensors_of(shop: Workshop, name: str, batch: int) -> str | None:
+    """Return the digest of all tensors of a checkpoint."""
+    return open_checkpoint(shop.run_folder(name) / "checkpoints" / f"ba{batch}").manifest.state_digest
+
+
 def read(shop: Workshop, name: str, before: tuple[str, int] | None = None) -> Series:
     """Read a run's series; with `before`, another run's batches up to that one go before its own."""
     records = shop.records(name)
@@ -329,7 +380,10 @@ def read(shop: Workshop, name: str, before: tuple[str, int] | None = None) -> Se
 def evaluate(report: dict[str, Any]) -> None:
     """Add to what was run what it shows: bands, verdicts, `passed`."""
     alone, runs = report["uninterrupted"].values(), {SWITCHING: report[SWITCHING], **report["controls"]}
-    band.evaluate(report, runs, alone, sound=(SWITCHING, UNTOUCHED))
+    other_tensors = report.get("other_tensors", ())
+    shown_by = {ROUNDED: "the digest of the checkpoint's tensors"} if ROUNDED in other_tensors else {}
+    band.evaluate(report, runs, alone, sound=(SWITCHING, UNTOUCHED), shown_by=shown_by)
+    report["passed"] &= UNTOUCHED not in other_tensors
     if report["exact_sums"]:
         same = [*alone, report[SWITCHING], report["controls"][UNTOUCHED]]
         report["passed"] &= all(run == same[0] for run in same)  # losses and evaluations, to the last bit
@@ -343,6 +397,27 @@ def table_of(report: dict[str, Any]) -> Table:
     columns = list(VERDICT_COLUMNS.items())
     columns.insert(-1, ("validation / band", lambda row: times(row["validation_ratio"])))
     return tabulate(title, columns, rows_of_verdicts(report, names))
+
+
+def table_of_changes(report: dict[str, Any]) -> Table:
+    """Tabulate how far another release takes a run, and another precision, beside the band."""
+    last = report["clusters"][-1]
+    runs = report["changed"] | {"theirs": report["uninterrupted"][last["letter"]]}
+    ours, theirs = (release.partition("+")[0] for release in (report["torch"], last["torch"]))
+    pairs = [
+        ("release", f"fp32 of torch {ours} and {theirs}", "ours-fp32", "fp32"),
+        ("release", f"bf16 of torch {ours} and {theirs}", "ours", "theirs"),
+        ("precision", f"fp32 and bf16 of torch {ours}", "ours-fp32", "ours"),
+        ("precision", f"fp32 and bf16 of torch {theirs}", "fp32", "theirs"),
+        ("mixed precision", f"DEFAULT and FULL in bf16 of torch {ours}", "ours", "ours-full"),
+    ]
+    rows = []
+    for changed, between, a, b in pairs:
+        distance_t = band.measure_deviation(runs[a]["losses"], [runs[b]["losses"]])
+        largest = (distance_t / report["band"]).max()
+        rows.append([changed, between, f"{distance_t[-1]:.1e}", times(largest)])
+    columns = ["changed", "between", "distance, nats", "largest / band"]
+    return measured_table(f"one thing changed on cluster {last['letter']}", columns, rows, num_keys=2)
 
 
 VERDICT_COLUMNS: dict[str, Any] = {
@@ -401,15 +476,23 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         notes.append(f"each uninterrupted run beside the others, deviation of the band: {ratios}")
     share = report["verdicts"][SWITCHING]["share_outside"]
     notes.append(f"single batches at which the switching run is outside of the widest difference so far: {share:.0%}")
+    alike, unlike = band.measure_pairs(report["uninterrupted"])
+    if alike:
+        notes.append(
+            "uninterrupted: a run of each cluster, and runs that moved each weight by at most one fp32 number after "
+            f"batch 1. Median distance after {batches} batches: {median(alike):.1e} between two runs of one cluster, "
+            f"{median(unlike):.1e} between runs of unlike clusters. Runs that moved weights share their first batch"
+        )
     resumes = [
         f"after batch {r['after_batch']:,} {r['seconds_to_first_batch']:.1f} s, "
         f"of which {r['seconds_to_first_batch'] - (r['seconds_to_restore'] or 0):.1f} s once restored"
         for r in report["resumes"]
     ]
-    notes.append(
-        f"from the command to the end of the first batch: {'; '.join(resumes)} (mostly imports; the load average "
-        f"was {report['load_average']:.0f})"
-    )
+    if resumes:
+        notes.append(
+            f"from the command to the end of the first batch: {'; '.join(resumes)} (mostly imports; the load average "
+            f"was {report['load_average']:.0f})"
+        )
     if any(cluster["emulated"] for cluster in report["clusters"]):
         notes.append(
             "emulated: the same machine, held to an instruction set below its own, standing for another vendor"
@@ -420,18 +503,26 @@ def notes_of(report: dict[str, Any]) -> list[str]:
 def write(report: dict[str, Any], out: Path | None) -> None:
     """Show what was found; with `out`, write switch.json (everything), switch.md (the tables), switch.png."""
     options = "" if report["precision"] == "fp32" else f" --precision {report['precision']}"
+    seeds = report["rounding_seeds"]
+    options += f" --rounding-seeds {seeds}" if seeds else ""
+    batches, every = report["num_batches"], report["every"]
+    options += f" --num-batches {batches} --every {every}" if (batches, every) != (100, 20) else ""
     options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
     how = (
         f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "
         f"{report['every']} batches; controls are tampered with at batch {report['tampered_at']}."
     )
     name, kind = ("switch-layouts", "layouts") if report["layouts"] else ("switch", "clusters")
+    if report["changed"]:
+        low = report["precision"].removeprefix("amp_")
+        name, kind = f"{name}-{low}", f"{kind}, in {low}"
     options += " --layouts" if report["layouts"] else ""
     if report["exact_sums"]:
         name, kind, options = "switch-exact", "layouts, with exact sums", f"{options} --exact-sums"
     tell(
         report,
-        *(how, table_of(report), notes_of(report), table_of_clusters(report["clusters"])),
+        *(how, table_of(report), notes_of(report), *([table_of_changes(report)] if report["changed"] else [])),
+        table_of_clusters(report["clusters"]),
         name=name,
         heading=f"One run, switching between {kind}",
         command=f"python -m benchmarks switch{options}",

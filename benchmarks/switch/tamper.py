@@ -79,6 +79,27 @@ def zero_moments(content: Content) -> None:
             tensor.zero_()
 
 
+def round_weights(content: Content) -> None:
+    """Round the weights to bf16, as a checkpoint does that keeps no master weights."""
+    for name, tensor in content.tensors.items():
+        if name.startswith("model/"):
+            tensor.copy_(tensor.bfloat16())
+
+
+def nudge(seed: int) -> Change:
+    """Move each weight to the next fp32 number, the one before, or not at all, as `seed` draws."""
+
+    def change(content: Content) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        # Tied weights have several names, and are moved once.
+        weights = {id(tensor): tensor for name, tensor in sorted(content.tensors.items()) if name.startswith("model/")}
+        for tensor in weights.values():
+            step = torch.randint(-1, 2, tensor.shape, generator=generator)
+            tensor.copy_(torch.nextafter(tensor, tensor + step))
+
+    return change
+
+
 def reset_steps(content: Content) -> None:
     """Reset AdamW's step: its bias correction starts again."""
     for numbers in content.optimizer["state"].values():

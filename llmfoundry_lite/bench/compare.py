@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import SCHEMA, describe_conditions, measured_table, tell
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.errors import DataError, either
+from llmfoundry_lite.plan.rates import REPORT_SCHEMA
 from llmfoundry_lite.report.tables import Table
 
 CONDITIONS = {
@@ -57,8 +58,8 @@ def read(path: Path) -> dict[str, Any]:
     missing = [key for key in ("schema", "bench", "asked", "tables") if key not in report]
     if missing:
         raise DataError(f"{path}: an older release's report, or none: it has no {either(missing)}; {again}")
-    if report["schema"] != SCHEMA:
-        raise DataError(f"{path}: has schema {report['schema']}, this release reads {SCHEMA}; {again}")
+    if report["schema"] != REPORT_SCHEMA:
+        raise DataError(f"{path}: has schema {report['schema']}, this release reads {REPORT_SCHEMA}; {again}")
     tables = report["tables"]
     are_tables = isinstance(tables, list) and all(
         isinstance(one, dict) and {"title", "columns", "rows", "num_keys"} <= {*one} for one in tables

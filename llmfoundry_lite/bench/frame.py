@@ -21,13 +21,12 @@ from llmfoundry_lite.devices import device_name
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import check_answer_replaceable
 from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.plan.rates import REPORT_SCHEMA
 from llmfoundry_lite.report.tables import Table
 
 T = TypeVar("T")
 PIPE_WIDTH = 140
 """Characters of a line where there is no terminal."""
-SCHEMA = 2
-"""Version of the JSON: raised when older reports can no longer be compared."""
 
 
 class Spread(NamedTuple):
@@ -207,7 +206,7 @@ def tell(
     out.mkdir(parents=True, exist_ok=True)
     check_answer_replaceable(out, name)
     tables = [part.json() for part in parts if isinstance(part, Table)]
-    frame = {"schema": SCHEMA, "bench": name, "asked": {key: report[key] for key in asked}, "tables": tables}
+    frame = {"schema": REPORT_SCHEMA, "bench": name, "asked": {key: report[key] for key in asked}, "tables": tables}
     (out / f"{name}.json").write_text(json.dumps(frame | report) + "\n")
     conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
     blocks = [f"# {heading}", f"{conditions}; load average before it {report['load_average']:.1f}."]

@@ -26,9 +26,9 @@ from llmfoundry_lite.bench.frame import (
 from llmfoundry_lite.bench.steps import SHAPES, count_step_flops, measure_in_a_process
 from llmfoundry_lite.devices import accelerator
 from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.plan.rates import PRODUCTS
 from llmfoundry_lite.report.tables import Table
 
-PRODUCTS = "matrix products"
 PLAIN = "a plain SDPA model, compiled"
 COLUMNS: list[Column] = [
     ("model", "{shape}"),

@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import torch
 from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import DTYPES, SHAPES, measure_in_a_process, train_on_ranks, write_run
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
@@ -55,6 +56,8 @@ class Point(NamedTuple):
     """The median step."""
     peak_flops: float | None
     """FLOP/s of one device, if the run knew it."""
+    config: dict[str, Any]
+    """What was trained, for `plan --calibrate`."""
 
 
 def run(
@@ -174,6 +177,9 @@ def read_point(place: str) -> Point:
     tokens = config.global_train_batch_size * config.max_seq_len
     with np.errstate(divide="ignore", invalid="ignore"):
         peaks = (log[FLOPS] / log[MFU])[timed]
+    last = found.segments[-1] if found.segments else None
+    size = last.device_train_microbatch_size if last else config.device_train_microbatch_size
+    planned = replace(config, device_train_microbatch_size=size, environment={}, run_folder="")
     return Point(
         where=place,
         num_devices=int(counts.pop()),
@@ -183,12 +189,13 @@ def read_point(place: str) -> Point:
             "seq_len": config.max_seq_len,
             "precision": config.precision,
             "sharding": name_layout(config),
-            "device_name": found.segments[-1].device if found.segments else None,
+            "device_name": last and last.device,
         },
         flops_per_step=count_flops_per_token(config.model, config.max_seq_len) * tokens,
         tokens_per_step=tokens,
         seconds=float(np.median(log[SECONDS][timed])),
         peak_flops=float(np.median(peaks)) if np.isfinite(peaks).all() else None,
+        config=as_dict(planned),
     )
 
 
@@ -240,6 +247,7 @@ def describe(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
             "mfu": point.peak_flops and flops / point.peak_flops,
             "speed_up": (speed_up := rate / (base.tokens_per_step / base.seconds)),
             "efficiency": speed_up * base.num_devices / point.num_devices,
+            "config": point.config,
         }
         for point in points
     ]

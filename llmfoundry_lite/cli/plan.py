@@ -39,8 +39,9 @@ class PlanOptions:
         float | None, typer.Option(min=0.01, max=1, help="Share of the peak that matrix products reach [fitted].")
     ] = None
     calibrate: Annotated[
-        Path | None, typer.Option(help="Rates measured on such a device: mfu.json of `bench mfu --out`.")
-    ] = None
+        str,
+        typer.Option(help="Reports measured on such devices: mfu.json,scaling.json of `bench`, of `doctor --json`."),
+    ] = ""
     pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline [the run's, else searched].")] = None
     schedule: Annotated[
         str | None, typer.Option(help="With --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv [1f1b].")
@@ -54,7 +55,6 @@ class PlanOptions:
     ] = None
     join: Annotated[str | None, typer.Option(help="HARDWARE:DEVICES of a second cluster that trains along.")] = None
     wan: Annotated[float | None, typer.Option(min=0.001, help="With --join: Gbit/s between the clusters [10].")] = None
-    exchange_every: Annotated[int | None, typer.Option(min=1, help="With --join: steps between exchanges [1].")] = None
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="Samples of a batch for each device [the run's batch, whatever the devices]."),
@@ -105,7 +105,6 @@ def check_options(given: PlanOptions) -> None:
         ("--schedule", given.schedule, "--pipeline", given.pipeline),
         ("--virtual", given.virtual, "--pipeline", given.pipeline),
         ("--wan", given.wan, "--join", given.join),
-        ("--exchange-every", given.exchange_every, "--join", given.join),
     ):
         if value is not None and other is None:
             raise ConfigError(f"{option}: {value} given, which needs {needs}")
@@ -132,7 +131,7 @@ def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
         link_gigabytes=given.link,
         adapter_gigabits=given.adapter,
         products_efficiency=given.efficiency,
-        measured=given.calibrate,
+        measured=[Path(name) for name in given.calibrate.split(",") if name],
     )
     return make_plan(
         [*given.arguments, *batch],
@@ -149,8 +148,9 @@ def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
 def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int] | None) -> None:
     """Print one plan and exit. Refuses what cannot be done before anything is printed."""
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
-    from llmfoundry_lite.plan.plan import hardware_named, join, make_plan, write_overlay
-    from llmfoundry_lite.plan.report import describe_joined, describe_plan, plan_facts
+    from llmfoundry_lite.plan.join import describe_joined, join
+    from llmfoundry_lite.plan.plan import hardware_named, make_plan, write_overlay
+    from llmfoundry_lite.plan.report import describe_plan, plan_facts
 
     assert given.arguments is not None
     second = None
@@ -162,8 +162,7 @@ def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int]
         write_overlay(plan, given.write)
     print(json.dumps(plan_facts(plan), indent=1) if given.as_json else describe_plan(plan, given.top))
     if second is not None:
-        wan, every = given.wan or DEFAULT_WAN_GIGABITS, given.exchange_every or 1
-        print(describe_joined(plan, second, join(plan, second, wan, every), wan, every))
+        print(describe_joined(second, join(plan, second), given.wan or DEFAULT_WAN_GIGABITS))
     if given.write is not None and not plan.candidates:
         write_overlay(plan, given.write)
     raise typer.Exit(EXIT_DONE if plan.candidates else EXIT_USER)

@@ -334,28 +334,30 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
 
 
 def _check_islands(config: TrainConfig) -> None:
-    """Refuse features that islands do not support yet."""
+    """Refuse what islands cannot do together, with the reason."""
     if config.islands is None:
         return
-    model = config.model
-    unsupported = {
-        "pp_config": config.pipeline.pipeline_parallel_degree > 1,
-        "tp_config": config.tensor_parallel_degree > 1,
-        "cp_config": config.context.context_parallel_degree > 1,
-        "precision: amp_fp16": config.precision == "amp_fp16",
-        "fsdp_config.sharding_strategy: ZERO_1": config.sharding.sharding_strategy == "ZERO_1",
-        "optimizer.name: muon": config.optimizer.name == "muon",
-        "dropout": any((model.resid_pdrop, model.emb_pdrop, model.attn_config.attn_pdrop)),
-        "train_loader.name: python": config.train_loader.name != "text",
-        "train_loader.dataset.stages": bool(config.train_loader.dataset.stages),
+    size = config.device_train_microbatch_size
+    reasons = {
+        "model.attn_config.attn_pdrop": (
+            bool(config.model.attn_config.attn_pdrop),
+            "kernels draw it for each rank, so another division of rows is another run",
+        ),
+        "train_loader.name": (
+            config.train_loader.name != "text",
+            "rows move between islands, and a loader of yours has no order to find them by",
+        ),
+        "device_train_microbatch_size: auto": (
+            size == "auto" and config.exact_sums,
+            "exact_sums needs one size on all islands, and auto may find several",
+        ),
     }
-    for what, is_asked_for in unsupported.items():
+    for what, (is_asked_for, why) in reasons.items():
         if is_asked_for:
-            raise ConfigError(f"islands: an island does not go with {what} yet; remove one of them")
-    if not isinstance(config.device_train_microbatch_size, int):
-        given = "missing" if config.device_train_microbatch_size is None else "auto given"
+            raise ConfigError(f"islands: does not go with {what}: {why}; remove one of them")
+    if size is None:
         raise ConfigError(
-            f"device_train_microbatch_size: {given}; an island's rows change, so say how many samples it has"
+            "device_train_microbatch_size: missing; islands divide rows by microbatches, so give a number or auto"
         )
     if config.save_folder is None:
         raise ConfigError(
@@ -369,6 +371,11 @@ def _check_local_steps(config: TrainConfig) -> None:
     if config.exact_sums:
         raise ConfigError(
             "exact_sums: does not go with islands.sync: local steps are not the run of one world; remove one of them"
+        )
+    if config.sharding.sharding_strategy == "ZERO_1":
+        raise ConfigError(
+            "fsdp_config.sharding_strategy: ZERO_1 does not go with islands.sync: it divides the optimizer's state, "
+            "with the momentum of outer steps, otherwise than the weights; use FULL_SHARD or NO_SHARD"
         )
     for key, value in {"max_duration": config.max_duration, "stop_after": config.stop_after}.items():
         if value is not None and Duration.parse(value).unit in ("tok", "sp"):

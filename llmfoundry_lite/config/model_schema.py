@@ -214,6 +214,25 @@ class ModelConfig:
         """Width of all keys together, and of all values."""
         return self.num_kv_heads * self.head_dim
 
+    def stacked_rows(self, name: str) -> tuple[int, ...]:
+        """Return the rows of each matrix that a parameter stacks, q, k and v; empty for a parameter that is one."""
+        return (self.q_dim, self.kv_dim, self.kv_dim) if ".Wqkv." in name else ()
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """True: causal and nothing else, so that no kernel needs a bias or a mask."""
+        options = self.attn_config
+        return not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id)
+
+    @property
+    def flex_refusal(self) -> str:
+        """Reason why FlexAttention cannot train it on a GPU; empty where it can."""
+        if self.attn_config.attn_pdrop:
+            return "flex has no dropout"
+        if self.head_dim < MIN_FLEX_HEAD_DIM:
+            return f"flex has no kernel for heads of fewer than {MIN_FLEX_HEAD_DIM} dimensions"
+        return ""
+
     @property
     def has_qkv_bias(self) -> bool:
         own = self.attn_config.qkv_bias

@@ -11,6 +11,7 @@ import re
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,10 +22,18 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.devices import device_name, device_type, finish, vendor
-from llmfoundry_lite.doctor.collectives import OTHER_FIX, contribution, judge_clocks
+from llmfoundry_lite.doctor.collectives import BACKENDS, COLLECTIVES, OTHER_FIX, contribution, judge_clocks
 from llmfoundry_lite.doctor.examine import check_json_file, exit_code, find_versions, report
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status, judge
-from llmfoundry_lite.doctor.speed import BROKEN, NUM_TERMS, THROTTLED, Product, find_wrong, measure_flops
+from llmfoundry_lite.doctor.speed import (
+    BROKEN,
+    NUM_TERMS,
+    THROTTLED,
+    Product,
+    find_wrong,
+    measure_flops,
+    measure_seconds,
+)
 from llmfoundry_lite.errors import EXIT_USER, ConfigError, UserError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json
@@ -102,12 +111,17 @@ def examine_nodes(machine: Machine, json_file: Path | None = None) -> int:
 def examine_ranks(machine: Machine, device: torch.device) -> Iterator[Finding]:
     """Yield the same findings on every rank."""
     members = [Member(*member) for member in all_gather_json(measure_rank(machine, device))]
+    kinds = Counter(member.device for member in members)
+    detail = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    yield Finding("devices", Status.PASS, f"{len(members)}", detail=detail)
     yield judge_versions(members)
     problems = [f"rank {m.rank} on {m.node}: {m.problem}" for m in members if m.problem]
     yield judge("products", problems, BROKEN, sound=f"exact on {len(members)} ranks")
     yield judge_rates(members)
     yield judge_clocks({m.rank: (m.node, m.clock) for m in members})
-    pairs = measure_pairs(find_speakers(members), (4 if machine.quick else 32) * MIB, device)
+    num_bytes = (4 if machine.quick else 32) * MIB
+    yield measure_gather(members, 2 * num_bytes, device)
+    pairs = measure_pairs(find_speakers(members), num_bytes, device)
     yield from judge_pairs(pairs, members)
 
 
@@ -148,6 +162,18 @@ def measure_rank(machine: Machine, device: torch.device) -> Member:
     versions["torch build"] = torch.version.cuda or torch.version.hip or "CPU"
     all_gather_json(here.rank)
     return Member(here.rank, node_name(), versions, device_name(), rate, problem, time.time())
+
+
+def measure_gather(members: Sequence[Member], num_bytes: int, device: torch.device) -> Finding:
+    """Time an all-gather of all ranks, which loads all adapters of their nodes at once."""
+    num_ranks, num_nodes = len(members), len({member.node for member in members})
+    mine = torch.zeros(num_bytes // 4 // num_ranks, device=device)
+    got = torch.empty(num_ranks * len(mine), device=device)
+    seconds = measure_seconds(lambda: dist.all_gather_into_tensor(got, mine), device, 3)
+    rate = min(all_gather_json(COLLECTIVES["all_gather"].bus_share(num_ranks) * mine.nbytes / seconds))
+    place = f"{num_ranks} ranks on {num_nodes} node{'s' * (num_nodes > 1)} over {BACKENDS[vendor()]}"
+    detail = f"{place}, bus bandwidth at {num_bytes / MIB:.0f} MiB"
+    return Finding("all_gather", Status.PASS, rate / 1e9, "GB/s", detail)
 
 
 # ----------------------------------------------------------------------------------------------------------- pairs

@@ -1,12 +1,16 @@
 """Boxes of tensors: the parts that an island's ranks hold, and the parts of these that they exchange."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.planning import boxes_of
+from llmfoundry_lite.config.layout import Runs, divide_stack
 
 
 class Box(NamedTuple):
@@ -41,46 +45,100 @@ Boxes = dict[str, Box]
 Tensors = dict[str, torch.Tensor]
 
 
+class Part(NamedTuple):
+    """A box of a parameter that this rank holds, in the parameter's own order of rows."""
+
+    name: str
+    box: Box
+    at: int
+    """Its first row's index among those that the rank holds."""
+
+    def of(self, held: torch.Tensor) -> torch.Tensor:
+        """Return its rows of all that the rank holds."""
+        return held[self.at : self.at + self.box.lengths[0]]
+
+
+def parts_of(name: str, tensor: torch.Tensor, heights: Sequence[int], runs: Runs | None) -> dict[str, Part]:
+    """Return this rank's parts by key: of each of the matrices that a parameter stacks one box, if it holds any of it.
+
+    `heights`: rows of each matrix. `runs`: the order in which ranks have the rows, if not the parameter's.
+    """
+    parts: dict[str, Part] = {}
+    for offset, lengths, at in boxes_of(tensor, runs):
+        for number, (first, count) in enumerate(divide_stack(heights, 1)):
+            matrix = Box((first, *[0] * (tensor.ndim - 1)), (count, *tensor.shape[1:]))
+            box = Box(offset, lengths).common(matrix)
+            if box is not None:
+                key = f"{name}/{number}" if len(heights) > 1 else name
+                assert key not in parts, f"{key}: this rank holds several boxes"
+                parts[key] = Part(name, box, at + box.offset[0] - offset[0])
+    return parts
+
+
 def share_out(boxes_of_ranks: Sequence[Boxes]) -> list[Boxes]:
     """Return each rank's part of its boxes to exchange: ranks with the same box divide its rows."""
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, boxes in enumerate(boxes_of_ranks):
+        for item in boxes.items():
+            holders.setdefault(item, []).append(rank)
     pieces: list[Boxes] = [{} for _ in boxes_of_ranks]
-    for name in boxes_of_ranks[0]:
-        holders: dict[Box, list[int]] = {}
-        for rank, boxes in enumerate(boxes_of_ranks):
-            holders.setdefault(boxes[name], []).append(rank)
-        for (offset, lengths), ranks in holders.items():
-            bounds = [lengths[0] * i // len(ranks) for i in range(len(ranks) + 1)]
-            for i, rank in enumerate(ranks):
-                first, last = bounds[i], bounds[i + 1]
-                pieces[rank][name] = Box((offset[0] + first, *offset[1:]), (last - first, *lengths[1:]))
+    for (name, (offset, lengths)), ranks in holders.items():
+        bounds = [lengths[0] * i // len(ranks) for i in range(len(ranks) + 1)]
+        for rank, (first, last) in zip(ranks, itertools.pairwise(bounds), strict=True):
+            pieces[rank][name] = Box((offset[0] + first, *offset[1:]), (last - first, *lengths[1:]))
     return pieces
 
 
-def complete(tensors: Mapping[str, torch.Tensor], locals_: Tensors, pieces: Boxes, boxes: Boxes) -> None:
-    """Gather, within the island, the rows that replicas have divided by `share_out`. Every rank must call it together.
+def rows_of(boxes_of_ranks: Sequence[Boxes]) -> dict[str, range]:
+    """Return the rows of each tensor, of which ranks hold boxes."""
+    rows: dict[str, range] = {}
+    for name, (offset, lengths) in (item for boxes in boxes_of_ranks for item in boxes.items()):
+        first, last = offset[0], offset[0] + lengths[0]
+        known = rows.get(name, range(first, last))
+        rows[name] = range(min(first, known.start), max(last, known.stop))
+    return rows
 
-    `tensors` are the model's, `locals_` this rank's parts of them: only their `pieces` are valid before, all of them
-    after.
+
+def common_boxes(mine: Boxes, theirs: Boxes) -> Boxes:
+    """Return the overlaps of boxes of the same tensors, in order of names."""
+    names = sorted(mine.keys() & theirs.keys())
+    return {name: cut for name in names if (cut := mine[name].common(theirs[name]))}
+
+
+class Redistribution:
+    """A plan by which the ranks of an island pass each other the boxes that they want, of those that they have.
+
+    Every rank makes it from the same lists, by rank. Boxes that ranks have do not overlap.
     """
-    groups: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
-        mesh, kinds = tensor.device_mesh, tensor.placements
-        copies = [i for i, kind in enumerate(kinds) if kind.is_replicate() and mesh.size(i) > 1]
-        assert len(copies) <= 1, kinds
-        if copies:  # other ranks hold the same part
-            group = mesh.get_group(copies[0])
-            groups.setdefault(group.group_name, (group, []))[1].append(name)
-    for group, names in groups.values():
-        for name in names:
-            whole, inside = locals_[name], pieces[name].within(boxes[name])
-            kept = whole[inside].clone()
-            whole.zero_()
-            whole[inside] = kept
+
+    def __init__(self, have: Sequence[Boxes], want: Sequence[Boxes], rank: int):
+        self.rank, self.have, self.want = rank, have[rank], want[rank]
+        self.is_idle = list(have) == list(want)
+        """Every rank has what it wants."""
+        others = range(0 if self.is_idle else len(have))
+        self._sent = [common_boxes(self.have, want[other]) if other != rank else {} for other in others]
+        self._received = [common_boxes(have[other], self.want) if other != rank else {} for other in others]
+
+    def apply(self, source: Tensors, target: Tensors, dtype: torch.dtype) -> None:
+        """Fill `target`, this rank's boxes, from all ranks' `source`. Tensors travel as numbers of `dtype`, on the
+        ranks' devices. Tensors that are in neither stay out. Every rank must call it together."""
+        for name, cut in common_boxes(self.have, self.want).items():
+            if name in source and name in target:
+                mine, new = source[name][cut.within(self.have[name])], target[name][cut.within(self.want[name])]
+                if mine.data_ptr() != new.data_ptr():  # else it is a view of it
+                    new.copy_(mine)
+        if self.is_idle:
+            return
+        sent = [[source[n][cut.within(self.have[n])] for n, cut in cuts.items() if n in source] for cuts in self._sent]
+        places = [
+            [target[n][cut.within(self.want[n])] for n, cut in cuts.items() if n in target] for cuts in self._received
+        ]
         # Offloaded parameters are on the host, and a group exchanges only tensors on its devices.
-        device = cast(DTensor, tensors[names[0]]).device_mesh.device_type
-        flat = torch.cat([locals_[name].reshape(-1) for name in names]).to(device)
-        dist.all_reduce(flat, group=group)  # each element is one value plus zeros: exact
-        for name, values in zip(names, flat.split([locals_[name].numel() for name in names]), strict=True):
-            locals_[name].copy_(values.view_as(locals_[name]))
+        like = torch.empty(0, dtype=dtype, device=devices.device_type())
+        flat = torch.cat([like, *(part.reshape(-1).to(like) for parts in sent for part in parts)])
+        counts = [sum(part.numel() for part in parts) for parts in places]
+        received = flat.new_empty(sum(counts))
+        dist.all_to_all_single(received, flat, counts, [sum(part.numel() for part in parts) for parts in sent])
+        flat_places = [place for parts in places for place in parts]
+        for place, values in zip(flat_places, received.split([p.numel() for p in flat_places]), strict=True):
+            place.copy_(values.view_as(place))

@@ -321,7 +321,7 @@ class Coordinator:
             return True
         present = busy_seconds(self.shares, links)
         return num_batches >= BATCHES_BETWEEN_MOVES and (
-            busy_seconds(divide_sum(links), links) <= WORTH_MOVING_SOON * present
+            busy_seconds(divide_sum(links), links) < WORTH_MOVING_SOON * present
         )
 
     def _fail(self, reason: str, now: float) -> None:
@@ -392,12 +392,10 @@ class Coordinator:
 
     def _refusal(self, island: Island) -> str:
         """Return why this island cannot take part; empty if it can."""
-        common = ("fingerprints", "rows", "microbatch", "unit", "batch")
+        common = ("fingerprints", "rows", "microbatch", "unit", "batch", "data_ranks")
         if any(hello[key] != island.facts[key] for hello in island.hellos.values() for key in common):
             return f"{island.name}: its ranks differ in their configuration"
-        tensors = _tensors_of(island.facts)
-        if any(_tensors_of(hello) != tensors for hello in island.hellos.values()):
-            return f"{island.name}: its ranks differ in their parameters"
+        tensors = _tensors_of(island)
         if reason := self._why_not([island.name], island.facts["rows"]):
             return reason
         for name, other in self.islands.items():
@@ -408,7 +406,7 @@ class Coordinator:
             if differing or island.facts["rows"] != other.facts["rows"]:
                 what = ", ".join(differing) or "global_train_batch_size"
                 return f"{island.name} and {name} differ in {what}; islands train one run"
-            if _tensors_of(other.facts) != tensors:
+            if _tensors_of(other) != tensors:
                 return f"{island.name} and {name} differ in their parameters; islands train one run"
             if problem := _out_of_reach(island, other) or _out_of_reach(other, island):
                 return problem
@@ -456,9 +454,7 @@ class Coordinator:
         are_measured = all(one.rate.value for one in islands)
         rates = [float((are_measured and one.rate.value) or one.facts["weight"]) for one in islands]
         paces = zip(islands, rates, strict=True)
-        return {
-            one.name: Pace(one.size, one.facts["microbatch"], rate, one.size * one.facts["unit"]) for one, rate in paces
-        }
+        return {one.name: _pace(one.facts, rate) for one, rate in paces}
 
     def _links(self) -> dict[str, float]:
         """Return the rates of the members' links; alike until all are measured."""
@@ -567,6 +563,15 @@ def _out_of_reach(island: Island, other: Island) -> str:
     return ""
 
 
-def _tensors_of(hello: Message) -> dict[str, int]:
-    """Return each parameter's number of dimensions."""
-    return {name: len(offset) for name, (offset, _) in hello["boxes"].items()}
+def _pace(facts: Message, rate: float) -> Pace:
+    num_ranks = facts["data_ranks"]
+    return Pace(num_ranks, facts["microbatch"], rate, num_ranks * facts["unit"])
+
+
+def _tensors_of(island: Island) -> dict[str, int]:
+    """Return each tensor's number of elements: its ranks hold boxes that are alike or do not overlap."""
+    boxes = {(name, str(box)): box for hello in island.hellos.values() for name, box in hello["boxes"].items()}
+    sizes: dict[str, int] = {}
+    for (name, _), (_, lengths) in boxes.items():
+        sizes[name] = sizes.get(name, 0) + math.prod(lengths)
+    return sizes

@@ -37,12 +37,13 @@ class Pace(NamedTuple):
     """Speed and granularity of an island."""
 
     num_ranks: int
+    """Data ranks."""
     microbatch: int
     """Rows of a rank in one forward pass."""
     rate: float
     """Rows per second, or any number proportional to that."""
     step: int
-    """Its rows are a multiple of this: ranks need equally many rows, and exact sums whole microbatches on each."""
+    """Its rows are a multiple of this: data ranks need equally many rows, and exact sums whole microbatches on each."""
 
     def seconds(self, rows: int) -> float:
         """Return the time for `rows`. A microbatch that is not full takes as long as a full one."""
@@ -50,22 +51,27 @@ class Pace(NamedTuple):
         return microbatches * self.num_ranks * self.microbatch / self.rate
 
 
+Choice = tuple[float, float, tuple[int, ...]]
+"""Seconds of the slowest island by microbatches, and by rows; and the rows of each."""
+
+
 def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
     """Return the division whose slowest island is fastest: each island's lanes, in order of names.
 
-    Every island has rows. Raises ConfigError when no multiples of the islands' steps add up to `num_rows`.
+    Divisions of equal time by microbatches, as where one holds all rows, differ by rows. Every island has rows. Raises
+    ConfigError when no multiples of the islands' steps add up to `num_rows`.
     """
     names = sorted(paces)
     total_rate = sum(pace.rate for pace in paces.values())
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    best: dict[int, Choice] = {0: (0.0, 0.0, ())}
     for name in names:
         pace = paces[name]
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        found: dict[int, Choice] = {}
         for rows in _candidates(num_rows, pace, num_rows * pace.rate / total_rate, len(names)):
-            seconds = pace.seconds(rows)
-            for before, (latest, shares) in best.items():
-                choice = (max(latest, seconds), (*shares, rows))
-                if before + rows <= num_rows and choice < found.get(before + rows, (math.inf, ())):
+            seconds, least = pace.seconds(rows), rows / pace.rate
+            for before, (latest, longest, shares) in best.items():
+                choice = (max(latest, seconds), max(longest, least), (*shares, rows))
+                if before + rows <= num_rows and choice < found.get(before + rows, (math.inf, 0.0, ())):
                     found[before + rows] = choice
         best = found
     if num_rows not in best:
@@ -73,11 +79,11 @@ def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
         is_exact = any(paces[name].step > paces[name].num_ranks for name in names)
         raise ConfigError(
             f"global_train_batch_size: {num_rows} rows are no sum of multiples of the islands' "
-            f"{'ranks x microbatch, as exact_sums needs,' if is_exact else 'ranks'} ({steps}); "
+            f"{'data ranks x microbatch, as exact_sums needs,' if is_exact else 'data ranks'} ({steps}); "
             "use another batch size or other numbers of ranks"
         )
     lanes, begin = {}, 0
-    for name, rows in zip(names, best[num_rows][1], strict=True):
+    for name, rows in zip(names, best[num_rows][-1], strict=True):
         lanes[name] = range(begin, begin + rows)
         begin += rows
     return lanes

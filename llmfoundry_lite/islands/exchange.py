@@ -10,13 +10,13 @@ import math
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from llmfoundry_lite.islands.boxes import Box, Boxes, Tensors
+from llmfoundry_lite.islands.boxes import Box, Boxes, Tensors, common_boxes
 from llmfoundry_lite.islands.messages import (
     BadMessageError,
     check_fields,
@@ -36,7 +36,6 @@ MAX_STRANGERS = 64
 """Simultaneous handshakes."""
 MAX_ARRIVED = 4096
 """Connections of peers that no exchange has used yet."""
-
 
 Buffer = Any
 """Memory that sockets read or fill: bytes, or an array of numpy."""
@@ -98,8 +97,7 @@ class Exchange:
         self.cuts = {}
         for island, ranks in others.items():
             for rank, theirs in enumerate(ranks.pieces):
-                cuts = {name: cut for name in sorted(pieces) if (cut := pieces[name].common(theirs[name]))}
-                if cuts:
+                if cuts := common_boxes(pieces, theirs):
                     self.cuts[Peer(island, rank)] = cuts
         for peer in self.cuts:
             if peer.island < self.island and self._broken is None:
@@ -185,29 +183,34 @@ class Exchange:
     # ---------------------------------------------------------------------------------------------------- tensors
 
     def give(self, tensors: Tensors, pieces: Boxes, islands: Sequence[str], label: int) -> None:
-        """Send this rank's pieces to these islands. Raises OSError."""
-        sending = {
-            peer: gather(tensors, pieces, cuts).numpy() for peer, cuts in self.cuts.items() if peer.island in islands
-        }
+        """Send this rank's pieces, or those among `tensors`, to these islands. Raises OSError."""
+        cuts = self._cuts_of(tensors, islands)
+        sending = {peer: gather(tensors, pieces, cuts[peer]).numpy() for peer in cuts}
         self.transfer(sending, lambda peer: self.send(peer, sending[peer], label))
 
     def take(self, pieces: Boxes, island: str, label: int) -> Tensors:
-        """Receive the pieces that `island` sends with `give`, less empty ones. Raises OSError."""
+        """Receive these pieces, less empty ones, which `island` sends with `give`. Raises OSError."""
         tensors: Tensors = {}
 
         def receive(peer: Peer) -> None:
-            flat = torch.empty(sum(cut.size for cut in self.cuts[peer].values()))
+            flat = torch.empty(sum(cut.size for cut in cuts[peer].values()))
             heading = self.receive_heading(peer)
             if heading[:3] != (label, 0, flat.nbytes):
                 raise BadMessageError("the other end sends something else")
             self.receive_into(peer, flat.numpy())
             arrived[peer] = flat
 
+        cuts = self._cuts_of(pieces, [island])
         arrived: dict[Peer, torch.Tensor] = {}
-        self.transfer([peer for peer in self.cuts if peer.island == island], receive)
+        self.transfer(cuts, receive)
         for peer, flat in arrived.items():
-            scatter(flat, tensors, pieces, self.cuts[peer])
+            scatter(flat, tensors, pieces, cuts[peer])
         return tensors
+
+    def _cuts_of(self, names: Container[str], islands: Sequence[str]) -> dict[Peer, Boxes]:
+        """Return the cuts of these tensors with ranks of these islands."""
+        found = {peer: {n: c for n, c in cuts.items() if n in names} for peer, cuts in self.cuts.items()}
+        return {peer: cuts for peer, cuts in found.items() if cuts and peer.island in islands}
 
     def transfer(self, jobs: Iterable[T], run: Callable[[T], None]) -> None:
         """Send to peers, or receive from them, in parallel. Waits for all threads, then raises the first OSError."""

@@ -195,10 +195,11 @@ FACTS: Fields = {
     **dict.fromkeys(("island", "launch"), str),
     "address": list,
     **dict.fromkeys(("boxes", "fingerprints", "machine"), dict),
-    **dict.fromkeys(("rank", "size", "batch", "rows", "microbatch", "unit"), int),
+    **dict.fromkeys(("rank", "size", "data_ranks", "batch", "rows", "microbatch", "unit"), int),
     "weight": (int, float),
 }
-"""Fields of a rank's hello. `unit`: each rank's rows are a multiple of it."""
+"""Fields of a rank's hello. `data_ranks`: the island's shares of its rows, each for one or more of its `size` ranks.
+`unit`: each share is a multiple of it."""
 REPORT: Fields = {
     **dict.fromkeys(("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest", "link"), int),
     **dict.fromkeys(("ok", "leaving", "out_of_range"), bool),
@@ -227,6 +228,7 @@ def check_hello(message: Message) -> None:
         "island": re.fullmatch(r"\w[\w.\-]{0,63}", message["island"]),
         "launch": re.fullmatch(r"\w{1,64}", message["launch"]),
         "rank": 0 <= rank < size,
+        "data_ranks": 1 <= message["data_ranks"] <= size,
         "rows": message["rows"] >= 1,
         "microbatch": message["microbatch"] >= 1,
         "unit": message["unit"] >= 1,

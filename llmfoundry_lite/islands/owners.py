@@ -41,10 +41,10 @@ def sent_gradients(shares: Mapping[str, int], name: str, num_islands: int) -> fl
     return 1 + (num_islands - 2) * shares[name] / PARTS if shares else float(num_islands - 1)
 
 
-def bands(num_rows: int, shares: Mapping[str, int]) -> dict[str, range]:
+def divide_rows(rows: range, shares: Mapping[str, int]) -> dict[str, range]:
     """Return the rows of a tensor that each island owns, in order of names."""
-    rows, begin = {}, 0
+    owned, begin = {}, 0
     for name in sorted(shares):
         first, begin = begin, begin + shares[name]
-        rows[name] = range(num_rows * first // PARTS, num_rows * begin // PARTS)
-    return rows
+        owned[name] = rows[len(rows) * first // PARTS : len(rows) * begin // PARTS]
+    return owned

@@ -22,7 +22,7 @@ import torch
 from llmfoundry_lite.islands.boxes import Boxes, Tensors
 from llmfoundry_lite.islands.exchange import Exchange, Peer, gather, scatter
 from llmfoundry_lite.islands.messages import BadMessageError
-from llmfoundry_lite.islands.owners import bands
+from llmfoundry_lite.islands.owners import divide_rows
 from llmfoundry_lite.islands.packing import most_bytes, pack_sums, unpack_sums
 from llmfoundry_lite.parallel.exact import GRID_BITS
 
@@ -57,11 +57,11 @@ class Plan(NamedTuple):
         island: str,
         pieces: Boxes,
         cuts: Mapping[Peer, Boxes],
-        num_rows: Mapping[str, int],
+        rows: Mapping[str, range],
         shares: Mapping[str, int],
     ) -> "Plan":
-        """Make the plan of a rank from the overlaps with its peers, each tensor's rows, and the owners' shares."""
-        owners = {name: bands(rows, shares) for name, rows in num_rows.items()}
+        """Make the plan of a rank from the overlaps with its peers, each tensor's rows, and owners' shares."""
+        owners = {name: divide_rows(rows[name], shares) for name in rows}
 
         def owned(boxes: Boxes, owner: str) -> Boxes:
             if not shares:
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
             return {name: box for name, box in found.items() if box.size}
 
         buckets = []
-        for names in divide_into_buckets(num_rows):
+        for names in divide_into_buckets(rows):
             mine = {name: pieces[name] for name in names if name in pieces}
             shared = {peer: {name: boxes[name] for name in names if name in boxes} for peer, boxes in cuts.items()}
             give = {peer: owned(boxes, peer.island) for peer, boxes in shared.items()}
@@ -114,7 +114,7 @@ class Summing:
         self._errors: list[Exception] = []
         self._lock = threading.RLock()
         self._num_busy, self._is_waiting = 0, False
-        self._num_left = len(plan.buckets)
+        self._num_left = sum(bool(bucket.names) for bucket in plan.buckets)
         works: list[Callable[[], None]] = [self._work] if exchange.cuts else []
         for peer in exchange.cuts:
             works += [lambda peer=peer: self._send(peer), lambda peer=peer: self._receive(peer)]

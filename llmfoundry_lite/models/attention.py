@@ -23,7 +23,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from llmfoundry_lite.config.model_schema import MIN_FLEX_HEAD_DIM, AttentionConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.blocked_attention import blocked_attention
 
@@ -68,14 +68,12 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
         return "blocked", f"{reason}the fastest on a cpu in bf16"
     if device_type != "cuda":
         return "sdpa", f"{reason}the fastest on a {device_type}"
-    if not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id):
+    if model.has_plain_attention:
         return "sdpa", f"{reason}plain causal attention has its own kernels there"
     if has_flash:
         return "flash", "flash-attn is installed and in it a bias costs no memory"
-    if options.attn_pdrop:
-        return "sdpa", f"{reason}flex has no dropout"
-    if model.head_dim < MIN_FLEX_HEAD_DIM:
-        return "sdpa", f"{reason}flex has no kernel for heads of fewer than {MIN_FLEX_HEAD_DIM} dimensions"
+    if refusal := model.flex_refusal:
+        return "sdpa", reason + refusal
     return "flex", f"{reason}a bias or a mask costs no memory in it"
 
 

@@ -51,6 +51,11 @@ def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accele
     return _fullest(_estimate_rank(config, layout, rank, stages, device) for rank, stages in ranks.values())
 
 
+def as_on_cpu(config: TrainConfig) -> TrainConfig:
+    """Name an attention as a CPU computes it, where no kernel does without a bias; estimates are of GPUs otherwise."""
+    return replace(config, model=replace(config.model, attn_config=replace(config.model.attn_config, attn_impl="sdpa")))
+
+
 def estimate_stages(
     config: TrainConfig, layout: Layout, device: Accelerator | None = None
 ) -> list[tuple[list[Stage], MemoryEstimate]]:

@@ -206,16 +206,33 @@ def count_activations(p: Portion) -> int:
     # The last norm keeps its input and its output is the loss's.
     last_norm_bytes = input_bytes + p.num_tokens * d * p.stream_bytes
     dropout_bytes = p.num_tokens // p.num_runs * d if model.emb_pdrop else 0
-    return blocks_bytes + last_norm_bytes + count_attention_bias(p) + dropout_bytes
+    return blocks_bytes + last_norm_bytes + count_attention_bias(p) + count_flex_scratch(p) + dropout_bytes
+
+
+def masks_in_kernel(model: ModelConfig) -> bool:
+    """Return whether a GPU's kernels take ALiBi, windows and documents, as `models.attention` chooses them."""
+    return model.attn_config.attn_impl in ("auto", "flex", "flash") and not model.flex_refusal
+
+
+def count_flex_scratch(p: Portion) -> int:
+    """Count bytes that FlexAttention takes beyond plain attention, once for all blocks; by rehearsals.
+
+    Gathered keys and values have gradients that are as large as all ranks' together.
+    """
+    if p.model.has_plain_attention or not masks_in_kernel(p.model):
+        return 0
+    is_gathered = p.layout.context > 1 and p.config.context.kind == "gather"
+    numbers = 2 * p.model.kv_dim * p.layout.context if is_gathered else 2 * p.model.q_dim
+    return p.num_tokens * numbers // p.layout.tensor * p.compute_bytes
 
 
 def count_attention_bias(p: Portion) -> int:
-    """Count bytes of the attention bias. Where there is a kernel that needs none, this is the most it can be.
+    """Count bytes of the attention bias, which flex and flash do without.
 
     One bias serves all blocks, unless autocast copies it into the compute precision for each.
     """
     options, degree = p.model.attn_config, p.layout.context
-    if not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id):
+    if p.model.has_plain_attention or masks_in_kernel(p.model):
         return 0
     num_copies = p.model.n_layers if p.stream_bytes != p.compute_bytes and not p.fsdp.activation_checkpointing else 0
     num_heads = p.model.n_heads // p.layout.tensor if options.alibi else 1
@@ -245,6 +262,9 @@ def count_block_per_token(p: Portion) -> int:
     if p.config.context.kind == "gather":
         # This rank's own keys and values are kept with its queries, if one matrix has made them all.
         numbers += (degree if options.fused_qkv else degree - 1) * 2 * kv_dim
+    if degree > 1 and not model.has_plain_attention and masks_in_kernel(model):
+        # FlexAttention keeps copies of what ranks have exchanged; by rehearsals.
+        numbers += 2 * kv_dim * degree if p.config.context.kind == "gather" else q_dim + 2 * kv_dim
     numbers += (q_dim + 2 * kv_dim) * (options.clip_qkv is not None)
     has_qk_norm = options.qk_ln or options.qk_gn
     numbers += (q_dim + kv_dim) * (has_qk_norm + options.rope)

@@ -41,6 +41,10 @@ class Node:
     jitter: float = JITTER
     """Share of a step that each doubling of such nodes adds."""
 
+    def doublings(self, num_devices: int) -> float:
+        """Count how often one node is doubled for so many devices."""
+        return math.log2(max(1.0, num_devices / self.num_devices))
+
 
 def _node(
     link_gigabytes: float, adapter_gigabits: float, power_watts: float, source: str, jitter: float = JITTER

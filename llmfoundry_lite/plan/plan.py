@@ -16,9 +16,8 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, Joined, cost_of, join_clusters, save_seconds
-from llmfoundry_lite.plan.portion import FP32_BYTES
-from llmfoundry_lite.plan.rates import calibrate
+from llmfoundry_lite.plan.calibrate import calibrate
+from llmfoundry_lite.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, cost_of, save_seconds
 from llmfoundry_lite.plan.schedule import check_schedule
 from llmfoundry_lite.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
 from llmfoundry_lite.plan.step import Hardware, find_hardware
@@ -51,12 +50,12 @@ def hardware_named(
     link_gigabytes: float | None = None,
     adapter_gigabits: float | None = None,
     products_efficiency: float | None = None,
-    measured: Path | None = None,
+    measured: Sequence[Path] = (),
 ) -> Hardware:
     """Return hardware of the table, with what the user knows better. Raises ConfigError for unknown hardware.
 
     `per_node`: devices of a node. `link_gigabytes`: GB/s of a device within its node. `adapter_gigabits`: Gbit/s of a
-    node to others. `measured`: mfu.json of `bench mfu` on such a device.
+    node to others. `measured`: reports that `calibrate` reads.
     """
     hardware = find_hardware(accelerator_named(name))
     changes = {
@@ -64,13 +63,11 @@ def hardware_named(
         "link_bytes_per_second": link_gigabytes and link_gigabytes * 1e9,
         "adapter_bytes_per_second": adapter_gigabits and adapter_gigabits * 1e9 / 8,
     }
-    node = replace(hardware.node, **{key: value for key, value in changes.items() if value is not None})
-    efficiency = hardware.efficiency
-    if measured is not None:
-        efficiency = calibrate(efficiency, measured, hardware.accelerator)
-    if products_efficiency is not None:
-        efficiency = replace(efficiency, products=products_efficiency, source="as given")
-    return replace(hardware, node=node, efficiency=efficiency)
+    hardware = calibrate(hardware, measured, {key: value for key, value in changes.items() if value is not None})
+    if products_efficiency is None:
+        return hardware
+    efficiency = replace(hardware.efficiency, products=products_efficiency, source="as given")
+    return replace(hardware, efficiency=efficiency)
 
 
 def make_plan(
@@ -160,26 +157,6 @@ def parse_cluster(text: str) -> tuple[str, int]:
         raise ConfigError(f"--join: {text!r} given, expected HARDWARE:DEVICES, such as mi250:64")
     accelerator_named(name)
     return name, int(number)
-
-
-def join(first: Plan, second: Plan, link_gigabits: float, steps_between_exchanges: int = 1) -> Joined:
-    """Compare two clusters that train the first plan's run together with the faster one alone.
-
-    Gradients go over the link in fp32.
-
-    Raises ConfigError if it does not fit on one of them.
-    """
-    for plan in (first, second):
-        if not plan.candidates:
-            raise ConfigError(f"--join: the run does not fit on {plan.num_devices} x {plan.hardware.accelerator.name}")
-    return join_clusters(
-        first.candidates[0].time.tokens_per_second,
-        second.candidates[0].time.tokens_per_second,
-        batch_tokens=first.candidates[0].time.num_tokens,
-        gradient_bytes=FP32_BYTES * first.num_parameters,
-        link_bytes_per_second=link_gigabits * 1e9 / 8,
-        steps_between_exchanges=steps_between_exchanges,
-    )
 
 
 def write_overlay(plan: Plan, path: Path) -> None:

@@ -1,18 +1,16 @@
-"""Rates that kernels and links reach: every constant of the planner that is fitted or measured, and its calibration.
+"""Rates that kernels and links reach: every constant of the planner that is fitted or measured. No torch.
 
 `step.py` and `network.py` compute a step's time with these and with datasheets (`hardware.py`, `network.NODES`).
 `python -m benchmarks published` fits those that say so to half of LLM Foundry's published rows, and holds them against
-the other half and against what papers published (docs/measurements/published.md). No torch.
+the other half and against what papers published (docs/measurements/published.md). `calibrate.py` fixes some of them by
+a user's own measurements.
 """
 
-import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from statistics import median
+from dataclasses import dataclass
 
-from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.hardware import Accelerator, find_accelerator
+from llmfoundry_lite.hardware import Accelerator
 
 # ---------------------------------------------------------------------------------------------------- of any device
 
@@ -46,6 +44,43 @@ MI250_JITTER, SLINGSHOT_JITTER = 0.0055, 0.028
 # --------------------------------------------------------------------------------------------------- of accelerators
 
 
+KNOWN_SPREAD = 1.07
+"""Nine of ten published rows of an A100 that no constant was fitted to come within this factor: the least that a
+calibration by fewer models may promise of another."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Residuals:
+    """Errors of the steps that a calibration was fitted to, in logarithms."""
+
+    num_steps: int
+    freedom: int
+    """Steps beyond the number of fitted constants."""
+    spread: float
+    """Standard deviation; 0 without freedom."""
+    mean_doublings: float
+    """Doublings of a node, the steps' mean."""
+    squared_doublings: float
+    """Sum of squares around that mean; 0: one count of nodes, so that the jitter was not fitted."""
+
+    def interval(self, doublings: float, jitter: float) -> tuple[float, float]:
+        """Return multiples of a rate predicted for so many doublings, for nine cases of ten.
+
+        The interval of a prediction by a regression. A jitter without freedom may be any known cluster's.
+        """
+        beyond = doublings - self.mean_doublings
+        by_slope = beyond**2 / self.squared_doublings if self.squared_doublings else 0.0
+        # Student's t for 0.95, by Cornish and Fisher's expansion: 3 % too small for 3 degrees of freedom.
+        student = 1.645 + 1.524 / self.freedom + 1.42 / self.freedom**2 if self.freedom > 0 else 0.0
+        half = max(student * self.spread * math.sqrt(1 + 1 / self.num_steps + by_slope), math.log(KNOWN_SPREAD))
+        low, high = math.exp(-half), math.exp(half)
+        if beyond > 0 and not (self.squared_doublings and self.freedom > 0):
+            now = 1 + jitter * beyond
+            low *= now / (1 + max(JITTER, SLINGSHOT_JITTER, jitter) * beyond)
+            high *= now / (1 + min(JITTER, SLINGSHOT_JITTER, jitter) * beyond)
+        return low, high
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Efficiency:
     """Shares of the peak that kernels reach, and how far predictions with them have been off."""
@@ -56,6 +91,8 @@ class Efficiency:
     interval: tuple[float, float] = (0.75, 1.35)
     """Rates come between these multiples of the predicted one, in nine cases of ten. By default as far as known
     accelerators' shares of the peak lie apart."""
+    residuals: Residuals | None = None
+    """Errors of a calibration by steps, which then make the interval."""
 
 
 _FITTED = "fitted to half of LLM Foundry's published rows of MPT"
@@ -88,42 +125,7 @@ def find_efficiency(accelerator: Accelerator) -> Efficiency:
     return EFFICIENCIES[max(fitting, key=len)] if fitting else UNPUBLISHED
 
 
-REPORT_SCHEMA = 1
-"""Schema of reports of `bench`, which needs torch."""
+REPORT_SCHEMA = 2
+"""Version of the JSON of `bench`: raised when older reports can no longer be read or compared."""
 PRODUCTS = "matrix products"
 """Name of those rows in the report of `bench mfu`."""
-
-
-def calibrate(efficiency: Efficiency, path: Path, accelerator: Accelerator) -> Efficiency:
-    """Take the rate of matrix products from a report of `llmfoundry-lite bench mfu --out` on this device.
-
-    Raises DataError for a file that is no such report, ConfigError for another device and one of unknown peak.
-    """
-    try:
-        report = json.loads(path.read_text())
-        schema = report.get("schema", REPORT_SCHEMA)
-        rates = [
-            float(row["flops_per_sec"]) for row in report["rows"] if row["step"] == PRODUCTS and "error" not in row
-        ]
-        peak, device = report["peak_flops"], report["device"]
-    except OSError as error:
-        raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(f"--calibrate: {path} is no report of `llmfoundry-lite bench mfu` (mfu.json)") from None
-    if not peak:
-        raise ConfigError(f"--calibrate: {path} was measured on {device}, whose peak is not in the table")
-    if schema != REPORT_SCHEMA:
-        raise DataError(
-            f"--calibrate: {path} has schema {schema}, this release reads {REPORT_SCHEMA}; measure again: "
-            "llmfoundry-lite bench mfu --out FOLDER"
-        )
-    if (row := find_accelerator(device)) is not None and row.name != accelerator.name:
-        raise ConfigError(f"--calibrate: {path} was measured on {row.name}, --hardware says {accelerator.name}")
-    if not rates:
-        raise DataError(f"--calibrate: {path} has no rate of matrix products")
-    products = median(rates) / peak
-    if not 0 < products <= 1:
-        raise DataError(
-            f"--calibrate: {path}: matrix products at {products:.0%} of the peak of {device}; measure again"
-        )
-    return replace(efficiency, products=products, source=f"products measured on {device}, {path.name}")

@@ -8,7 +8,7 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.plan.cost import STATE_BYTES, Joined, compute_optimal
+from llmfoundry_lite.plan.cost import STATE_BYTES, compute_optimal
 from llmfoundry_lite.plan.plan import Plan
 from llmfoundry_lite.plan.search import Candidate, Rejected, usable_bytes
 from llmfoundry_lite.report.tables import Table
@@ -90,7 +90,14 @@ def describe_plans(plans: Sequence[Plan]) -> str:
         f"{first.config.run_name}: {three_digits(first.num_parameters / 1e9)} billion parameters, sequences of "
         f"{first.config.max_seq_len}, {first.config.precision}"
     )
-    return "\n".join([about, "", *Table(about, columns, rows).markdown(), "", CANNOT_PROMISE])
+    intervals = [
+        "interval  {:.2f} to {:.2f} times the tokens/s on {:,} x {}, in nine cases of ten".format(
+            *plan.hardware.interval(plan.num_devices), plan.num_devices, plan.hardware.accelerator.name
+        )
+        for plan in plans
+        if plan.hardware.efficiency.residuals is not None
+    ]
+    return "\n".join([about, "", *Table(about, columns, rows).markdown(), *intervals, "", CANNOT_PROMISE])
 
 
 def three_digits(number: float) -> str:
@@ -142,7 +149,7 @@ def _explain(plan: Plan) -> list[str]:
         "time      "
         + ", ".join(f"{share:.0%} {PARTS[name]}" for name, share in best.time.parts().items() if share >= 0.01),
     ]
-    low, high = plan.hardware.efficiency.interval
+    low, high = plan.hardware.interval(plan.num_devices)
     rate = best.time.tokens_per_second
     lines.append(f"interval  {low * rate:,.0f} to {high * rate:,.0f} tokens/s, in nine cases of ten (docs/plan.md)")
     fastest = min(c.time.seconds for c in plan.candidates)
@@ -201,17 +208,6 @@ def _costs(plan: Plan) -> list[str]:
     ]
 
 
-def describe_joined(first: Plan, second: Plan, joined: Joined, link_gigabits: float, steps: int) -> str:
-    exchange = "every step" if steps == 1 else f"every {steps} steps"
-    least = joined.least_bytes_per_second * 8 / 1e9
-    verdict = "the second cluster does not pay, " if joined.gain <= 1 else ""
-    return (
-        f"joined    with {second.num_devices} x {second.hardware.accelerator.name} over {link_gigabits:g} Gbit/s, "
-        f"gradients exchanged {exchange}: {joined.tokens_per_second:,.0f} tokens/s, {joined.gain:.2f} times the faster "
-        f"alone; {verdict}it pays from {three_digits(least)} Gbit/s on"
-    )
-
-
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """Return the facts of `--json`."""
 
@@ -236,7 +232,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "num_parameters": plan.num_parameters,
         "num_tokens": plan.num_tokens,
         "usable_bytes": usable_bytes(plan.hardware.accelerator),
-        "rates": asdict(plan.hardware.efficiency),
+        "rates": asdict(plan.hardware.efficiency) | {"interval": plan.hardware.interval(plan.num_devices)},
+        "node": asdict(plan.hardware.node),
         "layouts": [facts(c) for c in plan.candidates],
         "would_fit": plan.would_fit,
         "rejected": [degrees(r) | {"reason": r.reason} for r in plan.rejected],

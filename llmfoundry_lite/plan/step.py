@@ -54,6 +54,13 @@ class Hardware:
     node: Node
     efficiency: Efficiency
 
+    def interval(self, num_devices: int) -> tuple[float, float]:
+        """Return multiples of a predicted rate between which it comes, in nine cases of ten."""
+        residuals = self.efficiency.residuals
+        if residuals is None:
+            return self.efficiency.interval
+        return residuals.interval(self.node.doublings(num_devices), self.node.jitter)
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepTime:
@@ -168,8 +175,7 @@ def step_time(config: TrainConfig, layout: Layout, hardware: Hardware) -> StepTi
         bubble=waiting * num_microbatches * sum(per_microbatch.values()),
         num_tokens=config.global_train_batch_size * config.max_seq_len,
     )
-    num_nodes = max(1.0, layout.world_size / node.num_devices)
-    time = dataclasses.replace(time, stragglers=node.jitter * math.log2(num_nodes) * time.seconds)
+    time = dataclasses.replace(time, stragglers=node.jitter * node.doublings(layout.world_size) * time.seconds)
     reading = time.num_tokens / layout.num_data_ranks / READ_TOKENS_PER_SECOND
     if num_workers := config.train_loader.num_workers:  # they read while the step is computed
         reading = max(0.0, reading / num_workers - time.seconds)

@@ -1,5 +1,6 @@
 """The ComposerModel: how Composer's loop asks an MPT for a loss, whole or in stages."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 from composer.models import ComposerModel
 from torchmetrics import Metric
 
+from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.models.dropout import row_keys
 from llmfoundry_lite.models.mpt import MPT
@@ -156,16 +158,16 @@ class PipelinedLanguageModel(LanguageModel):
             return {"loss_sum": torch.zeros((), device=tokens_bt.device), "num_tokens": torch.zeros_like(num_tokens)}
         return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
 
-    def train_on(
-        self, batch: dict[str, torch.Tensor], num_microbatches: int, num_samples: int, share: float
-    ) -> torch.Tensor:
+    def train_on(self, batch: dict[str, torch.Tensor], num_samples: int, share: float) -> torch.Tensor:
         """Add up the gradient of a batch, in m microbatches of so many samples. Returns their weighted losses: [m], or
         [0] where the last stage is not.
 
         `share` is what a data rank has of the global batch on average, in tokens with a loss or in samples. A batch
-        that is too small is filled up with rows of padding.
+        that is too small for a number of microbatches that the schedule takes is filled up with rows of padding.
         """
         tokens_bt = batch["input_ids"]
+        counts = itertools.count(-(-len(tokens_bt) // num_samples))
+        num_microbatches = next(count for count in counts if takes_microbatches(self.model.pipeline, count))
         missing = num_microbatches * num_samples - len(tokens_bt)
         tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
         labels_bt = next_token_labels(tokens_bt)

@@ -22,15 +22,12 @@ from composer.core import State
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import decode_segment, encode_segment
-from llmfoundry_lite.checkpoint.planning import box_of
-from llmfoundry_lite.checkpoint.state import local_tensor, parameter_names, read_state, write_optimizer
-from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.config.changes import trained_values
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.errors import CheckpointError, ConfigError
-from llmfoundry_lite.islands.boxes import Box, Boxes, complete, share_out
+from llmfoundry_lite.islands.boxes import Tensors, rows_of, share_out
 from llmfoundry_lite.islands.exchange import Exchange, Ranks
 from llmfoundry_lite.islands.member import Lost, Member, View, start_coordinator_if_absent
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
@@ -40,6 +37,7 @@ from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import all_reduce_max, all_reduce_sum, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.held_parts import HeldParts, read_boxes
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.trainer import Measured
@@ -64,6 +62,7 @@ class Islands(Partners):
         self.fingerprints = trained_values(as_dict(config))
         self.run_folder = Path(config.run_folder)
         self.num_rows = config.global_train_batch_size
+        self.model = config.model
         self.by_tokens = config.accumulate_train_batch_on_tokens
         self.loader = config.train_loader
         degrees = (config.tensor_parallel_degree, config.context.context_parallel_degree)
@@ -129,16 +128,15 @@ class Islands(Partners):
         self.member.on_evicted = lambda reason: on_evicted("preempted", reason)
         dataset: Any = state.train_dataloader.dataset  # type: ignore[union-attr]
         self.dataset: TextDataset = dataset
-        optimizer = state.optimizers[0]
-        names = parameter_names(checkpointing.model.model, optimizer)
-        self.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        self.boxes: Boxes = {name: Box(*box_of(parameter)) for name, parameter in self.parameters.items()}
+        with raising_on_all_ranks(CheckpointError):
+            self.held = HeldParts(checkpointing.model.model, state.optimizers[0], self.model)
         if self.sends_early:
-            for name, parameter in self.parameters.items():
+            for name, parameter in self.held.parameters.items():
                 parameter.register_post_accumulate_grad_hook(partial(self._send_early, name))
         launch, first_batch = broadcast_json([secrets.token_hex(8), int(state.timestamp.batch)])
         microbatch = int(state.device_train_microbatch_size or 1)
-        fingerprints = {**self.fingerprints, "order of the data": dataset.order.fingerprint}
+        order = " ".join(order.fingerprint for order in dataset.stages.orders)
+        fingerprints = {**self.fingerprints, "order of the data": order}
         if self.gradient_step.sums:
             fingerprints["device_train_microbatch_size"] = str(microbatch)
         machine = {"device": devices.device_name(), "num_devices": self.num_ranks, "torch": str(torch.__version__)}
@@ -150,7 +148,8 @@ class Islands(Partners):
                 "rank": self.rank,
                 "size": self.num_ranks,
                 "address": list(self.exchange.address),
-                "boxes": self.boxes,
+                "data_ranks": self.agreement.ranks.size,
+                "boxes": self.held.boxes,
                 "machine": machine,
                 "fingerprints": fingerprints,
                 "batch": first_batch,
@@ -195,7 +194,8 @@ class Islands(Partners):
             verdict = self.member.receive_verdict()
             if isinstance(verdict, Lost):
                 verdict = {"kind": "lost", "lost": list(verdict)}
-        verdict = broadcast_json(verdict)
+        # A loss or norm may be no finite number.
+        verdict = decode_value(broadcast_json(encode_value(verdict)))
         return Lost(*verdict["lost"]) if verdict["kind"] == "lost" else verdict
 
     def _leave(self, lost: Lost) -> NoReturn:
@@ -227,20 +227,18 @@ class Islands(Partners):
             with suppress(OSError):
                 self.newest_lease = self.checkpointing.store.leases.highest()
         self.view, self.next_view = view, None
-        pieces = {name: share_out([_boxes_of(one) for one in ranks]) for name, ranks in described.items()}
-        self.pieces = pieces[self.name][self.rank]
+        boxes = {name: [read_boxes(one["boxes"]) for one in ranks] for name, ranks in described.items()}
+        pieces = {name: share_out(boxes_of_ranks) for name, boxes_of_ranks in boxes.items()}
+        self.held.begin_view(boxes[self.name], pieces[self.name], self.rank)
         others = {
             name: Ranks([(host, port) for host, port in (one["address"] for one in ranks)], pieces[name])
             for name, ranks in described.items()
             if name != self.name
         }
         self.machines = {name: ranks[0]["machine"] for name, ranks in described.items()}
-        self.exchange.meet(view.epoch, self.pieces, others)
-        boxes = [box for ranks in described.values() for one in ranks for box in one["boxes"].items()]
-        num_rows = {name: 0 for name, _ in boxes}
-        for name, (offset, lengths) in boxes:
-            num_rows[name] = max(num_rows[name], offset[0] + lengths[0])
-        self.plan = Plan.of(self.name, self.pieces, self.exchange.cuts, num_rows, view.shares)
+        self.exchange.meet(view.epoch, self.held.pieces, others)
+        rows = rows_of([one for ranks in boxes.values() for one in ranks])
+        self.plan = Plan.of(self.name, self.held.pieces, self.exchange.cuts, rows, view.shares)
         if self.name == view.donor:
             self._send_state(state)
         elif self.name in view.joiners:
@@ -300,9 +298,9 @@ class Islands(Partners):
 
     def batches(self, state: State) -> Iterator[Any]:
         """Read this rank's rows of the epoch's batches, from the next batch on. Every rank must call this together."""
-        self.lanes = self.next_lanes
-        num_rows = len(self.lanes) // self.num_ranks
-        mine = self.lanes[self.rank * num_rows : (self.rank + 1) * num_rows]
+        self.lanes, ranks = self.next_lanes, self.agreement.ranks
+        num_rows = len(self.lanes) // ranks.size
+        mine = self.lanes[ranks.rank * num_rows : (ranks.rank + 1) * num_rows]
         place = int(state.timestamp.batch_in_epoch) * self.dataset.global_batch_size
         self.dataset.continue_with(mine, int(state.timestamp.epoch), place)
         return iter(
@@ -319,7 +317,7 @@ class Islands(Partners):
         if self._begin_next_view(state) is not None:
             return None  # the next batch finds out; this one is not recorded yet, so a save would lack it
         is_due = int(state.timestamp.batch) % self.config.check_weights_every == 0
-        self.weights = self._digest_weights() if is_due else ""
+        self.weights = self.held.digest() if is_due else ""
         return None if self.lanes == self.next_lanes else self.batches(state)
 
     def _begin_next_view(self, state: State) -> Lost | None:
@@ -331,14 +329,6 @@ class Islands(Partners):
                 return lost
             self._begin_view(view, state, described)
         return None
-
-    def _digest_weights(self) -> str:
-        parts = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
-        sums = [
-            sum_keyed(name, parts[name][piece.within(self.boxes[name])], piece.offset, self.parameters[name].shape)
-            for name, piece in self.pieces.items()
-        ]
-        return format_digest(all_reduce_sum([sum(sums)])[0])
 
     # -------------------------------------------------------------------------------------------------- the batch
 
@@ -356,7 +346,10 @@ class Islands(Partners):
     def _send_early(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Send a gradient that the last microbatch's backward pass has made, summed over this island's ranks."""
         if self.summing is not None and self.gradient_step.num_microbatches_left == 0:
-            self.summing.put(name, local(parameter.grad)[self.pieces[name].within(self.boxes[name])])
+            held, gradient = self.held, local(parameter.grad)
+            for key, piece in held.pieces_with([name]).items():
+                part = held.parts[key]
+                self.summing.put(key, part.of(gradient)[piece.within(part.box)])
 
     def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
         """Exchange this island's gradient and wait for the verdict. `loss` is this rank's, as for `measure`.
@@ -417,9 +410,8 @@ class Islands(Partners):
 
     def _exchange(self, loss: torch.Tensor) -> Message:
         """Replace this island's gradient with the global batch's, if every rank could exchange. Returns the report."""
-        gradients = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
-        parts = {name: local(gradient) for name, gradient in gradients.items()}
-        inside = {name: parts[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
+        held, parameters = self.held, list(self.held.parameters.values())
+        parts, inside = held.views({name: self._gradient(parameter) for name, parameter in held.parameters.items()})
         has_failed, step, summing = True, self.gradient_step, self.summing
         assert summing is not None
         with suppress(OSError):
@@ -435,10 +427,9 @@ class Islands(Partners):
             return {"ok": False, **report, **_report(Measured(0.0, 0.0, 0))}
         self.member.phase = "compute"
         if len(self.view.members) > 1:
-            for name, total in summing.sums.items():
-                inside[name].copy_(total)
-            complete(gradients, parts, self.pieces, self.boxes)
-        parameters = list(self.parameters.values())
+            for key, total in summing.sums.items():
+                inside[key].copy_(total)
+            held.completion.apply(inside, parts, summing.dtype)
         if step.sums:  # a rank without a piece has heard of no other island
             step.weight = all_reduce_max([int(summing.total_weight)])[0]
             step.sums.finish(parameters, step.scale_of_sums)
@@ -447,32 +438,26 @@ class Islands(Partners):
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if parameter.grad is None:  # no token of this rank's rows has a loss
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float64 if self.gradient_step.sums else None)
-        return parameter.grad
+        return local(parameter.grad)
 
     # ------------------------------------------------------------------------------------------- state for joiners
 
     def _send_state(self, state: State) -> None:
         """Send the run's state to joining islands: scalars through the coordinator, tensors from rank to rank."""
         here = self.checkpointing
-        found = read_state(here.model.model, state.optimizers[0])
-        kinds = sorted({key.rsplit("/", 1)[1] for key in found.tensors if key.startswith("optim/")})
+        kinds, optimizer, pieces = self.held.read_state()
         if self.rank == 0:
             segments = here.segments_until(state) if int(state.timestamp.batch) >= here.first_batch else ()
             content = {
-                "optimizer": encode_value(found.optimizer),
+                "optimizer": encode_value(optimizer),
                 "kinds": kinds,
                 "scalars": encode_value(here.run_state.collect(state)),
                 "segments": [encode_segment(segment) for segment in segments],
             }
             self.member.send({"kind": "state", "epoch": self.view.epoch, "state": content})
         with suppress(OSError):  # a joiner is gone: the next exchange fails, and the batch is repeated without it
-            for number, pattern in enumerate(("model/{}", *(f"optim/{{}}/{kind}" for kind in kinds)), 1):
-                tensors = {
-                    name: local_tensor(found.tensors[pattern.format(name)])[piece.within(self.boxes[name])]
-                    for name, piece in self.pieces.items()
-                }
-                label = int(state.timestamp.batch) * LABELS_PER_BATCH + number
-                self.exchange.give(tensors, self.pieces, self.view.joiners, label)
+            for label, kind in enumerate(kinds, int(state.timestamp.batch) * LABELS_PER_BATCH + 1):
+                self.exchange.give(pieces[kind], self.held.pieces, self.view.joiners, label)
 
     @torch.no_grad()
     def _receive_state(self, state: State) -> None:
@@ -482,28 +467,18 @@ class Islands(Partners):
         if message["kind"] != "state":  # a newer view, which assumes that this island has the state
             raise self._missing_state()
         content = message["state"]
-        error = None
-        kinds: list[dict[str, torch.Tensor]] = []
+        error, kinds = None, content["kinds"]
+        pieces: dict[str, Tensors] = {}
         try:
-            for number in range(1, 2 + len(content["kinds"])):
-                label = self.view.batch * LABELS_PER_BATCH + number
-                kinds.append(self.exchange.take(self.pieces, self.view.donor, label))
+            for label, (kind, names) in enumerate(sorted(kinds.items()), self.view.batch * LABELS_PER_BATCH + 1):
+                pieces[kind] = self.exchange.take(self.held.pieces_with(names), self.view.donor, label)
         except OSError as caught:
             error = caught
         self.member.phase = "wait"
         if all_reduce_sum([int(error is not None)])[0]:
             raise self._missing_state()
         self.member.phase = "compute"
-        wholes = [self._complete(kind) for kind in kinds]
-        for name, parameter in self.parameters.items():
-            local_tensor(parameter).copy_(wholes[0][name])
-        slots = {
-            f"optim/{name}/{kind}": whole[name]
-            for kind, whole in zip(content["kinds"], wholes[1:], strict=True)
-            for name in self.parameters
-        }
-        like = {key: self.parameters[key.split("/", 1)[1].rsplit("/", 1)[0]].detach() for key in slots}
-        write_optimizer(state.optimizers[0], self.parameters, decode_value(content["optimizer"]), slots, like)  # type: ignore[arg-type]
+        self.held.write_state(kinds, pieces, decode_value(content["optimizer"]))
         here = self.checkpointing
         here.print_on_rank_0(*here.run_state.restore(decode_value(content["scalars"]), state))
         here.segments = tuple(decode_segment(Item(one, "segment")) for one in content["segments"])
@@ -511,16 +486,6 @@ class Islands(Partners):
 
     def _missing_state(self) -> Preempted:
         return Preempted(f"left the run: {self.view.donor} could not give its state; run the same command again")
-
-    def _complete(self, pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's parts of all parameters, made of the ranks' pieces."""
-        parts = {}
-        for name, parameter in self.parameters.items():
-            parts[name] = torch.zeros_like(local_tensor(parameter))
-            if name in pieces:
-                parts[name][self.pieces[name].within(self.boxes[name])] = pieces[name].to(parts[name])
-        complete(self.parameters, parts, self.pieces, self.boxes)
-        return parts
 
 
 def now() -> float:
@@ -532,7 +497,3 @@ def now() -> float:
 def _report(measured: Measured) -> Message:
     norm, loss, num_bad, is_out_of_range = measured
     return {"norm": norm, "loss": loss, "bad": num_bad, "out_of_range": is_out_of_range}
-
-
-def _boxes_of(described: Message) -> Boxes:
-    return {name: Box(tuple(offset), tuple(lengths)) for name, (offset, lengths) in described["boxes"].items()}

@@ -23,7 +23,7 @@ from llmfoundry_lite.checkpoint.state import local_tensor
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import NonFiniteError
-from llmfoundry_lite.islands.boxes import Tensors, complete
+from llmfoundry_lite.islands.boxes import Tensors
 from llmfoundry_lite.islands.changes import swap_changes
 from llmfoundry_lite.islands.encoding import encode
 from llmfoundry_lite.islands.local_steps import Round, lost_samples, take_outer_step
@@ -125,15 +125,15 @@ class LocalIslands(Islands):
     @torch.no_grad()
     def _begin_round(self, state: State) -> None:
         """Copy the weights to the host."""
-        self.start = {name: _on_host(parameter) for name, parameter in self.parameters.items()}
+        self.start = {name: _on_host(parameter) for name, parameter in self.held.parameters.items()}
         self.round, self.round_lanes = Round(), self.view.lanes
 
     def _take_momentum(self, state: State) -> None:
         """Copy the momentum of a restored or received state to the host; zeros if it has none."""
         slots = state.optimizers[0].state
-        kept = {name: slots.get(parameter, {}).get(OUTER_MOMENTUM) for name, parameter in self.parameters.items()}
+        kept = {name: slots.get(parameter, {}).get(OUTER_MOMENTUM) for name, parameter in self.held.parameters.items()}
         self.velocity = {
-            name: torch.zeros_like(_on_host(self.parameters[name])) if slot is None else _on_host(slot)
+            name: torch.zeros_like(_on_host(self.held.parameters[name])) if slot is None else _on_host(slot)
             for name, slot in kept.items()
         }
         self._show_momentum(state)
@@ -141,7 +141,7 @@ class LocalIslands(Islands):
     def _show_momentum(self, state: State) -> None:
         """Make the momentum a slot of the optimizer's state, where it is saved and sent to joiners."""
         slots = state.optimizers[0].state
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.held.parameters.items():
             if slots.get(parameter) or parameter.grad is not None:  # the first step sets up a state that is empty
                 slots[parameter][OUTER_MOMENTUM] = _like(self.velocity[name], parameter)
 
@@ -149,7 +149,7 @@ class LocalIslands(Islands):
     def _end_round(self, state: State, *, leaves: bool) -> None:
         """Exchange changes until the coordinator commits them, and take the outer step."""
         began_at = time.monotonic()
-        changes = {name: self.start[name] - _on_host(parameter) for name, parameter in self.parameters.items()}
+        changes = {name: self.start[name] - _on_host(parameter) for name, parameter in self.held.parameters.items()}
         while True:
             mean, norm = self._exchange_changes(state, changes)
             exchanged_at = time.monotonic()
@@ -179,12 +179,12 @@ class LocalIslands(Islands):
     def _exchange_changes(self, state: State, changes: Tensors) -> tuple[Tensors | None, float]:
         """Return the mean change over islands, and its norm; None if a rank could not exchange."""
         mean = {name: change.clone() for name, change in changes.items()}
-        inside = {name: mean[name][piece.within(self.boxes[name])] for name, piece in self.pieces.items()}
-        encoded = {name: encode(part + self.kept.get(name, 0.0), self.sync.dtype) for name, part in inside.items()}
+        parts, inside = self.held.views(mean)
+        encoded = {key: encode(part + self.kept.get(key, 0.0), self.sync.dtype) for key, part in inside.items()}
         swapped = None
         with suppress(OSError):
             label, weight = int(state.timestamp.batch) * LABELS_PER_BATCH, float(self.round.weight)
-            swapped = swap_changes(self.exchange, self.pieces, encoded, self.sync.dtype, label, weight)
+            swapped = swap_changes(self.exchange, self.held.pieces, encoded, self.sync.dtype, label, weight)
         self.member.phase = "wait"
         if all_reduce_sum([int(swapped is None)])[0]:
             return None, 0.0
@@ -194,11 +194,11 @@ class LocalIslands(Islands):
         whole = max(sum(weights[name] for name in sorted(weights)), 1.0)
         shares = {name: weight / whole for name, weight in weights.items()}
         self.dropped = {}
-        for name, part in inside.items():
-            self.dropped[name] = part + self.kept.get(name, 0.0) - encoded[name].values
-            theirs = {island: tensors[name] for island, tensors in swapped.tensors.items()} if part.numel() else {}
-            part.copy_(sum_weighted(encoded[name].values, self.name, theirs, shares))
-        complete(self.parameters, mean, self.pieces, self.boxes)
+        for key, part in inside.items():
+            self.dropped[key] = part + self.kept.get(key, 0.0) - encoded[key].values
+            theirs = {island: tensors[key] for island, tensors in swapped.tensors.items()} if part.numel() else {}
+            part.copy_(sum_weighted(encoded[key].values, self.name, theirs, shares))
+        self.held.completion.apply(inside, parts, torch.float32)
         squares = sum(float(part.double().square().sum()) for part in inside.values())
         sums = [sum(column) for column in zip(*all_gather_json([squares, self.exchange.num_bytes]), strict=True)]
         self.num_bytes = sums[1] - self.bytes_before
@@ -246,10 +246,10 @@ class LocalIslands(Islands):
             self._take_momentum(state)
         self._begin_round(state)
         is_due = batch // self.config.check_weights_every > (batch - steps) // self.config.check_weights_every
-        self.weights = self._digest_weights() if is_due else ""
+        self.weights = self.held.digest() if is_due else ""
 
     def _apply(self, state: State, mean: Tensors) -> None:
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.held.parameters.items():
             take_outer_step(self.start[name], self.velocity[name], mean[name], self.sync.lr, self.sync.momentum)
             local_tensor(parameter).copy_(self.start[name])
         self._show_momentum(state)
@@ -299,7 +299,7 @@ class LocalIslands(Islands):
             self.has_left = True
             return
         self._note_lost(int(state.timestamp.batch), {self.name: self.round.samples})
-        self._apply(state, {name: self.start[name] - _on_host(p) for name, p in self.parameters.items()})
+        self._apply(state, {name: self.start[name] - _on_host(p) for name, p in self.held.parameters.items()})
         self._begin_round(state)
 
     def leave_early(self, state: State) -> None:

@@ -24,7 +24,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
 from llmfoundry_lite.hardware import GIB, MIB
-from llmfoundry_lite.plan.memory import advise_less_memory, estimate_training_memory, slots_of
+from llmfoundry_lite.plan.memory import advise_less_memory, as_on_cpu, estimate_training_memory, slots_of
 from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
@@ -159,7 +159,7 @@ def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_
     num_rows = num_samples * num_microbatches if is_pipeline else num_samples
     batch = {"input_ids": torch.zeros((num_rows, seq_len), dtype=torch.int64, device=_device())}
     if is_pipeline:
-        model.train_on(batch, num_microbatches, num_samples, share=1.0)
+        model.train_on(batch, num_samples, share=1.0)
         return
     parallel = model.model if accumulates and isinstance(model.model, FSDPModule) else None  # not on one device
     for is_last in (False, True) if parallel else (True,):
@@ -231,9 +231,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, size: int) -> OutOfMemoryError:
     """Return an error with the memory asked for, the memory available, and advice from `plan`. `when` did it happen."""
     layout = layout_here(config)
-    as_run = replace(config, device_train_microbatch_size=size)
-    estimated = estimate_training_memory(as_run, layout)
-    if devices.device_type() == "cuda":
+    as_run, is_cpu = replace(config, device_train_microbatch_size=size), devices.device_type() == "cpu"
+    estimated = estimate_training_memory(as_on_cpu(as_run) if is_cpu else as_run, layout)
+    if not is_cpu:
         used, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
     else:
         used, free = psutil.Process().memory_info().rss, devices.available_memory_bytes()

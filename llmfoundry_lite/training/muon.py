@@ -60,8 +60,7 @@ def build_muon(
         if "blocks" not in name.split(".") or parameter.ndim != 2:
             others.append(parameter)
             continue
-        is_fused = name.endswith("Wqkv.weight")
-        heights = (model.q_dim, model.kv_dim, model.kv_dim) if is_fused else (parameter.size(0),)
+        heights = model.stacked_rows(name) or (parameter.size(0),)
         matrices.append(Matrix(parameter, heights, row_orders.get(name)))
     return Muon(matrices, others, config, group, fused=fused)
 

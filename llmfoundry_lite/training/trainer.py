@@ -143,7 +143,7 @@ class ParallelTrainer(Trainer):
             run_event(Event.AFTER_FORWARD)
             run_event(Event.BEFORE_LOSS)
             if is_pipeline:  # forward and backward passes of all microbatches
-                losses = model.train_on(state.batch, -(-self.device_batch_size // size), size, share)
+                losses = model.train_on(state.batch, size, share)
                 state.loss = losses.sum()
             else:
                 state.loss = model.loss(state.outputs, state.batch)
@@ -272,16 +272,13 @@ class GradientStep:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         if self.sums and not self.agreed:
             self.sums.finish(parameters, self.scale_of_sums)
-        gradients = [local(p.grad) for p in parameters]
-        if self.scaler:
-            torch._foreach_mul_(gradients, 1.0 / self.scaler.scale)
         norm, mean_loss, num_bad_losses, is_out_of_range = self.agreed or self.measure(parameters, loss)
         if self.sums:
             mean_loss = round_to_fp32(mean_loss * self.scale_of_sums)
         metrics = {LOSS: mean_loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
         finite = math.isfinite(norm) and num_bad_losses == 0 and not is_out_of_range
         if finite and self.clipping is not None:
-            clip(gradients, norm, self.clipping)
+            clip([local(p.grad) for p in parameters], norm, self.clipping)
         if self.scaler:
             metrics["loss_scale"] = self.scaler.scale
         # Only the gradient is scaled: a lower scale does not cure a loss that is not finite.
@@ -306,7 +303,10 @@ class GradientStep:
         return self.full_weight / max(self.weight, 1)
 
     def measure(self, parameters: list[torch.nn.Parameter], loss: torch.Tensor) -> Measured:
+        """Unscale the gradient and measure it. Every rank must call it together."""
         model = self.model
+        if self.scaler:
+            torch._foreach_mul_([local(p.grad) for p in parameters], 1.0 / self.scaler.scale)
         if self.sums:
             shared = () if model.has_first_stage else [id(p) for p in model.shared_parameters]
             counted = [p for p in parameters if id(p) not in shared]

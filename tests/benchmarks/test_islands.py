@@ -73,12 +73,21 @@ def test_a_run_without_room_for_the_kill_is_refused(tmp_path):
         islands.run(data=tmp_path, num_batches=39)
 
 
-def test_the_gain_is_that_of_the_formula():
-    pair, rows, num_parameters, megabits = {"A1": 50.0, "B1": 30.0}, 64, 1_000_000, 100
-    exchange_seconds = 8 * 4 * num_parameters / (megabits * 1e6)
-    expected = (rows / 50) / (rows / 80 + exchange_seconds)
-    assert speed.expected_gain(pair, rows, num_parameters, megabits) == pytest.approx(expected)
-    assert speed.expected_gain(pair, rows, num_parameters, None) == pytest.approx(80 / 50)
+@pytest.mark.parametrize(
+    ("way", "megabits", "seconds"),
+    [
+        (speed.WAITS, 100, 0.8 + 0.32),
+        (speed.EARLY, 100, 0.8 + 0.08),
+        (speed.EARLY, 50, 0.8 + 0.64 - 0.4),
+        (speed.EARLY, None, 0.8),
+    ],
+)
+def test_a_link_takes_its_share_of_a_step(way, megabits, seconds):
+    """64 rows take both 0.8 s, 0.4 of these for the backward passes of three blocks of four. 4 MB over 100 Mbit/s take
+    0.32 s, a quarter of it for what no block hides."""
+    report = {"num_parameters": 1_000_000, "num_outside_blocks": 250_000, "num_blocks": 4}
+    found = speed.expected(0.8, report, {"way": way, "megabits": megabits})
+    assert found["step_seconds"] == pytest.approx(seconds)
 
 
 def test_a_link_passes_bytes_on_no_faster_than_its_rate(tmp_path):
@@ -156,12 +165,14 @@ def records_of(batches, **changes):
 def test_a_batch_that_is_missing_or_has_other_data_or_another_loss_is_found():
     worlds = [records_of(range(1, 9)) for _ in range(3)]
     sound = {"a": records_of([*range(1, 6), 4, 5]), "b": records_of(range(4, 9))}
-    assert faults.check(sound, worlds) == {"missing": [], "other_data": [], "bands": 0.0, "deviation": 0.0}
+    none = {"missing": [], "other_data": [], "other_bits": []}
+    assert faults.check(sound, worlds) == {**none, "bands": 0.0, "deviation": 0.0}
     assert faults.check({**sound, "b": records_of(range(7, 9))}, worlds)["missing"] == [6]
     mixed = {**sound, "b": [*records_of(range(4, 8)), *records_of([8], **{"data/digest": "d9"})]}
     assert faults.check(mixed, worlds)["other_data"] == [8]
     other = {**sound, "b": [*records_of(range(4, 8)), *records_of([8], **{"loss/train/total": 4.3})]}
-    assert faults.check(other, worlds)["bands"] > faults.MAX_BANDS
+    found = faults.check(other, worlds)
+    assert found["bands"] > faults.MAX_BANDS and found["other_bits"] == [8]
 
 
 def test_faults_are_told_by_kind(tmp_path):

@@ -60,8 +60,6 @@ def test_frontiers_runs_stand_beside_what_was_published(tmp_path):
     rates = {row["model"]: row for row in report["models"]}
     # The paper counts nominal parameters: 0.308, 2.45 and 14 TB.
     assert [round(row["state_tb"], 2) for row in rates.values()] == [0.31, 2.44, 14.11]
-    for row in rates.values():
-        assert row["difference"] == pytest.approx(row["predicted"] / row["published"] - 1)
     # Strong scaling: each count of devices leaves less of the first one's rate.
     for model in frontier.COUNTS:
         left = [row["left"] for row in report["scaling"] if row["model"] == model]

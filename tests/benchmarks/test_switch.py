@@ -5,9 +5,10 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.switch import switch, tamper
-from benchmarks.switch.band import Series, judge, leave_one_out, measure_band, measure_deviation
+from benchmarks.switch.band import Series, Verdict, judge, leave_one_out, measure_band, measure_deviation, measure_pairs
 from benchmarks.switch.legs import INSTRUCTION_SETS, Cluster, Leg, Workshop, probe
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
@@ -39,7 +40,7 @@ def series(losses, digest="d", validation=None):
     )
 
 
-@pytest.mark.parametrize("num_runs", [3, 4, 6])
+@pytest.mark.parametrize("num_runs", [3, 4, 6, 8])
 def test_one_more_run_of_the_same_kind_is_inside_the_band_of_the_others(num_runs):
     found = []
     for seed in range(200):
@@ -86,6 +87,77 @@ def test_the_formulas_are_those_of_the_docstring():
     assert len(leave_one_out([series(losses) for losses in walks(3)])) == 3
 
 
+def report_of(controls, **more):
+    """Sound runs beside three that span a band, and the controls' runs."""
+    alone = [dataclasses.asdict(series(losses)) for losses in walks(3)]
+    switching = untouched = dataclasses.asdict(series(walks(3).mean(0)))
+    return {
+        "exact_sums": False,
+        "uninterrupted": dict(zip(("A", "B", "A+1"), alone, strict=True)),
+        switch.SWITCHING: switching,
+        "controls": {switch.UNTOUCHED: untouched} | controls,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "other_tensors", "words", "passes"),
+    [
+        (
+            switch.ROUNDED,
+            [switch.ROUNDED],
+            "not told apart by the loss; caught by the digest of the checkpoint's",
+            True,
+        ),
+        (switch.ROUNDED, [], "not told apart by the loss", False),
+        ("moments", ["moments"], "not told apart by the loss", False),
+        (switch.ROUNDED, [switch.ROUNDED, switch.UNTOUCHED], "not told apart by the loss; caught by the digest", False),
+    ],
+)
+def test_a_control_that_the_loss_misses_is_named_and_fails_unless_its_checkpoint_tells(
+    name, other_tensors, words, passes
+):
+    missed = dataclasses.asdict(series(walks(3)[:2].mean(0)))
+    report = report_of({name: missed}, other_tensors=other_tensors)
+    switch.evaluate(report)
+    assert report["passed"] == passes
+    rows = {row["name"]: row["words"] for row in switch.rows_of_verdicts(report, {n: n for n in report["verdicts"]})}
+    assert rows[name].startswith(words)
+    assert rows[switch.SWITCHING] == rows[switch.UNTOUCHED] == "the same run"
+
+
+def test_a_control_that_the_loss_tells_apart_needs_no_other_record():
+    report = report_of({switch.ROUNDED: dataclasses.asdict(series(walks(1)[0] + 0.1))}, other_tensors=[switch.ROUNDED])
+    switch.evaluate(report)
+    assert report["passed"]
+    assert Verdict(**report["verdicts"][switch.ROUNDED]).words == "caught by loss, batch 1"
+
+
+def test_pairs_of_one_cluster_are_kept_apart_from_those_of_unlike_ones():
+    runs = {name: {"losses": [6.0 + offset] * 4} for name, offset in (("A", 0), ("B", 1), ("A+1", 3))}
+    alike, unlike = measure_pairs(runs)
+    assert alike == [3] and sorted(unlike) == [1, 2]
+
+
+def test_the_effect_of_the_release_stands_apart_from_that_of_the_precision():
+    offsets = {"ours": 3, "ours-fp32": 0, "fp32": 0.5, "ours-full": 7}
+    report = {
+        "torch": "2.13.0",
+        "clusters": [{"letter": "A", "torch": "2.13.0"}, {"letter": "D", "torch": "2.11.0+cu130"}],
+        "changed": {name: {"losses": [6.0 + offset] * 4} for name, offset in offsets.items()},
+        "uninterrupted": {"D": {"losses": [6.0 + 5] * 4}},
+        "band": [2.0] * 4,
+    }
+    rows = [(row[1], row[2:]) for row in switch.table_of_changes(report).rows]
+    assert rows == [
+        ("fp32 of torch 2.13.0 and 2.11.0", ["5.0e-01", "0.25"]),
+        ("bf16 of torch 2.13.0 and 2.11.0", ["2.0e+00", "1.00"]),
+        ("fp32 and bf16 of torch 2.13.0", ["3.0e+00", "1.50"]),
+        ("fp32 and bf16 of torch 2.11.0", ["4.5e+00", "2.25"]),
+        ("DEFAULT and FULL in bf16 of torch 2.13.0", ["4.0e+00", "2.00"]),
+    ]
+
+
 @pytest.mark.parametrize("unlike", [switch.SWITCHING, switch.UNTOUCHED, "B", None])
 def test_with_exact_sums_every_bit_must_be_the_same(unlike):
     curve = walks(1)[0].astype(np.float32).astype(float)
@@ -104,6 +176,36 @@ def test_with_exact_sums_every_bit_must_be_the_same(unlike):
 
 
 # Sabotage -----------------------------------------------------------------------------------------------------------
+
+
+def nudged(seed):
+    generator = torch.Generator().manual_seed(0)
+    tied = torch.randn(100, 30, generator=generator)
+    tied[0] = 0
+    moments = torch.ones(4)
+    content = tamper.Content({"model/a": tied.clone(), "optim/a/exp_avg": moments.clone()}, {}, {})
+    content.tensors["model/b"] = content.tensors["model/a"]
+    tamper.nudge(seed)(content)
+    assert torch.equal(content.tensors["optim/a/exp_avg"], moments)
+    return tied, content.tensors["model/a"]
+
+
+def test_a_seed_of_rounding_moves_weights_by_one_fp32_number_at_most():
+    before, after = nudged(1)
+    down, up = (torch.nextafter(before, torch.tensor(towards)) for towards in (-np.inf, np.inf))
+    shares = [(after == there).float().mean() for there in (down, before, up)]
+    assert sum(shares) == 1
+    assert all(0.3 < share < 0.37 for share in shares)
+    assert torch.equal(nudged(1)[1], after) and not torch.equal(nudged(2)[1], after)
+
+
+def test_weights_rounded_to_bf16_compute_the_same_products_and_lose_the_rest():
+    weights = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    content = tamper.Content({"model/a": weights.clone(), "optim/a/exp_avg": weights.clone()}, {}, {})
+    tamper.round_weights(content)
+    assert torch.equal(content.tensors["model/a"].bfloat16(), weights.bfloat16())
+    assert not torch.equal(content.tensors["model/a"], weights)
+    assert torch.equal(content.tensors["optim/a/exp_avg"], weights)
 
 
 @pytest.fixture(scope="module")

@@ -141,6 +141,17 @@ class FloatWire(Callback):
         summing.pack_sums = lambda values, bits: whole(values.astype("float32").astype("float64"), bits)
 
 
+class LargeScale(Callback):
+    """The loss scale is so large at first that gradients overflow."""
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def fit_start(self, state, logger):
+        checkpointing = next(one for one in state.callbacks if hasattr(one, "gradient_step"))
+        checkpointing.gradient_step.scaler.scale = self.scale
+
+
 class Dump(Callback):
     """After each batch, and after its outer step if it has one, write the weights of an island of one rank."""
 

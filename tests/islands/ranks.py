@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from llmfoundry_lite.islands.boxes import Box, share_out
+from llmfoundry_lite.islands.boxes import Box, rows_of, share_out
 from llmfoundry_lite.islands.exchange import Exchange, Ranks
 from llmfoundry_lite.islands.summing import Plan, Summing
 
@@ -19,19 +19,18 @@ BOXES = {"a": SHARDED, "b": [WHOLE], "c": [WHOLE, WHOLE]}
 
 
 class Rank:
-    def __init__(self, island, rank, host="127.0.0.1", boxes=BOXES):
-        self.island, self.rank, self.boxes = island, rank, boxes
+    def __init__(self, island, rank, host="127.0.0.1", boxes=BOXES, divide=share_out):
+        self.island, self.rank, self.boxes, self.divide = island, rank, boxes, divide
         self.exchange = Exchange(island, rank, host, SECRET)
-        self.pieces = share_out(boxes[island])[rank]
+        self.pieces = divide(boxes[island])[rank]
 
     def meet(self, epoch, ranks, shares=()):
         others = {}
         for name in sorted({other.island for other in ranks} - {self.island}):
             addresses = [other.exchange.address for other in ranks if other.island == name]
-            others[name] = Ranks(addresses, share_out(self.boxes[name]))
+            others[name] = Ranks(addresses, self.divide(self.boxes[name]))
         self.exchange.meet(epoch, self.pieces, others)
-        num_rows = {name: box.lengths[0] for name, box in WHOLE.items()}
-        self.plan = Plan.of(self.island, self.pieces, self.exchange.cuts, num_rows, dict(shares))
+        self.plan = Plan.of(self.island, self.pieces, self.exchange.cuts, rows_of([WHOLE]), dict(shares))
 
     def cut(self, tensors):
         return {name: tensors[name][piece.within(WHOLE[name])] for name, piece in self.pieces.items()}
@@ -46,8 +45,8 @@ class Rank:
         return summing
 
 
-def make_ranks(boxes=BOXES):
-    return [Rank(island, rank, boxes=boxes) for island in boxes for rank in range(len(boxes[island]))]
+def make_ranks(boxes=BOXES, **options):
+    return [Rank(island, rank, boxes=boxes, **options) for island in boxes for rank in range(len(boxes[island]))]
 
 
 def at_once(function, ranks):

@@ -313,11 +313,6 @@ def test_weights_that_have_drifted_are_found_and_replaced(tmp_path, data, alone)
 def test_what_an_island_cannot_do_is_refused_before_anything_starts(tmp_path, data):
     with coordination(tmp_path) as running:
         for changes, words in (
-            (
-                {"device_train_microbatch_size": "auto"},
-                "device_train_microbatch_size: auto given; an island's rows change, so say how many samples it has",
-            ),
-            ({"optimizer": {"name": "muon", "lr": 1e-3}}, "islands: an island does not go with optimizer.name: muon"),
             ({"save_folder": None}, "save_folder: missing; islands take turns to save"),
             ({"env": {"LLMFOUNDRY_LITE_ISLANDS_TOKEN": ""}}, "LLMFOUNDRY_LITE_ISLANDS_TOKEN: not set"),
             (
@@ -341,7 +336,7 @@ def test_where_those_left_cannot_divide_the_batch_one_carries_on_and_the_other_l
     left, carried_on = (first, second) if 75 in first.exit_codes else (second, first)
     carried_on.check()
     assert set(left.exit_codes) == {75}
-    assert "6 rows are no sum of multiples of the islands' ranks (a 2, b 3)" in left.output
+    assert "6 rows are no sum of multiples of the islands' data ranks (a 2, b 3)" in left.output
     assert "the other islands carry on; run the same command again" in left.output
     name = "b" if left is first else "a"
     assert values(metrics(tmp_path, name), "batch") == list(range(1, 11))

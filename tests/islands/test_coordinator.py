@@ -34,7 +34,8 @@ class Play:
         return number
 
     def hello(self, name, **facts):
-        return {"kind": "hello", **HELLO, "island": name, "boxes": {}, "rows": self.rows, **facts}
+        own = {"island": name, "boxes": {}, "rows": self.rows, "data_ranks": facts.get("size", 1)}
+        return {"kind": "hello", **HELLO, **own, **facts}
 
     def number(self, name, rank=0):
         return max(n for n, (other, _, r) in self.numbers.items() if (other, r) == (name, rank))
@@ -336,6 +337,10 @@ def test_three_islands_own_the_sum_by_the_rates_of_their_links_and_two_swap():
     assert play.coordinator.epoch == epoch, "not for a small gain"
     play.lose("c")
     assert play.last("a")["shares"] == {}
+    play.lose("b")
+    for _ in range(3 * BATCHES_BETWEEN_MOVES):
+        play.prepare("a", link=0)
+    assert play.coordinator.epoch == epoch + 2, "alone, nothing moves"
 
 
 @pytest.mark.parametrize(
@@ -352,18 +357,40 @@ def test_islands_of_two_runs_are_refused(play, facts, reason):
     assert play.coordinator.members == ["a", "b"]
 
 
+def come_as_stages(play, name, second):
+    """Of 6 elements the first stage has the embedding, and the second that too and a block."""
+    embedding = {"wte": [[0, 0], [3, 2]]}
+    for rank, boxes in enumerate((embedding, {**embedding, "0": [[0], [second]]})):
+        play.come(name, 2, ranks=[rank], boxes=boxes, data_ranks=1)
+
+
+def test_stages_hold_unlike_tensors_and_count_as_one_data_rank():
+    play = Play()
+    play.come("a", boxes={"wte": [[0, 0], [3, 2]], "0": [[0], [4]]})
+    come_as_stages(play, "b", second=4)
+    assert play.coordinator.members == ["a", "b"]
+    assert play.last("b", 1)["lanes"] == {"a": [0, 4], "b": [4, 8]}
+
+
+def test_stages_that_lack_a_part_of_a_tensor_are_refused():
+    play = Play()
+    play.come("a", boxes={"wte": [[0, 0], [3, 2]], "0": [[0], [4]]})
+    come_as_stages(play, "b", second=3)
+    assert play.last("b")["reason"] == "b and a differ in their parameters; islands train one run"
+
+
 def test_a_batch_that_no_multiples_make_up_is_refused():
     play = Play(rows=12)
     play.come("a", 4)
     play.come("b", 6)
     assert play.last("a")["kind"] == play.last("b")["kind"] == "refused"
-    assert "12 rows are no sum of multiples of the islands' ranks (a 4, b 6)" in play.last("a")["reason"]
+    assert "12 rows are no sum of multiples of the islands' data ranks (a 4, b 6)" in play.last("a")["reason"]
 
 
 def test_an_island_whose_ranks_do_not_divide_the_batch_is_refused_alone():
     play = Play(rows=12)
     play.come("a", 5)
-    assert "12 rows are no sum of multiples of the islands' ranks (a 5)" in play.last("a")["reason"]
+    assert "12 rows are no sum of multiples of the islands' data ranks (a 5)" in play.last("a")["reason"]
     play.come("b", 4)
     play.come("c", 2)
     assert play.coordinator.members == ["b", "c"]
@@ -394,7 +421,7 @@ def test_where_those_left_cannot_divide_the_batch_the_fastest_that_can_carry_on(
             play.prepare(name, leaving=name == "c")
     assert play.coordinator.members == ["b"] and play.coordinator.lanes == {"b": range(12)}
     evicted = [message for message in play.received["a", 3] if message["kind"] == "evicted"]
-    assert "12 rows are no sum of multiples of the islands' ranks (a 4, b 6)" in evicted[0]["reason"]
+    assert "12 rows are no sum of multiples of the islands' data ranks (a 4, b 6)" in evicted[0]["reason"]
     before = play.coordinator.batch
     play.batch()
     assert play.coordinator.batch == before + 1

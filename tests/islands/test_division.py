@@ -18,6 +18,10 @@ def test_shares_are_multiples_of_the_ranks_and_full_microbatches_where_they_can_
     assert rows(10, a=(4, 1, 1.0), b=(1, 1, 1.0)) == {"a": 4, "b": 6}
 
 
+def test_where_one_microbatch_holds_all_rows_they_follow_the_rates_too():
+    assert rows(8, a=(1, 8, 3.0), b=(1, 8, 1.0)) == {"a": 6, "b": 2}
+
+
 def test_every_island_has_rows():
     assert rows(8, a=(1, 1, 1000.0), b=(2, 1, 0.001)) == {"a": 6, "b": 2}
 
@@ -37,5 +41,5 @@ def test_the_lanes_are_all_of_the_batch_in_order_of_names():
 
 
 def test_no_division_is_an_error_that_names_the_ranks():
-    with pytest.raises(ConfigError, match=r"8 rows are no sum of multiples of the islands' ranks \(a 3, b 3\)"):
+    with pytest.raises(ConfigError, match=r"8 rows are no sum of multiples of the islands' data ranks \(a 3, b 3\)"):
         rows(8, a=(3, 1, 1.0), b=(3, 1, 1.0))

@@ -6,7 +6,7 @@ import torch
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
-from tests.islands.world import coordination, island, islands, metrics
+from tests.islands.world import coordination, island, islands, metrics, train_with_a_death
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -41,33 +41,10 @@ def train_alone(folder, data, changes):
     return bits(read_metrics(alone)), weights(alone / "checkpoints" / f"ba{changes['max_duration'][:-2]}")
 
 
-def train_with_a_death(folder, data, num_ranks_of_b, killed_at, changes):
-    """b dies in a batch with half its gradient sent, and has come back four batches later."""
-    gate = folder / "b is back"
-    hold = {"python:tests.islands.faults:Hold": {"batch": killed_at + 3, "until": str(gate)}}
-    kill = {"python:tests.islands.faults:Signal": {"batch": killed_at, "where": "exchange"}}
-    changes = changes | {"islands": {"check_weights_every": 1}}
-    with coordination(folder) as running:
-
-        def twice():
-            first = island(folder, data, running, "b", num_ranks_of_b, callbacks=kill, **changes)
-            assert -9 in first.exit_codes, first.output
-            return island(folder, data, running, "b", num_ranks_of_b, autoresume=True, **changes)
-
-        def open_gate():
-            running.wait_for("b is here", times=2)
-            gate.touch()
-
-        a, back, _ = islands(folder, data, running, twice, open_gate, a=(1, changes | {"callbacks": hold}))
-        assert f"batch {killed_at} is repeated: without b" in running.lines
-    for launch in (a, back):
-        launch.check()
-
-
-def check_is_one_world(folder, data, num_ranks_of_b, num_batches, killed_at, **more):
+def check_is_one_world(folder, data, a, b, num_batches, killed_at, **more):
     changes = settings(num_batches, **more)
     recorded, trained = train_alone(folder, data, changes)
-    train_with_a_death(folder, data, num_ranks_of_b, killed_at, changes)
+    train_with_a_death(folder, data, killed_at, a=(a[0], changes | a[1]), b=(b[0], changes | b[1]))
     assert bits(metrics(folder, "a")) == recorded
     back = bits(metrics(folder, "b"))
     assert back == {batch: recorded[batch] for batch in back} and num_batches in back
@@ -75,19 +52,34 @@ def check_is_one_world(folder, data, num_ranks_of_b, num_batches, killed_at, **m
     saved = weights(folder / "saves" / f"ba{num_batches}")
     assert saved.keys() == trained.keys()
     assert [name for name, tensor in saved.items() if not torch.equal(tensor, trained[name])] == []
+    return changes, recorded
 
 
-@pytest.mark.parametrize(("num_ranks_of_b", "sharding"), [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "NO_SHARD")])
-def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, num_ranks_of_b, sharding):
-    changes = {"fsdp_config__sharding_strategy": sharding}
-    check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=9, killed_at=3, **changes)
+ONE, SHARDS = (1, {}), (2, {})
+STAGES = (2, {"pp_config": {"pipeline_parallel_degree": 2}})
+COPIES = (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}})
+UNSHARDED = (2, {"fsdp_config": {"sharding_strategy": "NO_SHARD"}})
+
+
+@pytest.mark.parametrize(("a", "b"), [(ONE, ONE), (SHARDS, UNSHARDED), (COPIES, STAGES)])
+def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, a, b):
+    check_is_one_world(tmp_path, padded, a, b, num_batches=9, killed_at=3)
+
+
+def test_one_rank_carries_on_from_a_save_of_stages_with_the_same_bits(tmp_path, padded):
+    """An island of shards has died and come back meanwhile."""
+    every = {"save_interval": "4ba"}
+    changes, recorded = check_is_one_world(tmp_path, padded, STAGES, SHARDS, num_batches=9, killed_at=3, **every)
+    config = tiny_config(padded, run_name="restored", load_path=str(tmp_path / "saves/ba8"), **changes)
+    train([write_config(tmp_path / "restored.yaml", config)], tmp_path, 1).check()
+    assert bits(read_metrics(tmp_path / "runs/restored"))[9] == recorded[9]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-@pytest.mark.parametrize("num_ranks_of_b", [1, 2])
-def test_fifty_batches_are_those_of_one_world(tmp_path, padded, num_ranks_of_b, precision):
-    check_is_one_world(tmp_path, padded, num_ranks_of_b, num_batches=50, killed_at=20, precision=precision)
+@pytest.mark.parametrize(("a", "b"), [(ONE, ONE), (ONE, SHARDS), (STAGES, SHARDS)])
+def test_fifty_batches_are_those_of_one_world(tmp_path, padded, a, b, precision):
+    check_is_one_world(tmp_path, padded, a, b, num_batches=50, killed_at=20, precision=precision)
 
 
 def test_three_islands_that_own_parts_of_the_sum_train_the_bits_of_one_world(tmp_path, padded):

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
 
+from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.state_digest import sum_keyed
-from llmfoundry_lite.islands.boxes import Box, complete, share_out
-from tests.helpers.devices import offloaded
+from llmfoundry_lite.islands.boxes import Box, Redistribution, share_out
 from tests.islands.ranks import BOXES, SHARDED, WHOLE, Rank, at_once, gradients
 
 
@@ -81,8 +80,12 @@ def test_noise_from_strangers_changes_nothing(ranks):
 
 def test_copies_of_an_offloaded_parameter_are_completed_on_their_devices(monkeypatch):
     """NCCL takes nothing that lies on a host."""
-    devices = []
-    monkeypatch.setattr(dist, "all_reduce", lambda flat, group: devices.append(flat.device.type))
-    with offloaded((7, 3), Replicate()) as parameter:
-        complete({"w": parameter}, {"w": parameter.to_local()}, {"w": Box((0, 0), (4, 3))}, {"w": WHOLE["blocks.0.w"]})
-    assert devices == ["cuda"]
+    sent = []
+    monkeypatch.setattr(devices, "device_type", lambda: "meta")
+    monkeypatch.setattr(dist, "all_to_all_single", lambda received, flat, *_: sent.append((flat.device, len(flat))))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda place, values: place)  # nothing comes back from there
+    whole = [{"w": WHOLE["blocks.0.w"]}] * 2
+    pieces = share_out(whole)
+    part = {"w": torch.zeros(3, 3)}
+    Redistribution(pieces, whole, rank=0).apply(part, {"w": torch.zeros(7, 3)}, torch.float32)
+    assert sent == [(torch.device("meta"), 9)]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from llmfoundry_lite.islands.owners import PARTS, bands, busy_seconds, divide_sum, sent_gradients
+from llmfoundry_lite.islands.owners import PARTS, busy_seconds, divide_rows, divide_sum, sent_gradients
 
 STEP = 4
 
@@ -46,6 +46,6 @@ def test_two_islands_swap():
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 64, 50368])
 def test_every_row_has_one_owner(num_rows):
-    found = bands(num_rows, {"a": 21, "b": 0, "c": 43})
-    assert [row for rows in found.values() for row in rows] == list(range(num_rows))
+    found = divide_rows(range(3, 3 + num_rows), {"a": 21, "b": 0, "c": 43})
+    assert [row for rows in found.values() for row in rows] == list(range(3, 3 + num_rows))
     assert len(found["b"]) == 0

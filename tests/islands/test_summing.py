@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.islands import summing as module
-from llmfoundry_lite.islands.owners import PARTS, bands
+from llmfoundry_lite.islands.owners import PARTS, divide_rows
 from llmfoundry_lite.islands.packing import pack_sums
 from llmfoundry_lite.islands.summing import Plan, divide_into_buckets
 from tests.islands.ranks import WHOLE, at_once, gradients, make_ranks
@@ -68,7 +68,7 @@ def test_islands_send_what_the_formula_says(num_islands, is_exact):
         rank.exchange.close()
     count = sum(box.size for box in WHOLE.values())
     for name in islands:
-        rows = {key: bands(box.lengths[0], shares).get(name, range(0)) for key, box in WHOLE.items()}
+        rows = {key: divide_rows(range(box.lengths[0]), shares).get(name, range(0)) for key, box in WHOLE.items()}
         owned = sum(len(some) * (WHOLE[key].size // WHOLE[key].lengths[0]) for key, some in rows.items())
         sent = count - owned + (num_islands - 1) * owned if shares else (num_islands - 1) * count
         if not is_exact:
@@ -97,6 +97,22 @@ def test_a_bucket_leaves_when_its_last_gradient_is_there_and_before_the_others(r
     assert added.wait(10), "before any rank waits"
     at_once(lambda one: one[0].wait(one[1].cut(whole)), list(zip((first, *others), ranks[2:], strict=True)))
     assert first.sums.keys() == WHOLE.keys()
+
+
+@pytest.mark.parametrize("shares", [{}, {"a": 30, "b": 30, "p": 4}])
+def test_ranks_that_hold_some_tensors_alone_as_stages_of_a_pipeline_do_exchange_those(shares):
+    stages = [{"blocks.0.w": WHOLE["blocks.0.w"], "b": WHOLE["b"]}, {"blocks.1.w": WHOLE["blocks.1.w"]}]
+    ranks = make_ranks(
+        {"a": [WHOLE], "b": [WHOLE], "p": stages} if shares else {"a": [WHOLE], "p": stages}, divide=list
+    )
+
+    def work(rank):
+        rank.meet(1, ranks, shares)
+        return rank.sum(rank.cut(gradients(1))).sums
+
+    for rank, sums in zip(ranks, at_once(work, ranks), strict=True):
+        torch.testing.assert_close(sums, rank.cut(gradients(1)))
+        rank.exchange.close()
 
 
 def test_a_gradient_that_changes_after_it_was_sent_is_an_error(ranks):

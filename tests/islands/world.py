@@ -23,7 +23,7 @@ from tests.helpers.tiny import read_metrics, tiny_config, write_config
 SECRET = "a-secret-of-this-test"
 HELLO = {"island": "a", "launch": "1", "rank": 0, "size": 1, "address": ["127.0.0.1", 1], "boxes": {"w": [[0], [2]]}}
 HELLO |= {"fingerprints": {"seed": "17"}, "machine": {}, "batch": 0, "rows": 8, "microbatch": 1, "weight": 1.0}
-HELLO |= {"unit": 1}
+HELLO |= {"unit": 1, "data_ranks": 1}
 PREPARED = {"kind": "prepared", "epoch": 1, "batch": 0, "ok": True, "leaving": False, "bad": 0, "seconds": 1.0}
 PREPARED |= {"weight": 8, "samples": 8, "tokens": 8, "losses": 8, "digest": 1, "loss": 1.0, "norm": 1.0, "weights": ""}
 PREPARED |= {"out_of_range": False, "link": 0, "steps": 1}
@@ -174,6 +174,31 @@ def islands(folder: Path, data: Path, running: Any, *others: Any, **ranks: Any) 
         num_ranks, changes = given if isinstance(given, tuple) else (given, {})
         launches.append(partial(island, folder, data, running, name, num_ranks, **changes))
     return together(*launches, *others)
+
+
+def train_with_a_death(folder: Path, data: Path, killed_at: int, a: Any, b: Any) -> None:
+    """Two islands, (ranks, changes) of each. b dies in a batch with half its gradient sent, and comes back four batches
+    later."""
+    gate = folder / "b is back"
+    hold = {"python:tests.islands.faults:Hold": {"batch": killed_at + 3, "until": str(gate)}}
+    kill = {"python:tests.islands.faults:Signal": {"batch": killed_at, "where": "exchange"}}
+    checks = {"islands": {"check_weights_every": 1}}
+    num_ranks_of_b, of_b = b[0], b[1] | checks
+    with coordination(folder) as running:
+
+        def twice() -> Launch:
+            first = island(folder, data, running, "b", num_ranks_of_b, callbacks=kill, **of_b)
+            assert -9 in first.exit_codes, first.output
+            return island(folder, data, running, "b", num_ranks_of_b, autoresume=True, **of_b)
+
+        def open_gate() -> None:
+            running.wait_for("b is here", times=2)
+            gate.touch()
+
+        launches = islands(folder, data, running, twice, open_gate, a=(a[0], a[1] | checks | {"callbacks": hold}))
+        assert f"batch {killed_at} is repeated: without b" in running.lines
+    for launch in launches[:2]:
+        launch.check()
 
 
 def metrics_path(folder: Path, name: str) -> Path:

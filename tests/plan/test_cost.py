@@ -1,12 +1,11 @@
 """Saves, failures, budgets and second clusters, beside formulas and published figures."""
 
-import math
 import random
 
 import pytest
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.plan.cost import STATE_BYTES, compute_optimal, cost_of, join_clusters, lost_share
+from llmfoundry_lite.plan.cost import compute_optimal, cost_of, lost_share
 from llmfoundry_lite.plan.network import find_node
 
 
@@ -14,8 +13,8 @@ def test_the_interval_loses_least():
     for save, between in ((0.5, 3600.0), (30.0, 7200.0), (300.0, 3600.0)):
         every = suggest_save_interval(save, between)
         least = lost_share(every, save, between, 300)
-        tried = [lost_share(every * factor, save, between, 300) for factor in (0.5, 0.8, 1.25, 2.0)]
-        assert all(least <= other + 1e-3 for other in tried)
+        tried = [lost_share(every * factor, save, between, 300) for factor in (0.5, 0.9, 1.1, 2.0)]
+        assert all(least < other for other in tried)
     assert suggest_save_interval(1.0, 1e12) > 1e6 and lost_share(1e6, 1.0, 1e12, 300) < 1e-5
     assert suggest_save_interval(10.0, 4.0) == 4.0
 
@@ -38,13 +37,6 @@ def test_the_lost_share_is_what_a_simulated_run_loses():
     assert 1 - trained / clock == pytest.approx(lost_share(every, save, between, restart), abs=0.01)
 
 
-def test_frontiers_memory_table():
-    """arXiv 2312.12705, from nominal counts, 14 bytes a parameter."""
-    published = {22e9: 0.308e12, 175e9: 2.45e12, 1e12: 14e12}
-    for num_parameters, num_bytes in published.items():
-        assert num_parameters * STATE_BYTES["published"] == pytest.approx(num_bytes, rel=1e-12)
-
-
 def test_a_budget_is_spent_as_hoffmann_says():
     """Chinchilla: 70 billion parameters, 1.4 trillion tokens, 5.88e23 FLOPs."""
     num_parameters, num_tokens = compute_optimal(6 * 70e9 * 1.4e12)
@@ -59,17 +51,3 @@ def test_days_energy_and_money():
     assert cost.energy_kwh == pytest.approx(cost.device_hours * 10.2 / 8)
     assert cost.hours_between_failures == 50
     assert 0 < cost.lost_share < 0.02
-
-
-def test_a_second_cluster_pays_above_the_link_that_is_said():
-    def joined(link, second=5e5, every=1):
-        batch = {"batch_tokens": 4_000_000, "gradient_bytes": 14e9, "steps_between_exchanges": every}
-        return join_clusters(1e6, second, link_bytes_per_second=link, **batch)
-
-    least = joined(1e9).least_bytes_per_second
-    assert joined(least).gain == pytest.approx(1)
-    assert joined(2 * least).gain > 1 > joined(least / 2).gain
-    assert joined(1e18).tokens_per_second == pytest.approx(1.5e6)
-    rare = joined(least, every=100)
-    assert rare.gain > 1.4 and rare.least_bytes_per_second == pytest.approx(least / 100)
-    assert math.isinf(joined(1e9, second=0.0).least_bytes_per_second)

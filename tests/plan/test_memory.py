@@ -10,6 +10,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.config.schema import OptimizerConfig
 from llmfoundry_lite.hardware import MIB
+from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.plan.memory import estimate_training_memory
@@ -125,7 +126,7 @@ def test_published_activation_formula():
 
 
 RECOMPUTED = {"activation_checkpointing": True, "microbatch_size": 16}
-ALIBI = replace(SEVEN_BILLION, attn_config=AttentionConfig(alibi=True))
+ALIBI = replace(SEVEN_BILLION, attn_config=AttentionConfig(alibi=True, attn_impl="sdpa"))
 OPTIONS = {"seq_len": 512, "microbatch_size": 4, "layout": Layout(shard=4)}
 
 
@@ -159,6 +160,30 @@ def total(model: ModelConfig = SEVEN_BILLION, **options) -> int:
 )
 def test_what_should_cost_more_does(less, more):
     assert total(**less) < total(**more)
+
+
+@pytest.mark.parametrize(
+    ("options", "makes_bias"),
+    [
+        ({}, False),
+        ({"attn_impl": "flash"}, False),
+        ({"attn_impl": "flex"}, False),
+        ({"attn_impl": "sdpa"}, True),
+        ({"attn_impl": "torch"}, True),
+        ({"attn_pdrop": 0.1}, True),
+        ({"head_dim": 8}, True),
+    ],
+)
+@pytest.mark.parametrize("mask", [{"alibi": True}, {"sliding_window_size": 9}, {"attn_uses_sequence_id": True}])
+def test_a_bias_is_counted_where_a_gpu_makes_one(options, mask, makes_bias):
+    """The same choice as `choose_implementation`'s, for all but plain attention."""
+    config = replace(SMALL, learned_pos_emb=False, attn_config=AttentionConfig(**options))
+    masked = replace(config, attn_config=replace(config.attn_config, **mask))
+    more = total(masked, seq_len=4096) - total(config, seq_len=4096)
+    hidden_bytes = 4 * 4096 * config.q_dim * 2
+    assert more >= 4096 * 4096 * 2 if makes_bias else more <= 2 * hidden_bytes
+    chosen, _ = choose_implementation(masked, "cuda", torch.bfloat16)
+    assert (chosen == "sdpa") == makes_bias
 
 
 def test_sharding_divides_what_it_shares_and_nothing_else():
@@ -195,13 +220,13 @@ def measure_saved_bytes(config: ModelConfig, dtype: torch.dtype, *, autocast: bo
 
 KINDS = {
     "learned": SMALL,
-    "alibi": replace(SMALL, no_bias=True, attn_config=AttentionConfig(alibi=True)),
+    "alibi": replace(SMALL, no_bias=True, attn_config=AttentionConfig(alibi=True, attn_impl="sdpa")),
     "clip-qkv": replace(SMALL, attn_config=AttentionConfig(clip_qkv=3.0)),
     "qk-ln": replace(SMALL, attn_config=AttentionConfig(qk_ln=True)),
     "layernorm": replace(SMALL, norm_type="layernorm", expansion_ratio=3),
     "grouped": replace(SMALL, attn_config=AttentionConfig(attn_type="multiquery_attention")),
     "rope": replace(SMALL, attn_config=AttentionConfig(rope=True)),
-    "window": replace(SMALL, attn_config=AttentionConfig(sliding_window_size=7)),
+    "window": replace(SMALL, attn_config=AttentionConfig(sliding_window_size=7, attn_impl="sdpa")),
     "wide-heads": replace(SMALL, attn_config=AttentionConfig(head_dim=64)),
     "gated": replace(SMALL, ffn_config=FFNConfig(ffn_type="mptglu")),
     "untied": replace(SMALL, tie_word_embeddings=False, embedding_fraction=0.5),

@@ -332,7 +332,10 @@ def test_65536_tokens_with_alibi_and_documents_take_no_bias(server, overlay, dev
         arguments, ACCELERATORS[device], num_devices=8, per_node=8, rank=0, counts_operations=True
     )
     assert outcome.exit_code == EXIT_DONE, outcome.said
+    config = load_train_config(arguments).config
+    estimated_bytes = estimate_training_memory(config, layout_of(config, 8, 8), ACCELERATORS[device]).total_bytes
     assert outcome.found["allocated_bytes"] < 8 * GIB
+    assert 1 <= estimated_bytes / outcome.found["allocated_bytes"] <= {"heads": 1.05, "gather": 1.2}[kind]
     assert outcome.found["compiled"]["attention"] == ["FlexAttention"]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.training import in_context, islands
 
@@ -40,8 +41,7 @@ def test_an_islands_batches_are_pinned_like_any_run_s(monkeypatch):
     island.__dict__.update(
         view=SimpleNamespace(lanes={"a": range(4)}),
         name="a",
-        rank=0,
-        num_ranks=1,
+        agreement=SimpleNamespace(ranks=DataRanks(rank=0, size=1, speaks=True)),
         dataset=SimpleNamespace(global_batch_size=4, continue_with=lambda *_: None),
         loader=LoaderConfig(num_workers=2, timeout=30.0),
     )

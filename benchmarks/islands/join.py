@@ -1,0 +1,73 @@
+"""Which way two clusters train one run over a link, predicted: exact, with overlap, or local steps.
+
+python -m benchmarks join --out docs/measurements
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
+from llmfoundry_lite.plan.join import EVERY, EXACT, LOST, OVERLAP, Pair, in_gigabits, join, name_way
+from llmfoundry_lite.plan.plan import hardware_named, make_plan
+from llmfoundry_lite.report.tables import Table
+
+FIRST, SECOND = "a100-80gb", "mi250"
+CASES = (("mpt-1b", 8), ("mpt-1b", 64), ("mpt-7b", 8), ("mpt-7b", 64), ("mpt-70b", 64), ("mpt-70b", 512))
+"""A run, and devices of each cluster."""
+GIGABITS = (1, 10, 100)
+FORMATS = {"fp32": 4, "bf16": 2, "int8": 1}
+LOCAL = EVERY[2]
+HOW = (
+    "The run's own batch on a cluster of A100-80GB and one of as many halves of MI250 cards, divided by their speed. "
+    "Nothing of this has been measured: rates are those of [`plan`](../plan.md), formulas those of `plan/join.py`. "
+    "Rates are multiples of the faster cluster alone; `both` is their sum, without any link. Local steps exchange fp32 "
+    "every so many batches as hide it. They are another algorithm ([islands](../islands.md)): at equal tokens the loss "
+    "is another, which nothing here predicts."
+)
+NEEDS = (
+    "The slowest link, in each direction, from which on a way is faster than the faster cluster alone, and from which "
+    f"on it loses less than {LOST:.0%} of both. Local steps are every {LOCAL} batches here. `plan --join` names them "
+    "below the link from which on exact sums with overlap lose less than that."
+)
+
+
+def run(*, out: Path | None = None) -> dict[str, Any]:
+    """Plan every case on every link, print both tables; join.md and join.json go to `out`."""
+    pairs = {case: plan_pair(*case) for case in CASES}
+    report = describe_conditions() | {"pairs": [[*case, pair.rates] for case, pair in pairs.items()]}
+    parts = HOW, table_of_answers(pairs), NEEDS, table_of_links(pairs)
+    heading, command = "Two clusters and a link, predicted", "python -m benchmarks join"
+    tell(report, *parts, name="join", heading=heading, command=command, out=out)
+    return report
+
+
+def plan_pair(model: str, num_devices: int) -> Pair:
+    plans = [make_plan([model], hardware_named(name), num_devices) for name in (FIRST, SECOND)]
+    return join(*plans)
+
+
+def table_of_answers(pairs: dict[tuple[str, int], Pair]) -> Table:
+    columns = ["run", "devices", "batch, s", "Gbit/s", "both", EXACT, OVERLAP, "local steps", "every", "answer"]
+    rows = []
+    for (model, num_devices), pair in pairs.items():
+        for gigabits in GIGABITS:
+            link = gigabits * 1e9
+            every = pair.local_steps(link)
+            gains = (pair.gain(EXACT, math.inf), *(pair.gain(way, link) for way in (EXACT, OVERLAP, every)))
+            answer = name_way(pair.choose(link)).partition(" (")[0]
+            first = [model, f"{num_devices} + {num_devices}", f"{pair.compute_seconds:.1f}", str(gigabits)]
+            rows.append([*first, *(f"{gain:.2f}" for gain in gains), str(every), answer])
+    return measured_table("the way that `plan --join` names", columns, rows)
+
+
+def table_of_links(pairs: dict[tuple[str, int], Pair]) -> Table:
+    ways: dict[str, tuple[str | int, float | None]] = {EXACT: (EXACT, None), OVERLAP: (OVERLAP, None)}
+    ways |= {f"local, {name}": (LOCAL, size) for name, size in FORMATS.items()}
+    rows = []
+    for (model, num_devices), pair in pairs.items():
+        best = sum(pair.rates) / max(pair.rates)
+        for what, gain in (("pays", 1.0), (f"loses under {LOST:.0%}", (1 - LOST) * best)):
+            links = [in_gigabits(pair.least_link(way, gain, size)) for way, size in ways.values()]
+            rows.append([model, f"{num_devices} + {num_devices}", what, *links])
+    return Table("links that each way needs", ["run", "devices", "from which on it", *ways], rows)

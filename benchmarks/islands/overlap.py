@@ -1,0 +1,247 @@
+"""What overlap hides of an exchange, with the machine's cores left out; and the bytes that islands send.
+
+    python -m benchmarks islands-overlap --out results               some 4 minutes, on a busy machine, too
+
+`speed` measures real launches, whose ranks, proxies and exchange share cores. Here ranks are threads. A backward pass
+sleeps for a block and passes its gradient on. The same proxy, in this process, holds the first island's link to a rate.
+Everything between a gradient and its sum is the product's. Steps without exchange, with gradients that leave during
+the backward pass, and after it, alternate. Then real gradients of a small model are packed.
+"""
+
+import asyncio
+import os
+import statistics
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks.islands.links import Links, set_links
+from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.islands.boxes import Box
+from llmfoundry_lite.islands.exchange import Exchange, Ranks
+from llmfoundry_lite.islands.owners import divide_sum, sent_gradients
+from llmfoundry_lite.islands.packing import pack_sums
+from llmfoundry_lite.islands.summing import Plan, Summing
+from llmfoundry_lite.models.initialise import initialise_weights
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.parallel.exact import GRID_BITS
+from llmfoundry_lite.report.tables import Table
+
+BLOCKS = {f"blocks.{i}.w": Box((0, 0), (512, 256)) for i in range(8)}
+BOXES = {**BLOCKS, "wte": Box((0, 0), (1024, 256))}
+"""Each island's one rank holds all: 1.3 M parameters, a fifth of them outside of blocks."""
+NUM_PARAMETERS = sum(box.size for box in BOXES.values())
+FORWARD_SECONDS, BACKWARD_SECONDS = 1.0, 2.0
+HIDDEN_SECONDS = BACKWARD_SECONDS * (1 - 1 / len(BLOCKS))
+"""H: nothing leaves before the first block's gradient is there."""
+CASES = ((2, 50, False), (2, 12, False), (3, 25, True), (3, 25, False))
+"""Number of islands, Mbit/s of the first one's link, and whether the sum has owners."""
+REPEATS = 3
+SECRET = b"of this process alone"
+NUM_7B = 6_649_286_656
+"""Parameters of MPT-7B."""
+SLOW_LINK = 10
+"""Times that one link is slower, in the table of bytes."""
+NUM_STEPS = 20
+"""Steps that a small model trains before its gradients are packed."""
+BYTE_VALUES = 256
+
+
+def run(*, out: Path | None = None) -> dict[str, Any]:
+    """Time, count, print; with `out`, write islands-overlap.json and .md there. Returns what the JSON holds."""
+    console, conditions = open_console(), describe_conditions()
+    loads = [os.getloadavg()[0]]
+    with tempfile.TemporaryDirectory() as folder:
+        console.print("timing: ranks that sleep and exchange")
+        paced = measure(Path(folder))
+    loads.append(os.getloadavg()[0])
+    console.print("packing: gradients of a small model")
+    packed = pack_real_gradients()
+    report = conditions | {"paced": paced, "packed": packed, "loads": loads}
+    tables = measured_table("steps of islands", HEADINGS, rows_of(paced)), bytes_of_7b(packed["bytes"])
+    overlapped = [one for one in paced if one["early"]]
+    worst, by_link = (min(one[key] / one["seconds"] for one in overlapped) for key in ("expected", "expected_of_link"))
+    report["reached"] = {"by the link's rate": worst, "by its measured rate": by_link}
+    how = (
+        f"Ranks sleep {FORWARD_SECONDS:g} s forward and {BACKWARD_SECONDS:g} s backward, for {len(BLOCKS)} blocks; "
+        f"{NUM_PARAMETERS:,} parameters, fp32; medians of {REPEATS} steps each."
+    )
+    notes = [
+        f"0.95 of the formula with overlap: {verdict(worst)}, {worst:.3f} at least; by the rate that the link had "
+        f"where gradients left after the backward pass: {verdict(by_link)}, {by_link:.3f}; load average {loads[0]:.0f} "
+        f"before, {loads[1]:.0f} after, which delays the proxy",
+        "by formula: the step without exchange and max(X - H, X_last), X the bytes that the first island sends over "
+        "its link's rate, H the backward pass after its first block, X_last what is outside of blocks and comes last; "
+        "with owners its sum comes back, another X_last",
+        f"packed exact sums take {packed['bytes']:.2f} bytes a number: gradients of {packed['num_parameters']:,} "
+        f"parameters after {NUM_STEPS} steps, of root mean square {packed['rms']:.1e}; float64 takes 8",
+    ]
+    heading, command = "What overlap hides of the exchange between islands", "python -m benchmarks islands-overlap"
+    tell(report, how, *tables, notes, name="islands-overlap", heading=heading, command=command, asked=(), out=out)
+    return report
+
+
+def measure(folder: Path) -> list[dict[str, Any]]:
+    """Time steps of every case side by side: without exchange, gradients leaving during the backward pass, after it."""
+    found = []
+    for num_islands, megabits, has_owners in CASES:
+        links = dict.fromkeys("abcd"[:num_islands], 1.0) | {"a": 0.1}
+        shares = divide_sum(links) if has_owners else {}
+        with proxy(folder / "paced.json", megabits * 1e6) as through:
+            exchanges = {name: Exchange(name, 0, "127.0.0.1", SECRET) for name in links}
+            addresses = {name: one.address for name, one in exchanges.items()} | {"a": through(exchanges["a"].address)}
+            plans = connect(exchanges, addresses, shares)
+            steps = [[train(exchanges, plans, way) for way in (None, True, False)] for _ in range(REPEATS)]
+            bytes_of_a = exchanges["a"].num_bytes / (2 * REPEATS)  # steps that exchange
+            for one in exchanges.values():
+                one.close()
+        alone, early, late = (statistics.median(seconds) for seconds in zip(*steps, strict=True))
+        gradient = sent_gradients(shares, "a", num_islands) * 32 * NUM_PARAMETERS / (megabits * 1e6)
+        slower = (late - alone) / seconds_left(gradient, 0.0, has_owners)
+        for hidden, seconds in ((HIDDEN_SECONDS, early), (0.0, late)):
+            case = {"islands": num_islands, "megabits": megabits, "has_owners": has_owners, "early": hidden > 0}
+            times = {"alone": alone, "seconds": seconds, "gradient_seconds": gradient}
+            times["expected"] = alone + seconds_left(gradient, hidden, has_owners)
+            times["expected_of_link"] = alone + seconds_left(slower * gradient, hidden, has_owners)
+            found.append(case | times | {"bytes": bytes_of_a / (2 * NUM_PARAMETERS)})
+    return found
+
+
+def seconds_left(gradient: float, hidden: float, has_owners: bool) -> float:
+    """Return the time of an exchange that no backward pass hides. With owners the last bucket's sum comes back."""
+    last = gradient * BOXES["wte"].size / NUM_PARAMETERS
+    return max(gradient - hidden, last) + (last if has_owners else 0.0)
+
+
+def connect(
+    exchanges: Mapping[str, Exchange], addresses: Mapping[str, tuple[str, int]], shares: Mapping[str, int]
+) -> dict[str, Plan]:
+    def meet(name: str) -> Plan:
+        others = {other: Ranks([addresses[other]], [BOXES]) for other in exchanges if other != name}
+        exchanges[name].meet(1, BOXES, others)
+        num_rows = {key: box.lengths[0] for key, box in BOXES.items()}
+        return Plan.of(name, BOXES, exchanges[name].cuts, num_rows, shares)
+
+    return {name: meet(name) for name in exchanges}
+
+
+def train(exchanges: Mapping[str, Exchange], plans: Mapping[str, Plan], early: bool | None) -> float:
+    """Return the seconds of one step of all islands; None: they exchange nothing."""
+    gradients = {name: torch.ones(box.lengths) for name, box in BOXES.items()}
+
+    def step(name: str) -> None:
+        summing = None if early is None else Summing(exchanges[name], plans[name], 0, 1.0, is_exact=False)
+        time.sleep(FORWARD_SECONDS)
+        for block in reversed(BLOCKS):
+            time.sleep(BACKWARD_SECONDS / len(BLOCKS))
+            if summing and early:
+                summing.put(block, gradients[block])
+        if summing:
+            summing.wait(gradients)
+
+    with ThreadPoolExecutor(len(exchanges)) as pool:
+        begun = time.monotonic()
+        list(pool.map(step, exchanges))
+        return time.monotonic() - begun
+
+
+@contextmanager
+def proxy(path: Path, bits_per_second: float) -> Any:
+    """Give a function that returns the proxy's address of another; the proxy holds each direction to the rate."""
+    set_links(path, bits_per_second=bits_per_second)
+    loop, links = asyncio.new_event_loop(), Links(path)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    through: Callable[[tuple[str, int]], tuple[str, int]] = lambda address: asyncio.run_coroutine_threadsafe(  # noqa: E731
+        links.through(*address), loop
+    ).result()
+    try:
+        yield through
+    finally:
+        asyncio.run_coroutine_threadsafe(end_tasks(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+async def end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def verdict(ratio: float) -> str:
+    return "reached" if ratio >= 0.95 else "MISSED"
+
+
+def rows_of(found: Sequence[dict[str, Any]]) -> list[list[str]]:
+    ways = {(2, False): "2 swap", (3, True): "3 with owners", (3, False): "3 all to all"}
+    return [
+        [
+            *(ways[one["islands"], one["has_owners"]], f"{one['megabits']} Mbit/s"),
+            "during the backward pass" if one["early"] else "after it",
+            *(f"{one[key]:.2f}" for key in ("alone", "gradient_seconds", "expected", "seconds")),
+            *(f"{one[key] / one['seconds']:.2f}" for key in ("expected", "expected_of_link")),
+            f"{one['bytes']:.2f}",
+        ]
+        for one in found
+    ]
+
+
+HEADINGS = ["islands", "link of the first", "gradients leave", "without exchange, s", "X, s", "by formula, s"]
+HEADINGS += ["measured, s", "formula / measured", "the same by the link's measured rate", "bytes a parameter, each way"]
+
+
+# ---------------------------------------------------------------------------------------------------------- the bytes
+
+
+def pack_real_gradients() -> dict[str, float]:
+    """Train a small model on the standard library's text, byte by byte, and pack the gradient of its next batch."""
+    torch.manual_seed(17)
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-h]*.py"))
+    text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8).long()
+    shape: dict[str, Any] = {"d_model": 128, "n_heads": 4, "n_layers": 4, "max_seq_len": 128, "vocab_size": BYTE_VALUES}
+    with torch.device("meta"):
+        model = MPT(ModelConfig(**shape, attn_config=AttentionConfig()), "sdpa")
+    model.to_empty(device="cpu")
+    initialise_weights(model, 17)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(NUM_STEPS):
+        starts = torch.randint(len(text) - 128, (8,))
+        tokens_bt = torch.stack([text[start : start + 128] for start in starts])
+        logits_btv = model(tokens_bt)
+        loss = F.cross_entropy(logits_btv[:, :-1].flatten(0, 1), tokens_bt[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double().numpy()
+    on_grid = np.round(gradient * 2.0**GRID_BITS) * 2.0**-GRID_BITS
+    size = len(pack_sums(on_grid, GRID_BITS)) / len(gradient)
+    return {"bytes": size, "num_parameters": len(gradient), "rms": float(np.sqrt(np.square(gradient).mean()))}
+
+
+def bytes_of_7b(packed_bytes: float) -> Table:
+    """Tabulate what each island sends for a batch, and receives, beside the least that any exchange sends."""
+    rows = []
+    for count in (2, 3, 4):
+        names = "abcd"[:count]
+        equal, slow = dict.fromkeys(names, 1.0), {name: 1 / SLOW_LINK ** (name == "a") for name in names}
+        ways = [2 * (count - 1) / count, sent_gradients({}, "a", count)]
+        ways += [sent_gradients(divide_sum(links), "a", count) for links in (equal, slow)]
+        fp32 = [f"{times * 4 * NUM_7B / 1e9:.1f}" for times in ways]
+        exact = [f"{ways[1] * 8 * NUM_7B / 1e9:.1f}", f"{ways[2] * packed_bytes * NUM_7B / 1e9:.1f}"]
+        rows.append([f"{count}", *fp32, *exact])
+    headings = ["islands", "least, fp32", "all to all", "owners", "owners, on a link ten times slower"]
+    headings += ["exact, all to all, float64", "exact, owners, packed"]
+    return measured_table("GB that an island of MPT-7B sends for a batch, and receives, by formula", headings, rows)

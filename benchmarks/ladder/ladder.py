@@ -1,0 +1,319 @@
+"""Converged models of several sizes: a scaling law, the next size predicted before it is trained, and comparisons.
+
+    python -m benchmarks ladder --keep FOLDER --out docs/measurements
+    python -m benchmarks ladder --keep FOLDER --sizes 80x3,128x4,208x5,320x8    0.3 to 10 M parameters
+
+Each size is trained on 20 tokens a parameter and moves between unlike places (see `plan`). The learning rate is tuned
+at the second size, as the first is too short a run. Every size with three smaller ones is predicted by their law before
+it is trained; FOLDER keeps that, and all runs. Called again, the benchmark goes on where it stopped.
+"""
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from tokenizers import Tokenizer
+
+from benchmarks import last_lines
+from benchmarks.ladder import law, plan
+from benchmarks.ladder.data import DOMAIN, NUM_PIECES, gather
+from benchmarks.ladder.figure import plot_ladder
+from benchmarks.ladder.plan import Shape
+from benchmarks.recover import Log
+from llmfoundry_lite.bench.frame import describe_conditions, open_console, tabulate, tell
+from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.evaluation.compare import compare, p_text
+from llmfoundry_lite.evaluation.records import by_document
+from llmfoundry_lite.evaluation.results import Results, load_results
+from llmfoundry_lite.evaluation.sequential import Rule
+from llmfoundry_lite.report.reading import read_run
+from llmfoundry_lite.report.tables import Table
+
+SEEDS = (17, 18, 19)
+"""Of the second size, to see how far runs lie apart that differ by nothing else."""
+TIE = 0.01
+"""Nats between learning rates that count as equal: the lower one is taken, as larger sizes train longer."""
+MAX_POINTS = 80
+"""Of a curve: means over stretches of batches."""
+SPLIT = "split_text/0-shot"
+TEXT = {SPLIT: "held-out split", "domain_text/0-shot": "held-out domain"}
+
+
+def run(
+    *,
+    sizes: Sequence[str] = ("16x2", "32x2", "48x2", "64x3", "96x3"),
+    rates: Sequence[float] = (0.02, 0.04, 0.08),
+    keep: Path = Path("runs/ladder"),
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Train, predict, evaluate, print; with `out`, write ladder.json, .md and .png there. Returns what the JSON holds.
+
+    `sizes` are WIDTHxLAYERS. Raises UserError.
+    """
+    shapes, conditions, keep = plan.parse_shapes(sizes), describe_conditions(), keep.resolve()
+    note = partial(open_console().print, markup=False)
+    num_bytes = gather(keep)
+    losses = [tune(keep, shapes[1], lr) for lr in rates]
+    lr = min(rate for rate, loss in zip(rates, losses, strict=True) if loss < min(losses) + TIE)
+    for seed in SEEDS[1:]:
+        plan.train(keep, shapes[1], lr, name=f"{shapes[1]}-seed-{seed}", seed=seed)
+        evaluate(keep, f"{shapes[1]}-seed-{seed}", "text.yaml")
+    for i, shape in enumerate(shapes):
+        if i >= 3:
+            found = predict(keep, shapes[:i], shape)
+            note(f"predicted for {shape}: {found['bits']:.4f} ({interval('bits', found)}) bits per byte")
+        note(f"training {shape}: {shape.num_parameters:,} parameters, {shape.num_batches:,} batches")
+        plan.train(keep, shape, lr)
+        evaluate(keep, str(shape), "tasks.yaml")
+    report = conditions | {
+        "sizes": list(sizes),
+        "rates": dict(zip(rates, losses, strict=True)),
+        "rate": lr,
+        "bytes": num_bytes,
+        "tokens": json.loads((keep / "data" / "summary.json").read_text())["splits"]["train"]["tokens"],
+        "seeds": bits_of_seeds(keep, shapes[1]),
+        "runs": [describe_run(keep, shapes[:i], shape) for i, shape in enumerate(shapes)],
+        "text": measure_text(keep, shapes),
+        "tasks": [row_of(results) for results in results_of(keep, *map(str, shapes))],
+        "pairs": pair_neighbours(keep, shapes),
+    }
+    tell(
+        report,
+        *(words_of(report), *tables_of_runs(report), notes_of(report), *tables_of_tasks(report)),
+        name="ladder",
+        heading="Converged models of several sizes",
+        command=f"python -m benchmarks ladder --sizes {','.join(sizes)}",
+        asked=("sizes",),
+        plot=plot_ladder,
+        out=out,
+    )
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------ what is run
+
+
+def tune(keep: Path, shape: Shape, lr: float) -> float:
+    """Train a size at this rate, in one place, and return its last validation loss."""
+    name = f"{shape}-rate-{lr:g}"
+    plan.train(keep, shape, lr, name=name)
+    return records_of(keep, name)[shape.num_batches]["eval/loss"]
+
+
+def evaluate(keep: Path, name: str, tasks: str) -> None:
+    """Ask a run the tasks of a file that it has not been asked. Raises UserError with the end of the output."""
+    path = keep / "results" / "ladder" / f"{name}.json"
+    labels = {f"{task['label']}/0-shot" for task in yaml.safe_load((plan.HERE / tasks).read_text())["icl_tasks"]}
+    is_over = lambda: path.exists() and labels <= json.loads(path.read_text())["tasks"].keys()  # noqa: E731
+    if not is_over():
+        where = [f"models.{name}=runs/{name}", "suite=ladder", "data_root=text"]
+        output = plan.call(keep, "eval", str(plan.HERE / tasks), *where)
+        if not is_over():
+            raise UserError(f"evaluation of {name}: {last_lines(output)}")
+
+
+def records_of(keep: Path, name: str) -> dict[int, dict[str, Any]]:
+    return Log(keep / "runs" / name / "metrics.jsonl").last_of_each_batch()
+
+
+def results_of(keep: Path, *names: str) -> list[Results]:
+    return load_results([keep / "results" / "ladder" / f"{name}.json" for name in names])
+
+
+def bits_of_seeds(keep: Path, shape: Shape) -> list[float]:
+    names = (str(shape), *(f"{shape}-seed-{seed}" for seed in SEEDS[1:]))
+    return [results.tasks[SPLIT]["bits_per_byte"] for results in results_of(keep, *names)]
+
+
+def predict(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str, Any]:
+    """Return what the smaller sizes predict, from `keep` if that was done before."""
+    path = keep / f"{'-'.join(map(str, (*smaller, shape)))}.json"
+    if not path.exists():
+        documents = [by_document(results.items[SPLIT]) for results in results_of(keep, *map(str, smaller))]
+        deviation = statistics.stdev(bits_of_seeds(keep, smaller[1]))
+        found = law.predict([size.num_parameters for size in smaller], documents, shape.num_parameters, deviation)
+        at_batch = max(records_of(keep, str(shape)), default=0)
+        path.write_text(json.dumps({**found, "num_sizes": len(smaller), "at_batch": at_batch}))
+    return json.loads(path.read_text())
+
+
+# ------------------------------------------------------------------------------------------------------ what came
+
+
+def describe_run(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str, Any]:
+    """Return a run's size, launches, losses, what was predicted and what came."""
+    name, records = str(shape), records_of(keep, str(shape))
+    losses = np.array([records[batch]["loss/train/total"] for batch in sorted(records)])
+    stretches = np.array_split(np.arange(len(losses)), min(len(losses), MAX_POINTS))
+    task, seconds = (
+        results_of(keep, name)[0].tasks[SPLIT],
+        sum(r["time/batch_seconds"] for r in records.values()),
+    )
+    return {
+        "name": name,
+        "parameters": results_of(keep, name)[0].num_parameters,
+        "embedding": plan.VOCAB_SIZE * shape.d_model,
+        "batches": shape.num_batches,
+        "tokens": shape.num_batches * plan.BATCH * plan.SEQ_LEN,
+        "hours": seconds / 3600,
+        "fastest": float(np.quantile([r["throughput/tokens_per_sec"] for r in records.values()], 0.95)),
+        "places": [(segment.last_batch, place_of(segment)) for segment in read_run(keep / "runs" / name).segments],
+        "losses": [(float(batches.mean()) + 1, round(losses[batches].mean(), 4)) for batches in stretches],
+        "validation": {batch: r["eval/loss"] for batch, r in sorted(records.items()) if "eval/loss" in r},
+        "bits": task["bits_per_byte"],
+        "bits_stderr": task["bits_per_byte_stderr"],
+        "predicted": predict(keep, smaller, shape) if len(smaller) >= 3 else None,
+    }
+
+
+def place_of(segment: Segment) -> str:
+    isa = segment.environment.get("ATEN_CPU_CAPABILITY", "").upper()
+    return " ".join(filter(None, (f"{segment.world_size} x", segment.sharding, isa)))
+
+
+def measure_text(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
+    """Return bits per byte of both held-out texts by compressors and an n-gram."""
+
+    def texts(name: str) -> Iterator[str]:
+        with (keep / "text" / f"{name}.jsonl").open(encoding="utf-8") as file:
+            yield from (json.loads(line)["text"] for line in file)
+
+    encode = Tokenizer.from_file(str(keep / "data" / "tokenizer" / "tokenizer.json")).encode
+    documents = (np.array([0, *encode(text).ids]) for text in texts("train"))
+    num_tokens, read = shapes[-1].num_batches * plan.BATCH * plan.SEQ_LEN, []
+    while sum(map(len, read)) < num_tokens:
+        read.append(next(documents))
+    ngram = law.NGram(np.concatenate(read)[:num_tokens], plan.VOCAB_SIZE)
+    found: dict[str, dict[str, Any]] = {}
+    for part in TEXT:
+        pieces = list(texts(part.partition("/")[0]))
+        nats = sum(ngram.nats(np.array([0, *encode(piece).ids])) for piece in pieces)
+        bits = nats / sum(len(piece.encode()) for piece in pieces) / math.log(2)
+        for model, value in {**law.compressed(pieces), f"n-gram of order {law.ORDER}": bits}.items():
+            found.setdefault(model, {"model": model})[part] = value
+    return list(found.values())
+
+
+def pair_neighbours(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
+    """Return what a test says of each size and the one before it, by all items and by as many as decide."""
+    rows = []
+    for names in itertools.pairwise(map(str, shapes)):
+        results = results_of(keep, *names)
+        whole, stopped = compare(results)[0].tasks, compare(results, sequential=Rule())[0].tasks
+        for paired, early in zip(whole, stopped, strict=True):
+            assert early.stage is not None
+            row = {"pair": f"{names[1]} over {names[0]}", "task": paired.task, "verdict": paired.verdict}
+            row |= {"p": paired.p_corrected, "early": early.verdict, "asked": early.stage.num_asked}
+            rows.append(row | {"items": early.stage.plan.num_items})
+    return rows
+
+
+def row_of(results: Results) -> dict[str, Any]:
+    """Return a model's number and standard error of each task."""
+    found: dict[str, Any] = {"model": results.model}
+    for name, task in results.tasks.items():
+        found |= {name: task[task["metric"]], f"{name}_stderr": task[f"{task['metric']}_stderr"]}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ what it says
+
+
+def words_of(report: dict[str, Any]) -> str:
+    train_on, split, domain = (report["bytes"][part] / 1e6 for part in ("train", "split", "domain"))
+    tokens, read = report["tokens"] / 1e6, report["runs"][-1]["tokens"] / report["tokens"]
+    return (
+        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, {tokens:.1f} M tokens, of which the "
+        f"largest model reads {read:.0%}. {split:.1f} MB of files of the same packages are the held-out split, "
+        f"{domain:.0f} MB with {' or '.join(DOMAIN)} in the path the held-out domain. Near copies may lie on both "
+        f"sides of the split. Models: tied embeddings, RMSNorm, RoPE, heads of {plan.HEAD}, an MLP of 4 d, "
+        f"{plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} tokens a batch. Muon at {report['rate']:g} "
+        "trains the blocks' matrices, AdamW at half of it the rest; both fall to 0. Parameters include the embedding."
+    )
+
+
+def interval(name: str, row: Mapping[str, Any], digits: int = 4) -> str:
+    return f"{row[f'{name}_low']:.{digits}f} to {row[f'{name}_high']:.{digits}f}"
+
+
+def tables_of_runs(report: dict[str, Any]) -> list[Table]:
+    """Tabulate the runs, and what was predicted of them."""
+    runs = (
+        ("width x layers", "{name}"),
+        ("parameters", "{parameters:,}"),
+        ("embedding", lambda row: f"{row['embedding'] / row['parameters']:.0%}"),
+        ("tokens", lambda row: f"{row['tokens'] / 1e6:.1f} M"),
+        ("batches", "{batches:,}"),
+        ("up to which batch where", lambda row: "; ".join(f"{last:,} on {place}" for last, place in row["places"])),
+        ("hours", "{hours:.2f}"),
+        ("tokens/s", lambda row: f"{row['tokens'] / row['hours'] / 3600:,.0f}"),
+        ("validation, nats per token", lambda row: f"{[*row['validation'].values()][-1]:.3f}"),
+    )
+    laws = (
+        ("predicted", "{name}"),
+        ("from sizes", "{num_sizes}"),
+        ("exponent", lambda row: f"{row['exponent']:.2f} ({interval('exponent', row, 2)})"),
+        ("floor", lambda row: f"{row['floor']:.2f} ({interval('floor', row, 2)})"),
+        ("trained by then", lambda row: f"{row['at_batch'] / row['batches']:.0%}"),
+        ("expected", lambda row: f"{row['bits']:.4f} ({interval('bits', row)})"),
+        ("came", "{came:.4f}"),
+        ("came - expected", lambda row: f"{row['came'] - row['bits']:+.4f}"),
+        ("", lambda row: "hit" if row["bits_low"] <= row["came"] <= row["bits_high"] else "MISS"),
+    )
+    rows = [{**one, "came": one["bits"], **one["predicted"]} for one in report["runs"] if one["predicted"]]
+    title = "bits per byte of the held-out split, predicted by floor + scale N^-exponent (95 % intervals)"
+    return [tabulate("the runs", runs, report["runs"]), tabulate(title, laws, rows)]
+
+
+def notes_of(report: dict[str, Any]) -> list[str]:
+    last, seeds = report["runs"][-1], report["seeds"]
+    speeds = [6 * last["parameters"] * rate for rate in (last["tokens"] / last["hours"] / 3600, last["fastest"])]
+    flops = {f"{n / 1e6:g} M": 6 * plan.TOKENS_PER_PARAMETER * n * n for n in (3e5, 1e6, 3e6, 1e7)}
+    hours = ", ".join(
+        f"{name} {' to '.join(f'{n / rate / 3600:,.1f}' for rate in speeds[::-1])}" for name, n in flops.items()
+    )
+    rates = ", ".join(f"{loss:.3f} at {rate}" for rate, loss in report["rates"].items())
+    moved = [*report["runs"][1]["validation"].values()][-1]
+    gap = abs(moved - report["rates"][report["rate"]])
+    return [
+        f"validation loss of {report['sizes'][1]} by learning rate: {rates}; within {TIE} the lower one is taken",
+        f"the same run of {report['sizes'][1]} that never moved: {gap:.1e} nats from the one that did",
+        f"{report['sizes'][1]} with {len(SEEDS)} seeds: {', '.join(f'{bits:.4f}' for bits in seeds)} bits per byte",
+        "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them; "
+        "that the law may be of another form is not in them",
+        f"{last['name']} had {speeds[0] / 1e9:.1f} GFLOP/s of a shared machine, its fastest batches "
+        f"{speeds[1] / 1e9:.0f}; at these rates 120 N² FLOPs take hours: {hours}",
+    ]
+
+
+def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
+    """Tabulate texts, tasks and pairs."""
+
+    def shown(key: str, row: Mapping[str, Any]) -> str:
+        return f"{row[key]:.3f}" + (f" ± {row[f'{key}_stderr']:.3f}" if f"{key}_stderr" in row else "")
+
+    asked = [key for key in report["tasks"][0] if key.endswith("shot") and key not in TEXT]
+    texts = [("", "{model}"), *((words, partial(shown, part)) for part, words in TEXT.items())]
+    tasks = [("", "{model}"), *((key.partition("/")[0].replace("_", " "), partial(shown, key)) for key in asked)]
+    pairs = [
+        ("", "{pair}"),
+        ("task", "{task}"),
+        ("all items", "{verdict}"),
+        ("p", lambda row: p_text(row["p"])),
+        ("asked until decided", "{asked:,} of {items:,}"),
+        ("verdict then", "{early}"),
+    ]
+    read = f"bits per byte of {NUM_PIECES} held-out files' beginnings; the n-gram has read as much as the largest model"
+    return [
+        tabulate(read, texts, [*report["text"], *report["tasks"]]),
+        tabulate("accuracy on tasks from held-out files; guessing has 0.250", tasks, report["tasks"]),
+        tabulate("each size and the one before, in pairs; p by Holm over a pair's tasks", pairs, report["pairs"], 2),
+    ]

@@ -1,0 +1,100 @@
+"""Sizes of the ladder, and the launches that train one. The YAML files beside this one are the run and its places."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import last_lines, with_root
+from llmfoundry_lite.errors import UserError
+
+HERE = Path(__file__).parent
+TOKENS_PER_PARAMETER = 20
+BATCH, SEQ_LEN, VOCAB_SIZE, HEAD = 8, 256, 1024, 16
+NUM_SAVES = 20
+NUM_RANKS = {"A": 1, "B": 2, "C": 1}
+LEGS = (("A", 0.7), ("B", 0.8), ("C", 1.0))
+"""Launches of a run: place, and the share of the batches after which it stops."""
+
+
+class Shape(NamedTuple):
+    d_model: int
+    n_layers: int
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them: the tied embedding, the last norm, and of each block twelve d x d of matrices and two norms."""
+        d = self.d_model
+        return VOCAB_SIZE * d + self.n_layers * (12 * d * d + 2 * d) + d
+
+    @property
+    def num_batches(self) -> int:
+        return round(TOKENS_PER_PARAMETER * self.num_parameters / (BATCH * SEQ_LEN))
+
+    def __str__(self) -> str:
+        return f"{self.d_model}x{self.n_layers}"
+
+
+def parse_shapes(sizes: Sequence[str]) -> list[Shape]:
+    """Read sizes such as 64x3, width x layers. Raises UserError."""
+    shapes = []
+    for size in sizes:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
+        if not match or int(match[1]) % HEAD:
+            raise UserError(f"--sizes: {size!r} given, expected a width of {HEAD}s x layers, such as 64x3")
+        shapes.append(Shape(int(match[1]), int(match[2])))
+    numbers = [shape.num_parameters for shape in shapes]
+    if len(shapes) < 4 or numbers != sorted({*numbers}):
+        raise UserError(f"--sizes: {','.join(sizes)} given, expected four or more, each larger than the one before")
+    return shapes
+
+
+def legs_of(num_batches: int, done: int = 0) -> list[tuple[str, int, int]]:
+    """Return (place, first batch, last batch) of the launches that are left of a run after batch `done`."""
+    ends = [0, *(round(share * num_batches) for _, share in LEGS)]
+    legs = [(place, max(ends[i], done) + 1, ends[i + 1]) for i, (place, _) in enumerate(LEGS)]
+    return [leg for leg in legs if leg[1] <= leg[2]]
+
+
+def train(keep: Path, shape: Shape, lr: float, *, name: str = "", seed: int = 17) -> None:
+    """Train a run to its end, from wherever an earlier call left it. One with a `name` stays in one place.
+
+    Raises UserError with the end of a launch's output when it fails.
+    """
+    folder, batches = keep / "runs" / (name or str(shape)), shape.num_batches
+    options = [f"{key}={value}" for key, value in options_of(shape, lr, seed, folder.name).items()]
+    saved = [int(path.name[2:]) for path in folder.glob("checkpoints/ba*") if path.name[2:].isdigit()]
+    legs = legs_of(batches, max(saved, default=0))
+    for place, first, last in [("A", legs[0][1], batches)] if name and legs else legs:
+        files = [str(HERE / "run.yaml"), str(HERE / f"{place}.yaml")]
+        command = ["train", "-n", str(NUM_RANKS[place]), *files, f"stop_after={last - first + 1}ba"]
+        output = call(keep, *command, *options)
+        if not (folder / "checkpoints" / f"ba{last}").exists():
+            raise UserError(f"{folder.name} at {place}: {last_lines(output)}")
+
+
+def options_of(shape: Shape, lr: float, seed: int, name: str) -> dict[str, Any]:
+    """Return what a run has beside its YAML."""
+    every = f"{max(1, shape.num_batches // NUM_SAVES)}ba"
+    return {
+        "run_name": name,
+        "seed": seed,
+        "model.d_model": shape.d_model,
+        "model.n_heads": shape.d_model // HEAD,
+        "model.n_layers": shape.n_layers,
+        "optimizer.lr": lr,
+        "optimizer.adamw_lr": lr / 2,
+        "max_duration": f"{shape.num_batches}ba",
+        **dict.fromkeys(("eval_interval", "save_interval", "console_log_interval"), every),
+    }
+
+
+def call(folder: Path, *arguments: str) -> str:
+    """Run `llmfoundry-lite` in a folder, on CPUs, and return its output."""
+    environment = with_root(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", WANDB_MODE="disabled")
+    command = [sys.executable, "-m", "llmfoundry_lite", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    ).stdout
