@@ -478,16 +478,11 @@ def check_rounds(logs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Look for missing batches, rounds with rows that are neither trained nor named as lost, and other weights."""
     batches = {record["batch"] for log in logs.values() for record in log}
     unnamed, named = set[int](), dict[int, int]()
-    for log in logs.values():
-        so_far: dict[int, int] = {}
-        for record in log:
-            if "islands/outer_norm" in record:
-                launch, total = record["launch"], record["islands/lost_samples"]
-                lost = total - so_far.get(launch, 0)
-                so_far[launch] = total
-                named[record["batch"]] = lost
-                if record["islands/samples"] + lost != record["islands/steps"] * SETTINGS["batch_size"]:
-                    unnamed.add(record["batch"])
+    for record in (record for log in logs.values() for record in log if "islands/outer_norm" in record):
+        named[record["batch"]] = record["islands/lost_in_round"]
+        counted = record["islands/samples"] + record["islands/lost_in_round"]
+        if counted != record["islands/steps"] * SETTINGS["batch_size"]:
+            unnamed.add(record["batch"])
     drifts = sum(max((r.get("islands/drifts", 0) for r in log), default=0) for log in logs.values())
     found = {"missing": sorted(set(range(1, max(batches) + 1)) - batches), "other_data": sorted(unnamed)}
     return {**found, "bands": 0.0, "num_lost": sum(named.values()), "num_drifts": drifts, "other_bits": []}

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from benchmarks.islands.links import Links, set_links
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.islands.boxes import Box
+from llmfoundry_lite.islands.boxes import Box, rows_of
 from llmfoundry_lite.islands.exchange import Exchange, Ranks
 from llmfoundry_lite.islands.owners import divide_sum, sent_gradients
 from llmfoundry_lite.islands.packing import pack_sums
@@ -69,7 +69,7 @@ def run(*, out: Path | None = None) -> dict[str, Any]:
     console.print("packing: gradients of a small model")
     packed = pack_real_gradients()
     report = conditions | {"paced": paced, "packed": packed, "loads": loads}
-    tables = measured_table("steps of islands", HEADINGS, rows_of(paced)), bytes_of_7b(packed["bytes"])
+    tables = measured_table("steps of islands", HEADINGS, list_rows(paced)), bytes_of_7b(packed["bytes"])
     overlapped = [one for one in paced if one["early"]]
     worst, by_link = (min(one[key] / one["seconds"] for one in overlapped) for key in ("expected", "expected_of_link"))
     report["reached"] = {"by the link's rate": worst, "by its measured rate": by_link}
@@ -130,8 +130,7 @@ def connect(
     def meet(name: str) -> Plan:
         others = {other: Ranks([addresses[other]], [BOXES]) for other in exchanges if other != name}
         exchanges[name].meet(1, BOXES, others)
-        num_rows = {key: box.lengths[0] for key, box in BOXES.items()}
-        return Plan.of(name, BOXES, exchanges[name].cuts, num_rows, shares)
+        return Plan.of(name, BOXES, exchanges[name].cuts, rows_of([BOXES]), shares)
 
     return {name: meet(name) for name in exchanges}
 
@@ -185,7 +184,7 @@ def verdict(ratio: float) -> str:
     return "reached" if ratio >= 0.95 else "MISSED"
 
 
-def rows_of(found: Sequence[dict[str, Any]]) -> list[list[str]]:
+def list_rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
     ways = {(2, False): "2 swap", (3, True): "3 with owners", (3, False): "3 all to all"}
     return [
         [

@@ -223,6 +223,7 @@ class LocalIslands(Islands):
                 f"outer step after batch {batch}: the mean change of the weights is not finite; the newest checkpoint "
                 "stands. Lower the learning rate or islands.sync.lr"
             )
+        lost_before = self.num_lost_samples
         self._note_lost(batch, verdict["rows"])
         for name, rows in verdict["rows"].items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
@@ -234,6 +235,7 @@ class LocalIslands(Islands):
             "islands/steps": steps,
             "islands/outer_norm": verdict["norm"],
             "islands/lost_samples": self.num_lost_samples,
+            "islands/lost_in_round": self.num_lost_samples - lost_before,
         }
         self.logger.log_metrics(self.metrics())
         self._apply(state, mean)
