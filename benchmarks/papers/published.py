@@ -28,7 +28,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan import rates, step
 from llmfoundry_lite.plan.calibrate import calibrate, minimise
-from llmfoundry_lite.plan.network import NODES, Node
+from llmfoundry_lite.plan.network import NODES
 from llmfoundry_lite.plan.step import Hardware, find_hardware, step_time
 from llmfoundry_lite.report.tables import Table
 
@@ -380,6 +380,11 @@ def figures() -> Iterator[Figure]:
     for few, many in ((1, 4), (1, 32)):
         gain = gpt2_xl(64, num_microbatches=many) / gpt2_xl(64, num_microbatches=few)
         yield Figure(f"GPT-2 XL, 64 A100: {few} to {many} microbatches, times the rate", ALCF, 1.74, gain, "x")
+    cards = {n: gpt2_xl(2 * n, microbatch_size=8, device="MI250") for n in (1, 4)}
+    what = "GPT-2 XL, MI250: left of 1 card's rate on 4 (taken: 8 samples at a time)"
+    yield Figure(what, ALCF, 80, share(cards, 4, 1), "%")
+    gain = gpt2_xl(8, num_microbatches=4, device="MI250") / gpt2_xl(8, device="MI250")
+    yield Figure("GPT-2 XL, 4 MI250: 1 to 4 microbatches, times the rate", ALCF, 1.2, gain, "x")
 
 
 def share(rate: Mapping[int, float], many: int, few: int) -> float:
@@ -446,7 +451,9 @@ POLARIS = replace(
 )
 
 
-def gpt2_xl(num_devices: int, *, microbatch_size: int = 1, num_microbatches: int = 1, node: Node = POLARIS) -> float:
+def gpt2_xl(
+    num_devices: int, *, microbatch_size: int = 1, num_microbatches: int = 1, device: str = "A100-40GB"
+) -> float:
     """Return tokens a second of a device: 16 bits, ZeRO stage 1, sequences of 1,024, gradients reduced at the end."""
     batch_size = num_devices * microbatch_size * num_microbatches
     config = load_train_config(
@@ -457,8 +464,10 @@ def gpt2_xl(num_devices: int, *, microbatch_size: int = 1, num_microbatches: int
             "fsdp_config={sharding_strategy: ZERO_1, mixed_precision: PURE, reduce_every_microbatch: false}",
         ]
     ).config
-    hardware = replace(find_hardware(ACCELERATORS["A100-40GB"]), node=node)
-    return step_time(config, layout_of(config, num_devices, 4), hardware).tokens_per_second / num_devices
+    node = POLARIS if device == "A100-40GB" else NODES[device]
+    hardware = replace(find_hardware(ACCELERATORS[device]), node=node)
+    layout = layout_of(config, num_devices, node.num_devices)
+    return step_time(config, layout, hardware).tokens_per_second / num_devices
 
 
 # ---------------------------------------------------------------------------------------------------- the tables
