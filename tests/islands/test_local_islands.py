@@ -10,8 +10,19 @@ from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
-from tests.islands.test_layouts import LAYERS, MUON, ONE, SAMPLES, SHARDS, STAGES
-from tests.islands.world import coordination, island, islands, metrics, together
+from tests.islands.world import (
+    LAYERS,
+    MUON,
+    ONE,
+    SAMPLES,
+    SHARDS,
+    STAGES,
+    coordination,
+    island,
+    islands,
+    metrics,
+    together,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
