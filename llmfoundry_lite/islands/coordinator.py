@@ -464,7 +464,9 @@ class Coordinator:
     def _measure(self, present: list[Island]) -> None:
         for one in present:
             assert one.prepared is not None
-            seconds, rows = float(one.prepared["seconds"]), len(self.lanes[one.name])
+            seconds, steps = float(one.prepared["seconds"]), one.prepared["steps"]
+            # Rows of local steps are those of the view in which the first of them began.
+            rows = one.prepared["samples"] / steps if steps > 1 else len(self.lanes[one.name])
             if MIN_BATCH_SECONDS < seconds < math.inf:
                 one.rate.add(rows / seconds)
             if one.prepared["link"] > 0:

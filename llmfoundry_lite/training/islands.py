@@ -66,7 +66,8 @@ class Islands(Partners):
         self.by_tokens = config.accumulate_train_batch_on_tokens
         self.loader = config.train_loader
         degrees = (config.tensor_parallel_degree, config.context.context_parallel_degree)
-        self.sends_early = self.overlaps and max(*degrees, config.pipeline.pipeline_parallel_degree) == 1
+        is_whole = max(*degrees, config.pipeline.pipeline_parallel_degree) == 1
+        self.sends_early = self.overlaps and is_whole and not config.sharding.offload_optimizer
         self.name = self.config.name
         self.rank, self.num_ranks, *_ = this_rank()
         self.member: Any = None

@@ -41,6 +41,7 @@ class LocalIslands(Islands):
     """The other islands of a run with local steps, seen from one rank of this island."""
 
     takes_outer_steps = True
+    overlaps = False
 
     def __init__(self, config: TrainConfig):
         super().__init__(config)
@@ -54,7 +55,7 @@ class LocalIslands(Islands):
         self.has_left = False
         """The others carry on: what was trained since the last outer step is lost."""
         self.owes_save = False
-        self.num_lost_samples = self.bytes_before = 0
+        self.num_lost_samples = 0
         self.kept: Tensors = {}
         """Sum of what rounding has dropped from the changes of this rank's pieces."""
         self.dropped: Tensors = {}
@@ -173,11 +174,11 @@ class LocalIslands(Islands):
             "islands/verdict_seconds": time.monotonic() - exchanged_at,
             "islands/bytes": self.num_bytes,
         }
-        self.bytes_before += self.num_bytes
         self._commit_round(state, verdict, mean)
 
     def _exchange_changes(self, state: State, changes: Tensors) -> tuple[Tensors | None, float]:
         """Return the mean change over islands, and its norm; None if a rank could not exchange."""
+        num_bytes_before = self.exchange.num_bytes
         mean = {name: change.clone() for name, change in changes.items()}
         parts, inside = self.held.views(mean)
         encoded = {key: encode(part + self.kept.get(key, 0.0), self.sync.dtype) for key, part in inside.items()}
@@ -200,9 +201,9 @@ class LocalIslands(Islands):
             part.copy_(sum_weighted(encoded[key].values, self.name, theirs, shares))
         self.held.completion.apply(inside, parts, torch.float32)
         squares = sum(float(part.double().square().sum()) for part in inside.values())
-        sums = [sum(column) for column in zip(*all_gather_json([squares, self.exchange.num_bytes]), strict=True)]
-        self.num_bytes = sums[1] - self.bytes_before
-        return mean, math.sqrt(sums[0])
+        own = [squares, self.exchange.num_bytes - num_bytes_before]
+        squares, self.num_bytes = (sum(column) for column in zip(*all_gather_json(own), strict=True))
+        return mean, math.sqrt(squares)
 
     def _report(self, state: State, *, leaves: bool, ok: bool, norm: float) -> None:
         if self.rank != 0:

@@ -85,6 +85,9 @@ REFUSED_BY_ISLANDS = {
     "auto: exact_sums needs one size on all islands, and auto may find several; remove one of them",
     "device_train_microbatch_size=null": "device_train_microbatch_size: missing; islands divide rows by microbatches, "
     "so give a number or auto",
+    "islands.sync.every=9ba fsdp_config.sharding_strategy=ZERO_1": "fsdp_config.sharding_strategy: ZERO_1 does not go "
+    "with islands.sync: it divides the optimizer's state, with the momentum of outer steps, otherwise than the "
+    "weights; use FULL_SHARD or NO_SHARD",
     "save_folder=null": "save_folder: missing; islands take turns to save, so name a folder or URL that all of them "
     "reach",
 }

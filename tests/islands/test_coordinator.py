@@ -672,6 +672,16 @@ def test_an_exchange_that_failed_is_repeated_for_the_same_batches():
     assert play.coordinator.batch == 5
 
 
+def test_the_pace_of_local_steps_counts_the_rows_of_the_round_though_a_view_has_changed_in_it():
+    play = Play()
+    play.come("a")
+    play.come("b")
+    play.lose("b")
+    assert len(play.coordinator.lanes["a"]) == ROWS
+    play.prepare("a", steps=4, samples=4 * ROWS // 2, seconds=1.0)
+    assert play.coordinator.islands["a"].rate.value == ROWS / 2
+
+
 def test_of_islands_that_ask_to_leave_all_may_but_the_last():
     play = Play()
     play.come("a")

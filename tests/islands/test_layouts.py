@@ -7,18 +7,23 @@ import pytest
 
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
-from tests.islands.world import coordination, islands, metrics, train_with_a_death
+from tests.islands.world import (
+    COPIES,
+    LAYERS,
+    MUON,
+    ONE,
+    SAMPLES,
+    SHARDS,
+    STAGES,
+    coordination,
+    islands,
+    metrics,
+    train_with_a_death,
+)
 
 pytestmark = pytest.mark.multiprocess
 
-ONE = (1, {})
-SHARDS = (2, {})
-STAGES = (2, {"pp_config": {"pipeline_parallel_degree": 2}})
-LAYERS = (2, {"tp_config": {"tensor_parallel_degree": 2}})
-SAMPLES = (2, {"cp_config": {"context_parallel_degree": 2}})
-COPIES = (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}})
 AUTO = (1, {"device_train_microbatch_size": "auto"})
-MUON = {"optimizer": {"name": "muon", "lr": 1e-3, "ns_dtype": "fp32"}}
 DROPOUT = {"model__resid_pdrop": 0.1, "model__emb_pdrop": 0.1}
 FEWER_HEADS = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
 

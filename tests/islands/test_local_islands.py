@@ -10,7 +10,19 @@ from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
-from tests.islands.world import coordination, island, islands, metrics
+from tests.islands.world import (
+    LAYERS,
+    MUON,
+    ONE,
+    SAMPLES,
+    SHARDS,
+    STAGES,
+    coordination,
+    island,
+    islands,
+    metrics,
+    together,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -145,6 +157,41 @@ def test_an_island_that_dies_in_a_round_loses_its_rows_by_name_and_comes_back_at
     assert [record["batch"] for record in back][-6:] == [5, 6, 7, 8, 9, 10]
     assert values(back, "islands/drifts")[-1] == values(records, "islands/drifts")[-1] == 0
     assert back[-1]["time/sample"] == records[-1]["time/sample"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "common", "dtype"),
+    [
+        (STAGES, SHARDS, MUON, "fp32"),
+        (LAYERS, ONE, {"model__no_bias": False}, "int8"),
+        (SAMPLES, STAGES, {"model__tie_word_embeddings": True}, "bf16"),
+    ],
+)
+def test_islands_of_unlike_layouts_take_the_same_outer_steps_though_one_dies(tmp_path, data, a, b, common, dtype):
+    """b comes back with the momentum that a has."""
+    gate = tmp_path / "b is back"
+    sync = {"every": "2ba", "dtype": dtype}
+
+    def start(running, name, layout, **changes):
+        settings = local(islands={"sync": sync}, max_duration="8ba", **common, **layout[1], **changes)
+        return island(tmp_path, data, running, name, layout[0], **settings)
+
+    with coordination(tmp_path) as running:
+
+        def twice():
+            assert -9 in start(running, "b", b, callbacks=kill(3)).exit_codes
+            return start(running, "b", b, autoresume=True)
+
+        def open_gate():
+            running.wait_for("b is here", times=2)
+            gate.touch()
+
+        both = together(lambda: start(running, "a", a, callbacks=hold(4, gate)), twice, open_gate)
+    for launch in both[:2]:
+        launch.check()
+    for name in "ab":
+        assert [record["batch"] for record in metrics(tmp_path, name)][-4:] == [5, 6, 7, 8]
+        assert values(metrics(tmp_path, name), "islands/drifts")[-1] == 0
 
 
 def test_islands_that_are_asked_to_leave_do_so_at_once_and_the_last_one_saves(tmp_path, data):

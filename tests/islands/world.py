@@ -27,6 +27,16 @@ HELLO |= {"unit": 1, "data_ranks": 1}
 PREPARED = {"kind": "prepared", "epoch": 1, "batch": 0, "ok": True, "leaving": False, "bad": 0, "seconds": 1.0}
 PREPARED |= {"weight": 8, "samples": 8, "tokens": 8, "losses": 8, "digest": 1, "loss": 1.0, "norm": 1.0, "weights": ""}
 PREPARED |= {"out_of_range": False, "link": 0, "steps": 1}
+
+ONE = (1, {})
+SHARDS = (2, {})
+STAGES = (2, {"pp_config": {"pipeline_parallel_degree": 2}})
+LAYERS = (2, {"tp_config": {"tensor_parallel_degree": 2}})
+SAMPLES = (2, {"cp_config": {"context_parallel_degree": 2}})
+COPIES = (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}})
+"""Layouts of islands: ranks, and settings."""
+MUON = {"optimizer": {"name": "muon", "lr": 1e-3, "ns_dtype": "fp32"}}
+
 _processes = multiprocessing.get_context("forkserver")
 
 
