@@ -98,7 +98,7 @@ class Summing:
         self.dtype = torch.float64 if is_exact else torch.float32
         self.weights = {plan.island: weight}
         self.total_weight = weight
-        """Of all islands, as far as this rank has heard."""
+        """Sum over islands, as far as this rank has heard."""
         self.sums: Tensors = {}
         """This rank's pieces of the sum, on the host."""
         self.link_rate = 0.0

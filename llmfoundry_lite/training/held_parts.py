@@ -38,7 +38,7 @@ class HeldParts:
         self.model, self.optimizer = model, optimizer
         names = parameter_names(model, optimizer)
         self.rows = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        """What the optimizer updates: the parameters or, with ZeRO-1, this rank's rows of them."""
+        """Tensors that the optimizer updates: parameters or, with ZeRO-1, this rank's rows of them."""
         self.parameters = {name: getattr(rows, "share_of", rows) for name, rows in self.rows.items()}
         check_local_tensors(self.parameters)
         orders = row_orders(model, {f"model/{name}": parameter for name, parameter in self.parameters.items()})
