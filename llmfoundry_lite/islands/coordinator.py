@@ -232,6 +232,8 @@ class Coordinator:
             return  # of an earlier view
         if message["batch"] != self.batch:
             raise BadMessageError(f"{island.name} prepares batch {message['batch']}, not {self.batch}")
+        if message["steps"] < 1:
+            raise BadMessageError(f"{island.name} prepares {message['steps']} batches")
         island.prepared = message
         present = [self.islands[name] for name in self.members]
         if any(one.prepared is None for one in present):
