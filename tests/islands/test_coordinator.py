@@ -656,7 +656,7 @@ def test_a_commit_counts_all_batches_of_a_round_and_a_joiner_gets_the_state_afte
     following = play.last("a")["next"]
     assert (following["batch"], following["joiners"]) == (100, ["b"])
     play.prepare("a", steps=100)
-    with pytest.raises(BadMessageError, match="b prepares 0 batches$"):
+    with pytest.raises(BadMessageError, match=r"b prepares 0 batches$"):
         play.prepare("b", steps=0)
     with pytest.raises(BadMessageError, match="b prepares 99 batches, others another number"):
         play.prepare("b", steps=99)
