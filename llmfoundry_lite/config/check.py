@@ -377,6 +377,18 @@ def _check_local_steps(config: TrainConfig) -> None:
             "fsdp_config.sharding_strategy: ZERO_1 does not go with islands.sync: it divides the optimizer's state, "
             "with the momentum of outer steps, otherwise than the weights; use FULL_SHARD or NO_SHARD"
         )
+    assert config.islands is not None and config.islands.sync is not None
+    sync = config.islands.sync
+    every, delay = (int(Duration.parse(text).value) for text in (sync.every, sync.delay))
+    if every % sync.fragments:
+        raise ConfigError(
+            f"islands.sync.fragments: {sync.fragments} given, expected a divisor of islands.sync.every, {every} batches"
+        )
+    if delay >= every // sync.fragments:
+        raise ConfigError(
+            f"islands.sync.delay: {sync.delay} given, expected less than every / fragments, which is "
+            f"{every // sync.fragments} batches"
+        )
     for key, value in {"max_duration": config.max_duration, "stop_after": config.stop_after}.items():
         if value is not None and Duration.parse(value).unit in ("tok", "sp"):
             raise ConfigError(

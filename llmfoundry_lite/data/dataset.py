@@ -92,7 +92,8 @@ class TextDataset(IterableDataset):
         self.same_every_epoch = evaluation
         self.reader = RowReader(self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type)
         self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
-        self._lanes: range | None = None
+        self._lanes: Sequence[int] | None = None
+        self._again: tuple[Sequence[int], int] = ((), 0)
         self._laid_out: tuple[int, EpochOrder] | None = None
         self._next = (0, 0)
         """Epoch, and the number of its samples that are done, at the next iteration's begin."""
@@ -325,9 +326,14 @@ class TextDataset(IterableDataset):
             "or begin a new run (load_weights_only=true takes the weights along)"
         )
 
-    def continue_with(self, lanes: range, epoch: int, sample_in_epoch: int) -> None:
-        """Begin the next iteration at this place, with these lanes instead of an even share of all."""
-        self._lanes, self.device_batch_size = lanes, len(lanes)
+    def continue_with(
+        self, lanes: Sequence[int], epoch: int, sample_in_epoch: int, again: Sequence[int] = (), num_back: int = 0
+    ) -> None:
+        """Begin the next iteration at this place, with these lanes instead of an even share of all.
+
+        Each batch also has the lanes `again` of the batch `num_back` before it, which is in the same epoch.
+        """
+        self._lanes, self._again, self.device_batch_size = lanes, (again, num_back), len(lanes) + len(again)
         self.begin_at(epoch, sample_in_epoch)
 
     def begin_at(self, epoch: int, sample_in_epoch: int) -> None:
@@ -402,12 +408,17 @@ class TextDataset(IterableDataset):
             first_batch=sample_in_epoch // self.global_batch_size,
             num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
         )
-        lanes = self._lanes or lanes
+        lanes, (again, num_back) = self._lanes or lanes, self._again
         # One shuffled block is the least that can be computed, unless that is very little or very much.
         steps_per_block = epoch_order.order.block_samples // steps.step
         steps_per_piece = min(max(steps_per_block, (1 << 14) // len(lanes), 1), -(-(1 << 20) // len(lanes)))
         for first in range(0, len(steps), steps_per_piece):
-            yield from epoch_order.sample_ids(lanes, steps[first : first + steps_per_piece]).ravel().tolist()
+            piece = steps[first : first + steps_per_piece]
+            ids = epoch_order.sample_ids(lanes, piece)
+            if again:
+                before = range(piece.start - num_back, piece.stop - num_back, piece.step)
+                ids = np.hstack([ids, epoch_order.sample_ids(again, before)])
+            yield from ids.ravel().tolist()
 
     def _read_ahead(self, ids: Iterator[int]) -> Iterator[tuple[int, int]]:
         """Yield shard and place in it of each sample, while threads bring the shards of the next `predownload`."""

@@ -145,7 +145,7 @@ class EpochOrder:
         np.cumsum(unit_sizes, out=self._unit_bounds[1:])
         self._unit_is_partial = unit_sizes < order.shard_sizes[unit_shards]
 
-    def sample_ids(self, lanes: range, steps: range) -> Int64Array:
+    def sample_ids(self, lanes: Sequence[int], steps: range) -> Int64Array:
         """Return the sample ids of lanes at steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.
 
         Computes only these (in shuffled order: the blocks that `steps` touches), in pieces of bounded size. `steps`
@@ -168,7 +168,7 @@ class EpochOrder:
                 ids_sl[some_steps, some_lanes] = self._shuffled_ids(lanes[some_lanes], steps[some_steps])
         return ids_sl
 
-    def _shuffled_ids(self, lanes: range, steps: range) -> Int64Array:
+    def _shuffled_ids(self, lanes: Sequence[int], steps: range) -> Int64Array:
         """Shuffle every block that the steps touch (k blocks, b samples in each). Returns [len(steps), len(lanes)]."""
         order, block_samples = self.order, self.order.block_samples
         blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)

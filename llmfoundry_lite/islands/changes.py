@@ -1,5 +1,7 @@
 """Exchange of encoded changes of weights, from each island to all others. See `encoding`."""
 
+import threading
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,26 +20,55 @@ class Swapped(NamedTuple):
     """Island -> name -> that island's change of this rank's piece, in fp32."""
 
 
-def swap_changes(
-    exchange: Exchange, pieces: Boxes, encoded: Mapping[str, Encoded], dtype: str, label: int, weight: float
-) -> Swapped:
-    """Send pieces to all other islands, and receive theirs. Both ends need the same `label`. Raises OSError."""
-    sending = {peer: pack(pieces, encoded, cuts).numpy() for peer, cuts in exchange.cuts.items()}
-    arriving = {peer: torch.empty(packed_bytes(cuts, dtype), dtype=torch.uint8) for peer, cuts in exchange.cuts.items()}
-    weights: dict[Peer, float] = {}
+class Swap:
+    """Sends pieces to all other islands and receives theirs, while this rank may compute."""
 
-    def send(peer: Peer) -> None:
-        exchange.send(peer, sending[peer], label, weight=weight)
+    def __init__(
+        self, exchange: Exchange, pieces: Boxes, encoded: Mapping[str, Encoded], dtype: str, label: int, weight: float
+    ):
+        """Pack, and begin. Both ends need the same names, `dtype` and `label`."""
+        self.exchange, self.pieces, self.dtype, self.label, self.weight = exchange, pieces, dtype, label, weight
+        self.cuts = exchange.cuts_of(encoded)
+        self.seconds = 0.0
+        """From the beginning until all has arrived."""
+        self._sending = {peer: pack(pieces, encoded, cuts).numpy() for peer, cuts in self.cuts.items()}
+        sizes = {peer: packed_bytes(cuts, dtype) for peer, cuts in self.cuts.items()}
+        self._arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items()}
+        self._weights: dict[Peer, float] = {}
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="islands-changes", daemon=True)
+        self._thread.start()
 
-    def receive(peer: Peer) -> None:
-        *heading, weights[peer] = exchange.receive_heading(peer)
-        if heading != [label, 0, arriving[peer].numel()]:
+    def wait(self) -> bool:
+        """Wait for the end. Returns False if a link or another island has failed."""
+        self._thread.join()
+        if self._error is not None and not isinstance(self._error, OSError):
+            raise self._error
+        return self._error is None
+
+    def unpack(self) -> Swapped:
+        """Return what has arrived, after `wait`."""
+        swapped = Swapped({peer.island: weight for peer, weight in self._weights.items()}, {})
+        for peer, raw in self._arriving.items():
+            unpack(raw, self.pieces, self.cuts[peer], self.dtype, swapped.tensors.setdefault(peer.island, {}))
+        return swapped
+
+    # --------------------------------------------------------------------------------------------------- threads
+
+    def _run(self) -> None:
+        began_at = time.monotonic()
+        jobs = [(run, peer) for peer in self.cuts for run in (self._send, self._receive)]
+        try:
+            self.exchange.transfer(jobs, lambda job: job[0](job[1]))
+        except Exception as error:
+            self._error = error
+        self.seconds = time.monotonic() - began_at
+
+    def _send(self, peer: Peer) -> None:
+        self.exchange.send(peer, self._sending[peer], self.label, weight=self.weight)
+
+    def _receive(self, peer: Peer) -> None:
+        *heading, self._weights[peer] = self.exchange.receive_heading(peer)
+        if heading != [self.label, 0, self._arriving[peer].numel()]:
             raise BadMessageError("the other end sends something else")
-        exchange.receive_into(peer, arriving[peer].numpy())
-
-    jobs = [(run, peer) for peer in exchange.cuts for run in (send, receive)]
-    exchange.transfer(jobs, lambda job: job[0](job[1]))
-    swapped = Swapped({peer.island: weights[peer] for peer in arriving}, {})
-    for peer, raw in arriving.items():
-        unpack(raw, pieces, exchange.cuts[peer], dtype, swapped.tensors.setdefault(peer.island, {}))
-    return swapped
+        self.exchange.receive_into(peer, self._arriving[peer].numpy())

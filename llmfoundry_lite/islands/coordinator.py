@@ -88,7 +88,7 @@ class Island:
     def describe(self) -> list[Message]:
         """Return one message per rank: the boxes of all ranks may exceed MAX_BYTES."""
         common = {"kind": "member", "name": self.name, "launch": self.launch, "machine": self.facts["machine"]}
-        keys = ("size", "rank", "address", "boxes")
+        keys = ("size", "rank", "address", "boxes", "data_ranks")
         return [{**common, **{key: hello[key] for key in keys}} for hello in self.hellos.values()]
 
 
@@ -118,6 +118,8 @@ class Coordinator:
         """Parts of the sum that islands own, see `owners`."""
         self.joiners: list[str] = []
         """New members of the view, to which the scribe sends its state."""
+        self.is_whole = False
+        """With local steps: the next exchange is of all weights, as an island has asked that wants to save."""
         self.failing_since: float | None = None
         """Time of the first failed exchange of this batch since an island was lost."""
         self.moved_at = 0
@@ -268,6 +270,7 @@ class Coordinator:
             one.prepared = None
             one.has_state = True
             one.is_leaving = reports[one.name]["leaving"]
+        self.is_whole = message["next_is_whole"] = any(report["asks_for_whole"] for report in reports.values())
         message["next"], too_many = self._next_view(message["drifted"])
         for one in present:
             self._send(one, message, rank_0_only=True)
@@ -368,7 +371,8 @@ class Coordinator:
         launches = {name: self.islands[name].launch for name in self.members}
         donor = self.scribe if joiners else ""
         self.shares = divide_sum(self._links())
-        view = View(self.epoch, self.batch, launches, self.lanes, self.scribe, donor, joiners, self.shares).as_message()
+        who = (launches, self.lanes, self.scribe, donor, joiners, self.shares)
+        view = View(self.epoch, self.batch, *who, self.is_whole).as_message()
         for name in strangers:
             self._send(self.islands[name], view)
         return view
@@ -546,7 +550,7 @@ class Coordinator:
         """Start over without members. Evict waiting islands that may lack the newest checkpoint."""
         reason = f"the run has ended after batch {self.batch}" if self.is_over else "no island is left"
         self.log(reason if self.is_over else f"{reason}; the next ones begin at the newest checkpoint")
-        self.scribe, self.lanes = "", {}
+        self.scribe, self.lanes, self.is_whole = "", {}, False
         self.newest_before_restart = self.newest_connection
         behind = [name for name, one in self.islands.items() if one.batch < self.batch or self.is_over]
         self._send_away(behind, reason)

@@ -184,7 +184,7 @@ class Exchange:
 
     def give(self, tensors: Tensors, pieces: Boxes, islands: Sequence[str], label: int) -> None:
         """Send this rank's pieces, or those among `tensors`, to these islands. Raises OSError."""
-        cuts = self._cuts_of(tensors, islands)
+        cuts = self.cuts_of(tensors, islands)
         sending = {peer: gather(tensors, pieces, cuts[peer]).numpy() for peer in cuts}
         self.transfer(sending, lambda peer: self.send(peer, sending[peer], label))
 
@@ -200,17 +200,17 @@ class Exchange:
             self.receive_into(peer, flat.numpy())
             arrived[peer] = flat
 
-        cuts = self._cuts_of(pieces, [island])
+        cuts = self.cuts_of(pieces, [island])
         arrived: dict[Peer, torch.Tensor] = {}
         self.transfer(cuts, receive)
         for peer, flat in arrived.items():
             scatter(flat, tensors, pieces, cuts[peer])
         return tensors
 
-    def _cuts_of(self, names: Container[str], islands: Sequence[str]) -> dict[Peer, Boxes]:
-        """Return the cuts of these tensors with ranks of these islands."""
+    def cuts_of(self, names: Container[str], islands: Sequence[str] | None = None) -> dict[Peer, Boxes]:
+        """Return the cuts of these tensors with ranks of these islands, by default of all."""
         found = {peer: {n: c for n, c in cuts.items() if n in names} for peer, cuts in self.cuts.items()}
-        return {peer: cuts for peer, cuts in found.items() if cuts and peer.island in islands}
+        return {peer: cuts for peer, cuts in found.items() if cuts and (islands is None or peer.island in islands)}
 
     def transfer(self, jobs: Iterable[T], run: Callable[[T], None]) -> None:
         """Send to peers, or receive from them, in parallel. Waits for all threads, then raises the first OSError."""

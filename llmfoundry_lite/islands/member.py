@@ -65,6 +65,8 @@ class View(NamedTuple):
     joiners: list[str]
     shares: dict[str, int]
     """Name -> the part of each tensor's rows that this island adds up, see `owners`; empty if all swap."""
+    is_whole: bool = False
+    """With local steps: the next exchange is of all weights, not of a fragment."""
 
     @classmethod
     def of(cls, message: Message) -> "View":

@@ -20,7 +20,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 
-PROTOCOL = "islands/4"
+PROTOCOL = "islands/5"
 """Version of the messages. A "beat" is a heartbeat; a rank's "hello" describes it."""
 TOKEN = "LLMFOUNDRY_LITE_ISLANDS_TOKEN"
 MIN_TOKEN_LENGTH = 16
@@ -202,12 +202,13 @@ FACTS: Fields = {
 `unit`: each share is a multiple of it."""
 REPORT: Fields = {
     **dict.fromkeys(("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest", "link"), int),
-    **dict.fromkeys(("ok", "leaving", "out_of_range"), bool),
+    **dict.fromkeys(("ok", "leaving", "out_of_range", "asks_for_whole"), bool),
     **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
     "weights": str,
 }
 """Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
-gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell."""
+gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell.
+`asks_for_whole`: it has to save, so the next exchange should be of all weights."""
 
 
 def check_fields(message: Message, fields: Fields) -> None:

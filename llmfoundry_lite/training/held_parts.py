@@ -60,13 +60,15 @@ class HeldParts:
         """From pieces to all that ranks hold."""
 
     def views(self, held: Mapping[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
-        """Return views of parts, and of pieces, of what this rank holds of each parameter."""
-        parts = {key: part.of(held[part.name]) for key, part in self.parts.items()}
-        return parts, {key: parts[key][piece.within(self.boxes[key])] for key, piece in self.pieces.items()}
+        """Return views of parts, and of pieces, of what this rank holds of these parameters."""
+        parts = {key: part.of(held[part.name]) for key, part in self.parts.items() if part.name in held}
+        inside = {key: piece.within(self.boxes[key]) for key, piece in self.pieces.items() if key in parts}
+        return parts, {key: parts[key][place] for key, place in inside.items()}
 
-    def digest(self) -> str:
-        """Hash the weights of all ranks, the same for any layout. Every rank must call it together."""
-        _, pieces = self.views({name: local_tensor(parameter) for name, parameter in self.parameters.items()})
+    def digest(self, weights: Tensors | None = None) -> str:
+        """Hash the weights of all ranks, by default the model's, the same for any layout. Every rank must call it
+        together."""
+        _, pieces = self.views(weights or self._weights)
         sums = [
             sum_keyed(name, pieces[key], self.pieces[key].offset, self.parameters[name].shape)
             for key, name in ((key, self.parts[key].name) for key in pieces)
@@ -80,8 +82,14 @@ class HeldParts:
 
     # ------------------------------------------------------------------------------ state (every rank, together)
 
-    def read_state(self) -> tuple[Kinds, dict[str, Any], dict[str, Tensors]]:
-        """Return the kinds of state of all ranks in order, the optimizer's numbers, and this rank's pieces by kind."""
+    @property
+    def _weights(self) -> Tensors:
+        return {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
+
+    def read_state(self, weights: Tensors | None) -> tuple[Kinds, dict[str, Any], dict[str, Tensors]]:
+        """Return the kinds of state of all ranks in order, the optimizer's numbers, and this rank's pieces by kind.
+
+        `weights` take the place of the model's."""
         state = read_state(self.model, self.optimizer)
         own: Kinds = {WEIGHTS: [*self.parameters]}
         for key in state.tensors:
@@ -96,10 +104,9 @@ class HeldParts:
         kinds = {kind: sorted(names[kind]) for kind in sorted(names)}
         optimizer = join_optimizers([decode_value(numbers) for (_, numbers), _ in described])
         assert optimizer is not None
-        weights = self.views({name: local_tensor(parameter) for name, parameter in self.parameters.items()})[1]
         shares = share_out(self._gather_slots())
         plan = Redistribution(shares, self.pieces_of_ranks, self.rank)
-        pieces = {WEIGHTS: weights}
+        pieces = {WEIGHTS: self.views(weights or self._weights)[1]}
         for kind in [kind for kind in kinds if kind != WEIGHTS]:  # collectives, so in the same order
             pieces[kind] = self._read_pieces(kind, names[kind], state.tensors, plan)
         return kinds, optimizer, pieces
@@ -117,7 +124,7 @@ class HeldParts:
 
     def write_state(self, kinds: Kinds, pieces: Mapping[str, Tensors], optimizer: dict[str, Any]) -> None:
         """Replace the weights and the optimizer's state by pieces of other islands."""
-        weights, _ = self.views({name: local_tensor(parameter) for name, parameter in self.parameters.items()})
+        weights, _ = self.views(self._weights)
         self.completion.apply(pieces[WEIGHTS], weights, torch.float32)
         plan = Redistribution(self.pieces_of_ranks, self._gather_slots(), self.rank)
         slots: Tensors = {}

@@ -29,6 +29,7 @@ from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.islands.boxes import Tensors, rows_of, share_out
 from llmfoundry_lite.islands.exchange import Exchange, Ranks
+from llmfoundry_lite.islands.local_steps import Again
 from llmfoundry_lite.islands.member import Lost, Member, View, start_coordinator_if_absent
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
 from llmfoundry_lite.islands.summing import Plan, Summing
@@ -80,6 +81,11 @@ class Islands(Partners):
         self.num_repeats = self.num_drifts = 0
         self.lanes = range(0)
         """Rows of each batch that are read here."""
+        self.again = Again()
+        """Rows of an earlier batch that are read here beside them."""
+        self.data_ranks: dict[str, int] = {}
+        self.given_weights: Tensors | None = None
+        """This rank's part of the weights that joiners receive; None: the model's."""
         self.summing: Summing | None = None
         """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""
         self.num_bytes = 0
@@ -237,6 +243,7 @@ class Islands(Partners):
             if name != self.name
         }
         self.machines = {name: ranks[0]["machine"] for name, ranks in described.items()}
+        self.data_ranks = {name: ranks[0]["data_ranks"] for name, ranks in described.items()}
         self.exchange.meet(view.epoch, self.held.pieces, others)
         rows = rows_of([one for ranks in boxes.values() for one in ranks])
         self.plan = Plan.of(self.name, self.held.pieces, self.exchange.cuts, rows, view.shares)
@@ -300,10 +307,12 @@ class Islands(Partners):
     def batches(self, state: State) -> Iterator[Any]:
         """Read this rank's rows of the epoch's batches, from the next batch on. Every rank must call this together."""
         self.lanes, ranks = self.next_lanes, self.agreement.ranks
-        num_rows = len(self.lanes) // ranks.size
-        mine = self.lanes[ranks.rank * num_rows : (ranks.rank + 1) * num_rows]
+        mine, again = (
+            lanes[ranks.rank * len(lanes) // ranks.size : (ranks.rank + 1) * len(lanes) // ranks.size]
+            for lanes in (self.lanes, self.again.lanes)
+        )
         place = int(state.timestamp.batch_in_epoch) * self.dataset.global_batch_size
-        self.dataset.continue_with(mine, int(state.timestamp.epoch), place)
+        self.dataset.continue_with(mine, int(state.timestamp.epoch), place, again, self.again.back)
         return iter(
             build_text_loader(
                 self.dataset,
@@ -423,7 +432,7 @@ class Islands(Partners):
         failed, leaves, link_rate, self.num_bytes = all_reduce_sum(
             [int(has_failed), int(leaves_here), int(summing.link_rate), num_bytes]
         )
-        report = {"leaving": bool(leaves), "link": link_rate}
+        report = {"leaving": bool(leaves), "link": link_rate, "asks_for_whole": False}
         if failed:
             return {"ok": False, **report, **_report(Measured(0.0, 0.0, 0))}
         self.member.phase = "compute"
@@ -446,7 +455,7 @@ class Islands(Partners):
     def _send_state(self, state: State) -> None:
         """Send the run's state to joining islands: scalars through the coordinator, tensors from rank to rank."""
         here = self.checkpointing
-        kinds, optimizer, pieces = self.held.read_state()
+        kinds, optimizer, pieces = self.held.read_state(self.given_weights)
         if self.rank == 0:
             segments = here.segments_until(state) if int(state.timestamp.batch) >= here.first_batch else ()
             content = {

@@ -62,6 +62,16 @@ def test_loader_yields_the_global_batches_in_order_epoch_after_epoch(shards, num
     assert [numbers(loader) for _ in range(3)] == [expected_numbers(dataset, epoch) for epoch in range(3)]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_lanes_of_an_earlier_batch_come_beside_those_of_each_batch(shards, num_workers):
+    dataset = open_data(shards)
+    num_lanes = dataset.order.num_lanes
+    dataset.continue_with(range(2), 0, 3 * num_lanes, [2, num_lanes - 1], 2)
+    of_epoch = expected_numbers(dataset)
+    expected = [[*of_epoch[i][:2], of_epoch[i - 2][2], of_epoch[i - 2][-1]] for i in range(3, 8)]
+    assert numbers(build_text_loader(dataset, num_workers=num_workers)) == expected
+
+
 @pytest.mark.parametrize(("saved_workers", "resumed_workers"), [(0, 3), (2, 0)])
 def test_resuming_anywhere_continues_with_the_next_batch(shards, saved_workers, resumed_workers):
     for batches_done in (0, 5, 8):

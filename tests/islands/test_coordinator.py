@@ -662,6 +662,17 @@ def test_a_commit_counts_all_batches_of_a_round_and_a_joiner_gets_the_state_afte
         play.prepare("b", steps=99)
 
 
+def test_an_island_that_has_to_save_makes_the_next_exchange_one_of_all_weights_for_joiners_too():
+    play = Play(num_founders=1)
+    play.come("a")
+    play.come("b")
+    play.prepare("a", steps=5, asks_for_whole=True)
+    assert play.last("a")["next_is_whole"] and play.last("b")["kind"] == "view" and play.last("b")["is_whole"]
+    for name in "ab":
+        play.prepare(name, steps=5)
+    assert not play.last("a")["next_is_whole"]
+
+
 def test_an_exchange_that_failed_is_repeated_for_the_same_batches():
     play = Play()
     play.come("a")

@@ -8,6 +8,7 @@ import torch
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.islands.local_steps import divide_into_fragments
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 from tests.islands.world import (
@@ -97,6 +98,47 @@ def test_outer_steps_are_those_of_the_paper(tmp_path, data):
             assert max(abs(found[key] - start[key]).max() for key in start) < 1e-6
 
 
+def test_fragments_travel_while_islands_compute_and_are_mixed_in_as_in_the_paper(tmp_path, data):
+    """Beside numpy: fragments of a round of two batches leave after the first, and arrive after the second."""
+
+    def dump(name):
+        return {"callbacks": {"python:tests.islands.faults:Dump": {"folder": str(tmp_path / name)}}}
+
+    sync = {"sync": {**SYNC, "fragments": 2, "delay": "1ba", "alpha": 0.25}}
+    with coordination(tmp_path) as running:
+        for launch in islands(tmp_path, data, running, **{n: (1, local(islands=sync, **dump(n))) for n in "ab"}):
+            launch.check()
+            assert "local steps, every 4, 2 fragments, delay 1: another algorithm" in launch.output
+    assert values(metrics(tmp_path, "a"), "islands/drifts") == [0] * 10
+    assert [r["batch"] for r in metrics(tmp_path, "a") if "islands/outer_norm" in r] == [2, 4, 6, 8, 10]
+
+    def read(name, when, batch):
+        return {key: w.numpy() for key, w in torch.load(tmp_path / name / f"{when}-{batch}.pt").items()}
+
+    start = read("a", "after", 0)
+    velocity = {key: np.zeros_like(w) for key, w in start.items()}
+    fragments = divide_into_fragments({key.removeprefix("model."): w.size for key, w in start.items()}, 2)
+    # The save that is due after batch 4 is asked for with the report of batch 6, and made after batch 8.
+    for batch, fragment in ((2, 0), (4, 1), (6, 0), (8, None), (10, None)):
+        left_at = batch - (fragment is not None)
+        trained = {name: read(name, "after" if left_at < batch else "before", left_at) for name in "ab"}
+        of_fragment = {key for key in start if fragment is None or key.removeprefix("model.") in fragments[fragment]}
+        assert of_fragment
+        for key in of_fragment:
+            change = sum(0.5 * (start[key] - trained[name][key]) for name in "ab")
+            velocity[key] = 0.9 * velocity[key] + change
+            start[key] = start[key] - 0.7 * (change + 0.9 * velocity[key])
+        for name in "ab":
+            before, after = read(name, "before", batch), read(name, "after", batch)
+            for key in start:
+                own = 0.25 * before[key] + 0.75 * start[key] if left_at < batch else start[key]
+                assert abs(after[key] - (own if key in of_fragment else before[key])).max() < 1e-6, (batch, key)
+    saved = weights(tmp_path / "saves/ba8")
+    of_b = read("b", "after", 8)
+    assert all(np.array_equal(saved[key].numpy(), of_b[f"model.{key}"]) for key in saved)
+    assert sorted(path.name for path in (tmp_path / "saves").glob("ba*")) == ["ba10", "ba8"]
+
+
 def test_rows_are_divided_as_among_exact_islands(tmp_path, data):
     """The sum of both islands' digests is that of one world's batch."""
     config = tiny_config(data, run_name="alone")
@@ -160,18 +202,47 @@ def test_an_island_that_dies_in_a_round_loses_its_rows_by_name_and_comes_back_at
     assert back[-1]["time/sample"] == records[-1]["time/sample"]
 
 
+def test_rows_of_an_island_that_dies_are_trained_again_by_the_others(tmp_path, data):
+    """Its rows in batches 1 to 4, in batches 5 to 8; every row of the run is trained once."""
+    config = tiny_config(data, run_name="alone")
+    train([write_config(tmp_path / "alone.yaml", config)], tmp_path, 1).check()
+    gate = tmp_path / "b is gone"
+    retrain = {"sync": {**SYNC, "lost_rows": "retrain"}}
+    with coordination(tmp_path, num_islands=3) as running:
+
+        def end():
+            running.wait_for("rank 0 of b is gone")
+            gate.touch()
+
+        held = local(islands=retrain, callbacks=hold(4, gate))
+        dies = local(islands=retrain, callbacks=kill(3))
+        a, _, c, _ = islands(tmp_path, data, running, end, a=(1, held), b=(1, dies), c=(2, held))
+    for launch in (a, c):
+        launch.check()
+    of_b = 8 - sum(metrics(tmp_path, name)[0]["islands/rows"] for name in "ac")
+    assert f"islands: rows of b in batches 1 to 4 are lost: {4 * of_b} samples" in a.output
+    assert f"islands: batches 5 to 8 trained lost rows again: {4 * of_b} samples" in c.output
+    rows = [sum(counts) for counts in zip(*(values(metrics(tmp_path, n), "islands/rows") for n in "ac"), strict=True)]
+    assert rows == [8 - of_b] * 4 + [8 + of_b] * 4 + [8] * 2
+    assert metrics(tmp_path, "a")[-1]["time/sample"] == metrics(tmp_path, "c")[-1]["time/sample"] == 80
+    assert metrics(tmp_path, "a")[-1]["islands/samples_again"] == 4 * of_b
+    trained = sum(int(text, 16) for name in "ac" for text in values(metrics(tmp_path, name), "data/digest"))
+    expected = sum(int(text, 16) for text in values(read_metrics(tmp_path / "runs/alone"), "data/digest"))
+    assert trained % (1 << 64) == expected % (1 << 64)
+
+
 @pytest.mark.parametrize(
-    ("a", "b", "common", "dtype"),
+    ("a", "b", "common", "sync"),
     [
-        (STAGES, SHARDS, MUON, "fp32"),
-        (LAYERS, ONE, {"model__no_bias": False}, "int8"),
-        (SAMPLES, STAGES, {"model__tie_word_embeddings": True}, "bf16"),
+        (STAGES, SHARDS, MUON, {"fragments": 2, "delay": "1ba"}),
+        (LAYERS, ONE, {"model__no_bias": False}, {"every": "2ba", "dtype": "int8"}),
+        (SAMPLES, STAGES, {"model__tie_word_embeddings": True}, {"dtype": "bf16", "delay": "2ba"}),
     ],
 )
-def test_islands_of_unlike_layouts_take_the_same_outer_steps_though_one_dies(tmp_path, data, a, b, common, dtype):
-    """b comes back with the momentum that a has."""
+def test_islands_of_unlike_layouts_take_the_same_outer_steps_though_one_dies(tmp_path, data, a, b, common, sync):
+    """b comes back with the momentum that a has, and at the weights of the last outer steps."""
     gate = tmp_path / "b is back"
-    sync = {"every": "2ba", "dtype": dtype}
+    sync = {"every": "4ba", **sync}
 
     def start(running, name, layout, **changes):
         settings = local(islands={"sync": sync}, max_duration="8ba", **common, **layout[1], **changes)
@@ -260,6 +331,11 @@ def test_without_the_coordinator_the_last_round_ends_early_and_one_island_saves(
             "islands.sync.every: '5tok' given, expected a number with a unit, ba",
         ),
         ({"islands": {"sync": {"every": "5ba", "momentum": 1.0}}}, "islands.sync.momentum: 1.0 given"),
+        (
+            {"islands": {"sync": {"every": "5ba", "fragments": 2}}},
+            "islands.sync.fragments: 2 given, expected a divisor",
+        ),
+        ({"islands": {"sync": {**SYNC, "fragments": 2, "delay": "2ba"}}}, "islands.sync.delay: 2ba given, expected"),
     ],
 )
 def test_what_local_steps_cannot_do_is_refused_before_anything_starts(tmp_path, data, changes, words):

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from llmfoundry_lite.islands.local_steps import Round, lost_samples, take_outer_step
+from llmfoundry_lite.islands.local_steps import Round, divide_into_fragments, lost_samples, share_lost, take_outer_step
 
 
 def test_outer_steps_are_nesterov_s_bit_for_bit():
@@ -37,3 +37,19 @@ def test_a_round_s_loss_is_weighted_by_tokens_and_a_batch_of_padding_counts_noth
 def test_rows_of_the_islands_that_are_gone_are_lost():
     lanes = {"a": range(4), "b": range(4, 10), "c": range(10, 12)}
     assert lost_samples(lanes, {"a": 40, "c": 20}, steps=10) == {"b": 60}
+
+
+def test_fragments_are_of_like_size_and_the_same_in_any_order():
+    sizes = {"embedding": 100, **{f"block {i}": 30 + i % 3 for i in range(9)}, "norm": 1}
+    fragments = divide_into_fragments(sizes, 3)
+    assert sorted(name for fragment in fragments for name in fragment) == sorted(sizes)
+    filled = [sum(sizes[name] for name in fragment) for fragment in fragments]
+    assert max(filled) - min(filled) <= 30 < max(sizes.values())
+    assert divide_into_fragments(dict(reversed(sizes.items())), 3) == fragments
+
+
+def test_lost_rows_are_divided_by_rows_in_multiples_of_data_ranks():
+    view = {"a": range(4), "b": range(4, 12)}
+    assert share_lost([20, 21, 22, 23, 24, 25], view, {"a": 1, "b": 2}) == {"a": [20, 21], "b": [22, 23, 24, 25]}
+    assert share_lost([20, 21, 22], view, {"a": 4, "b": 3}) == {"b": [20, 21, 22]}, "a cannot divide its share"
+    assert share_lost([20], view, {"a": 2, "b": 2}) == {}
