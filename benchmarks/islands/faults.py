@@ -1,8 +1,9 @@
 """Random faults of ranks, islands, links, the scribe and the coordinator while three islands train one run.
 
-    python -m benchmarks islands-faults --out results          some 9 minutes on two busy cores
-    python -m benchmarks islands-faults --exact --out results  with exact sums, packed, held against one world's bits
-    python -m benchmarks islands-faults --local --out results  with local steps, every 10
+    python -m benchmarks islands-faults --out results                   some 9 minutes on two busy cores
+    python -m benchmarks islands-faults --way exact --out results       with exact sums, held against one world's bits
+    python -m benchmarks islands-faults --way local --out results       with local steps, every 10
+    python -m benchmarks islands-faults --way streaming --out results   in fragments that travel while islands compute
 
 Three islands train a tiny model. Each owns a part of the sum. Gradients leave during the backward pass, over links on
 which they are under way for as long as ranks compute: faults hit overlapped exchanges. Ranks are real, as the launcher
@@ -12,7 +13,7 @@ the deadline. In the end every batch is there once, with the data of a single wo
 of three single worlds; with exact sums it must have their bits.
 
 With local steps no single world trains the same. Instead each outer step must account for every row of its round: as
-trained, or as lost with an island by name. Weights are compared at each outer step.
+trained, or as lost with an island by name. Weights are compared at each outer step. `streaming` trains lost rows again.
 
 `links.py` has links that can be cut, frozen or dead one way.
 """
@@ -65,8 +66,15 @@ FROZEN_SECONDS = 6.0
 LINK_SECONDS = (0.3, 1.0, 4.0)
 LINK_BITS = 40e6
 """Bits per second of links between islands that nothing ails."""
-LOCAL = ["islands.sync.every=10ba", "islands.check_weights_every=10"]
-"""Settings of local steps."""
+LOCAL = ["islands.sync.every=10ba", "islands.check_weights_every=1"]
+STREAMING = [f"islands.sync.{setting}" for setting in ("fragments=2", "delay=3ba", "lost_rows=retrain")]
+WAYS = {
+    "gradients": ("", []),
+    "exact": (", exact sums", ["exact_sums=true"]),
+    "local": (", local steps", LOCAL),
+    "streaming": (", local steps in fragments", LOCAL + STREAMING),
+}
+"""`--way` -> words of the heading, and settings."""
 MAX_BANDS = 2.0
 """The loss may be so many bands from that of the single worlds: rows are divided in many more ways than theirs."""
 SHARE_WHOLE = 0.8
@@ -301,14 +309,15 @@ class Scene:
         undo: Callable[[], None] | None = None
         if kind == KILL_COORDINATOR:
             self.kill_coordinator()
-            cut_off, undo = list(SIZES), self.start_coordinator
+            cut_off, undo = members, self.start_coordinator
         elif kind == FREEZE_COORDINATOR:
             self.coordinator.send_signal(signal.SIGSTOP)
-            cut_off, undo = list(SIZES), chance.choice((self.thaw_coordinator, self.replace_coordinator))
+            cut_off, undo = members, chance.choice((self.thaw_coordinator, self.replace_coordinator))
         elif kind in (ONE_WAY, ALL_WAYS):
-            cut_off = [name] if kind == ONE_WAY else list(SIZES)
-            self.ways.set(chance.choice(("half", "frozen")), cut_off)
-            undo = lambda: self.ways.set("open", cut_off)  # noqa: E731
+            names = [name] if kind == ONE_WAY else list(SIZES)
+            cut_off = [island for island in names if island in members]
+            self.ways.set(chance.choice(("half", "frozen")), names)
+            undo = lambda: self.ways.set("open", names)  # noqa: E731
         elif kind in BETWEEN_ISLANDS:
             set_links(self.links, BETWEEN_ISLANDS[kind], 4e6)
             threading.Timer(chance.choice(LINK_SECONDS), set_links, (self.links, "open", LINK_BITS)).start()
@@ -399,18 +408,19 @@ def run(
     *,
     num_faults: int = 50,
     seed: int = 17,
-    exact: bool = False,
-    local: bool = False,
+    way: str = "gradients",
     out: Path | None = None,
     keep: Path | None = None,
 ) -> dict[str, Any]:
     """Disturb, check, print; with `out`, write islands-faults.json and .md there. Returns what the JSON holds.
 
-    `exact`: with `exact_sums`; every batch must have the bits of a single world. `local`: with local steps. Raises
-    UserError when a run does not come back from a fault.
+    `way`: one of WAYS. With `exact` every batch must have the bits of a single world. Raises UserError when a run does
+    not come back from a fault.
     """
+    if way not in WAYS:
+        raise UserError(f"--way: {way!r} given, expected {', '.join(WAYS)}")
     console, conditions, chance = open_console(), describe_conditions(), random.Random(seed)
-    way, settings = ("exact", ["exact_sums=true"]) if exact else ("local", LOCAL) if local else ("", [])
+    (words, settings), is_local = WAYS[way], way in ("local", "streaming")
     faults: list[Fault] = []
     loads: list[float] = []
     started = time.monotonic()
@@ -435,25 +445,27 @@ def run(
         last = max(record["batch"] for log in logs.values() for record in log)
         minutes = (time.monotonic() - started) / 60
         worlds = []
-        for size in () if local else WORLDS:
+        for size in () if is_local else WORLDS:
             console.print(f"training: {last} batches alone on {size} ranks")
             worlds.append(train_alone(scene.folder, scene.yaml, size, last, settings))
     report = conditions | {"num_faults": num_faults, "seed": seed, "minutes": minutes, "load_during": max(loads)}
     report |= {"num_batches": last, "faults": [fault._asdict() for fault in faults], "codes": codes}
-    report |= check_rounds(logs) if local else check(logs, worlds)
+    report |= check_rounds(logs) if is_local else check(logs, worlds)
     report["longest_hang_seconds"] = max(fault.hung for fault in faults)
     report["passed"] = (
         report["longest_hang_seconds"] <= DEADLINE_SECONDS
         and not report["missing"]
         and not report["other_data"]
         and report["bands"] <= MAX_BANDS
-        and not (exact and report["other_bits"])
+        and not (way == "exact" and report["other_bits"])
         and not {code for some in codes.values() for code in some} - {EXIT_DONE, EXIT_BUG, EXIT_USER, EXIT_PREEMPTED}
     )
     how = f"{num_faults} faults in {minutes:.0f} minutes and {last} batches. Three islands of 2, 1 and 1 ranks."
-    command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}{f' --{way}' * bool(way)}"
-    heading = "Faults of islands" + {"": "", "exact": ", exact sums", "local": ", local steps"}[way]
-    about = {"name": f"islands-faults{f'-{way}' * bool(way)}", "heading": heading, "asked": ("num_faults", "seed")}
+    command = (
+        f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}{f' --way {way}' * bool(words)}"
+    )
+    about = {"heading": f"Faults of islands{words}", "asked": ("num_faults", "seed")}
+    about["name"] = f"islands-faults{f'-{way}' * bool(words)}"
     tell(report, how, table_of(faults), notes_of(report), **about, command=command, out=out)
     console.print("passed" if report["passed"] else "FAILED: see the notes", style="bold")
     return report
@@ -477,15 +489,19 @@ def check(logs: dict[str, list[dict[str, Any]]], worlds: Sequence[list[dict[str,
 def check_rounds(logs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Look for missing batches, rounds with rows that are neither trained nor named as lost, and other weights."""
     batches = {record["batch"] for log in logs.values() for record in log}
-    unnamed, named = set[int](), dict[int, int]()
+    unnamed, named, again = set[int](), dict[int, int](), dict[int, int]()
     for record in (record for log in logs.values() for record in log if "islands/outer_norm" in record):
-        named[record["batch"]] = record["islands/lost_in_round"]
-        counted = record["islands/samples"] + record["islands/lost_in_round"]
+        named[record["batch"]], again[record["batch"]] = (
+            record["islands/lost_in_round"],
+            record["islands/again_in_round"],
+        )
+        counted = record["islands/samples"] + named[record["batch"]] - again[record["batch"]]
         if counted != record["islands/steps"] * SETTINGS["batch_size"]:
             unnamed.add(record["batch"])
     drifts = sum(max((r.get("islands/drifts", 0) for r in log), default=0) for log in logs.values())
     found = {"missing": sorted(set(range(1, max(batches) + 1)) - batches), "other_data": sorted(unnamed)}
-    return {**found, "bands": 0.0, "num_lost": sum(named.values()), "num_drifts": drifts, "other_bits": []}
+    found |= {"num_lost": sum(named.values()), "num_again": sum(again.values()), "num_drifts": drifts}
+    return {**found, "bands": 0.0, "other_bits": []}
 
 
 def table_of(faults: Sequence[Fault]) -> Table:
@@ -513,8 +529,9 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         compared = [
             f"batches that are missing: {names(report['missing'])}; outer steps with rows that are neither trained nor "
             f"named as lost: {names(report['other_data'])}",
-            f"samples that are named as lost: {report['num_lost']} of {8 * report['num_batches']}; islands whose "
-            f"weights differed after an outer step: {report['num_drifts']}",
+            f"samples that are named as lost: {report['num_lost']} of {8 * report['num_batches']}, of which "
+            f"{report['num_again']} were trained in a later round; islands whose weights differed after an outer step: "
+            f"{report['num_drifts']}",
         ]
     else:
         compared = [
@@ -532,6 +549,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"the coordinator leaves out who is silent for {SILENCE_SECONDS:g} s; ranks leave a coordinator that is silent "
         "for 4 s",
         f"links between islands have {LINK_BITS / 1e6:g} Mbit/s, so that a gradient is under way while ranks compute",
+        "an island that has just been launched may wait a minute for the coordinator, which is not counted",
         "a way that is half-open passes nothing back, or nothing at all; links between islands are as they should be "
         f"after {', '.join(f'{seconds:g}' for seconds in LINK_SECONDS)} s",
         f"load average during the faults at most {report['load_during']:.1f}; islands launch again as forks of a "

@@ -260,7 +260,9 @@ class Coordinator:
             "norm": reports[self.scribe]["norm"],
             "out_of_range": any(report["out_of_range"] for report in reports.values()),
             "bad": sum(report["bad"] for report in reports.values()),
-            **{key: sum(r[key] for r in reports.values()) for key in ("samples", "tokens", "losses", "digest")},
+            **{
+                key: sum(r[key] for r in reports.values()) for key in ("samples", "tokens", "losses", "digest", "again")
+            },
             "rows": {name: report["samples"] for name, report in reports.items()},
             "drifted": self._drifted(reports),
         }

@@ -30,6 +30,8 @@ class Round:
     digest: int = 0
     loss_sum: float = 0.0
     """Losses of the batches, each times its weight."""
+    again: int = 0
+    """Samples that the round before has lost."""
     seconds: float = 0.0
     """Time of computing."""
 

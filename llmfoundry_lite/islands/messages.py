@@ -201,14 +201,16 @@ FACTS: Fields = {
 """Fields of a rank's hello. `data_ranks`: the island's shares of its rows, each for one or more of its `size` ranks.
 `unit`: each share is a multiple of it."""
 REPORT: Fields = {
-    **dict.fromkeys(("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest", "link"), int),
+    **dict.fromkeys(
+        ("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest", "link", "again"), int
+    ),
     **dict.fromkeys(("ok", "leaving", "out_of_range", "asks_for_whole"), bool),
     **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
     "weights": str,
 }
 """Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
 gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell.
-`asks_for_whole`: it has to save, so the next exchange should be of all weights."""
+`again`: samples that had been lost. `asks_for_whole`: it has to save, so the next exchange should be of all weights."""
 
 
 def check_fields(message: Message, fields: Fields) -> None:

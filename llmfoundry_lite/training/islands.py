@@ -432,7 +432,7 @@ class Islands(Partners):
         failed, leaves, link_rate, self.num_bytes = all_reduce_sum(
             [int(has_failed), int(leaves_here), int(summing.link_rate), num_bytes]
         )
-        report = {"leaving": bool(leaves), "link": link_rate, "asks_for_whole": False}
+        report = {"leaving": bool(leaves), "link": link_rate, "again": 0, "asks_for_whole": False}
         if failed:
             return {"ok": False, **report, **_report(Measured(0.0, 0.0, 0))}
         self.member.phase = "compute"

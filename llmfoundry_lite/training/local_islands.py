@@ -57,8 +57,8 @@ class LocalIslands(Islands):
         """Rows of all islands until the round ends."""
         self.round_again: dict[str, list[int]] = {}
         """Rows of each batch of the round before that islands train again in this one."""
-        self.num_back = self.num_again = 0
-        """Batches of the round before, and how many of them have been trained again so far."""
+        self.num_back = 0
+        """Batches of the round before."""
         self.departure: Departure | None = None
         """The change that travels while this island computes."""
         self.lost: Lost | None = None
@@ -100,10 +100,8 @@ class LocalIslands(Islands):
 
     def next_again(self, state: State) -> Again:
         """Return the earlier rows that this island trains again in the next batch."""
-        return Again(self.round_again.get(self.name, ()), self.num_back) if self._trains_again(state) else Again()
-
-    def _trains_again(self, state: State) -> bool:
-        return self.round.steps < self.num_back <= int(state.timestamp.batch_in_epoch)
+        is_there = self.round.steps < self.num_back <= int(state.timestamp.batch_in_epoch)
+        return Again(self.round_again.get(self.name, ()), self.num_back) if is_there else Again()
 
     def batches(self, state: State) -> Iterator[Any]:
         self.again = self.next_again(state)
@@ -113,13 +111,13 @@ class LocalIslands(Islands):
         if self.lost is not None:
             self._leave(self.lost)
         self.outer.hide_momentum()
-        self.num_again += self._trains_again(state)
         self.began_at = now()
 
     def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
         """Keep this island's own gradient."""
         seconds = now() - self.began_at
         self.round.seconds += seconds
+        self.round.again += len(self.again.lanes)
         self.measured = {
             "islands/local_steps": self.every,
             "islands/members": len(self.round_lanes),
@@ -158,7 +156,7 @@ class LocalIslands(Islands):
 
     def _begin_round(self) -> None:
         self.round, self.round_lanes = Round(), self.view.lanes
-        self.round_again, self.num_back, self.num_again = {}, 0, 0
+        self.round_again, self.num_back = {}, 0
 
     def _depart(self, state: State, *, is_whole: bool) -> Departure:
         """Send the change of all weights, or of the fragment whose turn it is."""
@@ -219,7 +217,7 @@ class LocalIslands(Islands):
         if self.rank != 0:
             return
         here = self.round
-        keys = ("steps", "weight", "samples", "tokens", "losses", "digest", "loss")
+        keys = ("steps", "weight", "samples", "tokens", "losses", "digest", "loss", "again")
         counts = {key: getattr(here, key) for key in keys}
         place = {"epoch": self.view.epoch, "batch": int(state.timestamp.batch) - here.steps, "weights": self.weights}
         flags = {"ok": norm is not None, "leaving": leaves, "out_of_range": False, "bad": 0, "link": 0}
@@ -235,7 +233,7 @@ class LocalIslands(Islands):
                 "stands. Lower the learning rate or islands.sync.lr"
             )
         lost_before, trained = self.num_lost_samples, verdict["rows"]
-        self._note_lost(batch, trained)
+        self._note_lost(batch, trained, verdict["again"])
         for name, rows in trained.items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.num_drifts += len(verdict["drifted"])
@@ -247,6 +245,7 @@ class LocalIslands(Islands):
             "islands/outer_norm": verdict["norm"],
             "islands/lost_samples": self.num_lost_samples,
             "islands/lost_in_round": self.num_lost_samples - lost_before,
+            "islands/again_in_round": verdict["again"],
             "islands/samples_again": self.num_samples_again,
         }
         self.logger.log_metrics(self.metrics())
@@ -278,15 +277,14 @@ class LocalIslands(Islands):
 
     # ------------------------------------------------------------------------------------------------- lost rows
 
-    def _note_lost(self, batch: int, trained: Mapping[str, int]) -> None:
+    def _note_lost(self, batch: int, trained: Mapping[str, int], again: int = 0) -> None:
         """Name the rows of islands that began the round and are not in its outer step, and those trained again."""
         batches = f"batches {batch - self.round.steps + 1} to {batch}"
         for name, count in lost_samples(self.round_lanes, trained, self.round.steps).items():
             self.num_lost_samples += count
             self.checkpointing.print_on_rank_0(f"islands: rows of {name} in {batches} are lost: {count} samples")
-        again = self.num_again * sum(len(lanes) for name, lanes in self.round_again.items() if name in trained)
+        self.num_samples_again += again
         if again:
-            self.num_samples_again += again
             self.checkpointing.print_on_rank_0(f"islands: {batches} trained lost rows again: {again} samples")
 
     def _share_lost(self, lanes: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:

@@ -26,7 +26,7 @@ HELLO |= {"fingerprints": {"seed": "17"}, "machine": {}, "batch": 0, "rows": 8, 
 HELLO |= {"unit": 1, "data_ranks": 1}
 PREPARED = {"kind": "prepared", "epoch": 1, "batch": 0, "ok": True, "leaving": False, "bad": 0, "seconds": 1.0}
 PREPARED |= {"weight": 8, "samples": 8, "tokens": 8, "losses": 8, "digest": 1, "loss": 1.0, "norm": 1.0, "weights": ""}
-PREPARED |= {"out_of_range": False, "link": 0, "steps": 1, "asks_for_whole": False}
+PREPARED |= {"out_of_range": False, "link": 0, "steps": 1, "again": 0, "asks_for_whole": False}
 
 ONE = (1, {})
 SHARDS = (2, {})
