@@ -1,11 +1,12 @@
 """Local steps over slow links: loss at equal tokens beside one world, bytes, and the share of the time that computes.
 
-    python -m benchmarks islands-local --out results                   some 20 minutes on two quiet cores
+    python -m benchmarks islands-local --out results                   some 25 minutes on two quiet cores
 
-Two and four islands of one rank train a small MPT with an outer step after every 10, 50, 100 and 500 batches. A proxy
-holds each link between two islands to a rate and a delay (`links.py`). The loss is that of the validation data after
-the last outer step. One world trains the same batches. Links of the coordinator are not slowed. Ranks are forks of
-processes that have imported the code, one for each island (`faults.Keeper`).
+Two and four islands of one rank train a small MPT with an outer step after every 10, 50, 100 and 500 batches. Two also
+do with int8 on the wire, and in fragments that travel while they compute. A proxy holds each link between two islands
+to a rate and a delay (`links.py`). The loss is that of the validation data after the last outer step. One world trains
+the same batches. Links of the coordinator are not slowed. Ranks are forks of processes that have imported the code, one
+for each island (`faults.Keeper`).
 """
 
 import json
@@ -44,6 +45,14 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 SILENCE_SECONDS = 60.0
 """On a busy machine no island is left out."""
 EXACT_BATCHES = 8
+VARIANTS = {
+    "": [],
+    "int8": ["dtype=int8"],
+    "4 fragments, delay 12": ["fragments=4", "delay=12ba"],
+    "4 fragments, delay 5, int8": ["fragments=4", "delay=5ba", "dtype=int8"],
+}
+"""Name -> settings of local steps. All but the first are trained by two islands, every VARIED batches."""
+VARIED = 100
 PUBLISHED = (
     ("DiLoCo, 8 workers, every 500", "500 times less", "loss as synchronous or lower", "arXiv 2311.08105"),
     ("INTELLECT-1, 10B, every 100, int8", "400 times less", "83-96 % of the time computing", "arXiv 2412.01152"),
@@ -69,15 +78,17 @@ def run(
     """
     console, conditions = open_console(), describe_conditions()
     prepare_data(data)
-    cells = [(1, 0, num_seeds)]
-    cells += [(2, k, costly_seeds if k < 50 else num_seeds) for k in every] + [(4, k, costly_seeds) for k in every]
-    jobs = [(count, k, seed) for seed in range(num_seeds) for count, k, seeds in cells if seed < seeds]
+    cells = [((1, 0, ""), num_seeds)]
+    cells += [((2, k, ""), costly_seeds if k < 50 else num_seeds) for k in every]
+    cells += [((2, VARIED, variant), num_seeds) for variant in VARIANTS if variant]
+    cells += [((4, k, ""), costly_seeds) for k in every]
+    jobs = [(*cell, seed) for seed in range(num_seeds) for cell, seeds in cells if seed < seeds]
     runs: list[dict[str, Any]] = []
     started = time.monotonic()
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
         shop = Shop(Path(folder).resolve(), data.resolve(), num_batches)
         try:
-            exact = shop.train(2, 0, 0, EXACT_BATCHES)
+            exact = shop.train(2, 0, "", 0, EXACT_BATCHES)
             while jobs and time.monotonic() - started < 60 * minutes:
                 try:
                     runs.append(shop.train(*jobs[0]))
@@ -85,7 +96,7 @@ def run(
                     console.print(f"again: {error}", highlight=False)
                     continue
                 jobs.pop(0)
-                shown = {key: runs[-1][key] for key in ("islands", "every", "seed", "loss", "seconds")}
+                shown = {key: runs[-1][key] for key in ("islands", "every", "variant", "seed", "loss", "seconds")}
                 console.print(json.dumps(shown), highlight=False)
         finally:
             shop.end()
@@ -98,8 +109,8 @@ def run(
 
 def present(report: dict[str, Any], out: Path | None) -> None:
     """Show what was measured; with `out`, write it."""
-    cells = sorted({(one["islands"], one["every"]) for one in report["runs"]})
-    report["cells"] = [summarise(report["runs"], count, every) for count, every in cells]
+    cells = sorted({cell_of(one) for one in report["runs"]})
+    report["cells"] = [summarise(report["runs"], *cell) for cell in cells]
     how = (
         f"{report['num_batches']} batches of {ROWS} x {SEQ_LEN} tokens, {report['num_parameters'] / 1e6:.1f} M "
         f"parameters, fp32. Each link: {BITS_PER_SECOND / 1e6:g} Mbit/s each way, {DELAY_SECONDS * 2e3:g} ms there and "
@@ -135,16 +146,17 @@ class Shop:
         yaml = folder / "run.yaml"
         self.keepers = [Keeper(folder, yaml, name, 1, [], "llmfoundry_lite.train") for name in NAMES]
 
-    def train(self, count: int, every: int, seed: int, stop_after: int | None = None) -> dict[str, Any]:
+    def train(self, count: int, every: int, variant: str, seed: int, stop_after: int | None = None) -> dict[str, Any]:
         """Train one run to its end. `every` 0: exact islands, or one world."""
         self.num_runs += 1
         name = f"run-{self.num_runs}"
         settings = [f"run_name={name}", f"seed={17 + seed}", f"save_folder={self.folder / 'saves' / name}"]
         settings += [f"train_loader.dataset.shuffle_seed={17 + seed}"]
         settings += [f"stop_after={stop_after}ba"] if stop_after else []
-        settings += [f"islands.sync.every={every}ba"] if every else []
+        settings += [f"islands.sync.{one}" for one in (f"every={every}ba", *VARIANTS[variant])] if every else []
+        cell = {"islands": count, "every": every, "variant": variant, "seed": seed}
         if count == 1:
-            return self._record(name, count, every, seed, [self._launch(self.keepers[0], name, settings)])
+            return cell | self._record([self._launch(self.keepers[0], name, settings)])
         with (
             coordinated(self.shop, name, count, self.links, SILENCE_SECONDS) as address,
             ThreadPoolExecutor(count) as pool,
@@ -154,7 +166,7 @@ class Shop:
                 own = [f"islands.coordinator={address}", f"islands.name={keeper.name}"]
                 return self._launch(keeper, name, [*settings, *own])
 
-            return self._record(name, count, every, seed, list(pool.map(launch, self.keepers[:count])))
+            return cell | self._record(list(pool.map(launch, self.keepers[:count])))
 
     def _launch(self, keeper: Keeper, run: str, settings: Sequence[str]) -> Log:
         run_folder = self.folder / "runs" / run / keeper.name
@@ -163,7 +175,7 @@ class Shop:
             raise UserError(f"bench islands-local: {run}: {keeper.name} left with {code}, see {self.folder}")
         return Log(run_folder / "metrics.jsonl")
 
-    def _record(self, name: str, count: int, every: int, seed: int, logs: Sequence[Log]) -> dict[str, Any]:
+    def _record(self, logs: Sequence[Log]) -> dict[str, Any]:
         """Describe a run by its first island's log; computing is that of its slowest island. An exchange lasts from its
         last island's arrival to the commit. The last exchange comes after the last batch's time."""
         batches = [[record for _, record in sorted(log.last_of_each_batch().items())] for log in logs]
@@ -178,9 +190,6 @@ class Shop:
         is_own = "islands/loss" not in last
         losses = [(r["batch"], r[LOSS if is_own else "islands/loss"]) for r in first if is_own or "islands/loss" in r]
         return {
-            "islands": count,
-            "every": every,
-            "seed": seed,
             "loss": last.get(VALIDATION),
             "seconds": sum(record[SECONDS] for record in first) + (0.0 if is_own else waited(last)),
             "compute_seconds": computing,
@@ -199,14 +208,18 @@ class Shop:
 # ------------------------------------------------------------------------------------------------------ what it shows
 
 
-def summarise(runs: Sequence[dict[str, Any]], count: int, every: int) -> dict[str, Any]:
+def cell_of(one: dict[str, Any]) -> tuple[int, int, str]:
+    return one["islands"], one["every"], one["variant"]
+
+
+def summarise(runs: Sequence[dict[str, Any]], count: int, every: int, variant: str) -> dict[str, Any]:
     """Return means over seeds, and the difference to one world of the same seeds with its 95 % interval."""
     alone = {one["seed"]: one["loss"] for one in runs if one["islands"] == 1}
-    some = [one for one in runs if (one["islands"], one["every"]) == (count, every)]
+    some = [one for one in runs if cell_of(one) == (count, every, variant)]
     differences = [one["loss"] - alone[one["seed"]] for one in some]
     n = len(some)
     half = STUDENT[n] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
-    kept = {"islands": count, "every": every, "seeds": n, "half": half}
+    kept = {"islands": count, "every": every, "variant": variant, "seeds": n, "half": half}
     kept |= {"loss": statistics.fmean(one["loss"] for one in some), "difference": statistics.fmean(differences)}
     for key in ("seconds", "compute_seconds", "exchange_seconds", "bytes"):
         values = [one[key] for one in some if one[key] is not None]
@@ -225,6 +238,7 @@ def table_of(report: dict[str, Any]) -> Table:
         waiting = [f"{cell['exchange_seconds']:.1f}"] if every else [""]
         share = [f"{cell['compute_seconds'] / cell['seconds']:.0%}"] if every else [""]
         name = "one world" if count == 1 else f"{count} islands, every {every}"
+        name += f", {cell['variant']}" * bool(cell["variant"])
         rows.append(
             [
                 name,
@@ -265,7 +279,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"{report['num_batches']} would take {per_batch * report['num_batches'] / 60:.0f} minutes",
         "computing: the slowest island's share of the time. All ranks share two cores with other work, so seconds "
         f"are for comparison within this table alone; load average before it {report['load_average']:.1f}",
-        "s of an exchange: from the arrival of its last island to the commit",
+        "s of an exchange: from the arrival of its last island to the commit. Fragments have travelled by then, and an "
+        "exchange is of one of them",
         *([f"the time was not enough for {report['num_left']} runs more"] if report["num_left"] else ()),
     ]
 
@@ -276,7 +291,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
     shades = dict(zip(sorted({c["every"] for c in report["cells"]} - {0}), (*COLOURS, "#8c564b"), strict=False))
     for one in sorted(report["runs"], key=lambda one: one["every"]):
-        if one["seed"] != report["runs"][0]["seed"] or one["islands"] > 2:
+        if one["seed"] != report["runs"][0]["seed"] or one["islands"] > 2 or one["variant"]:
             continue
         batches, losses = np.array(one["losses"]).T
         if one["islands"] == 1:
@@ -288,8 +303,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
     left.set_xlabel("batch")
     left.set_ylabel("training loss of a round, nats per token")
     left.legend(frameon=False, fontsize=8.5)
-    for count, marker in ((2, "o"), (4, "s")):
-        for cell in (cell for cell in report["cells"] if cell["islands"] == count):
+    markers = {(2, ""): "o", (4, ""): "s"}
+    for marker, variant in zip("^vD", (variant for variant in VARIANTS if variant), strict=True):
+        markers[2, variant] = marker
+    for (count, variant), marker in markers.items():
+        for cell in (cell for cell in report["cells"] if (cell["islands"], cell["variant"]) == (count, variant)):
             right.errorbar(
                 cell["bytes"] / 1e6,
                 cell["difference"],
@@ -300,7 +318,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
             )
             place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color": INK, "rotation": 35}
             right.annotate(
-                f"{count} islands, {cell['every']}", (cell["bytes"] / 1e6, cell["difference"]), (3, 4), **place
+                variant or f"{count} islands, {cell['every']}",
+                *((cell["bytes"] / 1e6, cell["difference"]), (3, 4)),
+                **place,
             )
     right.axhline(0.0, color=QUIET, lw=0.8)
     right.set_xscale("log")

@@ -153,7 +153,8 @@ class LargeScale(Callback):
 
 
 class Dump(Callback):
-    """After each batch, and after its outer step if it has one, write the weights of an island of one rank."""
+    """After each batch, and after its outer step if it has one, write the weights of an island of one rank. While it
+    computes, no momentum of outer steps is on its device."""
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
@@ -167,6 +168,9 @@ class Dump(Callback):
 
     def batch_checkpoint(self, state, logger):
         self.write(state, "after")
+
+    def before_forward(self, state, logger):
+        assert not any("outer_momentum" in slots for slots in state.optimizers[0].state.values())
 
     def write(self, state, when):
         parts = {name: local_tensor(p).clone() for name, p in state.model.named_parameters()}
