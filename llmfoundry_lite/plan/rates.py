@@ -21,6 +21,10 @@ STREAM_BYTES = 214
 activation functions, residual sums and copies between them, in 16 bits. Fitted."""
 LOGIT_BYTES = 45
 """Bytes read and written for each logit by the loss, forward and backward. Fitted."""
+SCORE_TRANSFERS, SCORE_GRADIENT_TRANSFERS = 4, 7
+"""Times that plain attention reads or writes a score, forward and backward, with a mask and softmax in one kernel: the
+fewest. Forward: a product writes, softmax reads and writes, a product reads. Backward: two products read the weights or
+write their gradient, softmax reads both and writes the scores' gradient, two products read that. Counted."""
 OPTIMIZER_BYTES = 40
 """Bytes read and written for each parameter by AdamW and by clipping its gradient."""
 READ_TOKENS_PER_SECOND = 7e6
