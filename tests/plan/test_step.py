@@ -36,7 +36,7 @@ def test_what_a_layout_costs_is_told_apart():
     alone = time_of(Layout(), global_train_batch_size=64)
     assert alone.sharding == alone.tensor == alone.context == alone.pipeline == alone.bubble == 0
     sharded = time_of(Layout(shard=8, node_size=8))
-    assert sharded.products * 8 == pytest.approx(alone.products * 8) and sharded.sharding > 0
+    assert sharded.products == pytest.approx(alone.products) and sharded.sharding > 0
     assert sharded.optimizer * 8 == pytest.approx(alone.optimizer)
     assert time_of(Layout(tensor=8, node_size=8)).tensor > 0
     # Parts of a layer in several nodes pass their sums through the adapters.
