@@ -65,6 +65,8 @@ def run_benchmark(arguments: Sequence[str]) -> int:
         if options.get("out") is not None:
             check_answer_replaceable(options["out"], name)
         found = module.run(**options)
+        if options.get("out") is not None:
+            print(f"written: {printable(str(options['out']))}")
     except UserError as error:
         print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code

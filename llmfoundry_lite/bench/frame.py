@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from llmfoundry_lite.devices import device_name
-from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import check_answer_replaceable
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.plan.rates import REPORT_SCHEMA
@@ -197,8 +197,8 @@ def tell(
 ) -> None:
     """Show the parts: tables, paragraphs, lists of notes. With `out`, write NAME.json, .md and what `plot` draws, .png.
 
-    The last line names the files. The JSON holds the report and the tables. `asked` names keys of the report that the
-    caller chose: reports that differ in one of them cannot be compared (`compare.py`).
+    The JSON holds the report and the tables. `asked` names keys of the report that the caller chose: reports that
+    differ in one of them cannot be compared (`compare.py`).
     """
     show(open_console(), *parts)
     if out is None:
@@ -220,7 +220,6 @@ def tell(
     (out / f"{name}.md").write_text("\n\n".join(blocks) + "\n")
     if plot is not None:
         plot(report, out / f"{name}.png")
-    print(f"written: {printable(str(out / name))}.json, .md{', .png' if plot is not None else ''}")
 
 
 @contextmanager
