@@ -27,6 +27,7 @@ BENCHMARKS = {
         "Checkpoints of a run on thousands of ranks, planned in one process.",
     ),
     "memory": ("memory", "Memory of all that ships: the estimate beside the rehearsal."),
+    "large": ("large", "A trillion parameters and long samples: the estimate beside the rehearsal."),
     "alcf": ("papers.alcf", "GPT-2 XL: batches x precisions, accumulation, scaling (ALCF)."),
     "frontier": ("papers.frontier", "Frontier's runs, predicted, beside what was published."),
     "published": ("papers.published", "The planner beside published throughput: hits and misses."),
@@ -64,6 +65,8 @@ def run_benchmark(arguments: Sequence[str]) -> int:
         if options.get("out") is not None:
             check_answer_replaceable(options["out"], name)
         found = module.run(**options)
+        if options.get("out") is not None:
+            print(f"written: {printable(str(options['out']))}")
     except UserError as error:
         print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.islands.links import Links, set_links
+from benchmarks.islands.speed import verdict
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.islands.boxes import Box, rows_of
@@ -178,10 +179,6 @@ async def end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def verdict(ratio: float) -> str:
-    return "reached" if ratio >= 0.95 else "MISSED"
 
 
 def list_rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -80,7 +80,7 @@ def run(out: Path | None = None) -> dict[str, Any]:
     return report
 
 
-def predict(model: str, num_devices: int, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
+def predict(model: str, num_devices: int, batch_size: int = BATCH_SIZE, *changes: str) -> dict[str, Any]:
     """Predict the rate of a device, in TFLOP/s, with copies that divide the optimizer's state alone."""
     tensor, stages, _ = LAYOUTS[model]
     copies = num_devices // (tensor * stages)
@@ -93,7 +93,7 @@ def predict(model: str, num_devices: int, batch_size: int = BATCH_SIZE) -> dict[
         f"tp_config.tensor_parallel_degree={tensor}",
         f"pp_config.pipeline_parallel_degree={stages}",
     ]
-    config = load_train_config([model, *overrides]).config
+    config = load_train_config([model, *overrides, *changes]).config
     layout, device = layout_of(config, num_devices, PER_NODE), accelerator_named(DEVICE)
     mfu = step_time(config, layout, find_hardware(device)).mfu(config, layout, device)
     return {

@@ -221,6 +221,8 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
     full = f"{path}.{name}" if path else name
     word = NICKNAMES.get(name, name)
     everywhere = [other for other in _every_key() if other != full]  # a training's word in an evaluation
+    if path:
+        everywhere = [other for other in everywhere if "." not in other or _section(other) == _section(path)]
     elsewhere = [other for other in everywhere if _last(other) == word]
     near = difflib.get_close_matches(word, keys, n=1, cutoff=0.6)
     far = difflib.get_close_matches(word, [_last(other) for other in everywhere], n=1, cutoff=0.8)
@@ -237,6 +239,12 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
     if len(keys) > MAX_KEYS_LISTED:
         return "nothing here is spelled like it; a value of your own, for ${…}, stands under variables"
     return f"valid keys here: {', '.join(keys) or 'none'}"
+
+
+def _section(key: str) -> str:
+    """Return the block of the top that a key is in; fsdp_config, tp_config and their like are one."""
+    block = key.partition(".")[0]
+    return "_config" if block.endswith("_config") else block
 
 
 def _last(key: str) -> str:

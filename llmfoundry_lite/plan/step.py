@@ -39,6 +39,8 @@ from llmfoundry_lite.plan.rates import (
     OPTIMIZER_BYTES,
     OVERLAP_COST,
     READ_TOKENS_PER_SECOND,
+    SCORE_GRADIENT_TRANSFERS,
+    SCORE_TRANSFERS,
     STREAM_BYTES,
     Efficiency,
     find_efficiency,
@@ -188,8 +190,10 @@ def count_passes(p: Portion) -> float:
     A block is computed again up to the last tensor that the backward pass needs: its last product is left out
     (torch.utils.checkpoint, early stop), as `rehearse` counts it.
     """
-    if p.fsdp.activation_checkpointing is not True:
-        return 3
+    return _with_recomputation(p) if p.fsdp.activation_checkpointing is True else 3
+
+
+def _with_recomputation(p: Portion) -> float:
     num_block, _ = count_block_and_outside(p.model)
     return 4 - p.model.d_model * p.model.ffn_dim / num_block
 
@@ -204,14 +208,21 @@ def _compute_seconds(
     num_logits = num_tokens * model.vocab_size / layout.tensor
     window = model.attn_config.sliding_window_size
     num_keys = seq_len if window < 0 else min(seq_len, 2 * (window + 1))
+    num_forwards = 2 if is_recomputed is True else 1
     # A causal kernel computes half of the square; its backward pass has five products, the forward pass two.
     square = 2 * num_tokens * num_keys * model.q_dim / layout.tensor
-    stream = STREAM_BYTES * p.compute_bytes / 2 * num_tokens * model.d_model * (passes / 3)
+    attention = square * (2.5 + num_forwards) / attention_rate
+    if model.attn_config.attn_impl == "reference":  # as long, and each score passes through memory
+        scores_bytes = num_tokens * seq_len * model.n_heads / layout.tensor * p.compute_bytes
+        attention += (num_forwards * SCORE_TRANSFERS + SCORE_GRADIENT_TRANSFERS) * scores_bytes / memory_rate
+    # Selective recomputation keeps products and attention, and repeats what memory bounds.
+    stream_passes = _with_recomputation(p) if is_recomputed else 3
+    stream = STREAM_BYTES * p.compute_bytes / 2 * num_tokens * model.d_model * (stream_passes / 3)
     # Tensor parallelism divides the feed-forward layer's half of it. All compute the norms' half, unless the stream is
     # divided too.
     block = {
         "products": 2 * num_tokens * num_block / layout.tensor * passes / products_rate,
-        "attention": square * (2.5 + (2 if is_recomputed else 1)) / attention_rate,
+        "attention": attention,
         "memory": stream * (1 / p.num_runs + 1 / layout.tensor) / 2 / memory_rate,
     }
     head = {

@@ -94,4 +94,3 @@ def test_ranks_of_a_measurement_are_one_group_and_one_that_fails_ends_it():
 def test_a_shape_that_is_not_in_the_table_is_refused_with_those_that_are():
     with pytest.raises(ConfigError, match=r"^--shape: '11m' given, expected one of tiny, 10m, 40m, 125m, 350m"):
         frame.check_names("--shape", ["10m", "11m"], steps.SHAPES)
-    assert steps.model_of("10m", 32).max_seq_len == 32

@@ -16,7 +16,7 @@ class Launched:
         self.seconds = 1 + settings["batch_size"] / num_devices * min(num_devices, 2)
 
 
-def test_batches_accumulation_and_devices_are_each_held_against_their_first(tmp_path, monkeypatch):
+def test_batches_accumulation_and_devices_are_each_held_against_their_first(tmp_path, monkeypatch, capsys):
     launched = []
 
     def launch(num_devices, settings, dtype):
@@ -27,6 +27,7 @@ def test_batches_accumulation_and_devices_are_each_held_against_their_first(tmp_
     options = "--shape tiny --seq-len 64 --num-steps 1 --num-rounds 1 --batches 1,4 --dtypes fp32,bf16"
     options += " --accumulations 1,4 --devices 1,2"
     assert run_benchmark(["alcf", *options.split(), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith(f"\nwritten: {tmp_path}\n")
     rows = json.loads((tmp_path / "alcf.json").read_text())["rows"]
     found = [(row["part"], row["dtype"], row["num_devices"], row["samples"], round(row["gain"], 3)) for row in rows]
     assert found == [

@@ -27,9 +27,7 @@ def test_a_tree_has_two_layers_as_long_as_they_suffice():
         fat_tree("", 16_001, 40)
 
 
-def test_latency_slows_a_ring_of_many_devices_as_far_as_was_published():
-    """1.6 to 4.8 GB/s, without their counts of devices: the path's rate is taken from the best. A third is left."""
-    assert 2.7 < ring_rate(16, 186 * MIB) / ring_rate(4000, 186 * MIB) < 3.3
+def test_latency_slows_a_ring_of_many_devices():
     small, large = (ring_rate(4000, size * MIB) / ring_rate(16, size * MIB) for size in (186, 186_000))
     assert small < 0.4 and large > 0.9, "a longer message hides the latency"
 

@@ -9,7 +9,6 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.config.schema import OptimizerConfig
-from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
@@ -256,11 +255,12 @@ def test_the_estimate_reads_as_one_line():
     assert ", gradients none yet, optimizer " in alone, "it holds the most in the loss"
 
 
-def test_a_chunk_of_logits_takes_two_and_a_half_times_its_fp32_logits():
+def test_a_chunk_of_logits_takes_their_bf16_an_fp32_copy_and_log_probabilities():
     def in_loss(mib: int) -> int:
         return moments_of(SEVEN_BILLION, seq_len=2048, microbatch_size=8, loss_chunk_mib=mib)["in_loss"].logits_bytes
 
-    assert in_loss(512) - in_loss(256) == pytest.approx(2.5 * 256 * MIB, rel=0.2)
+    # Of 16,384 tokens and 50,368 words: 13 chunks of at most 1,280 tokens, or 7 of 2,432.
+    assert in_loss(512) - in_loss(256) == (2432 - 1280) * 50_368 * (2 + 4 + 4)
     small, large = (load_train_config(["mpt-1b", f"loss_chunk_mib={mib}"]).config for mib in (256, 1024))
     few, many = (estimate_training_memory(config, Layout(shard=8)).total_bytes for config in (small, large))
     assert few < many

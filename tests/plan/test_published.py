@@ -58,14 +58,15 @@ def test_rows_that_were_held_out_are_predicted(rows):
 
 
 def test_the_constants_are_the_least_of_their_fit(rows):
-    """Each of them, changed by a tenth, fits the other rows no better."""
+    """Each of them, changed by a tenth, fits the other rows 1.5 % worse; the jitter, none or twice as much."""
     fitted = [row for row in rows if not row.published.is_held_out]
     values = {name: float(getattr(rates, name)) for name in FITTED}
     for family in FAMILIES:
         values |= {f"{family}.{kind}": getattr(rates.EFFICIENCIES[family], kind) for kind in ("products", "attention")}
     least = mean_error(fitted, values)
     for name in values:
-        assert min(mean_error(fitted, values | {name: values[name] * by}) for by in (0.9, 1.1)) > 0.995 * least, name
+        factors = (0, 2) if name == "JITTER" else (0.9, 1.1)
+        assert min(mean_error(fitted, values | {name: values[name] * by}) for by in factors) > 1.015 * least, name
 
 
 @pytest.fixture(scope="module")
