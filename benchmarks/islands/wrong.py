@@ -51,8 +51,6 @@ def lost(islands: Any) -> None:
 
 def stale(islands: Any) -> None:
     """When a batch is repeated without an island, what that one had sent before is counted all the same."""
-    from llmfoundry_lite.training.optimizers import local
-
     exchange, note = islands._exchange, summing.Summing._note_part
     kept: dict[str, dict[str, torch.Tensor]] = {}
     weights: dict[str, float] = {}
@@ -68,9 +66,9 @@ def stale(islands: Any) -> None:
         if self.num_repeats == 1 and kept:
             weights[self.name] = self.weight
             shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-            for name, piece in self.pieces.items():
-                part = local(self._gradient(self.parameters[name]))[piece.within(self.boxes[name])]
-                theirs = {island: tensors[name] for island, tensors in kept.items()}
+            gradients = {name: self._gradient(parameter) for name, parameter in self.held.parameters.items()}
+            for key, part in self.held.views(gradients)[1].items():
+                theirs = {island: tensors[key] for island, tensors in kept.items() if key in tensors}
                 part.copy_(summing.sum_weighted(part, self.name, theirs, shares))
             kept.clear()
         return exchange(self, loss)
