@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from llmfoundry_lite.islands.messages import BadMessageError
 
 
 class Swapped(NamedTuple):
-    weights: dict[str, float]
+    weights: dict[str, list[float]]
     """Weights of the other islands' changes."""
     tensors: dict[str, Tensors]
     """Island -> name -> that island's change of this rank's piece, in fp32."""
@@ -24,17 +24,24 @@ class Swap:
     """Sends pieces to all other islands and receives theirs, while this rank may compute."""
 
     def __init__(
-        self, exchange: Exchange, pieces: Boxes, encoded: Mapping[str, Encoded], dtype: str, label: int, weight: float
+        self,
+        exchange: Exchange,
+        pieces: Boxes,
+        encoded: Mapping[str, Encoded],
+        dtype: str,
+        label: int,
+        weights: Sequence[float],
     ):
-        """Pack, and begin. Both ends need the same names, `dtype` and `label`."""
-        self.exchange, self.pieces, self.dtype, self.label, self.weight = exchange, pieces, dtype, label, weight
+        """Pack, and begin. Both ends need the same names, `dtype`, `label` and number of weights."""
+        self.exchange, self.pieces, self.dtype, self.label = exchange, pieces, dtype, label
         self.cuts = exchange.cuts_of(encoded)
         self.seconds = 0.0
         """From the beginning until all has arrived."""
-        self._sending = {peer: pack(pieces, encoded, cuts).numpy() for peer, cuts in self.cuts.items()}
-        sizes = {peer: packed_bytes(cuts, dtype) for peer, cuts in self.cuts.items()}
+        own = torch.tensor(weights, dtype=torch.float64).view(torch.uint8)
+        self._weight_bytes = own.numel()
+        self._sending = {peer: torch.cat([own, pack(pieces, encoded, cuts)]) for peer, cuts in self.cuts.items()}
+        sizes = {peer: own.numel() + packed_bytes(cuts, dtype) for peer, cuts in self.cuts.items()}
         self._arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items()}
-        self._weights: dict[Peer, float] = {}
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="islands-changes", daemon=True)
         self._thread.start()
@@ -48,8 +55,10 @@ class Swap:
 
     def unpack(self) -> Swapped:
         """Return what has arrived, after `wait`."""
-        swapped = Swapped({peer.island: weight for peer, weight in self._weights.items()}, {})
-        for peer, raw in self._arriving.items():
+        swapped = Swapped({}, {})
+        for peer, arrived in self._arriving.items():
+            weights, raw = arrived[: self._weight_bytes], arrived[self._weight_bytes :]
+            swapped.weights[peer.island] = weights.view(torch.float64).tolist()
             unpack(raw, self.pieces, self.cuts[peer], self.dtype, swapped.tensors.setdefault(peer.island, {}))
         return swapped
 
@@ -65,10 +74,10 @@ class Swap:
         self.seconds = time.monotonic() - began_at
 
     def _send(self, peer: Peer) -> None:
-        self.exchange.send(peer, self._sending[peer], self.label, weight=self.weight)
+        self.exchange.send(peer, self._sending[peer].numpy(), self.label)
 
     def _receive(self, peer: Peer) -> None:
-        *heading, self._weights[peer] = self.exchange.receive_heading(peer)
-        if heading != [self.label, 0, self._arriving[peer].numel()]:
+        label, _, size, _ = self.exchange.receive_heading(peer)
+        if (label, size) != (self.label, self._arriving[peer].numel()):
             raise BadMessageError("the other end sends something else")
         self.exchange.receive_into(peer, self._arriving[peer].numpy())

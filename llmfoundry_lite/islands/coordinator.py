@@ -474,7 +474,8 @@ class Coordinator:
             assert one.prepared is not None
             seconds, steps = float(one.prepared["seconds"]), one.prepared["steps"]
             # Rows of local steps are those of the view in which the first of them began.
-            rows = one.prepared["samples"] / steps if steps > 1 else len(self.lanes[one.name])
+            is_round = steps > 1 or one.prepared["again"]
+            rows = one.prepared["samples"] / steps if is_round else len(self.lanes[one.name])
             if MIN_BATCH_SECONDS < seconds < math.inf:
                 one.rate.add(rows / seconds)
             if one.prepared["link"] > 0:

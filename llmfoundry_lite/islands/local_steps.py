@@ -35,13 +35,16 @@ class Round:
     seconds: float = 0.0
     """Time of computing."""
 
-    def count(self, *, weight: int, samples: int, tokens: int, losses: int, digest: int, loss: float) -> None:
+    def count(
+        self, *, weight: int, samples: int, tokens: int, losses: int, digest: int, loss: float, again: int = 0
+    ) -> None:
         """Add a batch."""
         self.steps += 1
         self.weight += weight
         self.samples += samples
         self.tokens += tokens
         self.losses += losses
+        self.again += again
         self.digest = (self.digest + digest) % (1 << 64)
         self.loss_sum += loss * weight if weight else 0.0
 

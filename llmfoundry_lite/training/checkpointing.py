@@ -259,6 +259,8 @@ class Checkpointing(Callback):
 
     def _save(self, state: State, logger: Logger) -> None:
         if not self.partners.may_save():
+            if self.policy.timer is not None:  # another launch saves
+                self.policy.timer.note_begun()
             return
         if not self.saver.has_lease and self._advance_save(
             partial(self.saver.take_lease, steal_from_live_writer=True), logger

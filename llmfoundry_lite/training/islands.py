@@ -56,6 +56,8 @@ class Islands(Partners):
     instead_of_saving = "the other islands carry on"
     overlaps = True
     """Gradients leave while the backward pass still makes others, in layouts where they are final by then."""
+    given_weights: Tensors | None = None
+    """This rank's part of the weights that joiners receive; None: the model's."""
 
     def __init__(self, config: TrainConfig):
         assert config.islands is not None
@@ -84,8 +86,6 @@ class Islands(Partners):
         self.again = Again()
         """Rows of an earlier batch that are read here beside them."""
         self.data_ranks: dict[str, int] = {}
-        self.given_weights: Tensors | None = None
-        """This rank's part of the weights that joiners receive; None: the model's."""
         self.summing: Summing | None = None
         """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""
         self.num_bytes = 0
@@ -137,6 +137,7 @@ class Islands(Partners):
         self.dataset: TextDataset = dataset
         with raising_on_all_ranks(CheckpointError):
             self.held = HeldParts(checkpointing.model.model, state.optimizers[0], self.model)
+        self.prepare(state)
         if self.sends_early:
             for name, parameter in self.held.parameters.items():
                 parameter.register_post_accumulate_grad_hook(partial(self._send_early, name))
@@ -176,6 +177,9 @@ class Islands(Partners):
         verdict = self._receive_verdict()
         assert verdict["kind"] == "view", verdict["kind"]
         self._begin_view(View.of(verdict), state)
+
+    def prepare(self, state: State) -> None:
+        """Set up what needs the model, before the coordinator hears of this island. Raises ConfigError on all ranks."""
 
     def close(self, *, has_finished: bool = False) -> None:
         if self.member is not None:

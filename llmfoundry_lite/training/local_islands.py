@@ -6,8 +6,10 @@ begins some batches earlier, and the islands compute meanwhile. The coordinator 
 together. If the exchange fails it is repeated; nothing is computed again. Rows of an island that dies in a round are
 lost, or trained by the others in the next one (`lost_rows`).
 
-Saves and leaving wait for a whole outer step, after which all islands have the same weights; joiners wait for any.
-Counts of samples and tokens are this island's own until a round ends.
+With fragments or a delay the islands' weights differ after most rounds (`is_alike`). Saves and `stop_after` ask for a
+round that ends with an exchange of all weights, without delay (`is_whole`), and wait for its end (`is_settled`). An
+island that joins begins at the weights of the last outer steps. Counts of samples and tokens are this island's own
+until a round ends.
 """
 
 import math
@@ -23,6 +25,7 @@ from composer.core import State
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import NonFiniteError
+from llmfoundry_lite.islands.boxes import Tensors
 from llmfoundry_lite.islands.local_steps import Again, Round, lost_samples, share_lost
 from llmfoundry_lite.islands.member import Lost, View
 from llmfoundry_lite.islands.messages import Message
@@ -71,12 +74,19 @@ class LocalIslands(Islands):
         """Also raises ConfigError for more fragments than parameters."""
         self.logger = trainer.logger
         super().enter(trainer, checkpointing, on_evicted)
-        self.outer = OuterWeights(self.sync, self.held, trainer.state.optimizers[0])
+        self.outer.take_over()
         self._begin_round()
         self.is_whole = self.is_whole or self.view.is_whole
         checkpointing.print_on_rank_0(
             f"islands: {self.described}: another algorithm than one world's; losses are of this island's rows"
         )
+
+    def prepare(self, state: State) -> None:
+        self.outer = OuterWeights(self.sync, self.held, state.optimizers[0])
+
+    @property
+    def given_weights(self) -> Tensors:  # type: ignore[override]
+        return self.outer.start
 
     @property
     def described(self) -> str:
@@ -100,8 +110,9 @@ class LocalIslands(Islands):
 
     def next_again(self, state: State) -> Again:
         """Return the earlier rows that this island trains again in the next batch."""
-        is_there = self.round.steps < self.num_back <= int(state.timestamp.batch_in_epoch)
-        return Again(self.round_again.get(self.name, ()), self.num_back) if is_there else Again()
+        lanes = self.round_again.get(self.name)
+        is_there = lanes and self.round.steps < self.num_back <= int(state.timestamp.batch_in_epoch)
+        return Again(lanes, self.num_back) if lanes and is_there else Again()
 
     def batches(self, state: State) -> Iterator[Any]:
         self.again = self.next_again(state)
@@ -117,7 +128,6 @@ class LocalIslands(Islands):
         """Keep this island's own gradient."""
         seconds = now() - self.began_at
         self.round.seconds += seconds
-        self.round.again += len(self.again.lanes)
         self.measured = {
             "islands/local_steps": self.every,
             "islands/members": len(self.round_lanes),
@@ -135,14 +145,15 @@ class LocalIslands(Islands):
         here = self.agreement.current
         weight = here.num_losses if self.by_tokens else here.num_filled
         counts = {"samples": here.num_filled, "tokens": here.num_tokens, "losses": here.num_losses}
+        counts["again"] = len(self.again.lanes)
         self.round.count(weight=weight, **counts, digest=here.digest, loss=float(state.total_loss_dict[LOSS]))
         self.outer.count(weight)
-        policy = self.checkpointing.policy
-        wants_to_leave = bool(self.agreement.preemption.reason) or policy.is_launch_over(state)
-        leaves, is_lost = all_reduce_max([int(wants_to_leave), int(self.member.lost is not None)])
+        policy, is_asked = self.checkpointing.policy, bool(self.agreement.preemption.reason)
+        leaves, is_lost = all_reduce_max([int(is_asked), int(self.member.lost is not None)])
         if is_lost:
             self._end_without_coordinator(state)
         elif policy.is_last(state) or self.round.steps >= self.interval:
+            leaves = leaves or policy.is_launch_over(state)
             self._end_round(state, is_whole=self.is_whole or policy.is_last(state), leaves=bool(leaves))
         elif leaves:
             self.leave_early(state)
@@ -157,12 +168,12 @@ class LocalIslands(Islands):
     def _begin_round(self) -> None:
         self.round, self.round_lanes = Round(), self.view.lanes
         self.round_again, self.num_back = {}, 0
+        self.num_bytes_before = self.exchange.num_bytes
 
     def _depart(self, state: State, *, is_whole: bool) -> Departure:
         """Send the change of all weights, or of the fragment whose turn it is."""
         batch = int(state.timestamp.batch)
         number = (batch - self.round.steps) // self.interval % self.sync.fragments
-        self.num_bytes_before = self.exchange.num_bytes
         self.departure = self.outer.depart(None if is_whole else number, self.exchange, batch * LABELS_PER_BATCH)
         return self.departure
 
@@ -170,14 +181,16 @@ class LocalIslands(Islands):
         """Exchange changes until the coordinator commits the round, and take the outer step."""
         began_at = time.monotonic()
         if is_whole and self.departure is not None:  # the run ends: what travels is in the whole change, too
+            self.member.phase = "exchange"  # or nobody would find that its link is dead
             self.departure.swap.wait()
             self.departure = None
         departure = self.departure or self._depart(state, is_whole=is_whole)
         while True:
             norm = self._arrive(departure)
             arrived_at = time.monotonic()
-            # After a fragment's outer step nothing can be saved, so an island leaves in the next round.
-            self._report(state, leaves=leaves and is_whole, norm=norm)
+            # An island that leaves, or saves, does so after a whole outer step.
+            asks_for_whole = not is_whole and (leaves or (self.owes_save and self.view.scribe == self.name))
+            self._report(state, norm, leaving=leaves and is_whole, asks_for_whole=asks_for_whole)
             self.member.phase = "wait"
             verdict = self._next_verdict()
             while isinstance(verdict, dict) and verdict["epoch"] < self.view.epoch:
@@ -213,16 +226,16 @@ class LocalIslands(Islands):
         squares, self.num_bytes = (sum(column) for column in zip(*all_gather_json(own), strict=True))
         return math.sqrt(squares)
 
-    def _report(self, state: State, *, leaves: bool, norm: float | None) -> None:
+    def _report(self, state: State, norm: float | None, **flags: bool) -> None:
         if self.rank != 0:
             return
         here = self.round
         keys = ("steps", "weight", "samples", "tokens", "losses", "digest", "loss", "again")
         counts = {key: getattr(here, key) for key in keys}
         place = {"epoch": self.view.epoch, "batch": int(state.timestamp.batch) - here.steps, "weights": self.weights}
-        flags = {"ok": norm is not None, "leaving": leaves, "out_of_range": False, "bad": 0, "link": 0}
-        asked = {"asks_for_whole": self.owes_save, "norm": norm or 0.0, "seconds": here.seconds / here.steps}
-        self.member.send({"kind": "prepared", **place, **counts, **flags, **asked})
+        pace = {"ok": norm is not None, "norm": norm or 0.0, "seconds": here.seconds / here.steps}
+        unused = {"out_of_range": False, "bad": 0, "link": 0}
+        self.member.send({"kind": "prepared", **place, **counts, **pace, **flags, **unused})
 
     def _commit_round(self, state: State, verdict: Message, departure: Departure) -> None:
         """Apply a committed outer step, and begin the next round with the view that follows."""
@@ -252,16 +265,18 @@ class LocalIslands(Islands):
         self.is_alike = self.outer.land(departure, batch * LABELS_PER_BATCH)
         self.is_whole = verdict["next_is_whole"] or not self.streams
         self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
-        self.given_weights = self.outer.start
+        if self.is_alike or (self.next_view and self.next_view.joiners):
+            self.outer.show_momentum()
         self.lost = self._begin_next_view(state)
-        if verdict["next"] is not None and self.name in self.view.joiners:  # its weights had drifted
-            self.outer.take_momentum()
-            self.outer.begin()
+        if self.lost is None and self.next_view is None and verdict["next"] and self.name in self.view.joiners:
+            self.outer.take_over()  # its weights had drifted
         lanes = self.round_lanes
         self._begin_round()
         self._share_lost(lanes, trained, steps)
         is_due = batch // self.config.check_weights_every > (batch - steps) // self.config.check_weights_every
         self.weights = self.held.digest(self.outer.start) if is_due else ""
+        if self.lost is not None and self.lost.kind == "gone" and not self.is_alike:
+            self._step_alone()
 
     def _count_elsewhere(self, state: State, num_samples: int, num_tokens: int) -> None:
         """Add the other islands' samples and tokens of the round to the run's clock."""
@@ -293,7 +308,7 @@ class LocalIslands(Islands):
         if lost and self.sync.lost_rows == "retrain":
             staying = {name: rows for name, rows in self.view.lanes.items() if name in trained}
             self.round_again, self.num_back = share_lost(lost, staying, self.data_ranks), steps
-            if not self.round_again:
+            if staying and not self.round_again:
                 self.checkpointing.print_on_rank_0(
                     f"islands: {len(lost)} lost rows of a batch are no multiple of an island's data ranks, so they are "
                     "not trained again"
@@ -325,12 +340,13 @@ class LocalIslands(Islands):
         if lost.kind != "gone":
             self.has_left = True
             return
-        self._note_lost(int(state.timestamp.batch), {self.name: self.round.samples})
+        self._note_lost(int(state.timestamp.batch), {self.name: self.round.samples}, self.round.again)
         self._step_alone()
 
     def _step_alone(self) -> None:
         self.departure = None
         self.outer.step_alone()
+        self.outer.show_momentum()
         self.is_alike = True
         self._begin_round()
 
@@ -350,9 +366,10 @@ class LocalIslands(Islands):
                 return
             if not verdict["is_last"]:
                 self.has_left = True
+                more = f"; of up to {self.every} batches before, what it had not sent" if self.streams else ""
                 self.checkpointing.print_on_rank_0(
                     f"islands: this island leaves; its last {self.round.steps} batches since the outer step are lost: "
-                    f"{self.round.samples} samples"
+                    f"{self.round.samples} samples{more}"
                 )
                 return
         if self.round.steps:
@@ -376,7 +393,10 @@ class LocalIslands(Islands):
             return decision._replace(saves=saves and not self.has_left)
         if decision.saves and not self.owes_save:
             self.owes_save = True
-            self.checkpointing.print_on_rank_0("islands: the save that is due is made at the next whole outer step")
+            if self.view.scribe == self.name:
+                self.checkpointing.print_on_rank_0(
+                    "islands: the save that is due is made at an outer step of all weights"
+                )
         return decision._replace(saves=False, preempted_by="", stops=False)
 
     @property

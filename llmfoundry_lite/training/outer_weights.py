@@ -40,8 +40,7 @@ class OuterWeights:
         self.start: Tensors = {}
         """Weights after the last outer step: the same bits on all islands."""
         self.velocity: Tensors = {}
-        self.take_momentum()
-        self.begin()
+        self.take_over()
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -64,12 +63,12 @@ class OuterWeights:
         parts, inside = self.held.views(changes)
         whole = {key: part + self.dropped.get(key, 0.0) for key, part in inside.items()}
         encoded = {key: encode(values, self.sync.dtype) for key, values in whole.items()}
-        dropped = {key: whole[key] - encoded[key].values for key in whole}
-        weights = [self.pending[i] for i in numbers]
+        rounded = encoded if self.sync.dtype != "fp32" else {}
+        dropped = {key: whole[key] - one.values for key, one in rounded.items()}
         departure = Departure(
             numbers=numbers,
-            weight=sum(weights),
-            weights=weights,
+            fragments={name: place for place, i in enumerate(numbers) for name in self.fragments[i]},
+            weights=[self.pending[i] for i in numbers],
             label=label,
             changes=changes,
             parts=parts,
@@ -111,12 +110,12 @@ class OuterWeights:
             start, here = self.start[name], local_tensor(self.held.parameters[name])
             take_outer_step(start, self.velocity[name], change, self.sync.lr, self.sync.momentum)
             here.copy_(alpha * here + (1 - alpha) * start.to(here.device) if alpha else start)
-        self.show_momentum()
 
     # ------------------------------------------------------------------------------------- the optimizer's state
 
-    def take_momentum(self) -> None:
-        """Copy the momentum of a restored or received state to the host; zeros if it has none."""
+    def take_over(self) -> None:
+        """Copy weights and momentum of a restored or received state; a momentum of zeros if it has none."""
+        self.begin()
         slots, parameters = self.optimizer.state, self.held.parameters
         kept = {name: slots.get(parameter, {}).get(OUTER_MOMENTUM) for name, parameter in parameters.items()}
         self.velocity = {
@@ -143,11 +142,11 @@ class Departure:
     """The change of some weights on its way to other islands, and then the islands' mean."""
 
     numbers: Sequence[int]
-    """Fragments."""
+    """Of the fragments."""
+    fragments: dict[str, int]
+    """Parameter -> place of its fragment in `numbers`."""
     weights: Sequence[int]
     """Of each fragment."""
-    weight: int
-    """Of all."""
     label: int
     changes: Tensors
     """This rank's parts by parameter. They become the mean."""
@@ -160,19 +159,22 @@ class Departure:
 
     def send(self, exchange: Exchange, pieces: Boxes, dtype: str) -> None:
         """Begin the exchange with the islands of the view; again after it has failed."""
-        self.swap = Swap(exchange, pieces, self.encoded, dtype, self.label, float(self.weight))
+        self.swap = Swap(exchange, pieces, self.encoded, dtype, self.label, list(map(float, self.weights)))
 
     @torch.no_grad()
     def take_mean(self, held: HeldParts, own: str) -> float:
         """Replace `changes` by their mean over islands. Returns the sum of squares of this rank's pieces. Every rank
         must call it together."""
         swapped = self.swap.unpack()
-        weights = {**swapped.weights, own: float(self.weight)}
-        whole = max(sum(weights[name] for name in sorted(weights)), 1.0)
-        shares = {name: weight / whole for name, weight in weights.items()}
+        shares: list[dict[str, float]] = []
+        for place, weight in enumerate(self.weights):
+            weights = {own: float(weight)} | {name: theirs[place] for name, theirs in swapped.weights.items()}
+            whole = max(sum(weights[name] for name in sorted(weights)), 1.0)
+            shares.append({name: weight / whole for name, weight in weights.items()})
         for key, part in self.inside.items():
             theirs = {island: tensors[key] for island, tensors in swapped.tensors.items()} if part.numel() else {}
-            part.copy_(sum_weighted(self.encoded[key].values, own, theirs, shares))
+            share = shares[self.fragments[held.parts[key].name]]
+            part.copy_(sum_weighted(self.encoded[key].values, own, theirs, share))
         held.completion.apply(self.inside, self.parts, torch.float32)
         return sum(float(part.double().square().sum()) for part in self.inside.values())
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from llmfoundry_lite.checkpoint.state import local_tensor
 from llmfoundry_lite.islands import summing
 from llmfoundry_lite.islands.exchange import HEADING, MAGIC, Exchange
 from llmfoundry_lite.training import islands
+from llmfoundry_lite.training.local_islands import LocalIslands
 
 
 class Signal(Callback):
@@ -175,3 +177,48 @@ class Dump(Callback):
     def write(self, state, when):
         parts = {name: local_tensor(p).clone() for name, p in state.model.named_parameters()}
         torch.save(parts, self.folder / f"{when}-{int(state.timestamp.batch)}.pt")
+
+
+class Slow(Callback):
+    """A batch takes some time."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def batch_start(self, state, logger):
+        time.sleep(self.seconds)
+
+
+class FreezeLink(Callback):
+    """What is sent after a batch goes nowhere, while both ends live, until the coordinator begins a new epoch."""
+
+    def __init__(self, batch: int):
+        whole, is_frozen = Exchange.send, threading.Event()
+
+        def send(exchange, peer, numbers, label, *more):
+            if label // islands.LABELS_PER_BATCH == batch and not is_frozen.is_set():
+                is_frozen.set()
+                while not exchange._is_over:
+                    time.sleep(0.01)
+                raise ConnectionError("frozen")
+            return whole(exchange, peer, numbers, label, *more)
+
+        Exchange.send = send  # type: ignore[method-assign]
+
+
+class EndCoordinator(Callback):
+    """The coordinator is killed between the commit of a round and the view that follows it."""
+
+    def __init__(self, pid: int, batch: int):
+        begin = LocalIslands._begin_next_view
+
+        def end_and_begin(self, state):
+            if int(state.timestamp.batch) == batch:
+                self.next_view = self.next_view or self.view
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                while self.member.lost is None:
+                    time.sleep(0.01)
+            return begin(self, state)
+
+        LocalIslands._begin_next_view = end_and_begin  # type: ignore[method-assign]

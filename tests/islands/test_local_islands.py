@@ -105,12 +105,14 @@ def test_fragments_travel_while_islands_compute_and_are_mixed_in_as_in_the_paper
         return {"callbacks": {"python:tests.islands.faults:Dump": {"folder": str(tmp_path / name)}}}
 
     sync = {"sync": {**SYNC, "fragments": 2, "delay": "1ba", "alpha": 0.25}}
+    length = {"save_interval": "5ba", "max_duration": "14ba"}
     with coordination(tmp_path) as running:
-        for launch in islands(tmp_path, data, running, **{n: (1, local(islands=sync, **dump(n))) for n in "ab"}):
+        both = {name: (1, local(islands=sync, **length, **dump(name))) for name in "ab"}
+        for launch in islands(tmp_path, data, running, **both):
             launch.check()
             assert "local steps, every 4, 2 fragments, delay 1: another algorithm" in launch.output
-    assert values(metrics(tmp_path, "a"), "islands/drifts") == [0] * 10
-    assert [r["batch"] for r in metrics(tmp_path, "a") if "islands/outer_norm" in r] == [2, 4, 6, 8, 10]
+    assert values(metrics(tmp_path, "a"), "islands/drifts") == [0] * 14
+    assert [r["batch"] for r in metrics(tmp_path, "a") if "islands/outer_norm" in r] == [2, 4, 6, 8, 10, 12, 14]
 
     def read(name, when, batch):
         return {key: w.numpy() for key, w in torch.load(tmp_path / name / f"{when}-{batch}.pt").items()}
@@ -118,25 +120,78 @@ def test_fragments_travel_while_islands_compute_and_are_mixed_in_as_in_the_paper
     start = read("a", "after", 0)
     velocity = {key: np.zeros_like(w) for key, w in start.items()}
     fragments = divide_into_fragments({key.removeprefix("model."): w.size for key, w in start.items()}, 2)
-    # The save that is due after batch 4 is asked for with the report of batch 6, and made after batch 8.
-    for batch, fragment in ((2, 0), (4, 1), (6, 0), (8, None), (10, None)):
+    rows, left = {name: values(metrics(tmp_path, name), "islands/rows") for name in "ab"}, [0, 0]
+    # The save that is due after batch 5 is asked for with the report of batch 6, and made after batch 8.
+    for batch, fragment in ((2, 0), (4, 1), (6, 0), (8, None), (10, 0), (12, 1), (14, None)):
         left_at = batch - (fragment is not None)
         trained = {name: read(name, "after" if left_at < batch else "before", left_at) for name in "ab"}
-        of_fragment = {key for key in start if fragment is None or key.removeprefix("model.") in fragments[fragment]}
-        assert of_fragment
-        for key in of_fragment:
-            change = sum(0.5 * (start[key] - trained[name][key]) for name in "ab")
-            velocity[key] = 0.9 * velocity[key] + change
-            start[key] = start[key] - 0.7 * (change + 0.9 * velocity[key])
+        exchanged = set()
+        for i in range(2) if fragment is None else [fragment]:
+            weights_of = {name: sum(rows[name][left[i] : left_at]) for name in "ab"}
+            left[i] = left_at
+            for key in (f"model.{name}" for name in fragments[i]):
+                exchanged.add(key)
+                change = sum(weights_of[n] / sum(weights_of.values()) * (start[key] - trained[n][key]) for n in "ab")
+                velocity[key] = 0.9 * velocity[key] + change
+                start[key] = start[key] - 0.7 * (change + 0.9 * velocity[key])
         for name in "ab":
             before, after = read(name, "before", batch), read(name, "after", batch)
             for key in start:
                 own = 0.25 * before[key] + 0.75 * start[key] if left_at < batch else start[key]
-                assert abs(after[key] - (own if key in of_fragment else before[key])).max() < 1e-6, (batch, key)
+                assert abs(after[key] - (own if key in exchanged else before[key])).max() < 1e-6, (batch, key)
     saved = weights(tmp_path / "saves/ba8")
     of_b = read("b", "after", 8)
     assert all(np.array_equal(saved[key].numpy(), of_b[f"model.{key}"]) for key in saved)
-    assert sorted(path.name for path in (tmp_path / "saves").glob("ba*")) == ["ba10", "ba8"]
+    assert sorted(path.name for path in (tmp_path / "saves").glob("ba*")) == ["ba14", "ba8"]
+
+
+STREAMING = {"sync": {**SYNC, "fragments": 2, "delay": "1ba"}}
+
+
+def names_of_saves(tmp_path):
+    return sorted(path.name for path in (tmp_path / "saves").glob("ba*"))
+
+
+def test_saves_by_the_clock_are_each_made_after_one_exchange_of_all_weights(tmp_path, data):
+    slow = {"python:tests.islands.faults:Slow": {"seconds": 0.1}}
+    changes = local(islands=STREAMING, save_interval="1s", max_duration="40ba", callbacks=slow)
+    with coordination(tmp_path) as running:
+        for launch in islands(tmp_path, data, running, a=(1, changes), b=(1, changes)):
+            launch.check()
+    sent = {r["batch"]: r["islands/bytes"] for r in metrics(tmp_path, "a") if "islands/outer_norm" in r}
+    whole = [batch for batch, count in sent.items() if count > 1.9 * min(sent.values())]
+    assert names_of_saves(tmp_path) == sorted(f"ba{batch}" for batch in whole)
+    assert 2 <= len(whole) < len(sent) / 2
+
+
+@pytest.mark.parametrize("sync", [STREAMING, {"sync": SYNC}])
+def test_a_launch_that_stops_does_so_after_an_outer_step_of_all_weights(tmp_path, data, sync):
+    changes = local(islands=sync, stop_after="6ba", save_interval="100ba", max_duration="24ba")
+    with coordination(tmp_path) as running:
+        for launch in islands(tmp_path, data, running, a=(1, changes), b=(1, changes)):
+            assert "lost" not in launch.output
+    assert metrics(tmp_path, "a")[-1]["time/sample"] == 8 * 8
+    assert names_of_saves(tmp_path) == ["ba8"]
+
+
+def test_a_link_that_is_dead_while_the_last_fragment_travels_is_found(tmp_path, data):
+    sync = {"sync": {**SYNC, "delay": "2ba"}}
+    frozen = {"python:tests.islands.faults:FreezeLink": {"batch": 10}}
+    with coordination(tmp_path, silence=2.0) as running:
+        a = local(islands=sync, max_duration="11ba", save_interval="100ba")
+        for launch in islands(tmp_path, data, running, a=(1, a), b=(1, {**a, "callbacks": frozen})):
+            launch.check()
+        assert "a link is dead" in running.lines
+    assert values(metrics(tmp_path, "a"), "islands/drifts")[-1] == 0
+
+
+def test_without_the_coordinator_after_a_fragment_s_step_one_island_saves(tmp_path, data):
+    with coordination(tmp_path) as running:
+        ends = {"python:tests.islands.faults:EndCoordinator": {"pid": running.process.pid, "batch": 6}}
+        changes = local(islands=STREAMING, save_interval="100ba", callbacks=ends)
+        launches = islands(tmp_path, data, running, a=(1, changes), b=(1, changes))
+    assert [launch.exit_codes for launch in launches] == [[75], [75]]
+    assert names_of_saves(tmp_path) == ["ba6"]
 
 
 def test_rows_are_divided_as_among_exact_islands(tmp_path, data):
@@ -336,6 +391,7 @@ def test_without_the_coordinator_the_last_round_ends_early_and_one_island_saves(
             "islands.sync.fragments: 2 given, expected a divisor",
         ),
         ({"islands": {"sync": {**SYNC, "fragments": 2, "delay": "2ba"}}}, "islands.sync.delay: 2ba given, expected"),
+        ({"islands": {"sync": {"every": "64ba", "fragments": 64}}}, "islands.sync.fragments: 64 given, the model has"),
     ],
 )
 def test_what_local_steps_cannot_do_is_refused_before_anything_starts(tmp_path, data, changes, words):
