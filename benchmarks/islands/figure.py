@@ -70,6 +70,7 @@ def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
         axes.plot(len(values), values[-1], "o", color=colour, markersize=3.5)
         notes.append((words, values[-1], colour))
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")  # figures take no mathematics in labels
     axes.set_ylim(bottom=floor)
     axes.set_ylabel("distance from one world,\nnats per token")
     axes.annotate(

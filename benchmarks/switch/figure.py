@@ -60,7 +60,7 @@ def sign(
     releases = dict.fromkeys(cluster["torch"] for cluster in clusters)
     words = f"{report['machine']}, torch {' and '.join(releases)}, {precision}, {report['date']}"
     if emulated:
-        words += f" · {emulated}: held to an instruction set below the machine's own, standing for another vendor"
+        words += f"\n{emulated}: held to an instruction set below the machine's own, standing for another vendor"
     figure.supxlabel(words, fontsize=8, color=QUIET)
 
 
