@@ -50,14 +50,16 @@ TEXT = {SPLIT: "held-out split", "domain_text/0-shot": "held-out domain"}
 def run(
     *,
     sizes: Sequence[str] = ("16x2", "32x2", "48x2", "64x3", "96x3"),
+    untrained: Sequence[str] = ("128x4", "208x5", "320x8"),
     rates: Sequence[float] = (0.02, 0.04, 0.08),
     keep: Path = Path("runs/ladder"),
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Train, predict, evaluate, print; with `out`, write ladder.json, .md and .png there. Returns what the JSON holds.
 
-    `sizes` are WIDTHxLAYERS. Raises UserError.
+    `sizes` are WIDTHxLAYERS. `untrained` sizes are predicted alone. Raises UserError.
     """
+    larger = plan.parse_shapes([*sizes, *untrained])[len(sizes) :]
     shapes, conditions, keep = plan.parse_shapes(sizes), describe_conditions(), keep.resolve()
     note = partial(open_console().print, markup=False)
     num_bytes = gather(keep)
@@ -81,6 +83,10 @@ def run(
         "tokens": json.loads((keep / "data" / "summary.json").read_text())["splits"]["train"]["tokens"],
         "seeds": bits_of_seeds(keep, shapes[1]),
         "runs": [describe_run(keep, shapes[:i], shape) for i, shape in enumerate(shapes)],
+        "untrained": [
+            {"name": str(shape), "parameters": shape.num_parameters, "predicted": predict(keep, shapes, shape)}
+            for shape in larger
+        ],
         "text": measure_text(keep, shapes),
         "tasks": [row_of(results) for results in results_of(keep, *map(str, shapes))],
         "pairs": pair_neighbours(keep, shapes),
@@ -140,7 +146,8 @@ def predict(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str, Any
         documents = [by_document(results.items[SPLIT]) for results in results_of(keep, *map(str, smaller))]
         deviation = statistics.stdev(bits_of_seeds(keep, smaller[1]))
         found = law.predict([size.num_parameters for size in smaller], documents, shape.num_parameters, deviation)
-        at_batch = max(records_of(keep, str(shape)), default=0)
+        log = keep / "runs" / str(shape) / "metrics.jsonl"
+        at_batch = max(Log(log).last_of_each_batch(), default=0) if log.exists() else 0
         path.write_text(json.dumps({**found, "num_sizes": len(smaller), "at_batch": at_batch}))
     return json.loads(path.read_text())
 
@@ -262,15 +269,24 @@ def tables_of_runs(report: dict[str, Any]) -> list[Table]:
         ("from sizes", "{num_sizes}"),
         ("exponent", lambda row: f"{row['exponent']:.2f} ({interval('exponent', row, 2)})"),
         ("floor", lambda row: f"{row['floor']:.2f} ({interval('floor', row, 2)})"),
-        ("trained by then", lambda row: f"{row['at_batch'] / row['batches']:.0%}"),
         ("expected", lambda row: f"{row['bits']:.4f} ({interval('bits', row)})"),
+    )
+    came = (
+        ("trained by then", lambda row: f"{row['at_batch'] / row['batches']:.0%}"),
         ("came", "{came:.4f}"),
         ("came - expected", lambda row: f"{row['came'] - row['bits']:+.4f}"),
         ("", lambda row: "hit" if row["bits_low"] <= row["came"] <= row["bits_high"] else "MISS"),
     )
     rows = [{**one, "came": one["bits"], **one["predicted"]} for one in report["runs"] if one["predicted"]]
     title = "bits per byte of the held-out split, predicted by floor + scale N^-exponent (95 % intervals)"
-    return [tabulate("the runs", runs, report["runs"]), tabulate(title, laws, rows)]
+    untrained = [{**one, **one["predicted"]} for one in report["untrained"]]
+    columns = (laws[0], ("parameters", "{parameters:,}"), *laws[1:])
+    more = "the same of sizes that nobody has trained"
+    return [
+        tabulate("the runs", runs, report["runs"]),
+        tabulate(title, (*laws, *came), rows),
+        tabulate(more, columns, untrained),
+    ]
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
