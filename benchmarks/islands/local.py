@@ -26,7 +26,7 @@ from benchmarks.islands.faults import Keeper
 from benchmarks.islands.launches import coordinated
 from benchmarks.islands.links import set_links
 from benchmarks.recover import Log
-from benchmarks.switch.figure import COLOURS, INK, QUIET
+from benchmarks.switch.figure import COLOURS, QUIET
 from benchmarks.switch.legs import Workshop
 from benchmarks.switch.switch import configuration, prepare_data
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
@@ -308,24 +308,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
         markers[2, variant] = marker
     for (count, variant), marker in markers.items():
         for cell in (cell for cell in report["cells"] if (cell["islands"], cell["variant"]) == (count, variant)):
-            right.errorbar(
-                cell["bytes"] / 1e6,
-                cell["difference"],
-                cell["half"],
-                fmt=marker,
-                color=shades[cell["every"]],
-                capsize=3,
-            )
-            place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color": INK, "rotation": 35}
-            right.annotate(
-                variant or f"{count} islands, {cell['every']}",
-                *((cell["bytes"] / 1e6, cell["difference"]), (3, 4)),
-                **place,
-            )
+            place, style = (cell["bytes"] / 1e6, cell["difference"], cell["half"]), {"fmt": marker, "capsize": 3}
+            right.errorbar(*place, color=shades[cell["every"]], **style)
+        right.plot([], [], marker, color=QUIET, label=variant or f"{count} islands")
+    right.legend(frameon=False, fontsize=8.5, title="colour: every, as on the left", title_fontsize=8.5)
     right.axhline(0.0, color=QUIET, lw=0.8)
     right.set_xscale("log")
     right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    right.margins(x=0.3)
     right.set_xlabel("MB sent and received by an island")
     right.set_ylabel("validation loss less one world's, nats")
     figure.suptitle("Local steps are another run than one world's: what they cost and save", fontsize=11)
