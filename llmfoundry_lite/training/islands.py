@@ -56,6 +56,8 @@ class Islands(Partners):
     instead_of_saving = "the other islands carry on"
     overlaps = True
     """Gradients leave while the backward pass still makes others, in layouts where they are final by then."""
+    again = Again()
+    """Rows of an earlier batch that are read here beside this batch's."""
     given_weights: Tensors | None = None
     """This rank's part of the weights that joiners receive; None: the model's."""
 
@@ -83,8 +85,6 @@ class Islands(Partners):
         self.num_repeats = self.num_drifts = 0
         self.lanes = range(0)
         """Rows of each batch that are read here."""
-        self.again = Again()
-        """Rows of an earlier batch that are read here beside them."""
         self.data_ranks: dict[str, int] = {}
         self.summing: Summing | None = None
         """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""

@@ -81,7 +81,7 @@ TABLE = {
             ["eval_loader.dataset.streams.*.", "eval_loaders.*.dataset.streams.*."], "split proportion repeat choose"
         ),
         "islands.": "sync",
-        "islands.sync.": "every lr momentum dtype",
+        "islands.sync.": "every lr momentum dtype fragments delay alpha lost_rows",
         "algorithms.": "gradient_clipping",
         "algorithms.gradient_clipping.": "clipping_type clipping_threshold",
     },
