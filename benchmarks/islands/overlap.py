@@ -1,4 +1,4 @@
-"""What overlap hides of an exchange, with the machine's cores left out; and the bytes that islands send.
+"""Share of an exchange that overlap hides, with the machine's cores left out; and the bytes that islands send.
 
     python -m benchmarks islands-overlap --out results               some 4 minutes, on a busy machine, too
 

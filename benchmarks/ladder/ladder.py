@@ -38,11 +38,11 @@ from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.tables import Table
 
 SEEDS = (17, 18, 19)
-"""Of the second size, to see how far runs lie apart that differ by nothing else."""
+"""Seeds of the second size, to see how far runs lie apart that differ by nothing else."""
 TIE = 0.01
 """Nats between learning rates that count as equal: the lower one is taken, as larger sizes train longer."""
 MAX_POINTS = 80
-"""Of a curve: means over stretches of batches."""
+"""Points of a curve: means over stretches of batches."""
 SPLIT = "split_text/0-shot"
 TEXT = {SPLIT: "held-out split", "domain_text/0-shot": "held-out domain"}
 

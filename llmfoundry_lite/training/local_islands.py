@@ -173,8 +173,9 @@ class LocalIslands(Islands):
     def _depart(self, state: State, *, is_whole: bool) -> Departure:
         """Send the change of all weights, or of the fragment whose turn it is."""
         batch = int(state.timestamp.batch)
-        number = (batch - self.round.steps) // self.interval % self.sync.fragments
-        self.departure = self.outer.depart(None if is_whole else number, self.exchange, batch * LABELS_PER_BATCH)
+        turn = (batch - self.round.steps) // self.interval % self.sync.fragments
+        numbers = range(self.sync.fragments) if is_whole else [turn]
+        self.departure = self.outer.depart(numbers, self.exchange, batch * LABELS_PER_BATCH)
         return self.departure
 
     def _end_round(self, state: State, *, is_whole: bool, leaves: bool) -> None:

@@ -1,4 +1,4 @@
-"""What local steps keep on the host: weights of the last outer step, their momentum, and what rounding has dropped."""
+"""Weights of the last outer step of local steps, their momentum, and what rounding has dropped, on the host."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -38,9 +38,8 @@ class OuterWeights:
         self.pending = [0] * sync.fragments
         """Weight of what each fragment has been trained on since it was last exchanged."""
         self.start: Tensors = {}
-        """Weights after the last outer step: the same bits on all islands."""
+        """Weights after the last outer step: the same bits on all islands. Empty until `take_over`."""
         self.velocity: Tensors = {}
-        self.take_over()
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -55,9 +54,8 @@ class OuterWeights:
     # --------------------------------------------------------------------------------------------- the outer step
 
     @torch.no_grad()
-    def depart(self, number: int | None, exchange: Exchange, label: int) -> "Departure":
-        """Begin to exchange the change of a fragment; None: of all weights."""
-        numbers = range(len(self.fragments)) if number is None else [number]
+    def depart(self, numbers: Sequence[int], exchange: Exchange, label: int) -> "Departure":
+        """Begin to exchange the change of these fragments."""
         names = {name for i in numbers for name in self.fragments[i] if name in self.held.parameters}
         changes = self._changes(names)
         parts, inside = self.held.views(changes)
@@ -142,11 +140,11 @@ class Departure:
     """The change of some weights on its way to other islands, and then the islands' mean."""
 
     numbers: Sequence[int]
-    """Of the fragments."""
+    """Fragments by number."""
     fragments: dict[str, int]
     """Parameter -> place of its fragment in `numbers`."""
     weights: Sequence[int]
-    """Of each fragment."""
+    """Weight of each fragment's change."""
     label: int
     changes: Tensors
     """This rank's parts by parameter. They become the mean."""
@@ -155,7 +153,7 @@ class Departure:
     """Views of `changes`: this rank's parts, and its pieces, by key."""
     encoded: dict[str, Encoded]
     dropped: Tensors
-    """What rounding drops of the pieces."""
+    """Rest of the pieces that rounding drops."""
 
     def send(self, exchange: Exchange, pieces: Boxes, dtype: str) -> None:
         """Begin the exchange with the islands of the view; again after it has failed."""

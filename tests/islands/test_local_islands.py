@@ -98,7 +98,7 @@ def test_outer_steps_are_those_of_the_paper(tmp_path, data):
             assert max(abs(found[key] - start[key]).max() for key in start) < 1e-6
 
 
-def test_fragments_travel_while_islands_compute_and_are_mixed_in_as_in_the_paper(tmp_path, data):
+def test_fragments_travel_while_islands_compute_and_are_mixed_in_as_numpy_does(tmp_path, data):
     """Beside numpy: fragments of a round of two batches leave after the first, and arrive after the second."""
 
     def dump(name):
