@@ -12,6 +12,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -318,10 +319,7 @@ def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: 
 
 
 def first_words(run: Run, tokenizer: Any) -> list[str]:
-    """Return the first words of a line in each of three rows of the validation data, if that is small and here.
-
-    A row may begin and end within a line, so its first one and its last are left out.
-    """
+    """Return words of each third of the validation data, if that is small and here: of its first row that has any."""
     dataset = ((run.config or {}).get("eval_loader") or {}).get("dataset") or {}
     folder = Path(dataset.get("local") or "", dataset.get("split") or "")
     if not folder.is_dir() or sum(file.stat().st_size for file in folder.iterdir()) > MAX_READ_BYTES:
@@ -333,10 +331,20 @@ def first_words(run: Run, tokenizer: Any) -> list[str]:
         tokens_nt = read_tokens(folder)
     except (OSError, ValueError, KeyError):  # no shards of tokens, or damaged ones
         return []
-    rows = [tokens_nt[len(tokens_nt) * i // NUM_PROMPTS] for i in range(min(NUM_PROMPTS, len(tokens_nt)))]
-    texts = [tokenizer.decode(row[:PROMPT_TOKENS].tolist()).splitlines()[1:-1] for row in rows]
-    lines = [max(lines, key=lambda line: len(line.split())) for lines in texts if lines]
-    return [" ".join(line.split()[:PROMPT_WORDS]) for line in lines if line.strip()]
+    found = []
+    for part in np.array_split(tokens_nt[:, :PROMPT_TOKENS], min(NUM_PROMPTS, len(tokens_nt))):
+        prompts = (prompt_in(tokenizer.decode(row.tolist())) for row in part)
+        found += islice(filter(None, prompts), 1)
+    return found
+
+
+def prompt_in(text: str) -> str:
+    """Return the first words of a row's longest whole line, or of the row if none is whole; "" if it is blank.
+
+    A row may begin and end within a line and within a word, so both ends are left out.
+    """
+    line = max(text.splitlines()[1:-1], key=lambda line: len(line.split()), default="")
+    return " ".join((line.split() or text.split()[1:-1])[:PROMPT_WORDS])
 
 
 def earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:

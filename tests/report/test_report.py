@@ -7,9 +7,11 @@ import math
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
 
@@ -20,7 +22,7 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.launch.journal import append
 from llmfoundry_lite.report.page import Section, markdown
-from llmfoundry_lite.report.report import report
+from llmfoundry_lite.report.report import first_words, prompt_in, report
 from llmfoundry_lite.report.segments import spans_of
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.report.watch import Watched
@@ -737,3 +739,27 @@ def test_names_with_control_characters_are_escaped_wherever_a_report_shows_them(
     if form == "svg":
         ElementTree.parse(tmp_path / "out/report.svg")
         assert "a\\x1b[31mred" in shown
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ("ord\n\nclass Shards:\n    def read the next(self, i):\n        ret", "def read the"),
+        ("ord the end of a line\nand the next lin", "the end of"),  # no line is whole
+        ("ord\n\n  \nthe next lin", "the next"),  # those that are whole are blank
+        ("one_long_word", ""),
+        (" \n \n ", ""),
+        ("", ""),
+    ],
+)
+def test_a_prompt_is_whole_words_of_a_row(row, prompt):
+    assert prompt_in(row) == prompt
+
+
+def test_rows_without_words_are_passed_over(monkeypatch, tmp_path):
+    rows = ["\n" * 8, "ab\nc d\nef\n", "\n" * 8, "\n" * 8, "\n" * 8, "a\nd c\n\n\n"]
+    monkeypatch.setattr(
+        "llmfoundry_lite.data.baselines.read_tokens", lambda folder: np.array([[*row.encode()[:8]] for row in rows])
+    )
+    run = SimpleNamespace(config={"eval_loader": {"dataset": {"local": str(tmp_path)}}})
+    assert first_words(run, SimpleNamespace(decode=lambda ids: bytes(ids).decode())) == ["c d", "d c"]
