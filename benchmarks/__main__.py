@@ -28,6 +28,7 @@ BENCHMARKS = {
     ),
     "memory": ("memory", "Memory of all that ships: the estimate beside the rehearsal."),
     "large": ("large", "A trillion parameters and long samples: the estimate beside the rehearsal."),
+    "layouts": ("layouts", "The layouts that ship, chosen by the planner."),
     "alcf": ("papers.alcf", "GPT-2 XL: batches x precisions, accumulation, scaling (ALCF)."),
     "frontier": ("papers.frontier", "Frontier's runs, predicted, beside what was published."),
     "published": ("papers.published", "The planner beside published throughput: hits and misses."),

@@ -5,28 +5,19 @@ import re
 import pytest
 import yaml
 
+from benchmarks.layouts import COUNTS, MODELS, OVERLAYS, SLOWER, fastest_seconds, fewest_devices, predict
 from benchmarks.memory import MAX_EXCESS, compare, difference, find_case
 from llmfoundry_lite.config.layers import is_for_hardware, leaf_keys
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.hardware import GIB, accelerator_named
-from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.plan.search import AS_FAST, find_sizes, search_layouts, usable_bytes
-from llmfoundry_lite.plan.step import find_hardware, step_time
+from llmfoundry_lite.plan.search import usable_bytes
 from llmfoundry_lite.rehearse.fork_server import ForkServer
 from tests.helpers.launch import ROOT
 
-COUNTS = (8, 64, 512)
 LARGEST = ("mpt-1t", 3072, 64)
 """A model, the one count of devices that it is divided over, and their GB."""
-MODELS = ("mpt-7b", "mpt-13b", "mpt-22b", "mpt-30b", "mpt-70b", "mpt-175b")
-OVERLAYS = {40: ("a100-40gb-8",), 64: ("mi250-4",), 80: ("a100-80gb-8", "h100-8"), 192: ("mi300x-8",)}
-"""GB of a device -> overlays of such devices."""
-STATE_BYTES = 16
-"""Of a parameter: itself, its gradient, two moments, in fp32."""
-SLOWER = 1.2
-"""Than the fastest that the planner finds, at most."""
 NAMES = sorted(path.stem for path in (ROOT / "yamls/layouts").glob("*.yaml"))
 
 
@@ -58,9 +49,8 @@ def test_every_large_model_has_a_layout_from_the_smallest_count_that_holds_it():
         firsts[model, size] = min(count, firsts.get((model, size), count))
     expected = {}
     for model in MODELS:
-        num_bytes = STATE_BYTES * count_parameters(load_train_config([model]).config.model)
         for size in OVERLAYS:
-            expected[model, size] = next(count for count in COUNTS if count * size * GIB >= num_bytes)
+            expected[model, size] = fewest_devices(model, size)
     expected[LARGEST[0], LARGEST[2]] = LARGEST[1]
     assert firsts == expected
 
@@ -95,37 +85,15 @@ def test_a_sample_fits_at_every_count(name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_nearly_as_fast_as_the_fastest_that_the_planner_finds_and_says_so(name):
+    model, _, size = parts_of(name)
     text = (ROOT / f"yamls/layouts/{name}.yaml").read_text()
     for count in counts_of(name):
-        slower, size, num_bytes = max(
-            compare_with_fastest(name, overlay, count) for overlay in OVERLAYS[parts_of(name)[2]]
-        )
-        assert slower < SLOWER, (count, slower)
-        than = "as fast as" if slower < 1 + AS_FAST else f"{100 * (slower - 1):.0f} % slower than"
-        samples = f"{size} sample{'s' if size > 1 else ''} at a time: {num_bytes / GIB:.1f} GiB"
-        assert f"# {count} devices, {samples}; {than} the fastest layout of all.\n" in text
-
-
-def compare_with_fastest(name: str, overlay: str, count: int) -> tuple[float, int, int]:
-    """(how many times as long a step takes as with the fastest layout of all, the largest microbatch, bytes with it)"""
-    config, device = load(name, overlay), accelerator_named(overlay)
-    hardware, layout = find_hardware(device), layout_of(config, count, 8)
-    sizes, own = {}, config.device_train_microbatch_size
-    choices = find_sizes(config, config.global_train_batch_size // layout.num_data_ranks) if own == "auto" else [own]
-    for size in choices:
-        sized = load(name, overlay, f"device_train_microbatch_size={size}")
-        needed = estimate_training_memory(sized, layout).total_bytes
-        if needed < usable_bytes(device):
-            sizes[size] = needed
-    size = max(sizes)
-    sized = load(name, overlay, f"device_train_microbatch_size={size}")
-    seconds = step_time(sized, layout, hardware).seconds
-    fastest = min(found.time.seconds for found in search_layouts(config_of_run(name), count, hardware)[0])
-    return seconds / fastest, size, sizes[size]
-
-
-def config_of_run(name: str):
-    return load_train_config([parts_of(name)[0]]).config
+        found = []
+        for overlay in OVERLAYS[size]:
+            config = load(name, overlay)
+            found.append(predict(config, layout_of(config, count, 8), overlay, fastest_seconds(model, overlay, count)))
+        assert max(found).slower < SLOWER
+        assert max(found).line(count) in text.splitlines()
 
 
 @pytest.mark.long

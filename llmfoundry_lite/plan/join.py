@@ -6,7 +6,8 @@ the run has `exact_sums`; local steps have 4 always.
 
 - exact: C / s + X, the same batches and the same mathematics as on one cluster;
 - overlap: C / s + max(X - H, X_last). H is the backward pass of the last microbatch, two thirds of its time. X_last is
-  the share of X that comes last: of the embeddings and the first block;
+  the share of X that comes last: of the embeddings and the first block. Where one of the two has a pipeline it is
+  taken as X: the first stage's gradients are final at the end, and what later stages hide is left out;
 - local: C / s + X / k, changes of the weights sent every k batches. Another algorithm (Douillard et al. 2023), of which
   this predicts no loss.
 """
@@ -102,11 +103,12 @@ def join(first: Plan, second: Plan) -> Pair:
         math.ceil(samples * rate / sum(rates) / c.layout.num_data_ranks / c.microbatch_size)
         for c, rate in zip(best, rates, strict=True)
     ]
+    has_pipeline = any(c.layout.pipeline > 1 for c in best)
     return Pair(
         rates=rates,
         batch_tokens=best[0].time.num_tokens,
         num_parameters=first.num_parameters,
-        num_last=num_block + num_outside - head,
+        num_last=first.num_parameters if has_pipeline else num_block + num_outside - head,
         num_microbatches=max(microbatches),
         value_bytes=EXACT_SUMS_BYTES if first.config.exact_sums else FP32_BYTES,
     )

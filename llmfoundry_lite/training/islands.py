@@ -10,7 +10,7 @@ and the batch is computed again with the rows of a new view.
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from composer import Trainer
 from composer.core import State
+from torch.distributed.fsdp import FSDPModule
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import decode_segment, encode_segment
@@ -33,6 +34,7 @@ from llmfoundry_lite.islands.local_steps import Again
 from llmfoundry_lite.islands.member import Lost, Member, View, start_coordinator_if_absent
 from llmfoundry_lite.islands.messages import Message, find_token, parse_address
 from llmfoundry_lite.islands.summing import Plan, Summing
+from llmfoundry_lite.parallel.pipeline import Pipeline
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import all_reduce_max, all_reduce_sum, broadcast_json, raising_on_all_ranks
@@ -55,7 +57,7 @@ class Islands(Partners):
     takes_lease_at_start = False
     instead_of_saving = "the other islands carry on"
     overlaps = True
-    """Gradients leave while the backward pass still makes others, in layouts where they are final by then."""
+    """Gradients leave while the backward pass still makes others."""
     again = Again()
     """Rows of an earlier batch that are read here beside this batch's."""
     given_weights: Tensors | None = None
@@ -70,9 +72,7 @@ class Islands(Partners):
         self.model = config.model
         self.by_tokens = config.accumulate_train_batch_on_tokens
         self.loader = config.train_loader
-        degrees = (config.tensor_parallel_degree, config.context.context_parallel_degree)
-        is_whole = max(*degrees, config.pipeline.pipeline_parallel_degree) == 1
-        self.sends_early = self.overlaps and is_whole and not config.sharding.offload_optimizer
+        self.sends_early = self.overlaps and not config.sharding.offload_optimizer
         self.name = self.config.name
         self.rank, self.num_ranks, *_ = this_rank()
         self.member: Any = None
@@ -139,7 +139,7 @@ class Islands(Partners):
             self.held = HeldParts(checkpointing.model.model, state.optimizers[0], self.model)
         self.prepare(state)
         if self.sends_early:
-            for name, parameter in self.held.parameters.items():
+            for name, parameter in final_gradients(checkpointing.model.model, self.held.parameters).items():
                 parameter.register_post_accumulate_grad_hook(partial(self._send_early, name))
         launch, first_batch = broadcast_json([secrets.token_hex(8), int(state.timestamp.batch)])
         microbatch = int(state.device_train_microbatch_size or 1)
@@ -500,6 +500,20 @@ class Islands(Partners):
 
     def _missing_state(self) -> Preempted:
         return Preempted(f"left the run: {self.view.donor} could not give its state; run the same command again")
+
+
+def final_gradients(model: Any, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters whose gradient is final when a batch's last hook on it runs.
+
+    Of a pipeline these are those that FSDP reduces, once, after the stage's last microbatch. Hooks on others run after
+    each. Tied embeddings of two stages are added up later still.
+    """
+    if not isinstance(model, Pipeline):
+        return dict(parameters)
+    if not all(isinstance(stage, FSDPModule) for stage in model.stages):
+        return {}
+    shared = {id(parameter) for parameter in model.shared_parameters}
+    return {name: parameter for name, parameter in parameters.items() if id(parameter) not in shared}
 
 
 def now() -> float:

@@ -125,7 +125,8 @@ class ParallelTrainer(Trainer):
         device = state.device._device
         assert device is not None
         self.partners.begin_batch(state)
-        step.begin(-(-len(batch["input_ids"]) // size), device)
+        microbatches = [batch] if is_pipeline else spec.split_batch(batch, size)
+        step.begin(len(microbatches), device)
         run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
         if sums:  # no means over ranks, and a weight that does not depend on the rows of other launches
@@ -134,7 +135,7 @@ class ParallelTrainer(Trainer):
             step.full_weight, step.weight = share, total
             sums.begin(whole_parameters(state.optimizers[0]), num_rows // size)
         loss_sum = torch.zeros((), device=device)
-        for microbatch in [batch] if is_pipeline else spec.split_batch(batch, size):
+        for microbatch in microbatches:
             state.batch = state.device.batch_to_device(microbatch)
             step.before_forward()
             run_event(Event.BEFORE_FORWARD)

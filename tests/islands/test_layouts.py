@@ -49,6 +49,11 @@ LARGE_PAIRS: dict[str, Any] = {
         {"model__attn_config": FEWER_HEADS, "model__no_bias": False},
     ),
     "stages of parts of layers, copies of parts of layers": (both(STAGES, LAYERS), both(COPIES, LAYERS), MUON),
+    "stages of shards in turn, stages of copies without bubbles": (
+        both((2, {"pp_config": {"pipeline_parallel_degree": 2, "schedule": "zbv"}}), SHARDS),
+        both((2, {"pp_config": {"pipeline_parallel_degree": 2, "schedule": "zero_bubble"}}), COPIES),
+        {"model__n_layers": 4, "model__tie_word_embeddings": False},
+    ),
 }
 """An island that is there all the time, one that dies and comes back, and what they have in common."""
 
@@ -100,6 +105,19 @@ def test_islands_of_unlike_layouts_train_one_run_though_one_dies(tmp_path, data,
         assert {*range(first, 9)} <= {*values(found, "batch")}
         assert values(found, "islands/drifts")[-1] == 0
         check_is_one_run(tmp_path, name, alone)
+        check_left_early(tmp_path, name, *(a if name == "a" else b))
+
+
+def check_left_early(folder, name, num_ranks, settings):
+    """All gradients leave before the backward pass ends; of stages on one device none, and never the tied embeddings
+    of two."""
+    lines = (folder / f"early-{name}.txt").read_text().splitlines()
+    has_stages = "pp_config" in settings
+    for num_later, num_pieces in ((int(line.split()[0]), int(line.split()[2])) for line in lines):
+        if has_stages and num_ranks == 2:
+            assert num_later == num_pieces
+        else:
+            assert num_later <= has_stages
 
 
 @pytest.mark.slow

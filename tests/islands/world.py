@@ -188,10 +188,11 @@ def islands(folder: Path, data: Path, running: Any, *others: Any, **ranks: Any) 
 
 def train_with_a_death(folder: Path, data: Path, killed_at: int, a: Any, b: Any) -> None:
     """Two islands, (ranks, changes) of each. b dies in a batch with half its gradient sent, and comes back four batches
-    later."""
+    later. Both note what leaves early."""
     gate = folder / "b is back"
-    hold = {"python:tests.islands.faults:Hold": {"batch": killed_at + 3, "until": str(gate)}}
-    kill = {"python:tests.islands.faults:Signal": {"batch": killed_at, "where": "exchange"}}
+    note = {"python:tests.islands.faults:NoteEarly": {"folder": str(folder)}}
+    hold = note | {"python:tests.islands.faults:Hold": {"batch": killed_at + 3, "until": str(gate)}}
+    kill = note | {"python:tests.islands.faults:Signal": {"batch": killed_at, "where": "exchange"}}
     checks = {"islands": {"check_weights_every": 1}}
     num_ranks_of_b, of_b = b[0], b[1] | checks
     with coordination(folder) as running:
@@ -199,7 +200,7 @@ def train_with_a_death(folder: Path, data: Path, killed_at: int, a: Any, b: Any)
         def twice() -> Launch:
             first = island(folder, data, running, "b", num_ranks_of_b, callbacks=kill, **of_b)
             assert -9 in first.exit_codes, first.output
-            return island(folder, data, running, "b", num_ranks_of_b, autoresume=True, **of_b)
+            return island(folder, data, running, "b", num_ranks_of_b, autoresume=True, callbacks=note, **of_b)
 
         def open_gate() -> None:
             running.wait_for("b is here", times=2)

@@ -67,5 +67,8 @@ def test_plans_make_a_pair_with_what_comes_last_and_the_more_microbatches():
     for plan, rate in zip(plans, pair.rates, strict=True):
         best, samples = plan.candidates[0], config.global_train_batch_size * rate / sum(pair.rates)
         assert pair.num_microbatches >= samples / best.layout.num_data_ranks / best.microbatch_size
+    staged = [replace(plans[0].candidates[0], layout=replace(plans[0].candidates[0].layout, pipeline=2))]
+    pair_of_stages = join(replace(plans[0], candidates=staged), plans[1])
+    assert pair_of_stages.seconds(OVERLAP, 1e9) == pair_of_stages.seconds(EXACT, 1e9)
     exact = join(*[replace(plan, config=replace(plan.config, exact_sums=True)) for plan in plans])
     assert exact.value_bytes == 1.25 * pair.value_bytes
