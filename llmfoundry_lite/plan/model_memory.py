@@ -124,6 +124,8 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
     padded_block = p.shard_degree * share(shapes_of_block(p), p.shard_degree)
     padded = padded_outside + model.n_layers * padded_block
     num_in_loss = num_in_backward = padded
+    if p.shard_degree > 1 and p.layout.pipeline == 1:  # torch holds what it gathered last, of which blocks have copies
+        num_in_loss += padded_block
     if p.reshards:
         num_in_loss = padded_outside + padded_block
         num_in_backward = padded_outside + min(2, model.n_layers) * padded_block

@@ -205,7 +205,7 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(server, schedule):
 @pytest.mark.parametrize(
     ("model", "overlay", "devices"),
     [
-        *[("mpt-quickstart", "h100-8", "8"), ("mpt-125m", "h100-8", "1"), ("mpt-125m", "h100-8", "1024")],
+        *[("mpt-quickstart", "h100-8", "8"), ("mpt-125m", "h100-8", "1"), ("mpt-1b", "h100-8", "1024")],
         *[("mpt-350m", "h100-8", "8"), ("mpt-3b", "h100-8", "1024"), ("mpt-7b", "h100-8", "1024")],
         ("mpt-quickstart", "a100-40gb-8", "1"),
     ],
