@@ -82,7 +82,7 @@ def test_a_sample_fits_at_every_count(name):
             assert needed < usable_bytes(accelerator_named(overlay)), (overlay, count)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_nearly_as_fast_as_the_fastest_that_the_planner_finds_and_says_so(name):
     model, _, size = parts_of(name)
