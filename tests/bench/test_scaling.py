@@ -12,6 +12,7 @@ from llmfoundry_lite.cli.main import app, run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.plan.calibrate import read_steps
+from llmfoundry_lite.plan.plan import hardware_named
 
 SAME = {"num_parameters": 10, "seq_len": 64, "precision": "fp32", "sharding": "FULL_SHARD", "device_name": "A100"}
 
@@ -128,6 +129,6 @@ def test_real_launches_on_one_and_two_ranks_and_their_table(tmp_path):
         *(("strong", 1, 4), ("strong", 2, 4), ("weak", 1, 2), ("weak", 2, 4)),
     ]
     assert all(row["tokens_per_second"] > 0 for row in report["rows"])
-    steps = list(read_steps(report["rows"]).values())
-    assert [(step.num_devices, step.config.global_train_batch_size) for step in steps] == [(1, 4), (2, 4), (1, 2)]
+    steps = list(read_steps(report["rows"], hardware_named("h100")).values())
+    assert [(step.layout.world_size, step.config.global_train_batch_size) for step in steps] == [(1, 4), (2, 4), (1, 2)]
     assert steps[0].config.model.d_model == 64 and isinstance(steps[0].config.device_train_microbatch_size, int)
