@@ -8,13 +8,14 @@ layers and stages count as slower than they are (CARE), because more can go wron
 """
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.bench.frame import describe_conditions, open_console, show
+from llmfoundry_lite.bench.frame import check_names, describe_conditions, open_console, show
 from llmfoundry_lite.config.check import check_together
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
@@ -85,30 +86,39 @@ class Prediction(NamedTuple):
 
 
 def run(*, models: Sequence[str] = MODELS, out: Path | None = None) -> dict[str, Any]:
-    """Choose the layouts of each model and size of device, and print them. With `out`, write their files there, and
-    remove those of these models that are no more. Raises ConfigError."""
+    """Choose the layouts of each model and size of device, and print them. With `out`, a folder, write their files
+    there, and remove those of these models that are no longer chosen. Raises ConfigError."""
+    check_names("--models", models, MODELS)
+    if out is not None and not (out.is_dir() and os.access(out, os.W_OK)):
+        raise ConfigError(f"--out: {out} given, expected a folder that exists and is writable")
     report, rows, texts = describe_conditions(), [], {}
     for model, size in itertools.product(models, OVERLAYS):
         counts = [count for count in COUNTS if count >= fewest_devices(model, size)]
         while counts:
             choice, served = choose(model, size, counts)
-            name = f"{model}-{counts[0]}x{size}gb"
+            name = name_of(model, counts[0], size)
             predictions = {count: predict_worst(model, size, count, choice) for count in served}
             for count, found in predictions.items():
                 assert found is not None
                 ways = [str(choice.shard), str(choice.tensor), str(choice.stages), CHECKPOINTING[choice.recomputed]]
                 facts = [str(found.microbatch_size), f"{found.num_bytes / GIB:.1f}", f"{found.slower:.2f}"]
                 rows.append([name, str(count), *ways, *facts])
-                texts[name] = text_of(name, model, size, choice, predictions)
+            texts[name] = text_of(name, model, size, choice, predictions)
             counts = counts[len(served) :]
     columns = ["layout", "devices", "shards", "tensor", "stages", "recomputed", "samples", "GiB", "step / fastest"]
     show(open_console(), Table("layouts", columns, rows))
     if out is not None:
-        for path in [path for model in models for path in out.glob(f"{model}-*gb.yaml") if path.stem not in texts]:
-            path.unlink()
+        for one in itertools.product(models, COUNTS, OVERLAYS):
+            if name_of(*one) not in texts:
+                (out / f"{name_of(*one)}.yaml").unlink(missing_ok=True)
         for name, text in texts.items():
             (out / f"{name}.yaml").write_text(text)
     return report | {"layouts": rows}
+
+
+def name_of(model: str, count: int, size: int) -> str:
+    """Return the name of a layout for `count` devices or more, of `size` GB."""
+    return f"{model}-{count}x{size}gb"
 
 
 def fewest_devices(model: str, size: int) -> int:
@@ -204,9 +214,9 @@ def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[
         )
     lines += [found.line(count) for count, found in predictions.items() if found is not None]
     spanned = choice.shard * choice.tensor * choice.stages
-    copies = "in each node" if spanned <= PER_NODE else f"on every {spanned} devices"
+    copies = "in each node" if spanned == PER_NODE else f"on every {spanned} devices"
     if spanned < PER_NODE:
-        copies = f"on every {spanned} devices of a node"
+        copies += " of a node"
     lines += [
         "# Chosen by the arithmetic of `llmfoundry-lite plan`; not run on this hardware yet.",
         "",

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
+
+from llmfoundry_lite.ranks.exchange import all_gather_single
 
 REPLICATE = "replicate"
 GATHER_BYTES = 1 << 27
@@ -112,6 +113,6 @@ def _gather(parameters: Sequence[DTensor]) -> None:
         rows = whole.flatten()[rank * size : (rank + 1) * size]
         place[: rows.numel()] = rows
     everything = mine.new_empty(num_replicas, mine.numel())
-    dist.all_gather_into_tensor(everything.view(-1), mine, group=mesh.get_group(dim))
+    all_gather_single(everything.view(-1), mine, group=mesh.get_group(dim))
     for whole, part in zip(wholes, everything.split(sizes, dim=1), strict=True):
         whole.copy_(part.flatten()[: whole.numel()].view_as(whole))

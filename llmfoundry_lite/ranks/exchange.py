@@ -24,7 +24,7 @@ Group = dist.ProcessGroup | None
 _host_group: Group = None
 
 # torch 2.13 gave it another name and warns of the first.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def rank_and_size(group: Group = None) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def all_gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
         return [raw]
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
     gathered = mine.new_empty(world_size * len(raw))
-    _all_gather(gathered, mine, group=group or _host_group)
+    all_gather_single(gathered, mine, group=group or _host_group)
     everything = gathered.cpu().numpy().tobytes()
     return [everything[i : i + len(raw)] for i in range(0, len(everything), len(raw))]
 

@@ -76,6 +76,7 @@ def steps_on_ranks(all_gather_bytes: int) -> None:
 @pytest.mark.multiprocess
 def test_a_step_is_the_whole_one_s_to_the_bit_and_each_rank_has_its_share_of_the_state(tmp_path):
     result = launch(steps_on_ranks, (1 << 13,), tmp_path, 2).check()
+    assert "Warning" not in result.output
     for name, (whole, together, share) in json.loads(result.output.splitlines()[-1]).items():
         assert together == whole, name
         assert share == pytest.approx(whole / 2, rel=0.02), name
