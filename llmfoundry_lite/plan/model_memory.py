@@ -124,11 +124,11 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
     padded_block = p.shard_degree * share(shapes_of_block(p), p.shard_degree)
     padded = padded_outside + model.n_layers * padded_block
     num_in_loss = num_in_backward = padded
-    if p.shard_degree > 1 and p.layout.pipeline == 1:  # torch holds what it gathered last, of which blocks have copies
-        num_in_loss += padded_block
     if p.reshards:
         num_in_loss = padded_outside + padded_block
         num_in_backward = padded_outside + min(2, model.n_layers) * padded_block
+    elif p.shard_degree > 1 and p.layout.pipeline == 1:  # torch holds what it gathered last; blocks have copies of it
+        num_in_loss += padded_block
     waiting_bytes = in_loss.gradients_bytes
     if not (p.config.reduces_every_microbatch or p.has_one_microbatch):
         waiting_bytes = (num_outside + model.n_layers * num_block) * p.sum_bytes

@@ -36,7 +36,7 @@ TAIL = 20
 """Batches over which the last training loss is a mean."""
 PIPE_WIDTH = 160
 """Columns of a line that goes to a file."""
-NUM_PROMPTS, PROMPT_TOKENS, PROMPT_WORDS = 3, 96, 3
+NUM_PROMPTS, PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 3, 96, 3, 30
 LOOK_BACK_PARAMETERS = 50_000_000
 """Parameters of a model, at most, whose earlier texts are shown beside its last."""
 MAX_READ_BYTES = 256 * 1024**2
@@ -341,10 +341,11 @@ def first_words(run: Run, tokenizer: Any) -> list[str]:
 def prompt_in(text: str) -> str:
     """Return the first words of a row's longest whole line, or of the row if none is whole; "" if it is blank.
 
-    A row may begin and end within a line and within a word, so both ends are left out.
+    A row may begin and end within a line and within a word, so both ends are left out. Not all languages have spaces.
     """
     line = max(text.splitlines()[1:-1], key=lambda line: len(line.split()), default="")
-    return " ".join((line.split() or text.split()[1:-1])[:PROMPT_WORDS])
+    words = line.split() or text.split()[1:-1] or text.split()
+    return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS].strip()
 
 
 def earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:

@@ -1,5 +1,6 @@
-"""Callbacks that break something at a chosen place, for runs of tests; named in their YAML."""
+"""Callbacks that break or note something at a chosen place, for runs of tests; named in their YAML."""
 
+import json
 import os
 import signal
 import socket
@@ -43,16 +44,16 @@ def send_half(exchange, peer, numbers, label, part=0, weight=0.0):
     connection.sendall(raw[: len(raw) // 2])
 
 
-class NoteEarly(Callback):
-    """Each rank notes how many of its pieces of each gradient had left when its backward pass ended."""
+class NoteLate(Callback):
+    """Each rank notes which of its pieces of each gradient had not left when its backward pass ended, and all."""
 
     def __init__(self, folder: str):
         wait = summing.Summing.wait
 
         def noting(one, pieces):
-            left = sum(len(parts) for parts in one._parts)
-            with Path(folder, f"early-{one.plan.island}.txt").open("a") as file:
-                file.write(f"{len(pieces) - left} of {len(pieces)} later\n")
+            late = sorted(set(pieces) - {name for parts in one._parts for name in parts})
+            with Path(folder, f"late-{one.plan.island}.jsonl").open("a") as file:
+                file.write(json.dumps([late, sorted(pieces)]) + "\n")
             wait(one, pieces)
 
         summing.Summing.wait = noting  # type: ignore[method-assign]

@@ -188,9 +188,9 @@ def islands(folder: Path, data: Path, running: Any, *others: Any, **ranks: Any) 
 
 def train_with_a_death(folder: Path, data: Path, killed_at: int, a: Any, b: Any) -> None:
     """Two islands, (ranks, changes) of each. b dies in a batch with half its gradient sent, and comes back four batches
-    later. Both note what leaves early."""
+    later. Both note what leaves late."""
     gate = folder / "b is back"
-    note = {"python:tests.islands.faults:NoteEarly": {"folder": str(folder)}}
+    note = {"python:tests.islands.faults:NoteLate": {"folder": str(folder)}}
     hold = note | {"python:tests.islands.faults:Hold": {"batch": killed_at + 3, "until": str(gate)}}
     kill = note | {"python:tests.islands.faults:Signal": {"batch": killed_at, "where": "exchange"}}
     checks = {"islands": {"check_weights_every": 1}}

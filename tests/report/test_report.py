@@ -747,7 +747,8 @@ def test_names_with_control_characters_are_escaped_wherever_a_report_shows_them(
         ("ord\n\nclass Shards:\n    def read the next(self, i):\n        ret", "def read the"),
         ("ord the end of a line\nand the next lin", "the end of"),  # no line is whole
         ("ord\n\n  \nthe next lin", "the next"),  # those that are whole are blank
-        ("one_long_word", ""),
+        ("one_long_word", "one_long_word"),
+        ("吾輩は猫である。" * 9, ("吾輩は猫である。" * 9)[:30]),
         (" \n \n ", ""),
         ("", ""),
     ],
