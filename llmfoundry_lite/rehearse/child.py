@@ -148,7 +148,7 @@ def replace_the_world() -> None:
     from llmfoundry_lite.ranks import exchange
     from llmfoundry_lite.ranks.rank import this_rank
 
-    real_init, real_backend = dist.init_process_group, dist.get_backend
+    real_init, real_backend, real_all_to_all = dist.init_process_group, dist.get_backend, dist.all_to_all_single
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         here = this_rank()
@@ -159,11 +159,22 @@ def replace_the_world() -> None:
         asks = sys._getframe(1).f_globals.get("__name__", "")
         return "nccl" if asks.startswith(("composer", "llmfoundry_lite")) else real_backend(group)
 
+    def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, *sizes: list[int], **options: Any) -> Any:
+        """Send a number where this rank sends none: the fake group receives what is sent."""
+        if not sent.numel():
+            sent, sizes = sent.new_zeros(1), (sizes[0], [1, *sizes[1][1:]])
+        return real_all_to_all(received, sent, *sizes, **options)
+
     def raise_on_all_ranks(error: Exception | None, group: Any = None) -> None:
         if error is not None:
             raise error
 
-    replace(dist, init_process_group=init_process_group, get_backend=get_backend)
+    replace(
+        dist,
+        init_process_group=init_process_group,
+        get_backend=get_backend,
+        all_to_all_single=all_to_all_single,
+    )
     replace(
         exchange,  # there is no other rank
         open_host_group=lambda timeout: None,

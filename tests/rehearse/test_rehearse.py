@@ -207,7 +207,7 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(server, schedule):
     [
         *[("mpt-quickstart", "h100-8", "8"), ("mpt-125m", "h100-8", "1"), ("mpt-1b", "h100-8", "1024")],
         *[("mpt-350m", "h100-8", "8"), ("mpt-3b", "h100-8", "1024"), ("mpt-7b", "h100-8", "1024")],
-        ("mpt-quickstart", "a100-40gb-8", "1"),
+        ("mpt-quickstart", "mi300x-8", "1024"),
     ],
 )
 def test_the_estimate_is_at_most_five_percent_above_the_rehearsal_and_never_below(server, model, overlay, devices):
