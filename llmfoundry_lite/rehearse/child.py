@@ -159,11 +159,11 @@ def replace_the_world() -> None:
         asks = sys._getframe(1).f_globals.get("__name__", "")
         return "nccl" if asks.startswith(("composer", "llmfoundry_lite")) else real_backend(group)
 
-    def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, *sizes: list[int], **options: Any) -> Any:
+    def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, taken: Any, given: Any, group: Any = None) -> Any:
         """Send a number where this rank sends none: the fake group receives what is sent."""
         if not sent.numel():
-            sent, sizes = sent.new_zeros(1), (sizes[0], [1, *sizes[1][1:]])
-        return real_all_to_all(received, sent, *sizes, **options)
+            sent, given = sent.new_zeros(1), [1, *given[1:]]
+        return real_all_to_all(received, sent, taken, given, group)
 
     def raise_on_all_ranks(error: Exception | None, group: Any = None) -> None:
         if error is not None:
