@@ -89,7 +89,7 @@ def test_a_stage_that_is_preempted_lets_the_schedule_end_and_all_save_and_leave(
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_a_stage_without_memory_says_what_was_needed_and_what_would_help(tmp_path, data, schedule):
     _, result, run = begin(tmp_path, data, Greed, "greedy", schedule=schedule)
-    assert result.exit_codes == [1, 2]
+    assert result.exit_codes == [2, 2]  # a rank that lost its peer ends as the peer did
     line = next(line for line in result.outputs[1].splitlines() if line.startswith("error: "))
     assert line.startswith(f"error: out of memory on rank 1 in batch {BATCH}: 131,072.00 GiB more were asked for")
     assert "what helps most: " in line
