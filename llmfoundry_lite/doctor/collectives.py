@@ -27,6 +27,7 @@ from llmfoundry_lite.doctor.finding import Finding, Machine, Status, judge, shor
 from llmfoundry_lite.doctor.folder import SET_CLOCK
 from llmfoundry_lite.doctor.speed import measure_seconds
 from llmfoundry_lite.hardware import MIB
+from llmfoundry_lite.ranks.exchange import all_gather_single
 
 READY = "process group"
 CLOCKS = "clocks of the ranks"
@@ -223,7 +224,7 @@ COLLECTIVES = {
         lambda n: (n - 1) / n,
     ),
     "all_gather": Collective(
-        lambda out, mine: dist.all_gather_into_tensor(out, mine),
+        lambda out, mine: all_gather_single(out, mine),
         lambda inputs, rank: torch.cat(inputs),
         lambda n: n - 1,
     ),

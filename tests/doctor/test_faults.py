@@ -266,13 +266,13 @@ def test_a_folder_that_is_not_there_fails_with_the_command_that_makes_it(tmp_pat
 
 def swap_halves(rank: int) -> None:
     """Everything arrives, in the wrong place."""
-    real = dist.all_gather_into_tensor
+    real = collectives.all_gather_single
 
     def all_gather(out: torch.Tensor, values: torch.Tensor):
         real(out, values)
         out.copy_(out.roll(len(values)))
 
-    dist.all_gather_into_tensor = all_gather
+    collectives.all_gather_single = all_gather
 
 
 def move_by_251(rank: int) -> None:
