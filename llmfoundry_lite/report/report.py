@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -345,7 +346,7 @@ def prompt_in(text: str) -> str:
     """
     line = max(text.splitlines()[1:-1], key=lambda line: len(line.split()), default="")
     words = line.split() or text.split()[1:-1] or text.split()
-    return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS].strip()
+    return "".join(wrap(" ".join(words[:PROMPT_WORDS]), PROMPT_CHARACTERS)[:1])
 
 
 def earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:

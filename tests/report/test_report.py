@@ -748,6 +748,7 @@ def test_names_with_control_characters_are_escaped_wherever_a_report_shows_them(
         ("ord the end of a line\nand the next lin", "the end of"),  # no line is whole
         ("ord\n\n  \nthe next lin", "the next"),  # those that are whole are blank
         ("one_long_word", "one_long_word"),
+        ("ord\nself.assert_equal(found, the_expected_answer)\nret", "self.assert_equal(found,"),
         ("吾輩は猫である。" * 9, ("吾輩は猫である。" * 9)[:30]),
         (" \n \n ", ""),
         ("", ""),
