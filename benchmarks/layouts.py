@@ -3,8 +3,8 @@
     python -m benchmarks layouts --out yamls/layouts               two minutes
 
 A layout serves as many counts of devices as it can at no more than SLOWER times the fastest step that `llmfoundry-lite
-plan` finds for each count and kind of device. Of several the one with the shortest longest step is taken. Parts of
-layers and stages count as slower than they are (CARE), because more can go wrong with them. MPT-1T's is not made here.
+plan` finds for each count and kind of device. Among several layouts the worst case decides. Parts of layers and stages
+count as slower than they are (CARE), because more can go wrong with them. MPT-1T's is not made here.
 """
 
 import itertools
@@ -36,8 +36,9 @@ OVERLAYS = {40: ("a100-40gb-8",), 64: ("mi250-4",), 80: ("a100-80gb-8", "h100-8"
 """GB of a device -> overlays of such devices."""
 DEVICES = {40: "A100 of 40 GB", 64: "halves of an MI250, 64 GB each", 80: "A100 or H100 of 80 GB", 192: "MI300X"}
 STATE_BYTES = 16
-"""Of a parameter: itself, its gradient, two moments, in fp32."""
+"""Bytes of a parameter, its gradient and two moments, in fp32."""
 SLOWER = 1.2
+"""Longest step of a layout, over that of the fastest."""
 CARE = {"tensor": 0.05, "stages": 0.1}
 DEGREES = {"shard": (2, 4, 8, 16, 32, 64, 128, 256, 512), "tensor": (1, 2, 4, 8), "stages": (1, 2, 4, 8, 16)}
 RECOMPUTED = {
@@ -60,7 +61,7 @@ class Choice(NamedTuple):
         return CARE["tensor"] * (self.tensor > 1) + CARE["stages"] * (self.stages > 1)
 
     def divide(self, config: TrainConfig) -> TrainConfig:
-        """Raises ConfigError for what a launch refuses."""
+        """Divide a run so. Raises ConfigError for what a launch refuses."""
         settings: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": self.shard}
         tensor = TensorParallelConfig(tensor_parallel_degree=self.tensor, sequence_parallel=self.tensor > 1)
         divided = replace(
@@ -74,6 +75,8 @@ class Choice(NamedTuple):
 
 
 class Prediction(NamedTuple):
+    """A layout on so many devices of one kind."""
+
     slower: float
     """Step over that of the fastest layout of all."""
     microbatch_size: int
@@ -95,16 +98,14 @@ def run(*, models: Sequence[str] = MODELS, out: Path | None = None) -> dict[str,
     for model, size in itertools.product(models, OVERLAYS):
         counts = [count for count in COUNTS if count >= fewest_devices(model, size)]
         while counts:
-            choice, served = choose(model, size, counts)
+            choice, predictions = choose(model, size, counts)
             name = name_of(model, counts[0], size)
-            predictions = {count: predict_worst(model, size, count, choice) for count in served}
             for count, found in predictions.items():
-                assert found is not None
                 ways = [str(choice.shard), str(choice.tensor), str(choice.stages), CHECKPOINTING[choice.recomputed]]
                 facts = [str(found.microbatch_size), f"{found.num_bytes / GIB:.1f}", f"{found.slower:.2f}"]
                 rows.append([name, str(count), *ways, *facts])
             texts[name] = text_of(name, model, size, choice, predictions)
-            counts = counts[len(served) :]
+            counts = counts[len(predictions) :]
     columns = ["layout", "devices", "shards", "tensor", "stages", "recomputed", "samples", "GiB", "step / fastest"]
     show(open_console(), Table("layouts", columns, rows))
     if out is not None:
@@ -127,17 +128,18 @@ def fewest_devices(model: str, size: int) -> int:
     return next(count for count in COUNTS if count * size * GIB >= num_bytes)
 
 
-def choose(model: str, size: int, counts: Sequence[int]) -> tuple[Choice, list[int]]:
-    """Return a layout for as many of the first counts as possible, and those counts."""
+def choose(model: str, size: int, counts: Sequence[int]) -> tuple[Choice, dict[int, Prediction]]:
+    """Return a layout for as many of the first counts as possible, and what it does on each of those."""
     for end in range(len(counts), 0, -1):
-        found: list[tuple[float, Choice]] = []
+        found: list[tuple[float, Choice, dict[int, Prediction]]] = []
         for choice in choices(counts[0]):
-            predictions = [predict_worst(model, size, count, choice) for count in counts[:end]]
-            slower = [one.slower for one in predictions if one is not None]
-            if len(slower) == end and max(slower) < SLOWER:
-                found.append((max(slower) + choice.care, choice))
+            worst = {count: predict_worst(model, size, count, choice) for count in counts[:end]}
+            predictions = {count: one for count, one in worst.items() if one is not None and one.slower < SLOWER}
+            if len(predictions) == end:
+                slowest = max(one.slower for one in predictions.values())
+                found.append((slowest + choice.care, choice, predictions))
         if found:
-            return min(found, key=lambda pair: pair[0])[1], list(counts[:end])
+            return min(found, key=lambda one: one[0])[1:]
     raise ConfigError(f"{model}: no layout of {counts[0]} devices of {size} GB is near the fastest")
 
 
@@ -195,7 +197,7 @@ def fastest_seconds(model: str, overlay: str, count: int) -> float:
     return min(candidate.time.seconds for candidate in found)
 
 
-def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[int, Prediction | None]) -> str:
+def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[int, Prediction]) -> str:
     """Return the file of a layout: what it is for, what it costs, its settings and why."""
     first, overlay = min(predictions), OVERLAYS[size][-1]
     launcher = "llmfoundry-lite train -n 8"
@@ -212,7 +214,7 @@ def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[
         lines.append(
             f"# The fewest of 8, 64 and 512 devices that hold 16 bytes for each of {num_parameters} billion parameters."
         )
-    lines += [found.line(count) for count, found in predictions.items() if found is not None]
+    lines += [found.line(count) for count, found in predictions.items()]
     spanned = choice.shard * choice.tensor * choice.stages
     copies = "in each node" if spanned == PER_NODE else f"on every {spanned} devices"
     if spanned < PER_NODE:

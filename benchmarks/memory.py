@@ -234,7 +234,8 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
     old = [row for row in read_report(folder) if not new & combinations_of(row)]
     keys = ("num_parameters", "model", "num_devices", "overlays")
     rows = sorted([*old, *rows], key=lambda row: [row[key] for key in keys])
-    write_atomically(folder / "memory.json", json.dumps({"rows": rows}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in rows)  # a line for each, so that a diff of two can be read
+    write_atomically(folder / "memory.json", f'{{"rows": [\n{lines}\n]}}\n')
     lines = [
         "# Memory: the estimate beside the rehearsal",
         "",

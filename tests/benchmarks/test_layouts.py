@@ -9,8 +9,7 @@ from llmfoundry_lite.hardware import GIB
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """One layout for all counts, without a search."""
-    monkeypatch.setattr(layouts, "choose", lambda model, size, counts: (layouts.Choice(8, 1, 1, True), counts))
+    """Layouts that are all alike, without a search."""
     monkeypatch.setattr(layouts, "predict_worst", lambda *_: layouts.Prediction(1.1, 2, GIB))
 
 
