@@ -169,12 +169,7 @@ def replace_the_world() -> None:
         if error is not None:
             raise error
 
-    replace(
-        dist,
-        init_process_group=init_process_group,
-        get_backend=get_backend,
-        all_to_all_single=all_to_all_single,
-    )
+    replace(dist, init_process_group=init_process_group, get_backend=get_backend, all_to_all_single=all_to_all_single)
     replace(
         exchange,  # there is no other rank
         open_host_group=lambda timeout: None,
