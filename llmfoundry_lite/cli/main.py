@@ -6,7 +6,6 @@ A failure is one line on standard error and an exit code of `errors.py`. Each co
 called, so that `--help` answers at once.
 """
 
-import importlib.metadata
 import os
 import select
 import sys
@@ -18,6 +17,7 @@ from llmfoundry_lite.cli import checkpoint, data, listing, machine, plan, result
 from llmfoundry_lite.cli import run as runs
 from llmfoundry_lite.cli.examples import add_examples
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
+from llmfoundry_lite.release import read_release
 
 app = typer.Typer(
     help="Train MPT models, move their runs between machines, evaluate and compare them.",
@@ -49,7 +49,7 @@ add_examples(app)
 @app.callback(invoke_without_command=True)
 def about(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
-        print(f"llmfoundry-lite {importlib.metadata.version('llmfoundry-lite')}")
+        print(f"llmfoundry-lite {read_release().version}")
         raise typer.Exit
 
 

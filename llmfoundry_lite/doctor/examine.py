@@ -33,6 +33,7 @@ from rich.console import Console
 from llmfoundry_lite.doctor.finding import INSTALL, Finding, Machine, Status
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError
 from llmfoundry_lite.files import check_replaceable
+from llmfoundry_lite.release import NAME, read_release
 from llmfoundry_lite.report.tables import Table
 
 Check = Callable[[Machine], Iterable[Finding]]
@@ -181,8 +182,8 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def find_versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that compute; None for a package that is missing."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("llmfoundry-lite", "torch", "mosaicml", "mosaicml-streaming"):
+    found: dict[str, str | None] = {"python": platform.python_version(), NAME: read_release().version}
+    for package in ("torch", "mosaicml", "mosaicml-streaming"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

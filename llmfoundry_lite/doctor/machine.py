@@ -7,7 +7,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from llmfoundry_lite.doctor.finding import INSTALL, Finding, Machine, Status, judge
 from llmfoundry_lite.hardware import GIB, find_accelerator
+from llmfoundry_lite.release import read_release
 
 ROOT = Path("/")
 SHARED_MEMORY = Path("/dev/shm")
@@ -77,14 +78,14 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
 
 def check_packages() -> Iterator[Finding]:
     """Compare Python and the packages with what llmfoundry-lite requires."""
-    python, ours = platform.python_version(), metadata("llmfoundry-lite")
-    wanted = SpecifierSet(ours["Requires-Python"] or "")
+    python, ours = platform.python_version(), read_release()
+    wanted = SpecifierSet(ours.python)
     fix = f"make an environment with a Python that is {wanted}"
     problems = [] if python in wanted else [f"supported is {wanted}"]
     yield judge("python", problems, fix, value=python, sound=sys.executable)
 
     missing, other = [], []
-    required = [Requirement(text) for text in ours.get_all("Requires-Dist") or []]
+    required = [Requirement(text) for text in ours.requirements]
     required = [one for one in required if one.name not in ("torch", "torchvision")]
     required = [one for one in required if one.marker is None or one.marker.evaluate()]
     for requirement in required:

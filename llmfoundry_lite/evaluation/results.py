@@ -12,7 +12,6 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from llmfoundry_lite.evaluation.tasks import (
     settings_of,
 )
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.release import read_release
 
 LOGS = ", or a folder with samples_*.jsonl of lm_eval --log_samples or with logs of Inspect"
 
@@ -68,7 +68,7 @@ class Results:
 @functools.cache
 def code_version() -> str:
     """Return the release, and in a clone the commit, with + where files that git tracks are changed."""
-    release, commit = version("llmfoundry-lite"), ""
+    release, commit = read_release().version, ""
     for command in (
         ("ls-files", "--error-unmatch", Path(__file__).name),  # the clone is ours, not one that we are installed in
         ("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"),

@@ -2,11 +2,13 @@
 
 numpy's Philox generator, keyed by (seed, n) and started at counter i, draws block i of parameter n, BLOCK numbers. A
 rank draws only the blocks that overlap its shard, on the CPU, so that no device's generator decides a single bit.
+Blocks are independent: as many threads draw them as the rank has cores. Meanwhile numpy holds no interpreter's lock.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -17,16 +19,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from llmfoundry_lite.config.layout import Runs, runs_between
 from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT, Norm
+from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 
 BLOCK = 1 << 16
 
-Draw = Callable[[np.random.Generator, int], np.ndarray]
-"""(generator, count) -> fp32 numbers."""
+Draw = Callable[[np.random.Generator, np.ndarray], None]
+"""Fills the second argument, contiguous fp32, with the first one's numbers."""
 
 
 @torch.no_grad()
 def initialise_weights(model: MPT, seed: int) -> None:
     """Fill every parameter of a materialised model, sharded or not, by the scheme of its `init_config`."""
+    num_threads = max(1, count_usable_cores() // this_rank().local_world_size)
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full_name = _plain_name(f"{module_name}.{name}")
@@ -36,35 +40,52 @@ def initialise_weights(model: MPT, seed: int) -> None:
                 _local(parameter).zero_()
             else:
                 draw = _scheme(module, full_name, parameter.shape, model.config)
-                _fill(parameter, draw, seed, full_name, getattr(module, "row_order", None))
+                _fill(parameter, draw, seed, full_name, getattr(module, "row_order", None), num_threads)
 
 
-def draw_range(draw: Draw, seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Draw numbers `start` to `stop` of the unbounded sequence of (seed, name)."""
-    first = start // BLOCK
-    blocks = [_draw_block(draw, seed, name, index) for index in range(first, -(-stop // BLOCK))]
-    return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
+def draw_range(draw: Draw, seed: int, name: str, start: int, out: np.ndarray, num_threads: int = 1) -> None:
+    """Fill `out` with the numbers from `start` on of the unbounded sequence of (seed, name)."""
+    key = np.frombuffer(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), dtype="<u8")
+    first, last = start // BLOCK, -(-(start + out.size) // BLOCK)
+
+    def draw_every(thread: int) -> None:
+        for index in range(first + thread, last, num_threads):
+            # Philox's 256-bit counter moves in its lowest word while drawing; the highest one tells blocks apart.
+            generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, index]))
+            begin = index * BLOCK - start
+            part = out[max(begin, 0) : begin + BLOCK]
+            if part.size == BLOCK:
+                draw(generator, part)
+            else:  # a block is drawn whole: how many numbers are asked for may decide them
+                whole = np.empty(BLOCK, np.float32)
+                draw(generator, whole)
+                skipped = max(-begin, 0)
+                part[:] = whole[skipped : skipped + part.size]
+
+    num_threads = min(num_threads, last - first)
+    if num_threads <= 1:
+        draw_every(0)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(draw_every, range(num_threads)))
 
 
-def _draw_block(draw: Draw, seed: int, name: str, index: int) -> np.ndarray:
-    key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-    # Philox's 256-bit counter moves in its lowest word while drawing; the highest one tells blocks apart.
-    bits = np.random.Philox(key=np.frombuffer(key, dtype="<u8"), counter=[0, 0, 0, index])
-    return draw(np.random.Generator(bits), BLOCK)
-
-
-def _fill(parameter: Tensor, draw: Draw, seed: int, name: str, row_order: Runs | None) -> None:
+def _fill(parameter: Tensor, draw: Draw, seed: int, name: str, row_order: Runs | None, num_threads: int) -> None:
     lengths, offset = _own_box(parameter)
     if 0 in lengths:
         return
     row_size = math.prod(parameter.shape[1:])
     runs = [(0, parameter.size(0))] if row_order is None else row_order
     for first, count, at in runs_between(runs, offset[0], offset[0] + lengths[0]):
-        values = draw_range(draw, seed, name, first * row_size, (first + count) * row_size)
-        part = torch.from_numpy(values).view(count, *parameter.shape[1:])
-        for dim in range(1, part.ndim):  # tensor parallelism divides some matrices by columns
-            part = part.narrow(dim, offset[dim], lengths[dim])
-        _local(parameter).narrow(0, at, count).copy_(part)
+        target = _local(parameter).narrow(0, at, count)
+        has_whole_rows = target.shape[1:] == parameter.shape[1:]
+        is_in_place = has_whole_rows and target.is_cpu and target.dtype == torch.float32 and target.is_contiguous()
+        rows = target if is_in_place else torch.empty(count, *parameter.shape[1:])
+        draw_range(draw, seed, name, first * row_size, rows.detach().view(-1).numpy(), num_threads)
+        if not is_in_place:
+            for dim in range(1, rows.ndim):  # tensor parallelism divides some matrices by columns
+                rows = rows.narrow(dim, offset[dim], lengths[dim])
+            target.copy_(rows)
 
 
 def _own_box(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
@@ -141,8 +162,17 @@ def _torch_default(module: nn.Module) -> Draw:
 
 
 def _normal(std: float) -> Draw:
-    return lambda generator, count: generator.standard_normal(count, dtype=np.float32) * np.float32(std)
+    def draw(generator: np.random.Generator, out: np.ndarray) -> None:
+        generator.standard_normal(dtype=np.float32, out=out)
+        out *= np.float32(std)
+
+    return draw
 
 
 def _uniform(low: float, high: float) -> Draw:
-    return lambda generator, count: np.float32(low) + generator.random(count, dtype=np.float32) * np.float32(high - low)
+    def draw(generator: np.random.Generator, out: np.ndarray) -> None:
+        generator.random(dtype=np.float32, out=out)
+        out *= np.float32(high - low)
+        out += np.float32(low)
+
+    return draw

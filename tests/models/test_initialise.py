@@ -3,6 +3,7 @@
 Every scheme is held against torch's own `nn.init` functions, called as LLM Foundry's param_init_fns.py calls them.
 """
 
+import hashlib
 import math
 from dataclasses import replace
 from functools import partial
@@ -164,23 +165,30 @@ def test_global_generators_are_neither_read_nor_changed():
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+def drawn(draw, seed: int, name: str, start: int, stop: int, num_threads: int = 1) -> np.ndarray:
+    out = np.full(stop - start, np.nan, np.float32)
+    draw_range(draw, seed, name, start, out, num_threads)
+    return out
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("draw", [_normal(1.0), _uniform(-1.0, 2.0)], ids=["normal", "uniform"])
 @pytest.mark.parametrize(
     ("start", "stop"),
     [(0, 10), (BLOCK - 5, BLOCK + 5), (BLOCK, 2 * BLOCK), (3 * BLOCK - 1, 3 * BLOCK), (100, 3 * BLOCK + 7)],
 )
-def test_any_range_is_a_slice_of_the_whole(draw, start, stop):
-    whole = draw_range(draw, 17, "transformer.wte.weight", 0, 4 * BLOCK)
-    assert np.array_equal(draw_range(draw, 17, "transformer.wte.weight", start, stop), whole[start:stop])
+def test_any_range_is_a_slice_of_the_whole(draw, start, stop, num_threads):
+    whole = drawn(draw, 17, "transformer.wte.weight", 0, 4 * BLOCK)
+    assert np.array_equal(drawn(draw, 17, "transformer.wte.weight", start, stop, num_threads), whole[start:stop])
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 7, 48])
 def test_rows_drawn_by_shards_are_the_rows_of_the_whole(num_shards):
     rows, columns, name = 1000, 173, "transformer.blocks.0.ffn.up_proj.weight"
-    whole = draw_range(_normal(0.1), 5, name, 0, rows * columns).reshape(rows, columns)
+    whole = drawn(_normal(0.1), 5, name, 0, rows * columns).reshape(rows, columns)
     parts = []
     for some_rows in np.array_split(np.arange(rows), num_shards):
-        values = draw_range(_normal(0.1), 5, name, some_rows[0] * columns, (some_rows[-1] + 1) * columns)
+        values = drawn(_normal(0.1), 5, name, some_rows[0] * columns, (some_rows[-1] + 1) * columns)
         parts.append(values.reshape(-1, columns))
     assert np.array_equal(np.concatenate(parts), whole)
 
@@ -199,5 +207,12 @@ def test_wrapped_blocks_get_the_weights_of_plain_ones():
 
 def test_the_numbers_are_the_same_for_ever():
     """Written down once: whatever changes them changes the first weights of every run."""
-    values = draw_range(_normal(1.0), 17, "transformer.wte.weight", 0, 3)
+    values = drawn(_normal(1.0), 17, "transformer.wte.weight", 0, 3)
     assert values.tolist() == [1.226395845413208, -1.2703115940093994, -0.7606976628303528]
+    values = drawn(_uniform(-1.0, 2.0), 17, "transformer.wte.weight", BLOCK - 1, BLOCK + 2, num_threads=2)
+    assert values.tolist() == [0.031691789627075195, 1.2041757106781006, -0.026454508304595947]
+    weights = initialised()
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(weights):
+        digest.update(weights[name].numpy().tobytes())
+    assert digest.hexdigest() == "0a1b1ce8acaac66a1b0726dc7c4cf52c"

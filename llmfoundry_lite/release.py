@@ -1,0 +1,35 @@
+"""The release that runs, and what it requires: by the installed metadata, or by pyproject.toml of a source tree.
+
+A GPU machine without a package index has the package on PYTHONPATH, and no metadata of it.
+"""
+
+import tomllib
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+from typing import NamedTuple
+
+NAME = "llmfoundry-lite"
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+class Release(NamedTuple):
+    version: str
+    python: str
+    """The specifier of supported versions; empty if unknown."""
+    requirements: list[str]
+
+
+def read_release() -> Release:
+    """Read the release; its version is `unknown` where neither the metadata nor the source tree tells it."""
+    try:
+        ours = metadata(NAME)
+        return Release(ours["Version"], ours["Requires-Python"] or "", ours.get_all("Requires-Dist") or [])
+    except PackageNotFoundError:
+        pass
+    try:
+        project = tomllib.loads(PYPROJECT.read_text())["project"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        return Release("unknown", "", [])
+    if project["name"] != NAME:  # some other project's, around a copy of the package
+        return Release("unknown", "", [])
+    return Release(project["version"], project["requires-python"], project["dependencies"])
