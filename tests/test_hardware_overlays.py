@@ -40,7 +40,8 @@ def overlay(name):
 def test_every_overlay_is_listed_here_and_says_where_it_has_run():
     assert {path.stem for path in (ROOT / "yamls/hardware").glob("*.yaml")} == set(DEVICES)
     for name in set(DEVICES) - {"cpu"}:
-        assert "Not run on this hardware yet." in (ROOT / f"yamls/hardware/{name}.yaml").read_text()
+        words = "One H100 has run it" if name == "h100-8" else "Not run on this hardware yet."
+        assert words in (ROOT / f"yamls/hardware/{name}.yaml").read_text()
 
 
 @pytest.mark.parametrize("run", PRETRAIN)
