@@ -45,7 +45,7 @@ from llmfoundry_lite.prepare.request import TRAIN_PREFIX, Request
 from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
 from llmfoundry_lite.prepare.sources import Source, open_source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
-from llmfoundry_lite.prepare.token_files import origin_of_tokens, token_dtype, tokenize
+from llmfoundry_lite.prepare.token_files import leave_if_imported_by_worker, origin_of_tokens, token_dtype, tokenize
 from llmfoundry_lite.ranks.rank import count_usable_cores
 
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
@@ -70,6 +70,7 @@ def prepare(
     `notify` gets a sentence when work is skipped or taken up again. Raises DataError for everything that is wrong
     with input, request or disk, and then `out` holds nothing that looks finished.
     """
+    leave_if_imported_by_worker()
     started = time.monotonic()
     out = Path(out).expanduser()
     refuse_within_source(out, request.sources)

@@ -5,6 +5,7 @@ again.
 """
 
 import contextlib
+import inspect
 import os
 import signal
 import threading
@@ -151,14 +152,30 @@ def make_in_processes(
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
-            "a worker process was killed, perhaps for want of memory; what is done is kept: run the same command "
-            f"again, with fewer --num-workers if it was memory{encoder}"
+            "a worker process ended; if it said nothing, it was killed, perhaps for want of memory. What is done is "
+            f"kept: run the same command again, with fewer --num-workers if it was memory{encoder}"
         ) from error
     finally:
         workers.shutdown(wait=True, cancel_futures=True)
 
 
 # In a worker
+
+
+def leave_if_imported_by_worker() -> None:
+    """End this process in one line if it is a worker that runs the caller's script again, which starts with an import.
+
+    Python imports the script into each worker under the name __mp_main__. Without a guard, the import prepares again.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
+            script = frame.f_code.co_filename
+            raise SystemExit(
+                f'{script}: its worker processes run it again; put what it does under `if __name__ == "__main__":`, '
+                "or pass num_workers=1"
+            )
+        frame = frame.f_back
 
 
 _files_of_worker: "TokenFiles"

@@ -246,6 +246,22 @@ main()
 """
 
 
+@pytest.mark.slow  # a script of its own, and a worker that imports it
+def test_a_script_without_a_guard_is_told_so_in_one_line(tokenizer_folder: Path, tmp_path: Path) -> None:
+    text, script = tmp_path / "text.txt", tmp_path / "script.py"
+    text.write_text("a line of text\n" * 1000)
+    script.write_text(
+        "from llmfoundry_lite.cli.main import run\n"
+        f"raise SystemExit(run(['data', 'prepare', '--source', {str(text)!r}, '--out', {str(tmp_path / 'out')!r}, "
+        f"'--tokenizer', {str(tokenizer_folder)!r}, '--max-seq-len', '32', '--num-workers', '2']))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f'{script}: its worker processes run it again; put what it does under `if __name__ == "__main__":`' in (
+        done.stderr
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_killed_preparation_carries_on_and_nothing_is_done_twice_or_lost(
