@@ -20,7 +20,7 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import UserError, printable
-from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.ranks.ending import checks, run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> None:
         if here.rank == 0:
             print(HELP, end="")
         return
-    invocation, layout, found = check(arguments)
+    with checks():
+        invocation, layout, found = check(arguments)
     if here.rank == 0:
         for note in invocation.notes:
             print(printable(note))

@@ -37,10 +37,11 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.launch.processes import Ending, is_running, rendezvous
 from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
-from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
+from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import rank_variables
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses before restarts in a row without progress; the last one repeats."""
@@ -144,7 +145,7 @@ class Launcher:
         """
         make_room_for_logs(self.logs)
         ignore_output_errors()
-        self._ending = Ending(LEAVING_SIGNALS, self._forward)
+        self._ending = Ending(self._forward)
         environment = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
         restarts, again = Restarts(self.max_restarts, self.retry_seconds, self.progress()), []
         try:

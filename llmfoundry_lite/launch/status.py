@@ -19,6 +19,7 @@ from typing import Any
 
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 STATUS = "status.json"
 LAUNCHES = "launches.jsonl"
@@ -86,7 +87,7 @@ def start_guard(folder: Path) -> None:
 
 def guard(folder: Path, pid: int) -> None:
     """Wait until process `pid` has ended, and write its status if it has not."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in LEAVING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # meant for the process that is guarded
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(pid)], [], [])

@@ -16,6 +16,7 @@ from composer import Trainer
 from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
 from llmfoundry_lite.launch.replay import BEGUN, RECORDED
 from llmfoundry_lite.ranks.codec import Item
+from llmfoundry_lite.ranks.ending import checks
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 from llmfoundry_lite.train import check, prepare_environment
 from llmfoundry_lite.training.partners import Partners
@@ -49,7 +50,8 @@ class Replay(Partners):
 
 
 def main(arguments: Sequence[str]) -> None:
-    config = check(arguments)[0].config
+    with checks():
+        config = check(arguments)[0].config
     prepare_environment(config)
     folder = Path(config.run_folder)
     # On as many threads as the run, if there are cores for them: each thread sums a part of its own.

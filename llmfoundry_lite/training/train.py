@@ -23,11 +23,12 @@ from llmfoundry_lite.ranks.ending import (
     announced_preemption,
     cause_of,
     exit_code_of,
+    ignore_signals,
     is_lost_peer,
-    leaving_because,
     raise_when_interrupted,
 )
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
+from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.training.builders import build_trainer
 from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
@@ -85,6 +86,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
             export(config, run, checkpointing)
         partners.close(has_finished=not checkpointing.was_stopped)
     except BaseException as error:
+        ignore_signals()
         partners.close()
         reported = report(error, config, run, preemption, trainer, checkpointing)
         if not isinstance(reported, Preempted):
@@ -111,7 +113,9 @@ def report(
 ) -> BaseException:
     """Write to status.json how this launch ends. Returns what to raise for `error`."""
     reported, reason = error, REASONS[preemption.reason] or announced_preemption()
-    if reason and is_lost_peer(error):  # a peer that was asked to leave has left without waiting for us
+    if (
+        reason and preemption.failure is None and is_lost_peer(error)
+    ):  # a peer that was asked to leave has left without waiting for us
         reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; what was saved stands")
     elif is_out_of_memory(error):
         size = config.first_microbatch_size(config.global_train_batch_size // layout_here(config).num_data_ranks)

@@ -56,7 +56,7 @@ def test_a_rank_whose_rank_0_freezes_while_they_meet_ends_by_itself(monkeypatch,
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: left.wait(60))
-    monkeypatch.setattr(ending, "_leave", lambda code: (codes.append(code), left.set()))
+    monkeypatch.setattr(ending, "leave", lambda code: (codes.append(code), left.set()))
     start_process_group("cpu", 0.05, 2)
     assert codes == [2]
     said = "error: rank 1: the ranks have not met in 0.1 s, and rank 0 at localhost does not answer: it is frozen"

@@ -1,0 +1,28 @@
+"""Signals that ask a process to leave. It imports nothing that takes time."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+LEAVING_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),  # notices of batch systems
+)
+YIELDING = (signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
+
+
+def listen(handler: Callable[[int, Any], Any]) -> None:
+    """Let `handler` hear the signals that ask to leave, where they have their default.
+
+    `nohup` and `setsid` mean a SIGHUP to be ignored; a library in C may use SIGUSR2 for itself, as a JVM does.
+    """
+    for number in LEAVING_SIGNALS:
+        if number not in YIELDING or signal.getsignal(number) not in (None, signal.SIG_IGN):
+            signal.signal(number, handler)
+
+
+def leaving_because(reason: str) -> str:
+    """Write why a process leaves, for the name of a signal or another reason."""
+    if reason == "SIGINT":
+        return "interrupted by Ctrl-C"
+    return f"preempted by {reason}" + (" (its terminal has closed)" if reason == "SIGHUP" else "")
