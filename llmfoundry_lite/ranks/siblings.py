@@ -53,9 +53,9 @@ def note_end(code: int, text: str = "") -> FirstError:
     """Note that this rank is about to end; with a `text`, because it has failed. Returns the node's first failure."""
     mine = FirstError(this_rank().rank, code, text)
     with suppress(OSError), _notes() as ranks:
-        pid, started, _, noted = ranks[str(mine.rank)]
+        pid, started, _, noted = ranks.get(str(mine.rank)) or [os.getpid(), None, None, ""]
         if text and not noted:
-            del ranks[str(mine.rank)]  # what has failed stands in the order of the failures
+            ranks.pop(str(mine.rank), None)  # those that have failed stand in the order in which they did
         ranks[str(mine.rank)] = [pid, started, code, noted or text[:MAX_TEXT]]
         return next((_read(rank, note) for rank, note in ranks.items() if note[3]), mine)
     return mine if this_rank().local_rank == 0 else mine._replace(rank=mine.rank - this_rank().local_rank, text="")
