@@ -11,13 +11,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from llmfoundry_lite.checkpoint.start import choose_start, find_fingerprints
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig
@@ -302,11 +303,12 @@ def describe(
     """
     model, length = config.model, config.max_seq_len
     batch_tokens, flops = config.global_train_batch_size * length, count_flops_per_token(model, length)
+    start, not_looked_at = _describe_start(config, is_for_here=is_for_here)
     at = " (microbatches of 1 sample)" if config.device_train_microbatch_size == "auto" else ""
     island = f", island {config.islands.name} at {config.islands.coordinator}" if config.islands else ""
     lines = [
         f"run            {config.run_name} in {config.run_folder}{island}",
-        f"start          {_describe_start(config)}",
+        f"start          {start}",
         f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch_tokens)} per batch",
         *_under("devices", describe_layout(layout)),
@@ -323,7 +325,7 @@ def describe(
     ]
     lines += [f"warning        {text}" for text in describe_slow_groups(config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
-    not_checked = list(found.not_checked)
+    not_checked = [*found.not_checked, *not_looked_at]
     if not is_for_here:
         not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
     lines += [f"not checked    {note}" for note in not_checked]
@@ -331,21 +333,28 @@ def describe(
     return "\n".join([*head, *map(printable, lines)])
 
 
-def _describe_start(config: TrainConfig) -> str:
-    """Tell where a launch begins. Looks at folders of this machine alone, and reads no tensor."""
-    folder, newest = config.checkpoint_folder, None
+def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, list[str]]:
+    """Tell where a launch begins, and what of that is not on this machine. Reads no tensor.
+
+    Raises CheckpointError where a launch here is refused, if the answer is for here.
+    """
+    folder, where = config.checkpoint_folder, config.load_path
     begins = "batch 1, from initial weights"
-    if config.load_path is not None:
-        begins = f"the {'weights' if config.load_weights_only else 'whole state'} of {config.load_path}"
+    if where is not None:
+        begins = f"the {'weights' if config.load_weights_only else 'whole state'} of {where}"
     if "://" in folder:
-        return f"the newest save in {folder}, else {begins}" if config.autoresume else begins
-    with contextlib.suppress(CheckpointError):
-        newest = next(iter(CheckpointStore(folder).candidates()), None)
-    if newest is None:
-        return begins
-    if config.autoresume:
-        return f"carries on from {folder}/{newest.name}"
-    return f"refused: {folder} already holds {newest.name}; carry on with autoresume=true, or choose another run_name"
+        unseen = [f"{folder}: what it holds, and whether that fits this configuration"]
+        return f"the newest save in {folder}, else {begins}" if config.autoresume else begins, unseen
+    is_elsewhere = where is not None and not Path(where).exists()
+    try:
+        start = choose_start(replace(config, load_path=None) if is_elsewhere else config, find_fingerprints(config))
+    except CheckpointError as error:
+        if is_for_here:
+            raise
+        return f"refused: {error}", []
+    if start.is_own:
+        return f"carries on from {folder}/{CheckpointStore(folder).candidates()[0].name}", []
+    return begins, [f"load_path: {where}, and whether it fits this configuration"] if is_elsewhere else []
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:

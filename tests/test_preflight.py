@@ -3,15 +3,19 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from llmfoundry_lite import preflight
+from llmfoundry_lite.checkpoint import start as starting
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.train import check as check_launch
 from llmfoundry_lite.train import main as train_main
@@ -146,17 +150,44 @@ def test_a_dry_run_says_where_a_launch_would_begin(tmp_path, data, monkeypatch):
 
     def start(**changes):
         config, found = check(tmp_path, tiny_config(data, **changes))
-        return preflight.describe(config, Layout(), found).splitlines()[1].removeprefix("start          ")
+        said = preflight.describe(config, Layout(), found).splitlines()
+        unseen.append("".join(line for line in said if "fits this configuration" in line))
+        return said[1].removeprefix("start          ")
 
+    unseen = []
     assert start(autoresume=True) == "batch 1, from initial weights"
     assert start(load_path="runs/a", load_weights_only=True) == "the weights of runs/a"
     assert (
         start(save_folder="s3://a/b", autoresume=True)
         == "the newest save in s3://a/b, else batch 1, from initial weights"
     )
+    assert unseen == [
+        "",
+        "not checked    load_path: runs/a, and whether it fits this configuration",
+        "not checked    s3://a/b: what it holds, and whether that fits this configuration",
+    ]
     shutil.copytree(ROOT / "tests/checkpoint/fixtures/format-2/1-ranks", tmp_path / "runs/tiny/checkpoints")
-    assert start(autoresume=True) == "carries on from runs/tiny/checkpoints/ba3"
-    assert start().startswith("refused: runs/tiny/checkpoints already holds ba3; carry on with autoresume=true")
+    assert start().startswith("refused: runs/tiny/checkpoints already holds ba3 of this run; carry on with autoresume=")
+    assert start(autoresume=True).startswith("refused: the checkpoint was not saved by a training run; load_weights_on")
+
+
+def test_a_dry_run_refuses_what_the_launch_would(tmp_path, data, monkeypatch):
+    """It reads the checkpoint's configuration as a launch does."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "tests/checkpoint/fixtures/format-2/1-ranks", tmp_path / "runs/tiny/checkpoints")
+    config, found = check(tmp_path, tiny_config(data, autoresume=True))
+    manifest = SimpleNamespace(config=as_dict(config), scalars={"timestamp": {}}, optimizer={}, fingerprints={})
+    monkeypatch.setattr(starting, "newest_of", lambda candidates: SimpleNamespace(manifest=manifest))
+
+    def describe(config, **options):
+        return preflight.describe(config, Layout(), found, **options).splitlines()[1].removeprefix("start          ")
+
+    assert describe(config) == "carries on from runs/tiny/checkpoints/ba3"
+    other = replace(config, seed=18)
+    refused = f"seed is 18 here and {config.seed} in the checkpoint; a run carries on as the run it was"
+    assert describe(other).startswith(f"refused: {refused}")
+    with pytest.raises(CheckpointError, match=f"^{refused}"):
+        describe(other, is_for_here=True)
 
 
 def test_a_dry_run_for_this_machine_ends_with_2_where_data_are_missing(tmp_path, data, monkeypatch, capsys):

@@ -389,7 +389,7 @@ def _check_local_steps(config: TrainConfig) -> None:
             f"islands.sync.delay: {sync.delay} given, expected less than every / fragments, which is "
             f"{every // sync.fragments} batches"
         )
-    for key, value in {"max_duration": config.max_duration, "stop_after": config.stop_after}.items():
+    for key, value in {key: getattr(config, key) for key in ("max_duration", "stop_after", "stop_at")}.items():
         if value is not None and Duration.parse(value).unit in ("tok", "sp"):
             raise ConfigError(
                 f"{key}: {value} does not go with islands.sync: an island counts its own samples and tokens between "

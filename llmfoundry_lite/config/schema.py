@@ -431,10 +431,12 @@ class TrainConfig:
     """Permit tensors of load_path in another dtype."""
     stop_after: str | int | None = span(None, change="freely")
     """End this launch (not the run) after this span, saved."""
+    stop_at: str | int | None = span(None, change="freely")
+    """End this launch, saved, where the run has come to this point. A launch that starts there or later ends at once."""
     max_wall_time: str | int | float | None = setting(None, parse_seconds, hardware=True)
     """Save and exit with code 75 after this much time: 3h55m, 90s, 1d, 3:55:00, or seconds."""
     preemption_grace_seconds: float = setting(20.0, POSITIVE, hardware=True)
-    """From SIGTERM, SIGUSR1, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
+    """From a signal, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
     retry_for: str | int | float = setting("30m", parse_seconds, hardware=True)
     """How long a fault that may pass is waited for without progress, such as a full disk, a server's 5xx or an expired
     token: by the last save of a launch, and by `llmfoundry-lite train -n`, which starts ranks again. 0 never waits."""

@@ -37,6 +37,7 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.launch.processes import Ending, is_running, rendezvous
 from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
+from llmfoundry_lite.launch.status import SAVES_STAND
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
@@ -155,7 +156,7 @@ class Launcher:
                 code = CODES.get(outcome.code, outcome.code)
                 if (outcome.code != EXIT_BUG and not is_transient) or self._ending.num_asked:
                     if outcome.was_killed:
-                        say(f"{outcome.culprit}; what was saved stands")
+                        say(f"{outcome.culprit}; {SAVES_STAND}")
                     return code
                 pause = restarts.pause(is_transient, self.progress(), time.monotonic())
                 if pause is None:

@@ -142,7 +142,7 @@ def write_replay(plan: Plan, folder: Path, num_ranks: int) -> str:
     values |= {"run_folder": str(folder), "save_folder": None, "autoresume": False}
     values |= {"digest_interval": "1ba", "export_at_end": False, "loggers": {}, "max_wall_time": None, "islands": None}
     values |= {"eval_interval": 0, "eval_first": False, "icl_tasks": []}
-    values["stop_after"] = f"{plan.last_batch - plan.first_batch + 1}ba"
+    values["stop_at"], values["stop_after"] = None, f"{plan.last_batch - plan.first_batch + 1}ba"
     if plan.start is not None:
         values |= {"load_path": plan.start.url, "load_weights_only": False, "load_ignore_keys": []}
     last = plan.segments[-1] if plan.segments else None

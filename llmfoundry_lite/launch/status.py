@@ -22,6 +22,7 @@ from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 STATUS = "status.json"
+SAVES_STAND = "the newest save stands, if there is one"
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
 `has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot."""
@@ -51,7 +52,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     if content is None or content.get("status") != "running" or is_running(content):
         return content
     asked = content.get("reason")
-    gone = "the process of rank 0 is gone without a word, killed or aborted; what was saved stands"
+    gone = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
     status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
     return {"status": status, "batch": content.get("batch", 0), "reason": reason}
 

@@ -125,6 +125,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         load_path=None,
         max_wall_time=None,
         islands=None,
+        stop_at=None,
         stop_after=f"{num_batches + request['counts_operations']}ba",
         callbacks=dataclasses.replace(config.callbacks, extra={**config.callbacks.extra, **measure}, profiler=None),
     )

@@ -18,10 +18,10 @@ from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.errors import CheckpointError, DataError
-from llmfoundry_lite.launch.log_lines import Record, merge_logs, number_of, read_lines, validation_losses
+from llmfoundry_lite.launch.log_lines import METRICS, Record, merge_logs, number_of, read_lines, validation_losses
 from llmfoundry_lite.launch.status import LAUNCHES
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+CONFIG = "config.yaml"
 MAX_BYTES = 4 << 30
 
 LOSS, VALIDATION = "loss/train/total", "eval/loss"

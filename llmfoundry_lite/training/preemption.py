@@ -60,6 +60,10 @@ class Preemption:
     agreed: int = 0
     saved: str | None = None
     """The save that has been published since there is a reason; on rank 0."""
+    has_saved: bool = False
+    """This launch has published a save; on rank 0."""
+    what_stands: Callable[[], str] = lambda: "nothing was trained yet"
+    """Says what is left of a run that leaves without a save, where this launch has published none."""
 
     def __post_init__(self) -> None:
         self.stop_file, wall = self.run_folder / STOP, self.max_wall_seconds
@@ -116,8 +120,12 @@ class Preemption:
 
     def note_saved(self, name: str) -> None:
         """Note from any thread that `name` has been published."""
+        self.has_saved = True
         if self.reason:
             self.saved = name
+
+    def stands(self) -> str:
+        return "what was saved stands" if self.has_saved else self.what_stands()
 
     def stop_polling_store(self) -> None:
         """Stop asking torch: the process is about to end. Python ends daemon threads without unwinding them, and one
@@ -144,22 +152,27 @@ class Preemption:
             ready, _, _ = select.select([self._pipe], [], [], timeout)
             for number in os.read(self._pipe, 64) if ready else b"":
                 if number == signal.SIGINT and is_second_press(self._pressed_at):
-                    text = "interrupted by Ctrl-C a second time: nothing more was saved; what was saved stands"
+                    text = f"interrupted by Ctrl-C a second time: nothing more was saved; {self.stands()}"
                     self._leave("failed", text, EXIT_INTERRUPTED)
                 if number in LEAVING_SIGNALS:
                     self._request(REASONS.index(signal.Signals(number).name))
             self._look_for_file()
             now = time.monotonic()
-            if self.leave_by is not None and now >= self.leave_by:
-                because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
-                text = f"{because}: nothing could be saved within {seconds}; what was saved stands"
-                if self.saved is not None:
-                    text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
-                if self.failure is not None:
-                    self._leave("failed", describe_failure(self.failure), self.failure.code)
-                self._leave("preempted", text, EXIT_PREEMPTED)
+            self._leave_if_late(now)
             if self.deadline is not None and now >= self.deadline:
                 self._request(REASONS.index("max_wall_time"))
+
+    def _leave_if_late(self, now: float) -> None:
+        if self.leave_by is None or now < self.leave_by:
+            return
+        if self.failure is not None:
+            self._leave("failed", describe_failure(self.failure), self.failure.code)
+            return
+        because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
+        text = f"{because}: nothing could be saved within {seconds}; {self.stands()}"
+        if self.saved is not None:
+            text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
+        self._leave("preempted", text, EXIT_PREEMPTED)
 
     def _ask(self) -> None:
         """Poll what other ranks have announced. In a thread of its own: when the rank that keeps the store is frozen

@@ -26,14 +26,11 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.launch.log_lines import Record, missing_lines, read_lines
+from llmfoundry_lite.launch.log_lines import METRICS, Record, missing_lines, read_lines
 from llmfoundry_lite.launch.status import start_guard, write_ended_early, write_status
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
 
-METRICS = "metrics.jsonl"
-SAVED = "checkpoint/bytes"
-"""Key in the record of the batch after which a save was found to be published."""
 STATUS_SECONDS = 5.0
 """Minimum time between two updates of status.json."""
 

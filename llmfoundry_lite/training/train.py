@@ -70,12 +70,14 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         if size is None:
             size = choose_microbatch(config, checkpointing.model, state.optimizers[0])
         state.device_train_microbatch_size = size
-        if progress_of(state, max_duration) < 1:
+        checkpointing.was_stopped = checkpointing.is_at_stop(state)
+        trains = progress_of(state, max_duration) < 1 and not checkpointing.was_stopped
+        if trains:
             partners.enter(trainer, checkpointing, run.leave)
         with user_errors_on_all_ranks():  # of a logger, which rank 0 alone has
             run.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
         run_missed_evaluation(trainer, run, checkpointing)
-        if progress_of(state, max_duration) < 1:
+        if trains:
             if config.eval_first and run.batch == 0 and evaluate(trainer) and run.is_main:
                 run.write(state)
             trainer.fit()
@@ -116,7 +118,7 @@ def report(
     if (
         reason and preemption.failure is None and is_lost_peer(error)
     ):  # a peer that was asked to leave has left without waiting for us
-        reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; what was saved stands")
+        reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; {preemption.stands()}")
     elif is_out_of_memory(error):
         size = config.first_microbatch_size(config.global_train_batch_size // layout_here(config).num_data_ranks)
         when = "while the run was built"
