@@ -432,7 +432,7 @@ class TrainConfig:
     stop_after: str | int | None = span(None, change="freely")
     """End this launch (not the run) after this span, saved."""
     stop_at: str | int | None = span(None, change="freely")
-    """End this launch, saved, where the run has come to this point. A launch that starts there or later ends at once."""
+    """End this launch, saved, at this point of the run, such as 210ba; at once if the run is there already."""
     max_wall_time: str | int | float | None = setting(None, parse_seconds, hardware=True)
     """Save and exit with code 75 after this much time: 3h55m, 90s, 1d, 3:55:00, or seconds."""
     preemption_grace_seconds: float = setting(20.0, POSITIVE, hardware=True)
