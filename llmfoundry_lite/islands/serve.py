@@ -9,7 +9,6 @@ than wait for ever.
 
 import asyncio
 import itertools
-import signal
 import time
 
 from llmfoundry_lite.errors import ConfigError
@@ -28,6 +27,7 @@ from llmfoundry_lite.islands.messages import (
     size_of,
     unpack,
 )
+from llmfoundry_lite.ranks.signals import listened_to
 
 TICK_SECONDS = 0.25
 ALONE_SECONDS = 10.0
@@ -42,7 +42,7 @@ HEARTBEAT = pack({"kind": "beat"})
 def serve(
     address: tuple[str, int], token: bytes, num_founders: int, silence_seconds: float, *, until_alone: bool = False
 ) -> None:
-    """Coordinate until SIGTERM or Ctrl-C, or until nobody is left. Raises ConfigError for an unusable address."""
+    """Coordinate until a signal asks to leave, or until nobody is left. Raises ConfigError for an unusable address."""
     coordinator = Coordinator(num_founders, silence_seconds, log)
     try:
         asyncio.run(Server(token, coordinator, until_alone=until_alone).run(address))
@@ -79,7 +79,7 @@ class Server:
         server = await asyncio.start_server(self.attend, *address)
         where = format_address(server.sockets[0].getsockname()[:2])
         log(f"coordinating at {where}, beginning with {self.coordinator.num_founders} islands")
-        for number in (signal.SIGTERM, signal.SIGINT) if self.handles_signals else ():
+        for number in listened_to() if self.handles_signals else ():
             asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
         while not self.stopped.is_set():
             if self.until_alone and not self.attended and time.monotonic() - self.alone_since > ALONE_SECONDS:

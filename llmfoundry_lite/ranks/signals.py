@@ -11,14 +11,19 @@ LEAVING_SIGNALS = (
 YIELDING = (signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
 
 
-def listen(handler: Callable[[int, Any], Any]) -> None:
-    """Let `handler` hear the signals that ask to leave, where they have their default.
+def listened_to() -> list[int]:
+    """Return the signals that ask this process to leave.
 
     `nohup` and `setsid` mean a SIGHUP to be ignored; a library in C may use SIGUSR2 for itself, as a JVM does.
     """
-    for number in LEAVING_SIGNALS:
-        if number not in YIELDING or signal.getsignal(number) not in (None, signal.SIG_IGN):
-            signal.signal(number, handler)
+    taken = (None, signal.SIG_IGN)
+    return [number for number in LEAVING_SIGNALS if number not in YIELDING or signal.getsignal(number) not in taken]
+
+
+def listen(handler: Callable[[int, Any], Any]) -> None:
+    """Let `handler` hear the signals that ask to leave."""
+    for number in listened_to():
+        signal.signal(number, handler)
 
 
 def leaving_because(reason: str) -> str:
