@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from llmfoundry_lite.checkpoint.start import choose_start, find_fingerprints
+from llmfoundry_lite.checkpoint.start import choose_start
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig
@@ -29,7 +29,7 @@ from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
-from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
+from llmfoundry_lite.data.tokenizer import find_fingerprints, is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import SECOND_STEP, CheckpointError, ConfigError, DataError, UserError, printable
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
@@ -347,7 +347,8 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
         return f"the newest save in {folder}, else {begins}" if config.autoresume else begins, unseen
     is_elsewhere = where is not None and not Path(where).exists()
     try:
-        start = choose_start(replace(config, load_path=None) if is_elsewhere else config, find_fingerprints(config))
+        here = replace(config, load_path=None) if is_elsewhere else config
+        start = choose_start(here, find_fingerprints(config.tokenizer.name))
     except CheckpointError as error:
         if is_for_here:
             raise

@@ -19,7 +19,6 @@ from llmfoundry_lite.checkpoint.store import (
 from llmfoundry_lite.config.changes import find_changes, refuse_changes
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.launch.log_lines import METRICS, SAVED, read_lines
 
@@ -36,12 +35,6 @@ class Start(NamedTuple):
     note: str = ""
     """Tells the user why a launch with `autoresume` starts at batch 1."""
     fingerprints: dict[str, str] = {}  # noqa: RUF012 - read only
-
-
-def find_fingerprints(config: TrainConfig) -> dict[str, str]:
-    """Return the fingerprint of the tokenizer, if it is on this machine."""
-    name = config.tokenizer.name
-    return {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
 
 
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:

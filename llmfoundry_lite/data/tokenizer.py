@@ -36,6 +36,11 @@ VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "*.model", "*.tik
 """Files of a vocabulary, in the layouts that we and `transformers` read."""
 
 
+def find_fingerprints(name: str) -> dict[str, str]:
+    """Return the tokenizer's fingerprint as checkpoints record it; nothing if it is not on this machine."""
+    return {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
+
+
 def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     """Load a tokenizer from a local folder in Hugging Face layout, or from the Hub by name.
 

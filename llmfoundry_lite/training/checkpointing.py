@@ -23,7 +23,7 @@ from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.save import About, Saved, Saver
-from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_fingerprints, find_microbatch
+from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch
 from llmfoundry_lite.checkpoint.store import (
     CheckpointStore,
     Lease,
@@ -33,7 +33,7 @@ from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_seconds
-from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.launch.log_lines import METRICS, SAVED
 from llmfoundry_lite.ranks.ending import Preempted
@@ -407,5 +407,5 @@ def find_start(config: TrainConfig) -> Start:
     found = Start()
     with raising_on_all_ranks(CheckpointError):
         if dist.get_rank() == 0:
-            found = choose_start(config, find_fingerprints(config))
+            found = choose_start(config, find_fingerprints(config.tokenizer.name))
     return Start(*broadcast_json(found))
