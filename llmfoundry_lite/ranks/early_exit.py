@@ -44,15 +44,17 @@ def leave(number: int, frame: Any = None) -> None:
 
 def leave_now(number: int) -> None:
     """Exit with code 75; with that of another rank if it has failed."""
-    code = EXIT_PREEMPTED
+    because = leaving_because(signal.Signals(number).name)
+    code, text = EXIT_PREEMPTED, f"{because} before anything had begun; run the same command again"
+    is_told = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     with suppress(KeyError, AttributeError):  # until it is imported nothing has been noted
         siblings: Any = sys.modules["llmfoundry_lite.ranks.siblings"]
-        failure = siblings.failure_of_another()
-        code = failure.code if failure is not None else code
+        if failure := siblings.failure_of_another():
+            code, text = failure.code, failure.text
+            is_told = siblings.note_end(code, text).rank == siblings.this_rank().rank
         siblings.note_end(code)
-    if code == EXIT_PREEMPTED and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        because = leaving_because(signal.Signals(number).name)
-        os.write(2, f"{because} before anything had begun; run the same command again\n".encode())
+    if is_told:
+        os.write(2, f"{text}\n".encode())
     os._exit(code)
 
 

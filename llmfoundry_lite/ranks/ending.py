@@ -152,6 +152,7 @@ def leaving_within(seconds: float) -> Iterator[None]:
             if number[0] not in LEAVING_SIGNALS:
                 continue
             if failure := known_failure():
+                report(AnotherFailedError(failure))
                 leave(failure.code)
             if not is_over.wait(seconds):
                 if this_rank().rank == 0:
