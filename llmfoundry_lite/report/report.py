@@ -295,7 +295,7 @@ def splits_of(folder: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- samples of text
 
 
-def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
+def samples(run: Run, prompts: Sequence[str], max_new_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
     """Return what the exported model writes after each prompt, and what it wrote before; nothing if none was exported.
 
     `sampling`: temperature, top_k.
@@ -314,7 +314,7 @@ def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: 
     found = [{"prompt": prompt, "texts": [], **sampling} for prompt in prompts]
     for batch, model in [*earlier_models(run, model_of(subject)), (int(run.log.batch[-1]), model_of(subject))]:
         for sample in found:
-            pieces = generate_text(model, subject.tokenizer, sample["prompt"], num_tokens, **sampling)
+            pieces = generate_text(model, subject.tokenizer, sample["prompt"], max_new_tokens, **sampling)
             sample["texts"].append({"batch": batch, "text": sample["prompt"] + "".join(pieces)})
     return found
 
