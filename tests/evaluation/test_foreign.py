@@ -200,3 +200,28 @@ def test_the_command_writes_its_tables_and_names_a_field_that_no_row_has(tmp_pat
     assert "| text | bits_per_byte | 20 |" in (tmp_path / "compare.md").read_text()
     assert main.run([*arguments, "--cluster", "page"]) == 2
     assert "--cluster page: no row of" in capsys.readouterr().err
+
+
+def test_an_output_folder_is_the_one_result_in_it(tmp_path):
+    """lm_eval writes OUT/MODEL/results_DATE.json, our evaluation FOLDER/SUITE/MODEL.json."""
+    outs = [tmp_path / name for name in ("first", "other")]
+    for out, folder in zip(outs, LM_EVAL, strict=True):
+        shutil.copytree(folder, out / f"models__{folder.name}")
+    (found,), (expected,) = compare(load_any(outs)), compare(load_any(LM_EVAL))
+    assert (found.first, found.sentence) == (expected.first, expected.sentence)
+    assert compare_files(str(outs[0]), outs[1]).sentence == expected.sentence
+    write_result(tmp_path / "ours", "base", {"t/0-shot": [0, 1]})
+    assert load_any([tmp_path / "ours"])[0].model == "base"
+
+
+def test_an_output_folder_of_several_results_or_of_averages_alone_is_refused_by_what_is_in_it(tmp_path, logs):
+    out = tmp_path / "out"
+    out.mkdir()
+    for folder in logs:
+        folder.rename(out / f"models__{folder.name}")
+    assert f"{out} holds 2 results: models__a, models__b; name one of them" in refusal(out, LM_EVAL[0])
+    _without_samples(out / "models__a")
+    _without_samples(out / "models__b")
+    assert f"{out}: models__a/results_2026-11-25T04-02-17.980768.json has averages alone" in refusal(out)
+    assert "run lm_eval again with --log_samples" in refusal(out / "models__b")
+    assert "does not exist" in refusal(tmp_path / "nowhere")
