@@ -16,6 +16,7 @@ if _typing.TYPE_CHECKING:
     from llmfoundry_lite.report.reading import read_run
     from llmfoundry_lite.report.watch import runs
 
+__version__: str
 __all__ = ["UserError", "batches", "compare", "load", "open_dataset", "read_run", "runs"]
 
 _HOMES = {
@@ -31,6 +32,10 @@ _HOMES = {
 
 
 def _bring(name: str) -> _typing.Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("llmfoundry-lite")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, there = _HOMES[name]

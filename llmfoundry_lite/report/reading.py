@@ -127,6 +127,9 @@ class Run:
     notes: list[str]
     """A line for each thing that is missing or not whole."""
 
+    def __fspath__(self) -> str:
+        return self.where
+
     def __repr__(self) -> str:
         return f"<{self.where}: {span(self.log.batch[0], self.log.batch[-1])}>"
 
@@ -137,7 +140,7 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     `log` is a dictionary of every number in metrics.jsonl: name -> column, with a number for each batch, NaN where
     there is none; the last line of a batch counts. `pandas.DataFrame(run.log)` is the table. `log.digest` has the
     digests of the data. Batches that a later launch trained again stand in `log.dead`. `segments` say where each span
-    of batches ran. No torch is needed.
+    of batches ran. A run stands for its place wherever a path is asked for. No torch is needed.
 
     >>> run = lf.read_run("runs/tiny")
     >>> run

@@ -1,6 +1,7 @@
 """Importing the package costs nothing, and a missing package is named with what to install."""
 
 import ast
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -49,6 +50,10 @@ def test_there_are_at_most_twelve_names_and_no_others():
     assert {*lf.__all__} <= {*dir(lf)}
     with pytest.raises(AttributeError, match="has no attribute 'lode'"):
         lf.lode  # noqa: B018
+
+
+def test_the_version_is_that_of_what_is_installed():
+    assert lf.__version__ == importlib.metadata.version("llmfoundry-lite")
 
 
 def test_what_completes_is_what_is_public_and_a_star_brings_it():
