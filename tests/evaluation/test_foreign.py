@@ -81,6 +81,30 @@ def test_epochs_of_an_inspect_sample_are_one_item():
     assert pair.notes == ["riddles: 4 clusters: no interval and no verdict below 6"]
 
 
+def test_a_metric_of_which_less_is_better_is_no_gain(logs):
+    """ "higher_is_better" is lm_eval's; its results file has it for each task."""
+    for folder in logs:
+        rewrite(samples_of(folder), lambda sample: {**sample, "metrics": ["error", *sample["metrics"]], "error": 0.5})
+        path = next(folder.glob("results_*.json"))
+        facts = json.loads(path.read_text())
+        facts["higher_is_better"]["short choices"]["error"] = False
+        path.write_text(json.dumps(facts))
+    task = load_any(logs)[0].tasks["short choices"]
+    assert (task["metric"], task["metrics"]) == ("acc", ["acc", "acc_norm"])
+
+
+def test_an_inspect_sample_with_an_error_is_counted_and_scores_nothing(tmp_path):
+    with zipfile.ZipFile(EVALS[0]) as archive:
+        header = json.loads(read_member(archive, "header.json"))
+        names = [name for name in archive.namelist() if name.startswith("samples/")]
+        samples = [json.loads(read_member(archive, name)) for name in names]
+    id_ = samples[0]["id"]
+    samples = [{**sample, "error": {"message": "timeout"}} if sample["id"] == id_ else sample for sample in samples]
+    (tmp_path / "log.json").write_text(json.dumps({**header, "samples": samples}))
+    (found,) = load_any([tmp_path / "log.json"])
+    assert (found.tasks["riddles"]["n"], found.tasks["riddles"]["skipped"]) == (7, {"not scored": 1})
+
+
 def test_an_inspect_log_is_the_same_as_json_or_deflated(tmp_path):
     (expected,) = load_any(EVALS[:1])
     with zipfile.ZipFile(EVALS[0]) as archive:

@@ -53,7 +53,9 @@ def test_dead_branches_have_the_same_columns():
 
 def test_a_name_that_no_line_has_is_answered_with_the_nearest_and_all_others():
     log = parse_log([record(1, lr=0.1, **{"loss/train/total": None, "throughput/device/mfu": 0.5})])
-    with pytest.raises(KeyError, match=r"no train/loss.*; it has batch, launch, lr, loss/train/total, throughput/device/mfu"):
+    with pytest.raises(
+        KeyError, match=r"no train/loss.*; it has batch, launch, lr, loss/train/total, throughput/device/mfu"
+    ):
         log["train/loss"]
     with pytest.raises(KeyError, match="did you mean loss/train/total"):
         log["loss/train"]
