@@ -168,7 +168,7 @@ def read_point(place: str) -> Point:
     if not path.is_file():
         raise DataError(f"{path}: is not there; it says what was trained")
     config, log = load_train_config([str(path)]).config, found.log
-    timed = np.isfinite(log[SECONDS]) & (log.batch > 0)
+    timed = np.isfinite(log.numbers(SECONDS)) & (log.batch > 0)
     timed[np.flatnonzero(timed)[:WARM_UP]] = False
     counts = set(log.num_devices[timed].tolist())
     if len(counts) != 1 or not np.isfinite(list(counts)).all():
@@ -176,7 +176,7 @@ def read_point(place: str) -> Point:
         raise DataError(f"{place}: {known} devices in its batches; a table needs runs on one count each")
     tokens = config.global_train_batch_size * config.max_seq_len
     with np.errstate(divide="ignore", invalid="ignore"):
-        peaks = (log[FLOPS] / log[MFU])[timed]
+        peaks = (log.numbers(FLOPS) / log.numbers(MFU))[timed]
     last = found.segments[-1] if found.segments else None
     size = last.device_train_microbatch_size if last else config.device_train_microbatch_size
     planned = replace(config, device_train_microbatch_size=size, environment={}, run_folder="")
@@ -193,7 +193,7 @@ def read_point(place: str) -> Point:
         },
         flops_per_step=count_flops_per_token(config.model, config.max_seq_len) * tokens,
         tokens_per_step=tokens,
-        seconds=float(np.median(log[SECONDS][timed])),
+        seconds=float(np.median(log.numbers(SECONDS)[timed])),
         peak_flops=float(np.median(peaks)) if np.isfinite(peaks).all() else None,
         config=as_dict(planned),
     )

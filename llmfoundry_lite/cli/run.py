@@ -86,7 +86,7 @@ def _run_here(module: str, main: Callable[[Sequence[str]], None], arguments: lis
 def generate(
     where: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|FOLDER", help="Also hf:NAME.")],
     prompt: Annotated[str | None, typer.Option(help="What the text starts with [asked for, again and again].")] = None,
-    num_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Among the k likeliest.")] = 50,
     top_p: Annotated[float | None, typer.Option(min=1e-9, max=1, help="Among the likeliest with this sum.")] = None,
@@ -109,7 +109,7 @@ def generate(
     def answer(text: str) -> None:
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         print(text, end="", flush=True)
-        for piece in generate_text(model, subject.tokenizer, text, num_tokens, device=device, **sampling):
+        for piece in generate_text(model, subject.tokenizer, text, max_new_tokens, device=device, **sampling):
             print(piece, end="", flush=True)
         print(flush=True)
 

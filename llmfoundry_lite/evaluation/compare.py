@@ -192,7 +192,7 @@ def compare_files(
     first: str | os.PathLike[str],
     other: str | os.PathLike[str],
     *,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     all_metrics: bool = False,
     cluster: str | None = None,
 ) -> Pair:
@@ -208,10 +208,12 @@ def compare_files(
     >>> task.task, task.n, task.wins, task.losses, task.verdict
     ('arc_easy/0-shot', 100, 20, 0, 'better by 0.200 ± 0.093')
 
-    Both may be logs of lm-evaluation-harness or of Inspect; `cluster` names a field that their related rows share.
-    `skip` leaves tasks out. Raises DataError for results that cannot be compared; it names task and reason.
+    Both may be logs of lm-evaluation-harness or of Inspect; `cluster` names a field that their related rows share. A
+    folder stands for the one result in it. `skip` leaves a task or several out. Raises DataError for results that
+    cannot be compared; it names task and reason.
     """
-    return compare(load_any([Path(first), Path(other)], cluster), skip=skip, all_metrics=all_metrics)[0]
+    left_out = [skip] if isinstance(skip, str) else skip or ()
+    return compare(load_any([Path(first), Path(other)], cluster), skip=left_out, all_metrics=all_metrics)[0]
 
 
 def _compare_two(

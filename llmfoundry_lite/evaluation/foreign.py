@@ -58,6 +58,7 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
 
     Raises DataError for what cannot be read, or cannot be compared item by item.
     """
+    paths = [result_in(path) for path in paths]
     tools = {path: tool_of(path) for path in paths}
     first = paths[0]
     if other := next((path for path in paths if tools[path] != tools[first]), None):
@@ -80,6 +81,29 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
         if not any("cluster" in task["settings"] for task in results.tasks.values()):
             raise DataError(f"--cluster {cluster}: no row of {results.path} has that field as a text or a whole number")
     return found
+
+
+def result_in(path: Path) -> Path:
+    """Return the one result within an output folder: lm_eval writes OUT/MODEL/samples_*, we SUITE/MODEL.json.
+
+    Any other path is returned as it is. Raises DataError for a folder with several, and for averages without samples.
+    """
+    if not path.is_dir() or tool_of(path) != OURS:
+        return path
+    files = [file for depth in ("", "*/", "*/*/") for file in sorted(path.glob(f"{depth}*")) if file.is_file()]
+    averages = [file for file in files if file.match("results_*.json")]
+    found = [file.parent for file in files if file.match("samples_*.jsonl") or file.suffix == ".eval"]
+    found += [file for file in files if file.with_name(f"{file.stem}.items.jsonl") in files and file.suffix == ".json"]
+    found = list(dict.fromkeys(found))
+    if len(found) > 1:
+        names = ", ".join(str(one.relative_to(path)) for one in found[:6]) + ", …" * (len(found) > 6)
+        raise DataError(f"{path} holds {len(found)} results: {names}; name one of them")
+    if not found and averages:
+        raise DataError(
+            f"{path}: {averages[0].relative_to(path)} has averages alone, and no samples_*.jsonl lies beside it; run "
+            "lm_eval again with --log_samples"
+        )
+    return found[0] if found else path
 
 
 def tool_of(path: Path) -> str:

@@ -5,7 +5,6 @@ it is the one that was trained.
 """
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
 from llmfoundry_lite.data.shared_memory import wait_for_folders
-from llmfoundry_lite.data.stateful import StatefulLoader
+from llmfoundry_lite.data.stateful import StatefulLoader, plain_words, whole_number
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -138,12 +137,12 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
 
     Raises DataError if the data is not there, or is not what the run was trained on.
     """
-    last = first if last is None else last
-    if not 1 <= first <= last:
+    first = whole_number("batches: first", first)
+    last = first if last is None else whole_number("batches: last", last)
+    if first > last:
         raise ConfigError(f"batches {first} to {last} given, expected two numbers from 1 on, the smaller first")
     found = read_run(run)
-    words = json.loads(json.dumps(dataset, default=os.fspath))
-    opened, *_ = open_data(found, [Layer("batches", {"train_loader": {"dataset": words}})])
+    opened, *_ = open_data(found, [Layer("batches", {"train_loader": {"dataset": plain_words(dataset)}})])
     loader = build_text_loader(opened, kind=StatefulLoader)
     epoch, num_batches = opened.stages.locate(first - 1)
     loader.move_to(epoch, num_batches * opened.global_batch_size)

@@ -17,7 +17,7 @@ import numpy as np
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.changes import Change, find_changes
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.report.reading import VALIDATION, Run
+from llmfoundry_lite.report.reading import Run
 from llmfoundry_lite.report.segments import Facts, measure, total
 
 VALIDATION_KEYS = ("eval_loader", "eval_subset_num_batches", "max_seq_len", "tokenizer")
@@ -48,7 +48,7 @@ def measure_to_loss(runs: Sequence[Run], names: Sequence[str], loss: float, pric
 
 def reach(run: Run, name: str, loss: float, prices: Mapping[str, float]) -> Facts:
     """Return when a run reached the loss, and what it took; None for what is not known, or was not reached."""
-    log, found = run.log, run.log[VALIDATION]
+    log, found = run.log, run.log.validation
     evaluated = np.flatnonzero(np.isfinite(found) & (log.batch > 0))
     reached = evaluated[found[evaluated] <= loss]
     at = int(reached[0]) if len(reached) else None
@@ -84,7 +84,7 @@ def segments_until(run: Run, batch: int) -> list[Segment]:
 def check_whole(run: Run, name: str, loss: float) -> None:
     """Raise DataError unless the log has every batch from the first on, evaluations, and all devices."""
     batches, why = run.log.batch[run.log.batch > 0], None
-    if not np.isfinite(run.log[VALIDATION][run.log.batch > 0]).any():
+    if not np.isfinite(run.log.validation[run.log.batch > 0]).any():
         why = "its log has no validation loss; train with eval_loader and eval_interval"
     elif batches[0] != 1 or len(batches) != batches[-1]:
         first = 1 + int(np.argmax(np.append(batches, 0) != np.arange(1, len(batches) + 2)))

@@ -89,6 +89,9 @@ class Watched:
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):  # not written yet, or not by us
             return None
 
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
     def __repr__(self) -> str:
         facts = [f"{label} {text}" for label, text in facts_of(self) if label in ("loss", "validation")]
         saved = self.last_checkpoint()
@@ -131,7 +134,8 @@ class Watched:
 def runs(folder: str | os.PathLike[str] = "runs") -> list[Watched]:
     """List the runs in a folder by name, with what `llmfoundry-lite watch` knows of each. No torch is needed.
 
-    A run that is still written stands as it is now; `look()` reads what has come since.
+    A run that is still written stands as it is now; `look()` reads what has come since. It stands for its folder
+    wherever a path is asked for, as in `lf.load(run)`.
 
     >>> lf.runs("runs")
     [<runs/tiny: done at batch 6, loss ..., saved ba6>]

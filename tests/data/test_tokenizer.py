@@ -98,6 +98,17 @@ def test_the_vocabulary_size_is_the_largest_id_plus_one_and_may_be_less_than_ask
     assert max(tokenizer.backend.get_vocab().values()) == tokenizer.vocab_size + 1
 
 
+def test_tokens_that_were_added_count_in_the_vocabulary(tmp_path: Path) -> None:
+    """A model needs a row for each id that a text may become, and added ones are no part of the BPE's own table."""
+    tokenizer = train_tokenizer(["ab ab"], 5000)
+    tokenizer.backend.add_tokens(["<extra>"])
+    tokenizer.backend.add_special_tokens(["<more>"])
+    tokenizer.save(tmp_path)
+    read = load_tokenizer(tmp_path)
+    assert read.vocab_size == tokenizer.vocab_size + 2
+    assert read.encode("<extra>") == [tokenizer.vocab_size]
+
+
 def test_transformers_loads_what_is_saved(tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

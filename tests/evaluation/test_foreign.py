@@ -81,6 +81,30 @@ def test_epochs_of_an_inspect_sample_are_one_item():
     assert pair.notes == ["riddles: 4 clusters: no interval and no verdict below 6"]
 
 
+def test_a_metric_of_which_less_is_better_is_no_gain(logs):
+    """ "higher_is_better" is lm_eval's; its results file has it for each task."""
+    for folder in logs:
+        rewrite(samples_of(folder), lambda sample: {**sample, "metrics": ["error", *sample["metrics"]], "error": 0.5})
+        path = next(folder.glob("results_*.json"))
+        facts = json.loads(path.read_text())
+        facts["higher_is_better"]["short choices"]["error"] = False
+        path.write_text(json.dumps(facts))
+    task = load_any(logs)[0].tasks["short choices"]
+    assert (task["metric"], task["metrics"]) == ("acc", ["acc", "acc_norm"])
+
+
+def test_an_inspect_sample_with_an_error_is_counted_and_scores_nothing(tmp_path):
+    with zipfile.ZipFile(EVALS[0]) as archive:
+        header = json.loads(read_member(archive, "header.json"))
+        names = [name for name in archive.namelist() if name.startswith("samples/")]
+        samples = [json.loads(read_member(archive, name)) for name in names]
+    id_ = samples[0]["id"]
+    samples = [{**sample, "error": {"message": "timeout"}} if sample["id"] == id_ else sample for sample in samples]
+    (tmp_path / "log.json").write_text(json.dumps({**header, "samples": samples}))
+    (found,) = load_any([tmp_path / "log.json"])
+    assert (found.tasks["riddles"]["n"], found.tasks["riddles"]["skipped"]) == (7, {"not scored": 1})
+
+
 def test_an_inspect_log_is_the_same_as_json_or_deflated(tmp_path):
     (expected,) = load_any(EVALS[:1])
     with zipfile.ZipFile(EVALS[0]) as archive:
@@ -200,3 +224,28 @@ def test_the_command_writes_its_tables_and_names_a_field_that_no_row_has(tmp_pat
     assert "| text | bits_per_byte | 20 |" in (tmp_path / "compare.md").read_text()
     assert main.run([*arguments, "--cluster", "page"]) == 2
     assert "--cluster page: no row of" in capsys.readouterr().err
+
+
+def test_an_output_folder_is_the_one_result_in_it(tmp_path):
+    """lm_eval writes OUT/MODEL/results_DATE.json, our evaluation FOLDER/SUITE/MODEL.json."""
+    outs = [tmp_path / name for name in ("first", "other")]
+    for out, folder in zip(outs, LM_EVAL, strict=True):
+        shutil.copytree(folder, out / f"models__{folder.name}")
+    (found,), (expected,) = compare(load_any(outs)), compare(load_any(LM_EVAL))
+    assert (found.first, found.sentence) == (expected.first, expected.sentence)
+    assert compare_files(str(outs[0]), outs[1]).sentence == expected.sentence
+    write_result(tmp_path / "ours", "base", {"t/0-shot": [0, 1]})
+    assert load_any([tmp_path / "ours"])[0].model == "base"
+
+
+def test_an_output_folder_of_several_results_or_of_averages_alone_is_refused_by_what_is_in_it(tmp_path, logs):
+    out = tmp_path / "out"
+    out.mkdir()
+    for folder in logs:
+        folder.rename(out / f"models__{folder.name}")
+    assert f"{out} holds 2 results: models__a, models__b; name one of them" in refusal(out, LM_EVAL[0])
+    _without_samples(out / "models__a")
+    _without_samples(out / "models__b")
+    assert f"{out}: models__a/results_2026-11-25T04-02-17.980768.json has averages alone" in refusal(out)
+    assert "run lm_eval again with --log_samples" in refusal(out / "models__b")
+    assert "does not exist" in refusal(tmp_path / "nowhere")

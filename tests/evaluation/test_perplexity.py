@@ -4,10 +4,12 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from streaming import MDSWriter
 
@@ -152,6 +154,20 @@ def test_windows_are_those_of_lm_evaluation_harness(tmp_path, tokenizer, length)
     assert sum(request.num_characters for request in requests) == len(TEXT.encode())
     assert tokenizer.eos_token_id == 0 and len(ids) % 16
     assert [(request.context, request.continuation) for request in requests] == expected
+
+
+def test_tokens_between_documents_have_no_bytes(tmp_path, tokenizer) -> None:
+    """Neither the end of a text nor a token of its own that begins one."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    begins = replace(tokenizer, backend=backend, vocab_size=tokenizer.vocab_size + 1, config={"bos_token": "<s>"})
+    begins.backend.add_special_tokens(["<s>"])
+    assert begins.bos_token_id not in (None, begins.eos_token_id)
+    words = tokenizer.encode("cat")
+    sample = [*words, begins.eos_token_id, begins.bos_token_id, *words]
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "ndarray:uint16"}) as writer:
+        writer.write({"tokens": np.array([begins.bos_token_id, *sample], np.uint16)})
+    found = prepare_text(task(tmp_path / "val"), begins, max_seq_len=64, limit=None)
+    assert [item.requests[0].num_characters for item in found.items] == [len("catcat")]
 
 
 def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:

@@ -382,6 +382,8 @@ def test_an_answer_that_leaves_no_room_for_a_context_is_skipped_and_counted():
     found, texts = ask(task("language_modeling"), rows=rows, max_seq_len=4)
     assert texts == [["a| b"]]
     assert found.skipped == {"an answer longer than the model": 1}
+    # No item was trimmed, and still fewer were asked than of a longer model.
+    assert found.fingerprint != ask(task("language_modeling"), rows=rows)[0].fingerprint
     assert texts_of(task("language_modeling"), rows=rows, max_seq_len=5)[0] == [" c| d e f g"]
     assert texts_of(task("language_modeling"), rows=rows, max_seq_len=4, tokenization="joint")[0] == [" c| d e f g"]
 
@@ -515,6 +517,9 @@ def test_without_clean_up_case_counts_and_reasoning_does_not():
     assert is_right(config, " 1 + 1. The answer is 2", ["2"])
     assert not is_right(config, " 2. The answer is 3", ["2"])
     assert not is_right(config, "beatles", ["Beatles"])
+    # A model that corrects itself is taken at its last word.
+    assert is_right(config, " The answer is 3. No. The answer is 2", ["2"])
+    assert not is_right(config, " The answer is 2. No. The answer is 3", ["2"])
 
 
 # ----------------------------------------------------------------------------------------------------------- files

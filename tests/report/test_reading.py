@@ -1,8 +1,10 @@
 """Lines of a log -> columns: launches told apart, and tokens where a batch is missing."""
 
 import json
+from collections.abc import Mapping
 
 import numpy as np
+import pytest
 
 from llmfoundry_lite.report.reading import count_tokens, parse_log
 
@@ -19,3 +21,50 @@ def test_a_clock_that_starts_again_is_another_launch():
     """One that knew nothing of the others' log has numbered itself from 1 as they did."""
     log = parse_log([line(1, 5.0), line(2, 6.0), line(3, 1.0), line(4, 2.0)])
     assert log.launch.tolist() == [1, 1, 2, 2]
+
+
+def record(batch, **numbers):
+    return json.dumps({"batch": batch, "launch": 1, **numbers}).encode() + b"\n"
+
+
+def test_a_log_is_a_mapping_of_every_number_to_its_column():
+    digest = {"data/digest": "0f"}
+    log = parse_log(
+        [
+            record(1, lr=0.1, **digest),
+            record(2, lr=0.2, grad_norm=None),
+            record(2, lr=0.3, grad_norm=5.0),  # a batch that was trained again, or written again
+            record(3, **{"eval/loss": 2.5}),
+        ]
+    )
+    assert isinstance(log, Mapping) and list(log) == ["batch", "launch", "lr", "grad_norm", "eval/loss"]
+    assert len(log) == 5 and {len(column) for column in dict(log).values()} == {3} and "data/digest" not in log
+    np.testing.assert_array_equal(log["lr"], [0.1, 0.3, np.nan])
+    np.testing.assert_array_equal(log["grad_norm"], [np.nan, 5.0, np.nan])
+    assert log["batch"].tolist() == [1, 2, 3] and log["batch"].dtype == np.int64
+    assert log.digest == ["0f", None, None] and repr(log) == "<batches 1 to 3: batch, launch, lr, grad_norm, eval/loss>"
+
+
+def test_dead_branches_have_the_same_columns():
+    log = parse_log([record(1, lr=0.1), record(2, lr=0.2), record(3, lr=0.3), record(2, lr=0.4, launch=2)])
+    assert log["lr"].tolist() == [0.1, 0.4]
+    assert [branch["lr"].tolist() for branch in log.dead] == [[0.2, 0.3]]
+
+
+def test_a_name_that_no_line_has_is_answered_with_the_nearest_and_all_others():
+    log = parse_log([record(1, lr=0.1, **{"loss/train/total": None, "throughput/device/mfu": 0.5})])
+    with pytest.raises(
+        KeyError, match=r"no train/loss.*; it has batch, launch, lr, loss/train/total, throughput/device/mfu"
+    ):
+        log["train/loss"]
+    with pytest.raises(KeyError, match="did you mean loss/train/total"):
+        log["loss/train"]
+    with pytest.raises(KeyError, match=r"did you mean throughput/device/mfu"):
+        log["mfu"]
+    assert log.get("train/loss") is None and np.isnan(log["loss/train/total"]).all()
+
+
+def test_pandas_takes_a_log_for_a_table():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(parse_log([record(1, lr=0.1), record(2, grad_norm=2.0)]))
+    assert list(frame.columns) == ["batch", "launch", "lr", "grad_norm"] and len(frame) == 2

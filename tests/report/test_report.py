@@ -636,6 +636,13 @@ def test_a_switch_on_the_way_counts_each_device_s_own_time_and_one_since_the_las
     assert fact["hours"] == pytest.approx(36 / 3600) and fact["device_hours"] is None
 
 
+def test_the_energy_of_one_island_is_not_taken_for_the_runs(tmp_path):
+    lines = [record(b, device=H100, num_devices=2, energy__joules=1000.0) for b in range(1, 11)]
+    together = replace(on_gpu(1, 10), islands={"a": {}, "b": {}})
+    segment = report([write_run(tmp_path / "run", lines, [together])])["runs"][0]["segments"][0]
+    assert segment["energy_source"] == "rated"
+
+
 def test_an_energy_that_one_batch_lacks_is_rated_not_measured(tmp_path, capsys):
     lines = [record(b, device=H100, num_devices=2, energy__joules=1000.0) for b in range(1, 11)]
     whole = report([write_run(tmp_path / "whole", lines, [on_gpu(1, 10)])])["runs"][0]["segments"][0]
