@@ -381,6 +381,7 @@ class TrainConfig:
     )
     """Samples, or auto: the most that fits, measured before the first batch. Default: the device's whole batch."""
     accumulate_train_batch_on_tokens: bool = setting(True, change="never")
+    """The loss is the mean over a batch's tokens; false: over the means of its rows that have a loss."""
     exact_sums: bool = setting(False, change="logged")
     """Bit-identical on any number of ranks whose devices compute a microbatch alike: gradients are added in float64, as
     multiples of 2^-46. The size of a microbatch is then part of the run."""

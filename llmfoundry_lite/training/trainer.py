@@ -35,7 +35,7 @@ from llmfoundry_lite.parallel.exact import (
     sum_squares,
 )
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
-from llmfoundry_lite.training.agreement import Agreement, count_filled
+from llmfoundry_lite.training.agreement import Agreement, count_rows
 from llmfoundry_lite.training.optimizers import clear_gradients, local, whole_parameters
 from llmfoundry_lite.training.partners import Partners
 
@@ -119,7 +119,7 @@ class ParallelTrainer(Trainer):
         assert spec is not None and isinstance(state.device_train_microbatch_size, int)
         batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
         by_tokens, sums = self.accumulate_train_batch_on_tokens, step.sums
-        total = agreed.num_losses if by_tokens else agreed.num_filled
+        total = agreed.weight(by_tokens=by_tokens)
         share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
         is_pipeline = isinstance(model, PipelinedLanguageModel)
         device = state.device._device
@@ -159,7 +159,7 @@ class ParallelTrainer(Trainer):
                 elif by_tokens:
                     losses = state.loss * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / share)
                 else:
-                    losses = state.loss * (count_filled(microbatch) / share)
+                    losses = state.loss * (count_rows(microbatch) / share)
                 losses.backward()
             run_event(Event.AFTER_BACKWARD)
             loss_sum = loss_sum + (round_loss(losses.detach()) if sums else losses.detach()).sum()
