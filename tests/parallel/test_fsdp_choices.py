@@ -23,6 +23,8 @@ def told_of_blocks(monkeypatch, strategy, *names, precision=("fp32", "PURE")) ->
     def shard(module, **options):
         told.append(options)
         module.set_modules_to_forward_prefetch = lambda following: None
+        module.set_gradient_divide_factor = lambda factor: options.update(divided_by=factor)
+        module.set_force_sum_reduction_for_comms = lambda is_sum: options.update(is_sum=is_sum)
 
     monkeypatch.setattr(fsdp, "fully_shard", shard)
     monkeypatch.setattr(fsdp, "names_of", lambda mesh: names)
@@ -55,3 +57,9 @@ def test_gradients_are_summed_in_the_type_of_the_table(monkeypatch, precision):
     assert (policy.param_dtype, policy.reduce_dtype) == (
         *(PRECISIONS[precision].parameters, PRECISIONS[precision].reduction),
     )
+
+
+@pytest.mark.parametrize(("precision", "divided_by"), [("amp_fp16", 1.0), ("amp_bf16", None)])
+def test_scaled_gradients_are_sums_over_ranks_and_others_are_means(monkeypatch, precision, divided_by):
+    told = told_of_blocks(monkeypatch, "FULL_SHARD", "shard", precision=(precision, "DEFAULT"))
+    assert (told.get("divided_by"), told.get("is_sum", False)) == (divided_by, divided_by is not None)
