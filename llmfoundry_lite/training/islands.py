@@ -494,7 +494,7 @@ class Islands(Partners):
         self.member.phase = "compute"
         self.held.write_state(kinds, pieces, decode_value(content["optimizer"]))
         here = self.checkpointing
-        here.print_on_rank_0(*here.run_state.restore(decode_value(content["scalars"]), state))
+        here.run_state.restore(decode_value(content["scalars"]), state)
         here.segments = tuple(decode_segment(Item(one, "segment")) for one in content["segments"])
         here.begin(state)
 

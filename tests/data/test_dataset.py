@@ -198,6 +198,15 @@ def test_evaluation_reads_everything_once_and_pads_the_last_batch(shards, num_wo
         assert (rows[100:] == PAD_TOKEN).all()
 
 
+@pytest.mark.parametrize(("num_ranks", "batch"), [(1, 1), (2, 8), (4, 12), (3, 99)])
+def test_an_evaluation_of_a_subset_is_of_the_same_samples_on_any_ranks_in_any_batch(shards, as_rank, num_ranks, batch):
+    found = []
+    for rank in range(num_ranks):
+        as_rank(rank, num_ranks)
+        found += flat(numbers_of(open_data(shards, evaluation=True, global_batch_size=batch, max_samples=30)))
+    assert sorted(number for number in found if number != PAD_TOKEN) == [*range(30)]
+
+
 def test_a_rank_without_any_sample_still_evaluates_as_many_batches(tmp_path, as_rank):
     folder = write_shards(tmp_path / "mds", num_samples=13)
     as_rank(3, 4)
