@@ -253,6 +253,13 @@ def test_a_hardware_overlay_sets_how_the_run_is_computed():
     assert load("overlay.yaml", "precision=amp_fp16").config.precision == "amp_fp16"
 
 
+def test_an_overlay_named_by_hardware_lies_over_all_files_wherever_it_stands():
+    Path("more.yaml").write_text("device_train_microbatch_size: 2\n")
+    for arguments in (("hardware=overlay.yaml", "more.yaml"), ("more.yaml", "hardware=overlay.yaml")):
+        assert load(*arguments).config.device_train_microbatch_size == 4
+    assert load("overlay.yaml", "more.yaml").config.device_train_microbatch_size == 2
+
+
 def test_an_overlay_may_not_change_what_is_trained():
     Path("overlay.yaml").write_text(OVERLAY + "optimizer: {lr: 1}\n")
     message = refusal("run.yaml", "overlay.yaml")
