@@ -132,7 +132,7 @@ def shard_model(
             block.compile(**compile_config)
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=data_mesh, reshard_after_forward=False)
-    modules = cast(list[FSDPModule], [model, *model.transformer.blocks])
+    modules: list[Any] = [model, *model.transformer.blocks]  # of FSDP
     for module in modules:
         if sums or precision.loss_scaling:  # no mean over ranks, whose size would follow from their number
             module.set_gradient_divide_factor(1.0)

@@ -116,8 +116,8 @@ class Agreement(Callback):
         if self._batch is None:
             return NOTHING._replace(is_there=self._error is not None)
         batch, count = self._batch, count_tokens(self._batch)
-        counts = (count_filled(batch), count["total"], count["loss_generating"], count_rows(batch))
-        return Upcoming(True, *counts, batch_digest(batch["input_ids"]))
+        tokens, losses, digest = count["total"], count["loss_generating"], batch_digest(batch["input_ids"])
+        return Upcoming(True, count_filled(batch), tokens, losses, count_rows(batch), digest)
 
     def _agree(
         self, counted: Upcoming, reason: int = 0, wants_save: bool = False, energy: tuple[int, int] = (0, 1)
@@ -128,9 +128,9 @@ class Agreement(Callback):
         sums = all_reduce_sum(
             [*counts, int(not counted.is_there), int(self.is_writing()), int(wants_save), *energy, *reasons]
         )
-        *found, digest = sums[: len(counts)]
+        filled, tokens, losses, rows, digest = sums[: len(counts)]
         missing, writing, wanting, millijoules, unmetered, *having = sums[len(counts) :]
-        self.upcoming = Upcoming(missing == 0, *found, digest % (1 << 64))
+        self.upcoming = Upcoming(missing == 0, filled, tokens, losses, rows, digest % (1 << 64))
         self.all_written, self.save_is_due = writing == 0, wanting > 0
         self.joules = None if unmetered else millijoules / 1000
         return max((index for index, count in enumerate(having, 1) if count), default=0)
