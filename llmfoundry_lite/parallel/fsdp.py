@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig

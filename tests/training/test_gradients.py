@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,11 +118,14 @@ class Scores(torch.nn.Module):
         return head(self.weight * tokens_bt, None)
 
 
-def scaled_gradient(rows_bt, rank, num_ranks, by_tokens):
+def scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts):
     """Return what a rank's backward passes give, of microbatches of one row, in a run that scales its loss by 1024."""
     mine_bt = rows_bt.chunk(num_ranks)[rank]
+    context: Any = SimpleNamespace(
+        size=num_parts, part=lambda x_bt: x_bt.chunk(num_parts, 1)[part], options=lambda *_: {}
+    )
     model = LanguageModel(
-        Scores(), PRECISIONS["amp_fp16", "DEFAULT"], by_rows=not by_tokens,
+        Scores(), PRECISIONS["amp_fp16", "DEFAULT"], context=context, by_rows=not by_tokens,
         sum_loss=lambda x_bt, _, labels_bt, weights_bt=1.0: (x_bt * (labels_bt >= 0) * weights_bt).sum(),
     )  # fmt: skip
     model.train()
@@ -136,7 +140,7 @@ def scaled_gradient(rows_bt, rank, num_ranks, by_tokens):
         state=SimpleNamespace(**state, device_train_microbatch_size=1),
         _train_data_spec=spec, engine=SimpleNamespace(run_event=lambda event: None), _original_model=model,
         gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, scaler=LossScaler(1024.0)),
-        agreement=SimpleNamespace(current=Upcoming(True, len(rows_bt), rows_bt.numel(), 12, 4, 0)),
+        agreement=SimpleNamespace(current=Upcoming(True, 4, 11, 7, 3, 0)),
         accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), device_batch_size=len(mine_bt),
         ranks=DataRanks(rank=rank, size=num_ranks, speaks=True),
     )  # fmt: skip
@@ -144,11 +148,15 @@ def scaled_gradient(rows_bt, rank, num_ranks, by_tokens):
     return float(model.model.weight.grad), float(loss)
 
 
-@pytest.mark.parametrize("by_tokens", [True, False])
-def test_what_overflows_in_fp16_and_the_sum_do_not_depend_on_the_number_of_ranks(by_tokens):
-    rows_bt = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [2, 2, 2, 2], [3, 1, 3, 1]])
-    total, loss = scaled_gradient(rows_bt, 0, 1, by_tokens)
-    for num_ranks in (2, 4):
-        parts = [scaled_gradient(rows_bt, rank, num_ranks, by_tokens) for rank in range(num_ranks)]
-        assert sum(gradient for gradient, _ in parts) == pytest.approx(total) == pytest.approx(1024 * loss)
-        assert sum(part for _, part in parts) / num_ranks == pytest.approx(loss)
+@pytest.mark.parametrize(("by_tokens", "loss"), [(True, 27 / 7), (False, 11 / 3)])
+def test_what_overflows_in_fp16_and_the_loss_do_not_depend_on_the_number_of_ranks(by_tokens, loss):
+    """The scale multiplies the mean over tokens, or over the rows that have a loss."""
+    rows_bt = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [2, -100, -100, -100], [3, 1, -100, -100]])
+    for num_ranks, num_parts in ((1, 1), (2, 1), (4, 1), (2, 2)):
+        found = [
+            scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts)
+            for rank in range(num_ranks)
+            for part in range(num_parts)
+        ]
+        assert sum(gradient for gradient, _ in found) == pytest.approx(1024 * loss)
+        assert sum(part for _, part in found) / len(found) == pytest.approx(loss)
