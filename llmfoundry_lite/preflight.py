@@ -382,7 +382,9 @@ def _describe_data(config: TrainConfig, found: Preflight) -> list[str]:
         if label in found.num_samples:
             facts.insert(0, f"{found.num_samples[label]:,} samples")
         if label != "train":
-            facts.append(f"every {Duration.parse(config.eval_interval)}" if config.eval_interval else "never evaluated")
+            first = f", the first {config.eval_subset_samples:,} samples" if config.eval_subset_samples else ""
+            often = f"every {Duration.parse(config.eval_interval)}{first}"
+            facts.append(often if config.eval_interval else "never evaluated")
         elif (count := _samples_per_epoch(config, found)) is not None and loader.drop_last:
             facts.append(f"{count % batch} of them left out of each epoch")
         if dataset.stages:

@@ -360,14 +360,14 @@ class TrainConfig:
     """A span; a bare integer counts epochs; 0 never evaluates."""
     eval_first: bool = setting(False, change="freely")
     eval_subset_num_batches: int = setting(-1, must_be("-1 (all) or a count", _is_all_or_count), change="logged")
-    """Global batches of device_eval_batch_size times the devices (groups of them with tp_config or cp_config); -1 for
-    all."""
+    """Batches of global_train_batch_size samples, the first ones of each validation set, on any number of devices; -1
+    for all."""
     loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True)
     """Size of the fp32 logits that the loss computes at a time; it takes two and a half times as much. More make larger
     products, and add up the embedding's gradient in fewer parts."""
     device_eval_batch_size: int | None = setting(None, POSITIVE, hardware=True)
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
-    8,192 tokens hold; 1 with eval_subset_num_batches, which counts such batches. The loss does not depend on it."""
+    8,192 tokens hold. The loss does not depend on it."""
     icl_tasks: list[Any] | str = setting(list, change="logged")
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
     icl_task_folder: str = setting("evals", change="freely")
@@ -381,6 +381,7 @@ class TrainConfig:
     )
     """Samples, or auto: the most that fits, measured before the first batch. Default: the device's whole batch."""
     accumulate_train_batch_on_tokens: bool = setting(True, change="never")
+    """The loss is the mean over a batch's tokens; false: over the means of its rows that have a loss."""
     exact_sums: bool = setting(False, change="logged")
     """Bit-identical on any number of ranks whose devices compute a microbatch alike: gradients are added in float64, as
     multiples of 2^-46. The size of a microbatch is then part of the run."""
@@ -504,11 +505,15 @@ class TrainConfig:
         """Samples of one device in one forward pass of an evaluation."""
         if self.device_eval_batch_size is not None:
             return self.device_eval_batch_size
-        if self.eval_subset_num_batches > 0:
-            return 1  # which samples are evaluated must not follow from a setting of the hardware's
         if isinstance(self.device_train_microbatch_size, int):
             return self.device_train_microbatch_size
         return max(1, DEFAULT_EVAL_TOKENS // self.max_seq_len)
+
+    @property
+    def eval_subset_samples(self) -> int | None:
+        """Samples of an evaluation; None for all. They follow from no setting of the hardware's."""
+        count = self.eval_subset_num_batches
+        return count * self.global_train_batch_size if count > 0 else None
 
     @property
     def has_own_components(self) -> bool:

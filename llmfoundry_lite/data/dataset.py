@@ -69,12 +69,14 @@ class TextDataset(IterableDataset):
         tokenizer: Tokenizer | None = None,
         share: tuple[int, int] | None = None,
         max_duration: str | int | None = None,
+        max_samples: int | None = None,
     ) -> None:
         """Open the data on all ranks together.
 
         `share` is this rank's part of each batch and the number of parts, where some ranks read the same samples. With
         `evaluation`, samples come in file order, each exactly once, and rows of `PAD_TOKEN` fill up the last batch.
-        `max_duration` is the run's, which a stage's `until: 0.8dur` is a part of.
+        `max_duration` is the run's, which a stage's `until: 0.8dur` is a part of. `max_samples` of an evaluation: the
+        first so many, on any number of ranks.
 
         Raises `DataError` for everything that is wrong with the data or with the arguments.
         """
@@ -89,7 +91,7 @@ class TextDataset(IterableDataset):
         self.max_seq_len = config.max_seq_len or max_seq_len
         self.global_batch_size = global_batch_size
         self.device_batch_size = global_batch_size // self.num_parts
-        self.same_every_epoch = evaluation
+        self.same_every_epoch, self.max_samples = evaluation, max_samples
         self.reader = RowReader(self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type)
         self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
         self._lanes: Sequence[int] | None = None
@@ -167,6 +169,7 @@ class TextDataset(IterableDataset):
             seed=self.config.shuffle_seed,
             shuffle=self.config.shuffle and not self.same_every_epoch,
             drop_last=drop_last,
+            max_samples=self.max_samples,
             window_samples=self.config.shuffle_block_size or DEFAULT_WINDOW_SAMPLES,
         )
         if not order.num_batches:

@@ -171,7 +171,7 @@ class Checkpointing(Callback):
         return restored
 
     def _carry_on(self, url: str, manifest: Manifest, state: State) -> None:
-        self.print_on_rank_0(*self.run_state.restore(manifest.scalars, state))
+        self.run_state.restore(manifest.scalars, state)
         log: Log | None = None
         with raising_on_all_ranks(CheckpointError):
             log = read_log(open_checkpoint(url)) if dist.get_rank() == 0 else None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -140,8 +140,15 @@ def worlds(draw):
     return whole, sides
 
 
+def by_columns_and_whole(rows):
+    """A matrix that two ranks save by columns and one loads whole: what it reads is not in one piece where it goes."""
+    layouts = [((2,), {"model/t0": (Shard(1),)}), ((1,), {"model/t0": (Replicate(),)})]
+    return {"model/t0": torch.arange(6.0 * rows).reshape(rows, 6)}, layouts
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds())
+@example(by_columns_and_whole(5))
 def test_any_tensors_survive_any_change_of_mesh_and_sharding(tmp_path_factory, world):
     whole, ((saved_mesh, saved_layouts), (loaded_mesh, loaded_layouts)) = world
     checkpoint, _ = save_simulated(tmp_path_factory.mktemp("save"), whole, saved_layouts, saved_mesh)

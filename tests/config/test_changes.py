@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.checkpoint.manifest import Segment
-from llmfoundry_lite.config.changes import Change, find_changes, refuse_changes, rule_of
+from llmfoundry_lite.config.changes import Change, find_changes, refuse_changes, rule_of, trained_values
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import hardware_keys
 from llmfoundry_lite.config.load_train import load_train_config
@@ -139,6 +139,8 @@ def test_a_microbatch_is_free_unless_attention_draws_its_dropout_for_it():
     assert not find_changes(resolved(*residual), resolved(*residual, *layout))["logged"]
     said = find_changes(resolved(*drawn), resolved(*drawn, *layout))["logged"]
     assert [change.key for change in said] == ["device_train_microbatch_size", "tp_config"]
+    begun = find_changes(resolved(), resolved(*drawn, *layout))["logged"]
+    assert {"device_train_microbatch_size", "tp_config"} <= {change.key for change in begun}
 
 
 def test_one_of_several_validation_loaders_may_come_move_and_change():
@@ -197,3 +199,9 @@ def test_a_change_is_told_without_the_keys_that_were_left_out():
     assert str(change) == f"train_loader.dataset.stages {told}"
     segment = Segment(first_batch=1, last_batch=2, changes={change.key: [change.there, change.here]})
     assert segment.computed_with == [str(change)]
+
+
+def test_launches_of_one_run_share_what_may_change_by_being_said_and_not_what_may_freely():
+    here, there = (trained_values(resolved(*more)) for more in ([], ["optimizer.lr=1e-5", "seed=4", "run_name=b"]))
+    assert {key for key in here if here[key] != there[key]} == {"optimizer.lr", "seed"}
+    assert not {"run_name", "precision", "device_train_microbatch_size", "save_folder"} & here.keys()

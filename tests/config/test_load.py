@@ -253,6 +253,13 @@ def test_a_hardware_overlay_sets_how_the_run_is_computed():
     assert load("overlay.yaml", "precision=amp_fp16").config.precision == "amp_fp16"
 
 
+def test_an_overlay_named_by_hardware_lies_over_all_files_wherever_it_stands():
+    Path("more.yaml").write_text("device_train_microbatch_size: 2\n")
+    for arguments in (("hardware=overlay.yaml", "more.yaml"), ("more.yaml", "hardware=overlay.yaml")):
+        assert load(*arguments).config.device_train_microbatch_size == 4
+    assert load("overlay.yaml", "more.yaml").config.device_train_microbatch_size == 2
+
+
 def test_an_overlay_may_not_change_what_is_trained():
     Path("overlay.yaml").write_text(OVERLAY + "optimizer: {lr: 1}\n")
     message = refusal("run.yaml", "overlay.yaml")
@@ -551,7 +558,14 @@ def test_evaluation_reads_as_many_samples_as_fit_unless_the_batch_counts():
     assert load("device_train_microbatch_size=auto").config.eval_batch_size == 8192 // 128
     assert load("device_train_microbatch_size=4").config.eval_batch_size == 4
     assert load("device_train_microbatch_size=4", "device_eval_batch_size=3").config.eval_batch_size == 3
-    assert load("device_train_microbatch_size=4", "eval_subset_num_batches=2").config.eval_batch_size == 1
+    assert load("device_train_microbatch_size=4", "eval_subset_num_batches=2").config.eval_batch_size == 4
+
+
+def test_an_evaluation_of_a_subset_counts_batches_of_the_run_whatever_the_hardware():
+    assert load().config.eval_subset_samples is None
+    for device in ("device_eval_batch_size=3", "device_train_microbatch_size=2"):
+        config = load("eval_subset_num_batches=2", "global_train_batch_size=16", device).config
+        assert config.eval_subset_samples == 32
 
 
 def test_a_microbatch_that_is_measured_is_not_said_to_be_known():

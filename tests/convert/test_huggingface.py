@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -472,6 +474,30 @@ def test_a_model_that_transformers_made_and_saved_computes_the_same_here(name, t
     ours.load_state_dict(state_dict)
     tokens_bt = random_tokens(config)
     assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
+
+
+def test_what_config_json_leaves_out_is_transformers_default():
+    """Older writers leave out what has the default of their class."""
+    for config, keys in (
+        (LLAMA, {"rms_norm_eps": "norm_eps", "attention_dropout": "attn_config.attn_pdrop"}),
+        (
+            SMALL,
+            {
+                "layer_norm_epsilon": "norm_eps",
+                "attn_pdrop": "attn_config.attn_pdrop",
+                "resid_pdrop": "resid_pdrop",
+                "embd_pdrop": "emb_pdrop",
+            },
+        ),
+    ):
+        hf_config = huggingface.build_hf_config(config)
+        theirs = CONFIG_MAPPING[hf_config["model_type"]]()
+        for key in keys:
+            del hf_config[key]
+        read, _ = from_hugging_face(to_hugging_face(random_model(config)), hf_config)
+        assert {key: attrgetter(ours)(read) for key, ours in keys.items()} == {
+            key: getattr(theirs, key) for key in keys
+        }
 
 
 def test_a_window_that_config_json_leaves_out_is_transformers_default():

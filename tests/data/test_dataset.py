@@ -20,8 +20,11 @@ import numpy as np
 import pytest
 import torch
 from streaming import MDSWriter
-from streaming.base.storage.download import S3Downloader
+from streaming.base.hashing import get_hashes
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS, S3Downloader
+from streaming.base.util import bytes_to_int, number_abbrev_to_int
 
+from llmfoundry_lite.config.data_schema import COUNTS, HASHES, REMOTES, SIZES
 from llmfoundry_lite.data import cache
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
@@ -196,6 +199,15 @@ def test_evaluation_reads_everything_once_and_pads_the_last_batch(shards, num_wo
         rows = torch.cat(batches)
         assert rows[:100, 0].tolist() == list(range(100))
         assert (rows[100:] == PAD_TOKEN).all()
+
+
+@pytest.mark.parametrize(("num_ranks", "batch"), [(1, 1), (2, 8), (4, 12), (3, 99)])
+def test_an_evaluation_of_a_subset_is_of_the_same_samples_on_any_ranks_in_any_batch(shards, as_rank, num_ranks, batch):
+    found = []
+    for rank in range(num_ranks):
+        as_rank(rank, num_ranks)
+        found += flat(numbers_of(open_data(shards, evaluation=True, global_batch_size=batch, max_samples=30)))
+    assert sorted(number for number in found if number != PAD_TOKEN) == [*range(30)]
 
 
 def test_a_rank_without_any_sample_still_evaluates_as_many_batches(tmp_path, as_rank):
@@ -923,3 +935,11 @@ def test_an_error_of_one_rank_is_everybodys(shards, tmp_path):
     for _ in FAULTS:
         assert next(told) == (f"cannot open the data set {shards}: a bad disk",) * 3
     assert all(words.startswith(f"there is no data folder {tmp_path / 'no'};") for words in next(told))
+
+
+def test_the_configuration_knows_streaming_s_remotes_hashes_and_units():
+    """It answers in its own words before anything starts, and without importing streaming."""
+    assert {*REMOTES.split(), "", "dbfs-uc"} == set(DOWNLOADER_MAPPINGS)
+    assert set(HASHES.split()) <= get_hashes()
+    assert [number_abbrev_to_int(f"1{unit}") for unit in COUNTS] == [*COUNTS.values()]
+    assert [bytes_to_int(f"1{unit}") for unit in SIZES] == [*SIZES.values()]

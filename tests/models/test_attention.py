@@ -191,3 +191,25 @@ def test_dropout_acts_in_training_only(config):
     assert torch.equal(model.eval()(tokens_bt), plain(tokens_bt))
     model.train()
     assert not torch.equal(model(tokens_bt), model(tokens_bt))
+
+
+def test_q_k_and_v_are_clipped_alike_in_one_matrix_and_in_three():
+    config = ModelConfig(
+        d_model=32, n_heads=4, n_layers=1, max_seq_len=8, vocab_size=11, attn_config=AttentionConfig(clip_qkv=0.3)
+    )
+    torch.manual_seed(0)
+    whole = MPT(config)
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    weights = dict(whole.state_dict())
+    for kind in ("weight", "bias"):
+        name = "transformer.blocks.0.attn.Wqkv."
+        parts = weights.pop(name + kind).chunk(3)
+        weights |= {name.replace("Wqkv", part) + kind: x for part, x in zip(("Wq", "Wk", "Wv"), parts, strict=True)}
+    apart = MPT(replace(config, attn_config=replace(config.attn_config, fused_qkv=False)))
+    apart.load_state_dict(weights)
+    unclipped = MPT(replace(config, attn_config=AttentionConfig()))
+    unclipped.load_state_dict(whole.state_dict())
+    tokens_bt = torch.arange(8)[None]
+    torch.testing.assert_close(apart(tokens_bt), whole(tokens_bt))
+    assert (unclipped(tokens_bt) - whole(tokens_bt)).abs().max() > 1e-2

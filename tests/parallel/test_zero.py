@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_lite.checkpoint.state import parameter_names
 from llmfoundry_lite.config.layout import divide_devices, layout_of
@@ -171,3 +175,22 @@ def test_other_libraries_words_are_answered_and_what_does_not_go_together_is_ref
         load(tmp_path, argument)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("divided", "expected", "shape"),
+    [
+        (Shard(1), Shard(0), (3, 2)),  # columns: replicas divide all the rows
+        (Shard(0), _StridedShard(0, split_factor=2), (2, 4)),  # rows: they divide what is left of these
+        (Replicate(), Shard(0), (3, 4)),
+    ],
+)
+def test_replicas_divide_the_rows_that_others_have_left(divided, expected, shape):
+    dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
+        whole = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, (Replicate(), divided), src_data_rank=None)
+        (rows,) = rows_of([torch.nn.Parameter(whole)])
+        assert (rows.placements, rows.shape, rows.to_local().shape) == ((expected, divided), (6, 4), shape)
+    finally:
+        dist.destroy_process_group()

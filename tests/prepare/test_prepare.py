@@ -798,6 +798,19 @@ def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str 
     assert folder_bytes(tmp_path / "ours") == folder_bytes(tmp_path / "theirs")
 
 
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_a_shard_is_as_full_as_the_limit_allows_to_the_byte(spare: int, tmp_path: Path) -> None:
+    sample, dtype = SEQ_LEN * 2 + 4, np.dtype(np.uint16)  # its tokens, and where they begin
+    header = len(SplitWriter(tmp_path / "x", request("", "", size_limit_bytes=9_000), dtype).header)
+    limit = 8 + header + sample * ((9_000 - 8 - header) // sample) + spare
+    writer = SplitWriter(tmp_path / "out", request("", "", size_limit_bytes=limit), dtype)
+    writer.add(np.zeros(SEQ_LEN * 500, dtype), 1, 1)
+    writer.finish()
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("*.mds"))]
+    assert len(str(limit)) == 4 and len(sizes) > 3
+    assert all(limit - sample < size <= limit for size in sizes[:-1])
+
+
 def test_a_preparation_imports_neither_torch_nor_streaming(small_request: Request, tmp_path: Path) -> None:
     options = ["--out", tmp_path / "out", "--tokenizer", small_request.tokenizer, "--max-seq-len", SEQ_LEN]
     program = (

@@ -130,7 +130,7 @@ def test_a_parquet_file_without_the_column_is_counted_row_by_row_when_skipped(
 # CSV
 
 
-@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("tsv", "\t"), ("csv.gz", ",")])
+@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("tsv", "\t"), ("csv.gz", ","), ("tsv.gz", "\t")])
 def test_rows_of_csv_may_hold_anything_that_quotes_protect(suffix: str, delimiter: str, tmp_path: Path) -> None:
     documents = ['two\nlines, "quoted"\ttab', "plain", "漢 and \r\n windows"]
     written = io.StringIO()
@@ -186,6 +186,19 @@ def test_text_in_other_encodings_arrives_as_utf8(encoding: str, suffix: str, tmp
     content = text.encode(encoding)
     path = plain(tmp_path / f"a.{suffix}", gzip.compress(content) if suffix.endswith("gz") else content)
     assert texts_of(path, encoding=encoding) == (documents[:1] if suffix == "txt" else documents)
+
+
+@pytest.mark.parametrize("encoding", [None, "utf-8"])
+def test_a_line_is_too_large_from_the_limit_on_and_the_last_one_needs_no_end(
+    encoding: str | None, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(contents, "MAX_DOCUMENT_BYTES", 8)
+    monkeypatch.setattr(contents, "BLOCK_BYTES", 3)
+    path = plain(tmp_path / "a.jsonl", b"1234567\n12345678\n\n1234567890123456\nshort\nlast")
+    lines = [line for line, _ in contents.read_lines(path, encoding)]
+    assert lines == [b"1234567\n", contents.TOO_LARGE, b"\n", contents.TOO_LARGE, b"short\n", b"last"]
+    path = plain(tmp_path / "b.jsonl", b"one\n1234567")
+    assert [line for line, _ in contents.read_lines(path, encoding)] == [b"one\n", b"1234567"]
 
 
 def test_bytes_that_an_encoding_does_not_know_are_named(tmp_path: Path) -> None:

@@ -664,14 +664,12 @@ def test_an_energy_that_one_batch_lacks_is_rated_not_measured(tmp_path, capsys):
         ("two: its log has no validation loss", {"losses": ()}),
         ("their validation differs in max_seq_len 2048 -> 1024", {"max_seq_len": 1024}),
         ("validation differs in eval_loader", {"eval_loader": {"dataset": {"split": "test"}}}),
-        ("are not comparable: eval_subset_num_batches counts batches", {"subset": True}),
+        ("validation differs in eval_subset_num_batches -1 -> 4", {"eval_subset_num_batches": 4}),
         ("two: islands trained it", {"islands": {"a": {}}}),
     ],
 )
 def test_runs_that_are_not_comparable_are_refused_with_the_reason(tmp_path, words, other):
     settings = {"max_seq_len": 2048, "eval_loader": {"dataset": {"split": "val"}}}
-    if other.pop("subset", False):
-        settings["eval_subset_num_batches"] = 4
     on = replace(on_gpu(1, 20), islands=other.pop("islands", {}))
     one = falling(tmp_path / "one", on_gpu(1, 20), **settings)
     two = falling(tmp_path / "two", on, **{**settings, **other})
