@@ -125,6 +125,12 @@ class Tokenizer:
         token = token_text(self.config.get("bos_token"))
         return None if token is None else self.backend.token_to_id(token)
 
+    @property
+    def unk_token_id(self) -> int | None:
+        """Id of the token that stands for characters without one, where its files name it."""
+        token = token_text(self.config.get("unk_token"))
+        return None if token is None else self.backend.token_to_id(token)
+
     def encode(self, text: str) -> list[int]:
         """Return token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
