@@ -81,7 +81,7 @@ class Paired:
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # at a level, such as 0.05 for 95 %
     counts: significance.Counts | None = field(default=None, repr=False)  # of accuracies
     is_detected: bool = False
-    lost: "Lost | None" = None  # text that other tokens than the other model's do not spell
+    lost_text: float = 0.0  # bits per byte that text may be worth which one of two tokenizers does not spell
     is_comparable: bool = True
     stage: Stage | None = None  # the look at which a sequential comparison stopped
 
@@ -95,11 +95,10 @@ class Paired:
         self.p_corrected, self.confidence, self.is_detected = p_corrected, 1 - level, self.p < level
         if (found := self.interval(level)) is not None:
             self.low, self.high = found
-        if self.lost is not None:
-            low, high = found or (self.difference, self.difference)
-            room = min(abs(low), abs(high)) if self.is_detected else max(abs(self.difference), (high - low) / 2)
-            self.is_comparable = self.lost.bits_per_byte < room
-            self.is_detected = self.is_detected and self.is_comparable
+        low, high = found or (self.difference, self.difference)
+        room = min(abs(low), abs(high)) if self.is_detected else max(abs(self.difference), (high - low) / 2)
+        self.is_comparable = not self.lost_text or self.lost_text < room
+        self.is_detected = self.is_detected and self.is_comparable
 
     @property
     def is_better(self) -> bool:
@@ -123,33 +122,13 @@ class Paired:
 
     @property
     def verdict(self) -> str:
-        if self.lost is not None and not self.is_comparable:
-            return f"not comparable: {self.lost.words}"
+        if not self.is_comparable:
+            return "not comparable: text is lost"
         if self.is_detected:
             return f"{'better' if self.is_better else 'worse'} by {self.margin}"
         if self.stage is not None and is_within(self.stage.plan.margin, self.low, self.high):
             return f"no difference larger than {self.stage.plan.margin:g}"
         return "the same on every item" if self.ties == self.n else "no detectable difference"
-
-
-class Lost(NamedTuple):
-    """Text that two tokenizers do not spell alike."""
-
-    words: str
-    bits_per_byte: float
-    """What it may be worth: a byte takes 8 bits where nothing is predicted."""
-
-
-def lost_of(task: str, first: Results, other: Results) -> Lost | None:
-    """Return the text that two models with different tokenizers lose; equal ones lose the same."""
-    shares = {result.name: lost_share(result.tasks[task]) for result in (first, other)}
-    losing = {name: share for name, share in shares.items() if share}
-    if not losing or not has_other_tokenizer(first, other):
-        return None
-    words = " and ".join(
-        f"the tokenizer of {name} loses {percent(share)} of the text" for name, share in losing.items()
-    )
-    return Lost(words, 8 * sum(losing.values()))
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -422,7 +401,7 @@ def _decide(plan: Plan, look: int, task: str, first: Results, other: Results, me
     if level < (1 / significance.NUM_RESAMPLES if metric == BITS else 0):  # no bootstrap could be as sure
         return ""
     paired = _pair_task(task, first, other, metric)
-    if paired.lost is not None:  # all that is there may not be enough to tell
+    if paired.lost_text:  # all that is there may not be enough to tell
         return ""
     if paired.p < level:
         return "better" if paired.is_better else "worse"
@@ -515,7 +494,10 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
         needed=significance.documents_needed(deviation) if len(a) > 1 and deviation else None,
         error=found.error,
         interval=found.interval,
-        lost=lost_of(task, first, other),
+        # Equal tokenizers lose the same. A byte takes 8 bits where nothing is predicted.
+        lost_text=8
+        * (lost_share(first.tasks[task]) + lost_share(other.tasks[task]))
+        * has_other_tokenizer(first, other),
     )
 
 

@@ -499,7 +499,7 @@ def _markdown_row(paired: Paired) -> list[str]:
 
 def _as_json(results: Sequence[Results], pairs: Sequence[Pair]) -> Record:
     def as_record(paired: Paired) -> Record:
-        known = {key: value for key, value in asdict(paired).items() if key not in ("interval", "counts", "lost")}
+        known = {key: value for key, value in asdict(paired).items() if key not in ("interval", "counts")}
         return {**known, "detectable": paired.detectable, "verdict": paired.verdict}
 
     keys = [key for key in RESULT if key != "suite"]

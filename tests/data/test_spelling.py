@@ -24,7 +24,7 @@ def trained(model, trainer, special, parts, vocab_size=120, **options) -> Tokeni
     backend.train_from_iterator(
         WORDS, trainer(vocab_size=vocab_size, special_tokens=special_tokens, show_progress=False, **options)
     )
-    return build_tokenizer("made here", backend, {"eos_token": "<eos>"}, {})
+    return build_tokenizer("made here", backend, {"eos_token": "<eos>"})
 
 
 def measured(tokenizer: Tokenizer, text: str) -> tuple[dict[str, int], int]:

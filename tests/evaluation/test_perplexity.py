@@ -163,7 +163,7 @@ def test_bits_per_byte_are_of_the_text_that_the_tokens_spell(tmp_path, model) ->
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
     letters = BpeTrainer(special_tokens=["<eos>"], show_progress=False)
     backend.train_from_iterator(["some words of Latin letters alone"], letters)
-    lossy = build_tokenizer("lossy", backend, {"eos_token": "<eos>"}, {})
+    lossy = build_tokenizer("lossy", backend, {"eos_token": "<eos>"})
     (tmp_path / "a.txt").write_text("some words αβγδ of Latin letters")
     (tmp_path / "b.txt").write_text("some words  of Latin letters")
     whole, kept = (measure(model, lossy, tmp_path / name) for name in ("a.txt", "b.txt"))
