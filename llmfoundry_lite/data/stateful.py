@@ -96,8 +96,9 @@ def open_dataset(
     >>> bool((next(iter(other))["input_ids"] == next(iter(loader))["input_ids"][4:]).all())
     True
 
-    Raises ConfigError for unknown words and impossible ranks. Raises DataError for data that cannot be read, and for a
-    batch that the ranks do not divide.
+    Raises ConfigError for unknown words and impossible ranks. Raises DataError for data that cannot be read, for a
+    batch that the ranks do not divide, and for samples of another length. `allow_truncation=True` reads the beginning
+    of longer ones.
     """
     for name, value in (("global_batch_size", global_batch_size), ("max_seq_len", max_seq_len)):
         if not isinstance(value, int) or value < 1:

@@ -75,11 +75,13 @@ def test_it_refuses_to_be_wrapped_into_another_loader(shards):
         ({"shuffle_sead": 3}, ConfigError, "did you mean open_dataset.shuffle_seed"),
         ({"global_batch_size": 0}, ConfigError, "global_batch_size is 0, expected a whole number"),
         ({"max_seq_len": 8.0}, ConfigError, "max_seq_len is 8.0, expected a whole number"),
+        ({"max_seq_len": SEQ_LEN + 1}, DataError, f"{SEQ_LEN} tokens, but max_seq_len is {SEQ_LEN + 1}; set"),
+        ({"max_seq_len": SEQ_LEN - 1}, DataError, r"leaves .* % of the text out; .* allow_truncation: true"),
     ],
 )
 def test_what_cannot_be_is_refused(shards, changes, error, words):
     with pytest.raises(error, match=words):
-        open_dataset(shards, **{**WORDS, **changes})
+        next(iter(open_dataset(shards, **{**WORDS, **changes})))
 
 
 def test_ranks_without_a_process_group_are_refused(shards, monkeypatch):
