@@ -21,7 +21,7 @@ import yaml
 from llmfoundry_lite.checkpoint.start import choose_start
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
-from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
@@ -29,6 +29,7 @@ from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
+from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
 from llmfoundry_lite.data.tokenizer import find_fingerprints, is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import SECOND_STEP, CheckpointError, ConfigError, DataError, UserError, printable
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
@@ -181,7 +182,7 @@ def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Pr
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
         if index.is_file():
-            counts.append(_check_index(index, key, dataset.max_seq_len or config.max_seq_len, config, found))
+            counts.append(_check_index(index, key, dataset, config, found))
         elif remote and remote != stream.local:
             found.not_checked.append(f"{key}: {folder} will be filled from {remote}")
         elif must_exist:
@@ -192,22 +193,28 @@ def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Pr
         found.num_samples[data_label(block)] = sum(counts)
 
 
-def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, found: Preflight) -> int:
+def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: TrainConfig, found: Preflight) -> int:
+    max_seq_len = dataset.max_seq_len or config.max_seq_len
     try:
-        total, columns = _count_samples(index)
+        total, types = _count_samples(index)
     except ValueError as error:
         raise DataError(f"{key}: {index} is not an MDS index ({error}); make it again") from None
-    if not {"tokens", "text"} & set(columns):
-        raise DataError(f"{key}: {index} has columns {', '.join(columns)}; expected tokens or text")
-    if "tokens" not in columns:
+    if not {"tokens", "text"} & types.keys():
+        raise DataError(f"{key}: {index} has columns {', '.join(types)}; expected tokens or text")
+    if "tokens" not in types:
         found.text_keys.append(key)
+        found.notes.append(
+            f"{key}: a text of more than {max_seq_len} tokens is cut there; `data prepare` keeps it whole"
+        )
     recorded = _read_summary(index.parent.parent / "summary.json")
+    length = length_in(types.get("tokens", "")) or recorded.get("max_seq_len")
+    if length is not None:
+        what = f"{key}: samples of {index.parent} have"
+        check_length(length, max_seq_len, what, allow_truncation=dataset.allow_truncation)
+        if length > max_seq_len:
+            left_out = share_left_out(length, max_seq_len)
+            found.notes.append(f"{what} {length} tokens; max_seq_len {max_seq_len} leaves {left_out} of the text out")
     if recorded:
-        if recorded["max_seq_len"] < max_seq_len:
-            raise DataError(
-                f"{key}: samples of {index.parent} have {recorded['max_seq_len']} tokens, max_seq_len is "
-                f"{max_seq_len}; set max_seq_len to {recorded['max_seq_len']} or prepare the data again"
-            )
         _check_fingerprint(recorded["tokenizer"], key, config)
     return total
 
@@ -221,15 +228,15 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and {"max_seq_len", "tokenizer"} <= found.keys() else {}
 
 
-def _count_samples(index: Path) -> tuple[int, list[str]]:
-    """Return the samples of all shards, and the columns of the first. The file is searched, not parsed: every rank
-    does so, and Python makes eight bytes of each."""
+def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
+    """Return the samples of all shards, and the columns of the first with their types. The file is searched, not
+    parsed: every rank does so, and Python makes eight bytes of each."""
     with open(index, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        columns = re.search(rb'"column_names":\s*(\[[^\]]*\])', content)
-        if columns is None:
+        names, types = (re.search(rb'"column_%s":\s*(\[[^\]]*\])' % key, content) for key in (b"names", b"encodings"))
+        if names is None or types is None:
             raise ValueError("it names no columns")
         total = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d+)', content))
-        return total, json.loads(columns[1])
+        return total, dict(zip(json.loads(names[1]), json.loads(types[1]), strict=True))
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:

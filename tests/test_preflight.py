@@ -254,8 +254,33 @@ def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path):
 def test_samples_shorter_than_the_run_wants(tmp_path):
     folder = write_data(tmp_path / "data", num_train=20, num_val=5)
     write_summary(folder, train_tokenizer(["one"], 257), max_seq_len=16)
-    with pytest.raises(DataError, match="have 16 tokens, max_seq_len is 32"):
+    with pytest.raises(DataError, match="have 16 tokens, but max_seq_len is 32; set max_seq_len=16"):
         check(tmp_path, tiny_config(folder, model__vocab_size=300))
+
+
+@pytest.mark.parametrize("block", ["train_loader", "eval_loader"])
+@pytest.mark.parametrize("length_in", ["summary", "index"])
+def test_samples_longer_than_the_run_reads_are_refused_unless_said(tmp_path, block, length_in):
+    folder = write_data(tmp_path / "data", num_train=20, num_val=5)
+    if length_in == "summary":
+        write_summary(folder, train_tokenizer(["one"], 257), max_seq_len=32)
+    else:
+        for split in ("train", "val"):
+            index = folder / split / "index.json"
+            index.write_text(index.read_text().replace('"ndarray:uint16"', '"ndarray:uint16:32"'))
+    other = "eval_loader" if block == "train_loader" else "train_loader"
+    config = tiny_config(folder, model__vocab_size=300, **{f"{block}__dataset__max_seq_len": 24})
+    split = "train" if block == "train_loader" else "val"
+    where = f"{block}.dataset: samples of {folder}/{split} have 32 tokens"
+    with pytest.raises(DataError) as error:
+        check(tmp_path, config, must_exist=False)
+    assert str(error.value) == (
+        f"{where}, and max_seq_len 24 leaves 25 % of the text out; set max_seq_len=32, prepare the data again with "
+        "--max-seq-len 24, or set allow_truncation: true in the loader's dataset"
+    )
+    config[block]["dataset"]["allow_truncation"] = True
+    notes = check(tmp_path, config)[1].notes
+    assert notes == [f"{where}; max_seq_len 24 leaves 25 % of the text out"] and other not in notes[0]
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "cut off {"])

@@ -47,6 +47,9 @@ def data_prepare(
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option(help="Stop at a document that cannot be read, or skip and count it.")
     ] = "stop",
+    max_lost_text: Annotated[
+        float, typer.Option(min=0, max=1, help="Most of the text, as a share, that the tokenizer may lose.")
+    ] = 0.01,
     size_limit: Annotated[int, typer.Option(help="Most bytes of a shard.")] = 64 * 1024 * 1024,
     compression: Annotated[str | None, typer.Option(help="Compression of shards: zstd, zstd:9, gz, … [none]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in --out.")] = False,
@@ -71,7 +74,13 @@ def data_prepare(
     )
     try:
         summary = prepare(
-            request, out, num_workers=num_workers, overwrite=overwrite, show_progress=True, notify=typer.echo
+            request,
+            out,
+            num_workers=num_workers,
+            max_lost_text=max_lost_text,
+            overwrite=overwrite,
+            show_progress=True,
+            notify=typer.echo,
         )
     except KeyboardInterrupt:
         print("interrupted: the same command carries on where this one stopped", file=sys.stderr)

@@ -96,6 +96,8 @@ class TextDatasetConfig:
     """Algorithm that checks shards; default: the fastest of those in index.json."""
     allow_unhashed_shards: bool = setting(False, change="freely")
     """Load shards that have no hash beside others that have one; their damage is not seen."""
+    allow_truncation: bool = setting(False, change="freely")
+    """Read the first max_seq_len tokens of samples that have more; the others are left out."""
     keep_zip: bool = setting(False, change="freely")
     token_encoding_type: str = setting("int64", choices="int8 int16 int32 int64 uint8 uint16 uint32 uint64")
     """Type of a column `tokens` of plain bytes; arrays say theirs themselves."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig
+from llmfoundry_lite.data.tokenizer import GENERATION_KEYS
 from llmfoundry_lite.errors import ExportError
 
 HFConfig = dict[str, Any]
@@ -180,11 +181,8 @@ BESIDE_THE_MODEL = keys(
     "_attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled",
     "chunk_size_feed_forward gradient_checkpointing is_decoder tie_encoder_decoder cross_attention_hidden_size",
     # Of special tokens and of generation.
-    "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id",
-    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty",
-    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences",
-    "encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate remove_invalid_values",
-    "forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty suppress_tokens begin_suppress_tokens",
+    "sep_token_id unk_token_id",
+    *GENERATION_KEYS,
     # Of other tasks, and of training.
     "id2label label2id _num_labels num_labels problem_type finetuning_task task_specific_params initializer_range",
     "is_encoder_decoder add_cross_attention pruned_heads tie_word_embeddings",

@@ -33,7 +33,7 @@ from llmfoundry_lite.data.order import (
     SampleOrder,
     share_of_worker,
 )
-from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer
+from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer, check_length, length_in
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.shared_memory import (
     Registration,
@@ -92,7 +92,9 @@ class TextDataset(IterableDataset):
         self.global_batch_size = global_batch_size
         self.device_batch_size = global_batch_size // self.num_parts
         self.same_every_epoch, self.max_samples = evaluation, max_samples
-        self.reader = RowReader(self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type)
+        self.reader = RowReader(
+            self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type, config.allow_truncation
+        )
         self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
         self._lanes: Sequence[int] | None = None
         self._again: tuple[Sequence[int], int] = ((), 0)
@@ -212,6 +214,10 @@ class TextDataset(IterableDataset):
                     )
                 if "tokens" not in columns and self.reader.tokenizer is None:
                     raise DataError(f"{folder.path} holds text, not tokens: name a tokenizer to read it")
+            for token_type in self.cache.table.token_types_of_stream(i):
+                if (length := length_in(token_type)) is not None:
+                    allow = self.config.allow_truncation
+                    check_length(length, self.max_seq_len, f"samples of {folder.path} have", allow_truncation=allow)
 
     def _describe(self) -> dict[str, Any]:
         """Describe the data that must be the same on all nodes, and its place on this one."""

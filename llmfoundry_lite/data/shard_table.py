@@ -60,6 +60,12 @@ class ShardTable:
         """Name the columns of a stream's shards, for each kind of shard that it has."""
         return [self.kinds[kind]["column_names"] for kind in np.unique(self.of_stream(stream)["kind"])]
 
+    def token_types_of_stream(self, stream: int) -> set[str]:
+        """Return the types of the column tokens, as the index has them."""
+        kinds = [self.kinds[kind] for kind in np.unique(self.of_stream(stream)["kind"])]
+        types = [dict(zip(kind["column_names"], kind["column_encodings"], strict=True)) for kind in kinds]
+        return {names["tokens"] for names in types if "tokens" in names}
+
     def name(self, shard: int) -> str:
         return self.rows["raw_name"][shard].decode()
 

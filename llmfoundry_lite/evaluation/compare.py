@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.foreign import load_any
@@ -33,6 +34,7 @@ from llmfoundry_lite.evaluation.records import (
     by_document,
     cut_at,
     has_categories,
+    lost_share,
     num_unasked,
     text_row,
     weights_of,
@@ -79,6 +81,8 @@ class Paired:
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # at a level, such as 0.05 for 95 %
     counts: significance.Counts | None = field(default=None, repr=False)  # of accuracies
     is_detected: bool = False
+    lost_text: float = 0.0  # bits per byte that text may be worth which one of two tokenizers does not spell
+    is_comparable: bool = True
     stage: Stage | None = None  # the look at which a sequential comparison stopped
 
     @property
@@ -91,6 +95,10 @@ class Paired:
         self.p_corrected, self.confidence, self.is_detected = p_corrected, 1 - level, self.p < level
         if (found := self.interval(level)) is not None:
             self.low, self.high = found
+        low, high = found or (self.difference, self.difference)
+        room = min(abs(low), abs(high)) if self.is_detected else max(abs(self.difference), (high - low) / 2)
+        self.is_comparable = not self.lost_text or self.lost_text < room
+        self.is_detected = self.is_detected and self.is_comparable
 
     @property
     def is_better(self) -> bool:
@@ -114,6 +122,8 @@ class Paired:
 
     @property
     def verdict(self) -> str:
+        if not self.is_comparable:
+            return "not comparable: text is lost"
         if self.is_detected:
             return f"{'better' if self.is_better else 'worse'} by {self.margin}"
         if self.stage is not None and is_within(self.stage.plan.margin, self.low, self.high):
@@ -393,6 +403,8 @@ def _decide(plan: Plan, look: int, task: str, first: Results, other: Results, me
     if level < (1 / significance.NUM_RESAMPLES if metric == BITS else 0):  # no bootstrap could be as sure
         return ""
     paired = _pair_task(task, first, other, metric)
+    if paired.lost_text:  # all that is there may not be enough to tell
+        return ""
     if paired.p < level:
         return "better" if paired.is_better else "worse"
     interval = paired.interval(level) if plan.margin is not None and level > 0 else None
@@ -484,6 +496,10 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
         needed=significance.documents_needed(deviation) if len(a) > 1 and deviation else None,
         error=found.error,
         interval=found.interval,
+        # Equal tokenizers lose the same. A byte takes 8 bits where nothing is predicted.
+        lost_text=8
+        * (lost_share(first.tasks[task]) + lost_share(other.tasks[task]))
+        * has_other_tokenizer(first, other),
     )
 
 
@@ -520,7 +536,7 @@ def text_units(task: str, first: Results, other: Results) -> tuple[Floats, Float
         raise DataError(f"{task}: {first.name} and {other.name} did not read the same documents")
     same_windows = [row[1] for row in rows[0]] == [row[1] for row in rows[1]]
     if len(documents[0]) == 1 and same_windows and not has_other_tokenizer(first, other):
-        return np.array(rows[0]), np.array(rows[1]), "windows"
+        return np.maximum(rows[0], [-math.inf, 1]), np.maximum(rows[1], [-math.inf, 1]), "windows"
     return by_document(first.items[task]), by_document(other.items[task]), "documents"
 
 
@@ -575,6 +591,9 @@ def _notes_on_task(paired: Paired, first: Results, other: Results) -> list[str]:
     ours, theirs = a.get("num_trimmed", 0), b.get("num_trimmed", 0)
     if ours != theirs:
         notes.append(f"contexts cut to fit: {ours:,} of {first.name}, {theirs:,} of {other.name}")
+    for result in (first, other):
+        if share := lost_share(result.tasks[task]):
+            notes.append(f"warning: the tokenizer of {result.name} loses {percent(share)} of the text")
     if counts is None:
         found, _, unit = text_units(task, first, other)
         if len(found) < MIN_DOCUMENTS:

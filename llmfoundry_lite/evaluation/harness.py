@@ -287,7 +287,7 @@ def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> st
             continue
         if answer is not None:
             continue
-        if token is None or token == tokenizer.eos_token_id:
+        if token is None or token in tokenizer.stop_token_ids:
             answer = tokenizer.decode(written)
             continue
         written.append(token)

@@ -234,7 +234,7 @@ def generate_text(
     written: list[int] = []
     shown = ""
     for token in generate(model, torch.tensor(asked, device=device), max_new_tokens, **sampling):
-        if token == tokenizer.eos_token_id:
+        if token in tokenizer.stop_token_ids:
             break
         written.append(token)
         text = tokenizer.decode(written)

@@ -18,6 +18,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
+from llmfoundry_lite.data.spelling import describe_loss
 from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.records import (
@@ -27,6 +28,7 @@ from llmfoundry_lite.evaluation.records import (
     Record,
     cut_at,
     error_of_sum,
+    lost_share,
     num_unasked,
     score_of,
 )
@@ -199,6 +201,8 @@ def _oddities(record: Record) -> Iterator[str]:
     for key, text in ODD.items():
         if count := record.get(key):
             yield f"{text.format(f'{count:,}')}, {n}"
+    if lost_share(record):
+        yield f"bits per byte leave out text that its tokenizer loses: {describe_loss(record['lost_text'])}"
     for reason, count in (record.get("skipped") or {}).items():
         yield f"{count:,} skipped ({reason}); {record['n']:,} asked"
     if num_clusters := record.get("num_clusters"):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.data.spelling import Loss, Speller
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular, without_magic
@@ -76,6 +77,7 @@ class Prepared:
     beginning: list[int] = field(default_factory=list)  # token ids before every text
     num_repeated: int = 0  # items that ask the same as an earlier one, with which they are a cluster
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> items that could not be asked
+    lost_text: dict[str, Any] | None = None  # of held-out text that its tokens do not spell: `Loss.as_json`
     config: TaskConfig
 
     @property
@@ -515,7 +517,7 @@ class Document(NamedTuple):
 
     before: int
     ids: list[int]
-    num_bytes: int
+    num_bytes: int  # of the text that the tokens stand for
     source: str | list[int]
 
 
@@ -526,12 +528,12 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     A text file is one document; in a file of JSON lines each row's `text` is one. Both are predicted from the
     tokenizer's beginning, or its beginning-of-text or end-of-text token. In an MDS split each sample is one, and its
     first token is given. An item's `index` is its document's; equal documents are a cluster. The `num_characters` of a
-    request are bytes. `limit` counts windows. Raises DataError.
+    request are bytes, of the text that the tokens stand for. `limit` counts windows. Raises DataError.
     """
-    items: list[Item] = []
+    items, loss = list[Item](), Loss()
     first_of: dict[str, int] = {}
     digest, is_cut = hashlib.sha256(), False
-    for number, document in enumerate(_documents(config, tokenizer)):
+    for number, document in enumerate(_documents(config, tokenizer, loss)):
         if is_cut := limit is not None and len(items) >= limit:
             break
         source = json.dumps(document.source)
@@ -548,9 +550,12 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
     data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
     digest.update(json.dumps(settings).encode())
+    if not loss.is_none:  # other bytes are counted than by tokenizers that spell everything
+        digest.update(loss.stored().encode())
     return Prepared(
         label=config.label,
         kind="perplexity",
+        lost_text=None if loss.is_none else loss.as_json(),
         num_fewshot=0,
         items=tuple(items),
         fingerprint=f"sha256:{digest.hexdigest()[:16]}",
@@ -575,7 +580,8 @@ def windows_of(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> It
         yield Request(tuple(context), tuple(window), num_bytes, 0)
 
 
-def _documents(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Document]:
+def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator[Document]:
+    """Yield the documents, and add what their tokens do not spell to `loss`."""
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
         from llmfoundry_lite.data.baselines import read_tokens  # imports mosaicml-streaming
@@ -584,14 +590,17 @@ def _documents(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Document]:
             samples = read_tokens(path, tokenizer.vocab_size)
         except (ValueError, KeyError, OSError) as error:
             raise DataError(f"{config.label}: {path} is no MDS split of tokens ({error})") from error
-        between = (tokenizer.eos_token_id, tokenizer.prefix_token_id)  # documents, and no text
+        silent = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)  # stand for no text
         for before, *ids in samples.tolist():
-            written = tokenizer.decode([token for token in ids if token not in between])
+            written = tokenizer.decode([token for token in ids if token not in silent])
             yield Document(before, ids, len(written.encode()), [before, *ids])
         return
+    speller = Speller(tokenizer)
     for text in _texts(config) if path.suffix in LINES else [read_text(config)]:
         if (document := document_of(text, tokenizer)).ids:
-            yield document
+            lost = speller.measure(text)
+            loss += lost
+            yield document._replace(num_bytes=document.num_bytes - lost.lost_bytes)
 
 
 def document_of(text: str, tokenizer: Tokenizer) -> Document:

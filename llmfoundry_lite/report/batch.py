@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,7 +175,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
         raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
     wait_for_folders([folder.path for folder in build_folders(loader.dataset) if folder.remote], timeout_seconds=0)
     dataset = TextDataset(
-        loader.dataset,
+        replace(loader.dataset, allow_truncation=True),  # as the run read it
         max_seq_len=config["max_seq_len"],
         global_batch_size=config["global_train_batch_size"],
         drop_last=loader.drop_last,

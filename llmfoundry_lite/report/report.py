@@ -279,18 +279,25 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | N
 
 
 def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
-    """Count bytes of the text that was tokenised for this split."""
+    """Count bytes of the text that was tokenised for this split, less those that its tokenizer loses."""
     if not dataset or not dataset.get("local"):
         return None
-    counts = splits_of(Path(dataset["local"])).get(dataset.get("split") or "")
+    folder = Path(dataset["local"])
+    counts, loss = splits_of(folder).get(dataset.get("split") or ""), summary_of(folder).get("lost_text")
     if not counts:
         return None
-    return counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
+    kept = 1 - loss["lost_bytes"] / max(loss["text_bytes"], 1) if loss else 1
+    return kept * counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
 
 
 def splits_of(folder: Path) -> dict[str, Any]:
+    return summary_of(folder).get("splits", {})
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return what `data prepare` wrote beside the splits; empty without it."""
     file = folder / "summary.json"
-    return json.loads(file.read_text())["splits"] if file.is_file() else {}
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 # ------------------------------------------------------------------------------------------- samples of text

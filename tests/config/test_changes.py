@@ -34,7 +34,8 @@ TABLE = {
         **in_loaders(
             "dataset.",
             """local remote predownload cache_limit download_retry download_timeout validate_hash
-            allow_unhashed_shards keep_zip override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error""",
+            allow_unhashed_shards allow_truncation keep_zip
+            override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error""",
         ),
         **in_loaders("dataset.streams.*.", "local remote download_retry download_timeout validate_hash keep_zip"),
         **in_loaders(

@@ -742,6 +742,20 @@ def test_tokens_outside_the_vocabulary_are_named_with_shard_and_sample(shards):
     assert "token id 70 is outside the vocabulary of 70: the tokenizer does not match" in message
 
 
+@pytest.mark.parametrize("encoding", ["ndarray:uint16", "ndarray:uint16:8"])
+def test_longer_samples_are_refused_at_their_first_row_or_where_the_index_tells(tmp_path, encoding):
+    with MDSWriter(out=str(tmp_path), columns={"tokens": encoding}) as writer:
+        for i in range(4):
+            writer.write({"tokens": np.full(8, i, np.uint16)})
+    words = "8 tokens, and max_seq_len 6 leaves 25 % of the text out; set max_seq_len=8, prepare"
+    with pytest.raises(DataError, match=words):
+        dataset = open_data(tmp_path, max_seq_len=6, global_batch_size=2)
+        assert not encoding.endswith("8"), "the index tells"
+        next(iter(dataset))
+    cut = open_data(tmp_path, max_seq_len=6, global_batch_size=2, allow_truncation=True)
+    assert next(iter(cut)).shape == (6,)
+
+
 def test_samples_shorter_than_max_seq_len_are_refused_with_both_remedies(shards):
     message = message_of(numbers_of, open_data(shards, max_seq_len=9))
     assert (

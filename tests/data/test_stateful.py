@@ -81,11 +81,13 @@ def test_it_refuses_to_be_wrapped_into_another_loader(shards):
         ({"rank": "0", "world_size": "2"}, ConfigError, "rank is '0', expected a whole number from 0 on"),
         ({"batch_size": 6}, ConfigError, "batch_size: unknown word; did you mean global_batch_size, of all ranks"),
         ({"seed": 6}, ConfigError, r"seed: unknown word; did you mean shuffle_seed\?"),
+        ({"max_seq_len": SEQ_LEN + 1}, DataError, f"{SEQ_LEN} tokens, but max_seq_len is {SEQ_LEN + 1}; set"),
+        ({"max_seq_len": SEQ_LEN - 1}, DataError, r"leaves .* % of the text out; .* allow_truncation: true"),
     ],
 )
 def test_what_cannot_be_is_refused(shards, changes, error, words):
     with pytest.raises(error, match=words):
-        open_dataset(shards, **{**WORDS, **changes})
+        next(iter(open_dataset(shards, **{**WORDS, **changes})))
 
 
 def test_numbers_and_paths_of_other_libraries_are_taken(shards):

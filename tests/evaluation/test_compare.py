@@ -15,6 +15,7 @@ import torch
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.data.spelling import KINDS
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
@@ -23,7 +24,7 @@ from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
 from llmfoundry_lite.evaluation.significance import items_needed
-from llmfoundry_lite.evaluation.tables import panels
+from llmfoundry_lite.evaluation.tables import panels, write_comparison
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
 
@@ -329,6 +330,48 @@ def test_different_tokenizers_are_compared_by_text(tmp_path):
     token_ids = {"x/0-shot": text([[(8.0, 11)], [(3.0, 9)]])}
     with pytest.raises(DataError, match="x/0-shot: the data are token ids, and base and ids have different tokenizers"):
         compare(load_results([a, write_result(tmp_path, "ids", token_ids, tokenizer="sha256:2")]))
+
+
+def lost(lost_bytes: int, *, text_bytes: int = 1000, **kinds: int) -> dict[str, object]:
+    counts = dict.fromkeys(KINDS, 0) | {"no_token": lost_bytes // 2} | kinds
+    return {"characters": text_bytes, "text_bytes": text_bytes, "lost_bytes": lost_bytes, "examples": [], **counts}
+
+
+@pytest.mark.parametrize(
+    ("first_lost", "other_lost", "verdict"),
+    [
+        (None, None, "better by 1.4"),
+        (None, lost(480), "not comparable: text is lost"),
+        (lost(480), None, "not comparable: text is lost"),
+        (None, lost(0, case=200), "not comparable: text is lost"),
+        (None, lost(10), "better by 1.4"),  # even if each lost byte takes 8 bits
+    ],
+)
+def test_a_model_is_not_called_better_for_text_that_its_tokenizer_loses(tmp_path, first_lost, other_lost, verdict):
+    sizes, paths, losing = range(90, 110), [], {"base": first_lost, "ours": other_lost}
+    for nats, (name, loss) in zip((2.0, 1.0), losing.items(), strict=True):
+        task = text(
+            [[(nats * size + size % (2 + nats), size)] for size in sizes], lost_text=loss, fingerprint=f"sha256:{name}"
+        )
+        paths.append(write_result(tmp_path, name, {"x/0-shot": task}, tokenizer=f"sha256:{name}"))
+    (pair,) = compare(load_results(paths))
+    assert pair.tasks[0].verdict.startswith(verdict) and pair.tasks[0].is_detected == verdict.startswith("better")
+    shares = {name: loss and f"{max(loss['lost_bytes'], loss['case']) / 10:.2g}" for name, loss in losing.items()}
+    expected = [f"the tokenizer of {name} loses {share} % of the text" for name, share in shares.items() if share]
+    assert [note.removeprefix("x/0-shot: warning: ") for note in pair.notes if "loses" in note] == expected
+    (comparison,) = json.loads(write_comparison([], [pair], tmp_path)[1].read_text())["comparisons"]
+    assert comparison["tasks"][0]["verdict"].startswith(verdict)
+
+
+def test_no_difference_is_claimed_where_lost_text_may_hide_one(tmp_path):
+    first = {"x/0-shot": text([[(100.0 + i % 3, 100)] for i in range(20)], fingerprint="sha256:1")}
+    other = {"x/0-shot": text([[(100.0 + i % 5, 100)] for i in range(20)], lost_text=lost(300))}
+    a = write_result(tmp_path, "base", first)
+    (pair,) = compare(load_results([a, write_result(tmp_path, "ours", other, tokenizer="sha256:2")]))
+    assert pair.tasks[0].verdict == "not comparable: text is lost"
+    b = write_result(tmp_path, "alike", {"x/0-shot": other["x/0-shot"]})  # one tokenizer loses the same
+    (pair,) = compare(load_results([b, write_result(tmp_path, "ours", other)]))
+    assert pair.tasks[0].verdict == "the same on every item"
 
 
 def test_what_a_reader_must_know_is_said(tmp_path):

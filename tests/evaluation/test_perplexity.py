@@ -12,16 +12,20 @@ import pytest
 import tokenizers
 import torch
 from streaming import MDSWriter
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.data.tokenizer import build_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.records import bits_per_byte, bits_per_byte_error, by_document
 from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.tables import _oddities
 from llmfoundry_lite.evaluation.tasks import prepare_text
 from tests.helpers.models import normal_model
 
@@ -168,6 +172,23 @@ def test_tokens_between_documents_have_no_bytes(tmp_path, tokenizer) -> None:
         writer.write({"tokens": np.array([begins.bos_token_id, *sample], np.uint16)})
     found = prepare_text(task(tmp_path / "val"), begins, max_seq_len=64, limit=None)
     assert [item.requests[0].num_characters for item in found.items] == [len("catcat")]
+
+
+def test_bits_per_byte_are_of_the_text_that_the_tokens_spell(tmp_path, model) -> None:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    letters = BpeTrainer(special_tokens=["<eos>"], show_progress=False)
+    backend.train_from_iterator(["some words of Latin letters alone"], letters)
+    lossy = build_tokenizer("lossy", backend, {"eos_token": "<eos>"})
+    (tmp_path / "a.txt").write_text("some words αβγδ of Latin letters")
+    (tmp_path / "b.txt").write_text("some words  of Latin letters")
+    whole, kept = (measure(model, lossy, tmp_path / name) for name in ("a.txt", "b.txt"))
+    assert whole["bits_per_byte"] == kept["bits_per_byte"] and "lost_text" not in kept
+    assert whole["lost_text"]["share"] == 4 / 32 and whole["lost_text"]["lost_bytes"] == 8
+    assert "12 % of characters do not come back (4 have no token" in next(_oddities(whole))
+    assert whole["fingerprint"] != kept["fingerprint"]
+    (tmp_path / "c.txt").write_text("αα some")
+    assert measure(model, lossy, tmp_path / "c.txt")["lost_text"]["share"] == 2 / 7
 
 
 def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:

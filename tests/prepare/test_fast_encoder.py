@@ -75,7 +75,7 @@ def test_the_tokenizers_trained_here_prove_equal(tokenizer: Tokenizer, tmp_path:
 @needs_gigatoken
 @pytest.mark.parametrize("make", [gpt4_like, lower_case, words])
 def test_other_tokenizers_are_used_only_if_they_prove_equal(make, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer("test", make(), {"eos_token": "<|endoftext|>"}, {})
+    tokenizer = build_tokenizer("test", make(), {"eos_token": "<|endoftext|>"})
     try:
         encoder = FastEncoder(tokenizer, tmp_path / VERDICT)
         encoder.prove()
@@ -92,7 +92,7 @@ def test_marks_that_the_two_order_otherwise_are_found_in_the_proof(tmp_path: Pat
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = build_tokenizer("test", trained(backend), {"eos_token": "<|endoftext|>"}, {})
+    tokenizer = build_tokenizer("test", trained(backend), {"eos_token": "<|endoftext|>"})
     encoder = FastEncoder(tokenizer, tmp_path / VERDICT)
     texts = [f"a{chr(code)}\u0323\u0301b" for code in range(0x300, 0x1B00)]
     differing = [text for text in texts if encoder.tokenizer.encode_batch([text]) != [encoder.ids_of(text).tolist()]]

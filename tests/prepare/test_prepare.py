@@ -398,7 +398,7 @@ def test_unfinished_work_for_another_request_or_of_another_release_is_refused(
     stop_before_packing(small_request, tmp_path / "out")
     with pytest.raises(DataError, match=r"unfinished preparation of something else: text_key was 'text' and is 'body'"):
         prepare(replace(small_request, text_key="body"), tmp_path / "out")
-    monkeypatch.setattr(out_folder, "LAYOUT", 4)
+    monkeypatch.setattr(out_folder, "LAYOUT", out_folder.LAYOUT + 1)
     with pytest.raises(DataError, match=r"it was begun by another release, which keeps unfinished work in another way"):
         prepare(small_request, tmp_path / "out", num_workers=1)
 
