@@ -5,7 +5,8 @@ token, a lost link. `is_transient` tells them apart by what an error was raised 
 """
 
 import errno
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 EXIT_DONE = 0
@@ -32,6 +33,11 @@ def printable(text: str, *, keep: str = "") -> str:
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode() for c in text
     )
+
+
+def list_names(names: Iterable[object]) -> str:
+    """Write `a, b`. A name with white space, quotes or commas stands in quotes: ` text` looks like `text`."""
+    return ", ".join(name if re.fullmatch(r"[^\s,'\"]+", name) else repr(name) for name in map(str, names))
 
 
 def either(options: Sequence[object]) -> str:

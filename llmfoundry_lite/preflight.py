@@ -31,7 +31,15 @@ from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
 from llmfoundry_lite.data.tokenizer import find_fingerprints, is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import SECOND_STEP, CheckpointError, ConfigError, DataError, UserError, printable
+from llmfoundry_lite.errors import (
+    SECOND_STEP,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    UserError,
+    list_names,
+    printable,
+)
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.launch.status import STATUS, write_ended_early
@@ -71,7 +79,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
         if loader.name == "text":
             _check_data(key, loader, config, found, must_exist=must_exist)
     _check_tokenizer(config, found, must_exist=must_exist)
-    _check_tasks(config, must_exist=must_exist)
+    _check_tasks(config, found, must_exist=must_exist)
     num_samples, batch = _samples_per_epoch(config, found), config.global_train_batch_size
     if num_samples is not None and num_samples < batch and config.train_loader.drop_last:
         raise DataError(
@@ -131,8 +139,8 @@ def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
     return found.num_samples.get("train") if is_plain else None
 
 
-def _check_tasks(config: TrainConfig, *, must_exist: bool) -> None:
-    for task in load_tasks(config.icl_tasks, config.icl_task_folder):
+def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
+    for task in load_tasks(config.icl_tasks, config.icl_task_folder, notes=found.notes):
         is_local = not task.dataset_uri.startswith("hf://")
         if must_exist and is_local and not Path(task.dataset_uri).exists():
             raise DataError(
@@ -200,7 +208,7 @@ def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: Trai
     except ValueError as error:
         raise DataError(f"{key}: {index} is not an MDS index ({error}); make it again") from None
     if not {"tokens", "text"} & types.keys():
-        raise DataError(f"{key}: {index} has columns {', '.join(types)}; expected tokens or text")
+        raise DataError(f"{key}: {index} has columns {list_names(types)}; expected tokens or text")
     if "tokens" not in types:
         found.text_keys.append(key)
         found.notes.append(

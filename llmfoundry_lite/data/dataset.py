@@ -44,7 +44,7 @@ from llmfoundry_lite.data.shared_memory import (
 )
 from llmfoundry_lite.data.stages import StagedOrder
 from llmfoundry_lite.data.streams import build_stages
-from llmfoundry_lite.errors import DataError, TransientDataError, UserError, one_line
+from llmfoundry_lite.errors import DataError, TransientDataError, UserError, list_names, one_line
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
@@ -209,7 +209,7 @@ class TextDataset(IterableDataset):
             for columns in self.cache.table.columns_of_stream(i):
                 if "tokens" not in columns and "text" not in columns:
                     raise DataError(
-                        f"{folder.path} has no column tokens or text, only {', '.join(columns)}; "
+                        f"{folder.path} has no column tokens or text, only {list_names(columns)}; "
                         "prepare it with `llmfoundry-lite data prepare`, or write one of the two columns"
                     )
                 if "tokens" not in columns and self.reader.tokenizer is None:

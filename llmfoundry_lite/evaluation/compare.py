@@ -291,8 +291,12 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
     ours, theirs = a["settings"], b["settings"]
     facts = [key for key in ("type", "num_fewshot", "tokenization", "metric") if a.get(key) != b.get(key)]
     found = [f"{key} {a.get(key)!r} against {b.get(key)!r}" for key in facts]
+    other_rows = _first_different("row", task, first, other)
     for key in {**ours, **theirs}:
-        if ours.get(key) != theirs.get(key) and key not in facts:
+        if key == "prompts" and all(str(one.get(key)).startswith("sha256:") for one in (ours, theirs)):
+            if ours[key] != theirs[key] and not other_rows:  # other rows have other prompts
+                found.append(f"their prompts{_first_different('prompt', task, first, other)}")
+        elif ours.get(key) != theirs.get(key) and key not in facts:
             counts = f" ({a['n']:,} items against {b['n']:,})" if key == "limit" else ""
             # max_seq_len is a setting only where a prompt did not fit into it.
             found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}{counts}")
@@ -305,10 +309,10 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
     # What is beyond the limit of a text was not read, so that other limits make other data.
     is_cut_elsewhere = is_text and any(limits) and (limits[0] != limits[1] or other_tokenizer)
     if a["data_fingerprint"] != b["data_fingerprint"] and not is_cut_elsewhere:
-        found.append(f"the data ({a['n']:,} items against {b['n']:,}{_where_different(task, first, other)})")
+        found.append(f"the data ({a['n']:,} items against {b['n']:,}{other_rows})")
     same_fingerprint = a["fingerprint"] == b["fingerprint"]
     if not found and not same_fingerprint and not (is_text and other_tokenizer):
-        found.append(f"fingerprint {a['fingerprint']} against {b['fingerprint']}")
+        found.append(f"what no setting tells (fingerprint {a['fingerprint']} against {b['fingerprint']})")
     if found:
         remedy = "evaluate both with one task file" if same_limit else "evaluate both without limit"
         raise DataError(
@@ -325,12 +329,22 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
             )
 
 
-def _where_different(task: str, first: Results, other: Results) -> str:
-    """Name the first item whose row is another, where the items say what their rows are."""
+def _first_different(what: str, task: str, first: Results, other: Results) -> str:
+    """Name the first item whose row, or prompt, is another. Logs of other tools have a hash of either; items of ours
+    have the length, place or text of their answers."""
+
+    def facts_of(item: Record) -> object:
+        if what == "prompt" or "row" in item:
+            return item.get(what)
+        return [item.get(key) for key in ("gold", "num_characters", "answers", "category")]
+
+    is_text = first.tasks[task]["type"] == "perplexity"  # in windows, which are a tokenizer's
     theirs = {item["index"]: item for item in other.items.get(task, [])}
     for item in first.items.get(task, []):
-        if "row" in item and item["row"] != theirs.get(item["index"], item)["row"]:
-            return f"; {item['id']} is another question"
+        found = theirs.get(item["index"])
+        if found is not None and ("row" in item or not is_text) and facts_of(item) != facts_of(found):
+            noun = "question" if what == "row" else "prompt"
+            return f"; {item.get('id') or 'row ' + str(item['index'] + 1)} is the first with another {noun}"
     return ""
 
 

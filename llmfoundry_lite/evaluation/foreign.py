@@ -383,7 +383,7 @@ def _build(
     has_clusters = any(groups) or first != list(range(len(rows)))
     items: list[Record] = []
     for row in scored:
-        item: Record = {"task": task, "index": row.index, "id": row.id, "row": row.row}
+        item: Record = {"task": task, "index": row.index, "id": row.id, "row": row.row, "prompt": row.prompt}
         item |= {"cluster": of_row[row.index]} if has_clusters else {}
         item |= {name: row.values[name] for name in metrics} if not is_text else {}
         if is_text and row.text is not None:

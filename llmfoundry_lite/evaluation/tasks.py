@@ -11,7 +11,6 @@ import json
 import random
 import re
 import string
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.spelling import Loss, Speller
 from llmfoundry_lite.data.tokenizer import Tokenizer
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.files import open_regular, without_magic
 
 COLUMNS = {
@@ -145,7 +144,8 @@ def read_text(config: TaskConfig) -> str:
     except FileNotFoundError:
         raise DataError(
             f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
-            "`llmfoundry-lite data make-tasks` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's"
+            "`llmfoundry-lite data make-tasks` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's, "
+            "skip_missing_tasks=true leaves it out"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{label}: {path} cannot be read: {error}") from error
@@ -164,14 +164,14 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
         raise DataError(f"{config.label}: {config.dataset_uri} cannot be loaded: {error}") from error
     if not isinstance(found, datasets.Dataset):
         raise DataError(
-            f"{config.label}: {config.dataset_uri} has splits {', '.join(found)}; "
+            f"{config.label}: {config.dataset_uri} has splits {list_names(found)}; "
             "choose one: hf_loading_vars: {split: …}"
         )
     for ours, theirs in config.hf_parsing_map.items():
         if missing := [column for column in theirs if column not in found.column_names]:
             raise DataError(
                 f"{config.label}: hf_parsing_map: {ours}: {config.dataset_uri} has no column {missing[0]!r}; "
-                f"there are: {', '.join(found.column_names)}"
+                f"there are: {list_names(found.column_names)}"
             )
     if not config.hf_parsing_map:
         return rows
@@ -247,12 +247,13 @@ def prepare(
             f"{' in its largest category' if config.has_categories else ''}, "
             f"too few for {num_fewshot} examples and a question"
         )
+    config = replace(config, continuation_delimiter=delimiter_of(config, num_fewshot, tokenization))
     settings = settings_of(config, num_fewshot, tokenization, limit_that_cuts(limit, len(askable)))
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     clusters = find_clusters(config, rows)
     encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
-    items, skipped = [], Counter[str]()
+    items, skipped = [], dict[str, list[int]]()
     for index in askable[:limit]:
         examples = choose_examples(config, group_of[index], index, num_fewshot)
         try:
@@ -260,9 +261,9 @@ def prepare(
             missing = num_fewshot - len(examples)
             items.append(replace(item, num_missing_examples=missing, cluster=clusters.get(index)))
         except _Unaskable as reason:
-            skipped[str(reason)] += 1
+            skipped.setdefault(str(reason), []).append(index)
     if not items:
-        reasons = ", ".join(f"{count} with {reason}" for reason, count in skipped.items())
+        reasons = ", ".join(f"{len(rows)} with {reason}" for reason, rows in skipped.items())
         raise NothingToAsk(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
     if skipped or any(request.num_trimmed for item in items for request in item.requests):
         settings["max_seq_len"] = max_seq_len  # which otherwise has no part in what was asked
@@ -276,7 +277,7 @@ def prepare(
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
         num_repeated=len(items) - len({_question(config, rows[item.index]) for item in items}),
-        skipped=dict(skipped),
+        skipped={f"{reason}, first in row {rows[0] + 1}": len(rows) for reason, rows in skipped.items()},
         config=replace(config, tokenization=tokenization),
     )
 
@@ -330,6 +331,17 @@ def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: in
         return list(range(len(rows)))
     reserved = {index for group in groups_of(config, rows) for index in group[:num_fewshot]}
     return [index for index in range(len(rows)) if index not in reserved]
+
+
+def delimiter_of(config: TaskConfig, num_fewshot: int, tokenization: str) -> str:
+    """Return what stands between context and answer. LLM Foundry leaves it out of a schema task's question that
+    nothing precedes; where both are tokenised together, a space remains."""
+    delimiter = config.continuation_delimiter
+    if config.icl_task_type != "schema" or num_fewshot or config.prompt_string:
+        return delimiter
+    if tokenization == "separate":
+        return delimiter if config.strip_dataset and not delimiter.strip() else ""
+    return " " if delimiter.strip() else delimiter
 
 
 def limit_that_cuts(limit: int | None, num_items: int) -> int | None:
@@ -422,8 +434,9 @@ def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
 
 
 def _solution(config: TaskConfig, row: dict[str, Any], answer: str) -> str:
-    thought = row.get("chain_of_thought")
-    return f"{thought}{config.cot_delimiter}{answer}" if thought else answer
+    """Return an answer as an example shows it. Where the file has thoughts, the delimiter stands before each answer,
+    as in LLM Foundry: the model is to write it, and its own answer is read from there."""
+    return f"{row['chain_of_thought'] or ''}{config.cot_delimiter}{answer}" if "chain_of_thought" in row else answer
 
 
 def _accepted(row: dict[str, Any]) -> list[str]:
@@ -488,7 +501,8 @@ class _Encoding:
             space = " " if self.needs_space and answer and not answer.startswith(" ") else ""
             ids, answer_ids = self._apart(preamble, context), self._encode(space + answer)
         if not answer_ids:
-            raise _Unaskable("an answer without tokens")
+            joined = "an answer that one token joins to its context (tokenization: separate has it apart)"
+            raise _Unaskable(joined if answer.strip() else "an answer without tokens")
         return self._fit(ids, answer_ids, len(answer_ids), len(answer))
 
     def prompt(self, preamble: str, context: str, num_tokens: int) -> Request:

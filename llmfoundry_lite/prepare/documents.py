@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.prepare.contents import BLOCK_BYTES, OTHER_ENCODING, Bad, read_table, read_text
 from llmfoundry_lite.prepare.request import Request
 
@@ -193,12 +193,12 @@ def text_of_row(row: Mapping[str, Any] | Bad, text_keys: tuple[str, ...]) -> str
     for key in text_keys:
         value = value_of(row, key)
         if value is MISSING:
-            names = ", ".join(name for column, item in row.items() for name in names_within(column, item))
+            names = list_names(name for column, item in row.items() for name in names_within(column, item))
             there = f"there are: {names or 'none'} (choose one with --text-key)"
             return Bad("missing_text_key", f" has no {key!r}; {there}")
         if not isinstance(value, str):
             found = "null" if value is None else f"a {type(value).__name__}"
-            return Bad("not_text", f": {key} is {found}, expected a string")
+            return Bad("not_text", f": {list_names([key])} is {found}, expected a string")
         values.append(value)
     return FIELD_SEPARATOR.join(values)
 

@@ -24,7 +24,7 @@ from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
 from llmfoundry_lite.evaluation.significance import items_needed
-from llmfoundry_lite.evaluation.tables import panels, write_comparison
+from llmfoundry_lite.evaluation.tables import fold, legend, panels, write_comparison
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
 
@@ -288,7 +288,7 @@ def test_a_limit_is_named_as_the_reason_and_not_the_data_or_the_tokens(tmp_path)
         ({"settings": settings(limit=10), "fingerprint": "b"}, r"limit None against 10 \(10 items against 10\)"),
         ({"settings": settings(max_seq_len=64), "fingerprint": "b"}, "max_seq_len None against 64"),
         ({"metric": "acc_norm"}, "metric 'acc_per_token' against 'acc_norm'"),
-        ({"fingerprint": "sha256:b"}, "fingerprint sha256:a against sha256:b"),
+        ({"fingerprint": "sha256:b"}, r"what no setting tells \(fingerprint sha256:a against sha256:b\)"),
     ],
 )
 def test_what_was_asked_otherwise_is_not_compared(tmp_path, changes, reason):
@@ -299,6 +299,28 @@ def test_what_was_asked_otherwise_is_not_compared(tmp_path, changes, reason):
         result_of(tmp_path, {"good/0-shot": TEN, "t/0-shot": TEN}, other)
     pair = result_of(tmp_path, {"good/0-shot": TEN, "t/0-shot": TEN}, other, skip=["t/0-shot"])
     assert [task.task for task in pair.tasks] == ["good/0-shot"] and "left out, as asked: t/0-shot" in pair.notes
+
+
+def test_the_first_row_that_differs_is_named(tmp_path):
+    other = choice(TEN, data_fingerprint="sha256:e", fingerprint="b")
+    for item in other[1][3:]:
+        item["num_characters"] = [7, 8]
+    with pytest.raises(DataError, match=r"same: the data \(10 items against 10; row 4 is the first with another quest"):
+        result_of(tmp_path, {"t/0-shot": TEN}, {"t/0-shot": other})
+
+
+def test_the_legend_says_whether_a_mean_is_corrected(tmp_path):
+    tasks = {"a/0-shot": TEN, "b/0-shot": TEN}
+    paths = [write_result(tmp_path, name, tasks) for name in "xyz"]
+    one, two = (legend(compare(load_results(paths[:count]))) for count in (2, 3))
+    assert "corrected for 2 tests; the mean's is one test more, not corrected (Holm)" in one
+    assert "corrected for 4 tests; the means' for 2 tests (Holm)" in two
+    assert "mean" not in legend(compare(load_results(paths[:2]), skip=["a/0-shot"]))
+
+
+def test_a_path_is_folded_at_its_marks_and_a_long_word_alone_within():
+    assert fold("results/eval-7b/base-model.json") == "results/\neval-7b/\nbase-\nmodel.\njson"
+    assert fold("ours") == "ours" and fold("a" * 20) == "a" * 16 + "\n" + "a" * 4
 
 
 def test_tasks_of_one_alone_are_named_and_left_out(tmp_path):
@@ -325,7 +347,7 @@ def test_different_tokenizers_are_compared_by_text(tmp_path):
     assert [(task.metric, task.n) for task in pair.tasks] == [("acc_norm", 10), ("bits_per_byte", 2)]
     assert pair.tasks[0].difference == pytest.approx(0.2) and pair.more == []
     assert any("different tokenizers: acc_norm (per character) stands for acc_per_token" in note for note in pair.notes)
-    with pytest.raises(DataError, match=r"x/0-shot: .* fingerprint sha256:a against sha256:b"):
+    with pytest.raises(DataError, match=r"x/0-shot: .* \(fingerprint sha256:a against sha256:b"):
         compare(load_results([a, write_result(tmp_path, "same", other)]))
     token_ids = {"x/0-shot": text([[(8.0, 11)], [(3.0, 9)]])}
     with pytest.raises(DataError, match="x/0-shot: the data are token ids, and base and ids have different tokenizers"):

@@ -125,13 +125,17 @@ def test_an_inspect_log_is_the_same_as_json_or_deflated(tmp_path):
 
 def test_other_questions_or_prompts_are_refused_by_item(logs):
     rewrite(samples_of(logs[1]), lambda sample: {**sample, "doc_hash": "0"} if sample["doc_id"] == 3 else sample)
-    assert "the data (12 items against 12; item 3 is another question)" in refusal(*logs)
+    found = refusal(*logs)
+    assert "asked the same: the data (12 items against 12; item 3 is the first with another question); eval" in found
+    assert "sha256" not in found
     shutil.copytree(LM_EVAL[1], logs[1], dirs_exist_ok=True)
     rewrite(samples_of(logs[1]), lambda sample: sample if sample["doc_id"] < 9 else None)
     assert "the data (12 items against 9)" in refusal(*logs)
     shutil.copytree(LM_EVAL[1], logs[1], dirs_exist_ok=True)
-    rewrite(samples_of(logs[1]), lambda sample: {**sample, "arguments": {"gen_args_0": {"arg_0": "Q: "}}})
-    assert "were not asked the same: prompts 'sha256:" in refusal(*logs)
+    other = {"arguments": {"gen_args_0": {"arg_0": "Q: "}}}
+    rewrite(samples_of(logs[1]), lambda sample: {**sample, **other} if sample["doc_id"] > 4 else sample)
+    assert "asked the same: their prompts; item 5 is the first with another prompt; evaluate both" in refusal(*logs)
+    rewrite(samples_of(logs[1]), lambda sample: {**sample, **other})
     for folder in logs:  # each model's own template: the prompts differ rightly
         path = next(folder.glob("results_*.json"))
         path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages }}"}))

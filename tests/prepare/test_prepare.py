@@ -688,6 +688,7 @@ GOOD_LINE = b'{"text": "good"}\n'
             b'{"body": "x", "id": 1}\n',
             r"line 1 has no 'text'; there are: body, id \(choose one with --text-k",
         ),
+        ("a.jsonl", b'{" text": "x", "n o": 1}\n', r"line 1 has no 'text'; there are: ' text', 'n o' \(choose"),
         ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: text is null, expected a string"),
         ("a.jsonl", b'{"text": ["x"]}\n', "a.jsonl, line 1: text is a list, expected a string"),
         ("a.txt", b"caf\xe9", r"a.txt is not valid UTF-8 \(byte 3\)"),
