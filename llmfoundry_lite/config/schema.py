@@ -232,7 +232,7 @@ class CallbacksConfig:
     runtime_estimator: NoOptions | None = None
     """These three are always on; naming them is allowed."""
     profiler: ProfilerConfig | None = None
-    extra: dict[str, dict[str, Any]] = setting(dict)
+    extra: dict[str, dict[str, Any]] = setting(dict, replay="trusted")
     """python:package.module:Class -> keyword arguments."""
 
 
@@ -323,137 +323,155 @@ def _is_all_or_count(value: int) -> bool:
 class TrainConfig:
     """A training run. Precedence: these defaults < YAML files, in order < key=value arguments."""
 
-    model: ModelConfig = setting(change="never")
-    tokenizer: TokenizerConfig = setting(change="freely")
-    train_loader: LoaderConfig = setting(change="never")
-    optimizer: OptimizerConfig = setting(change="never")
-    scheduler: SchedulerConfig = setting(change="logged")
-    max_duration: str | int = span(change="logged")
+    model: ModelConfig = setting(change="never", replay="used")
+    tokenizer: TokenizerConfig = setting(change="freely", replay="used")
+    train_loader: LoaderConfig = setting(change="never", replay="used")
+    optimizer: OptimizerConfig = setting(change="never", replay="used")
+    scheduler: SchedulerConfig = setting(change="logged", replay="used")
+    max_duration: str | int = span(change="logged", replay="used")
     """4800ba, 1ep, 2.5e9tok or 1000sp; a bare integer counts epochs."""
-    global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never")
+    global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Samples, over all devices."""
-    max_seq_len: int = setting(REQUIRED, POSITIVE, change="never")
+    max_seq_len: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Tokens."""
 
-    run_name: str = setting(change="freely")
+    run_name: str = setting(change="freely", replay="left out")
     """Default: $RUN_NAME, else the first YAML file's name."""
-    run_folder: str = setting(REQUIRED, LOCAL, change="freely")
+    run_folder: str = setting(REQUIRED, LOCAL, change="freely", replay="left out")
     """Default: runs/<run_name>. Always local."""
     seed: int = setting(
         17,
         NON_NEGATIVE,
         must_be(f"at most {MAX_SEED}: a rank adds its number, within 32 bits", lambda value: value <= MAX_SEED),
         change="never",
+        replay="used",
     )
     precision: str = setting(
         "amp_bf16",
         choices="fp32 tf32 amp_bf16 amp_fp16",
         instead="expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
         hardware=True,
+        replay="used",
     )
     """tf32 is fp32 with products in TF32 where the device has it; nothing else uses TF32."""
-    eval_loader: LoaderConfig | None = setting(None, change="logged")
+    eval_loader: LoaderConfig | None = setting(None, change="logged", replay="left out")
     """Validation data; a list of loaders, each with a label, is read as eval_loaders."""
-    eval_loaders: dict[str, LoaderConfig] = setting(dict, change="logged")
+    eval_loaders: dict[str, LoaderConfig] = setting(dict, change="logged", replay="left out")
     """Label -> validation data, logged as eval/<label>/loss."""
-    eval_interval: str | int = setting(1, _check_eval_interval, expected=describe_span(TIME_UNITS), change="logged")
+    eval_interval: str | int = setting(
+        1, _check_eval_interval, expected=describe_span(TIME_UNITS), change="logged", replay="left out"
+    )
     """A span; a bare integer counts epochs; 0 never evaluates."""
-    eval_first: bool = setting(False, change="freely")
-    eval_subset_num_batches: int = setting(-1, must_be("-1 (all) or a count", _is_all_or_count), change="logged")
+    eval_first: bool = setting(False, change="freely", replay="left out")
+    eval_subset_num_batches: int = setting(
+        -1, must_be("-1 (all) or a count", _is_all_or_count), change="logged", replay="left out"
+    )
     """Global batches of device_eval_batch_size times the devices (groups of them with tp_config or cp_config); -1 for
     all."""
-    loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True)
+    loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True, replay="used")
     """Size of the fp32 logits that the loss computes at a time; it takes two and a half times as much. More make larger
     products, and add up the embedding's gradient in fewer parts."""
-    device_eval_batch_size: int | None = setting(None, POSITIVE, hardware=True)
+    device_eval_batch_size: int | None = setting(None, POSITIVE, hardware=True, replay="left out")
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
     8,192 tokens hold; 1 with eval_subset_num_batches, which counts such batches. The loss does not depend on it."""
-    icl_tasks: list[Any] | str = setting(list, change="logged")
+    icl_tasks: list[Any] | str = setting(list, change="logged", replay="left out")
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
-    icl_task_folder: str = setting("evals", change="freely")
-    icl_limit: int | None = setting(None, change="logged")
+    icl_task_folder: str = setting("evals", change="freely", replay="left out")
+    icl_limit: int | None = setting(None, change="logged", replay="left out")
     """Only the first so many items of each task."""
     device_train_microbatch_size: int | str | None = setting(
         None,
         must_be("a number of samples, or auto", lambda value: value > 0 if isinstance(value, int) else value == "auto"),
         hardware=True,
         shapes_dropout=True,
+        replay="used",
     )
     """Samples, or auto: the most that fits, measured before the first batch. Default: the device's whole batch."""
-    accumulate_train_batch_on_tokens: bool = setting(True, change="never")
-    exact_sums: bool = setting(False, change="logged")
+    accumulate_train_batch_on_tokens: bool = setting(True, change="never", replay="used")
+    exact_sums: bool = setting(False, change="logged", replay="used")
     """Bit-identical on any number of ranks whose devices compute a microbatch alike: gradients are added in float64, as
     multiples of 2^-46. The size of a microbatch is then part of the run."""
-    algorithms: AlgorithmsConfig = setting(AlgorithmsConfig, change="logged")
-    callbacks: CallbacksConfig = setting(CallbacksConfig, change="freely")
-    loggers: LoggersConfig = setting(LoggersConfig, change="freely")
-    fsdp_config: FSDPConfig | None = setting(None, hardware=True)
+    algorithms: AlgorithmsConfig = setting(AlgorithmsConfig, change="logged", replay="used")
+    callbacks: CallbacksConfig = setting(CallbacksConfig, change="freely", replay="left out")
+    loggers: LoggersConfig = setting(LoggersConfig, change="freely", replay="left out")
+    fsdp_config: FSDPConfig | None = setting(None, hardware=True, replay="used")
     """null: every device holds the whole model (NO_SHARD) up to 1.5 billion parameters, and a share (FULL_SHARD) of
     larger ones."""
-    tp_config: TensorParallelConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    tp_config: TensorParallelConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: no layer is divided."""
-    cp_config: ContextParallelConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    cp_config: ContextParallelConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: every device has whole samples."""
-    pp_config: PipelineConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    pp_config: PipelineConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: every device computes all blocks."""
-    islands: IslandsConfig | None = setting(None, hardware=True)
+    islands: IslandsConfig | None = setting(None, hardware=True, replay="left out")
     """null: this launch trains alone."""
-    on_non_finite: str = setting("stop", choices="stop skip", change="logged")
+    on_non_finite: str = setting("stop", choices="stop skip", change="logged", replay="used")
     """Policy for a batch whose loss or gradient is not finite."""
-    max_skipped_batches: int = setting(100, POSITIVE, change="freely")
+    max_skipped_batches: int = setting(100, POSITIVE, change="freely", replay="used")
     """skip gives up after this many batches of one launch."""
     save_folder: str | None = setting(
-        None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), change="freely"
+        None,
+        not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"),
+        change="freely",
+        replay="left out",
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
-    save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
+    save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged", replay="left out")
     """A span, a time such as 5m, 90s or 1h, or auto: as often as costs 2 % of training time, by what saves are measured
     to cost, and more often in a run that has failed often. The end of a launch always saves."""
-    digest_interval: str | int | None = span(None, change="freely")
+    digest_interval: str | int | None = span(None, change="freely", replay="left out")
     """Log a digest of weights and optimizer, however they are divided, at every such span too. Each save has one."""
     save_num_checkpoints_to_keep: int = setting(
-        -1, must_be("-1 (all) or a count above 0", _is_all_or_count), change="freely"
+        -1,
+        must_be("-1 (all) or a count above 0", _is_all_or_count),
+        change="freely",
+        replay="left out",
     )
     """The newest so many; -1 keeps all."""
-    save_keep_every_batches: int | None = setting(None, POSITIVE, change="freely")
+    save_keep_every_batches: int | None = setting(None, POSITIVE, change="freely", replay="left out")
     """Also keep every one whose batch is a multiple of this."""
-    autoresume: bool = setting(False, change="freely")
+    autoresume: bool = setting(False, change="freely", replay="left out")
     """Carry on from the newest intact checkpoint of save_folder, if there is one."""
     load_path: str | None = setting(
-        None, not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"), change="freely"
+        None,
+        not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"),
+        change="freely",
+        replay="left out",
     )
     """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds takes precedence."""
-    load_weights_only: bool = setting(False, change="freely")
+    load_weights_only: bool = setting(False, change="freely", replay="left out")
     """Take the weights from load_path and begin at batch 1."""
-    load_ignore_keys: list[str] = setting(list, change="freely")
+    load_ignore_keys: list[str] = setting(list, change="freely", replay="left out")
     """Patterns of tensors of load_path to leave as they were initialised, such as model/transformer.wpe.*"""
-    load_cast: bool = setting(False, change="freely")
+    load_cast: bool = setting(False, change="freely", replay="left out")
     """Permit tensors of load_path in another dtype."""
-    stop_after: str | int | None = span(None, change="freely")
+    stop_after: str | int | None = span(None, change="freely", replay="left out")
     """End this launch (not the run) after this span, saved."""
-    max_wall_time: str | int | float | None = setting(None, parse_seconds, hardware=True)
+    max_wall_time: str | int | float | None = setting(None, parse_seconds, hardware=True, replay="left out")
     """Save and exit with code 75 after this much time: 3h55m, 90s, 1d, 3:55:00, or seconds."""
-    preemption_grace_seconds: float = setting(20.0, POSITIVE, hardware=True)
+    preemption_grace_seconds: float = setting(20.0, POSITIVE, hardware=True, replay="left out")
     """From SIGTERM, SIGUSR1, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
-    retry_for: str | int | float = setting("30m", parse_seconds, hardware=True)
+    retry_for: str | int | float = setting("30m", parse_seconds, hardware=True, replay="left out")
     """How long a fault that may pass is waited for without progress, such as a full disk, a server's 5xx or an expired
     token: by the last save of a launch, and by `llmfoundry-lite train -n`, which starts ranks again. 0 never waits."""
-    compile_config: dict[str, Any] | None = setting(None, hardware=True)
+    compile_config: dict[str, Any] | None = setting(None, hardware=True, replay="used")
     """Arguments of torch.compile, which is applied to each block and to the loss; {} for its defaults."""
-    deterministic: bool = setting(False, change="freely")
+    deterministic: bool = setting(False, change="freely", replay="used")
     """Only kernels that give the same digits every time; slower, and an error where torch has none."""
-    dist_timeout: float = setting(600.0, POSITIVE, hardware=True)
+    dist_timeout: float = setting(600.0, POSITIVE, hardware=True, replay="left out")
     """Seconds a collective may take."""
-    environment: dict[str, str] = setting(dict, hardware=True)
+    environment: dict[str, str] = setting(dict, hardware=True, replay="trusted")
     """Environment variables of NCCL, RCCL and torch for this hardware; what the shell has set already stands."""
-    progress_bar: bool = setting(False, change="freely")
-    log_to_console: bool = setting(True, change="freely")
-    console_log_interval: str | int = span("1ba", ("ba", "ep"), change="freely")
-    export_at_end: bool = setting(True, change="freely")
+    progress_bar: bool = setting(False, change="freely", replay="left out")
+    log_to_console: bool = setting(True, change="freely", replay="left out")
+    console_log_interval: str | int = span("1ba", ("ba", "ep"), change="freely", replay="left out")
+    export_at_end: bool = setting(True, change="freely", replay="left out")
     """Write <run directory>/huggingface when the run is done and plain transformers can read the model."""
-    python_log_level: str | None = setting(None, choices="debug info warning error critical", change="freely")
-    variables: dict[str, Any] = setting(dict, change="freely")
-    metadata: dict[str, Any] = setting(dict, change="freely")
+    python_log_level: str | None = setting(
+        None, choices="debug info warning error critical", change="freely", replay="left out"
+    )
+    variables: dict[str, Any] = setting(dict, change="freely", replay="left out")
+    metadata: dict[str, Any] = setting(dict, change="freely", replay="left out")
 
     @property
     def sharding(self) -> FSDPConfig:

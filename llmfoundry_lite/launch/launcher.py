@@ -72,6 +72,8 @@ class Program(NamedTuple):
     """The module that takes long to import, which the server does once for all ranks."""
     packages: tuple[str, ...] = ()
     """Packages to import before it, lean."""
+    finds_modules_here: bool = True
+    """Whether a module in the working directory is imported, as `python -m` does."""
 
 
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
@@ -193,9 +195,10 @@ class Launcher:
         if self._server is not None:
             return self._server
         mine, its = open_channel()
-        module, imports, packages = self.program
+        module, imports, packages, finds_modules_here = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
-        command = [sys.executable, "-m", "llmfoundry_lite.launch.server", *names]
+        options = [] if finds_modules_here else ["-P"]
+        command = [sys.executable, *options, "-m", "llmfoundry_lite.launch.server", *names]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
         try:
             process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
