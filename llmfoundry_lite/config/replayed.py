@@ -27,22 +27,35 @@ def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts
     Raises ConfigError for code that is not trusted, and for text with `${` in it.
     """
     chosen = [name for name, key in keys_of(TrainConfig).items() if key.setting.replay != "left out"]
-    values = _without(given, {name: config[name] for name in chosen if name in config})
+    values = without(given, {name: config[name] for name in chosen if name in config})
     code = [*_find_code(values)]
     if code and not trusts_code:
-        without = "; or leave the variables out: environment={}" if values.get("environment") else ""
+        or_else = "; or leave the variables out: environment={}" if values.get("environment") else ""
         raise ConfigError(
             f"replay: the run's configuration brings code of its author: {', '.join(code)}; if you trust it, let it "
-            f"run with --trust-code{without}"
+            f"run with --trust-code{or_else}"
         )
     if trusts_code:
         values["callbacks"] = {"extra": find_callbacks(config)}
+    refuse_unresolved(values, "replay")
+    return as_given(values)
+
+
+def without(given: Collection[str], value: Any, path: str = "") -> Any:
+    """Return `value` without the dotted keys given, at any depth."""
+    if not isinstance(value, dict):
+        return value
+    places = {key: f"{path}.{key}" if path else str(key) for key in value}
+    return {key: without(given, value[key], place) for key, place in places.items() if place not in given}
+
+
+def refuse_unresolved(values: Mapping[str, Any], what: str) -> None:
+    """Raise ConfigError for recorded text with `${` in it: it names variables of another machine, or of this one."""
     unresolved = {path: text for path, text in _texts(values) if "${" in text}
     if unresolved:
         recorded = ", ".join(f"{path} is {_quoted(text)}" for path, text in unresolved.items())
         keys = dict.fromkeys(f"{path.partition('[')[0]}=…" for path in unresolved)
-        raise ConfigError(f"replay: {recorded} in the run, which is not resolved here; give {' '.join(keys)}")
-    return as_given(values)
+        raise ConfigError(f"{what}: {recorded} in the run, which is not resolved here; give {' '.join(keys)}")
 
 
 def find_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,14 +85,6 @@ class _Quoting(yaml.SafeDumper):
 
 
 _Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
-
-
-def _without(given: Collection[str], value: Any, path: str = "") -> Any:
-    """Return `value` without the keys given, at any depth."""
-    if not isinstance(value, dict):
-        return value
-    places = {key: f"{path}.{key}" if path else str(key) for key in value}
-    return {key: _without(given, value[key], place) for key, place in places.items() if place not in given}
 
 
 def _find_code(values: Mapping[str, Any]) -> Iterator[str]:

@@ -6,8 +6,8 @@ reads what it found. Nothing of the run is changed.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from llmfoundry_lite.config.layout import divisors, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.replayed import as_given, select_recorded, write_yaml
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.data.recorded import Places, places_in
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
 from llmfoundry_lite.launch.log_lines import Record, read_lines
-from llmfoundry_lite.launch.replay_data import Places
 from llmfoundry_lite.report.reading import LOSS, METRICS, Run, folder_of_checkpoints, read_run
 
 NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"
@@ -190,10 +190,10 @@ def write_replay(
     _check_tokenizer(plan, config)
     if config.train_loader.name == "text":
         layer = OmegaConf.to_container(OmegaConf.from_dotlist([*changes]), resolve=True)
-        places = Places(
-            cache=folder.with_name("data"), given=[*_places_in(layer)], uses_recorded_remote=uses_recorded_remote
-        )
-        places.fill_in(config.train_loader.dataset, values["train_loader"]["dataset"])
+        advice = ", or use what it recorded with --use-recorded-remote"
+        own_data, given_places = folder.with_name("data"), [*places_in(layer)]
+        places = Places(own=own_data, given=given_places, uses_recorded_remote=uses_recorded_remote, advice=advice)
+        values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
     (folder / RECORDED).write_text(json.dumps([encode_segment(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
     path.write_text(write_yaml(as_given(values | own)))
@@ -256,14 +256,6 @@ def _check_tokenizer(plan: Plan, config: TrainConfig) -> None:
             f"replay: {name} is not the run's tokenizer ({here} here, {there} there); give the one that it was trained "
             "with: tokenizer.name=FOLDER"
         )
-
-
-def _places_in(values: Any) -> Iterator[str]:
-    """Yield the folders and remotes of data in a part of a configuration."""
-    if isinstance(values, dict):
-        yield from (str(values[key]) for key in ("local", "remote") if values.get(key))
-    for inner in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
-        yield from _places_in(inner)
 
 
 def for_a_replay(error: UserError) -> UserError:

@@ -74,7 +74,7 @@ def test_other_data_than_the_runs_and_batches_it_has_not_trained_are_refused(fol
     with pytest.raises(DataError, match="run: no checkpoint here, which losses need"):
         compute_losses(read_batch(where, 2), None, torch.device("cpu"))
     (folder / "b").rename(folder / "moved")
-    with pytest.raises(DataError, match=r"there is no data folder .*/b/train"):
+    with pytest.raises(DataError, match=r"streams\.b: .*/b/train does not hold its data here; give .*\.b\.local="):
         read_batch(where, 2)
     assert read_batch(where, 2, [f"train_loader.dataset.streams.b.local={folder / 'moved'}"]).logged_digest
     text = (folder / "run" / "config.yaml").read_text().replace("train_loader:", "train_loader:\n  name: python:a:b")
@@ -105,7 +105,8 @@ def test_a_folder_that_a_live_run_downloads_into_is_refused_without_waiting(fold
         live = shared_memory.register_folders([str(folder / "b/train")], "live")
         live.path.write_text(live.path.read_text().replace(str(os.getpid()), "1"))
         with pytest.raises(DataError, match=r"another run \(process 1\) is downloading into .*/b/train; give this run"):
-            read_batch(str(folder / "run"), 1, [f"train_loader.dataset.streams.b.remote={folder / 'a[1]'}"])
+            places = {"remote": folder / "a[1]", "local": folder / "b"}
+            read_batch(str(folder / "run"), 1, [f"train_loader.dataset.streams.b.{k}={v}" for k, v in places.items()])
         live.release()
 
 
