@@ -244,11 +244,11 @@ def replay_command(
     if len(states) > 1 or not all("=" in change for change in changes):
         raise ConfigError(f"replay: {' '.join(arguments or ())} given, expected baN..baM once, and key=value pairs")
     plan = plan_replay(where, *states) if states else plan_replay(where, None)
-    os.environ.update(rank_variables(0, num_ranks))
     with tempfile.TemporaryDirectory(prefix="llmfoundry-lite-replay-") as temporary:
         folder = Path(temporary) / "run"
         options = {"trusts_code": trust_code, "uses_recorded_remote": use_recorded_remote}
         path = write_replay(plan, folder, num_ranks, changes, **options)
+        os.environ.update(rank_variables(0, num_ranks))
         try:
             config = check([path])[0].config
         except UserError as error:

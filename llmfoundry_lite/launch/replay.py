@@ -106,7 +106,10 @@ def plan_replay(where: str, states: str | None) -> Plan:
     if bounds is None or int(bounds[1]) >= int(bounds[2]):
         raise ConfigError(f"{states} given, expected two states of the run, the earlier first: ba100..ba110")
     run = read_run(where)
-    store = CheckpointStore(folder_of_checkpoints(run.folder, run.config))
+    saved_in = folder_of_checkpoints(run.folder, run.config)
+    if "${" in saved_in:
+        raise ConfigError(f"{where}: its checkpoints are in {saved_in}, which is not resolved here; give that folder")
+    store = CheckpointStore(saved_in)
     saves = sorted((one for one in store.candidates() if one.head is not None), key=lambda one: one.batch)
     first, last = int(bounds[1]), int(bounds[2])
     if states is None:
