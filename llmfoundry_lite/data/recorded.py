@@ -13,6 +13,7 @@ from typing import Any
 
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import own_streams, streams_of_stages
+from llmfoundry_lite.config.layers import get
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
 
@@ -49,7 +50,7 @@ class Places:
         return replace(dataset, local=single.local, remote=single.remote)
 
     def _find(self, key: str, stream: StreamConfig, dataset: TextDatasetConfig) -> StreamConfig:
-        split = stream.split or dataset.split or ""
+        split = dataset.split if stream.split is None else stream.split
         place = StreamConfig(local=stream.local, remote=stream.remote, split=split)
         if place not in self._found:
             local, remote = self._choose(key, place, str(self.own / str(len(self._found))))
@@ -92,9 +93,15 @@ def state_of(folder: Path) -> str | None:
     return PACKED if len(packed) == len(raw) and all(map(os.path.isfile, packed)) else None
 
 
-def places_in(values: Any) -> Iterator[str]:
-    """Yield the folders and remotes of data in a part of a configuration."""
-    if isinstance(values, dict):
-        yield from (str(values[key]) for key in ("local", "remote") if values.get(key))
-    for inner in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
-        yield from places_in(inner)
+def given_places(values: dict[str, Any], keys: Collection[str]) -> set[str]:
+    """Return the folders and remotes of data in a configuration that stand at or below the keys that a user gave."""
+    return {text for key in keys for text in _places_in(get(values, key)[1], key.rpartition(".")[2])}
+
+
+def _places_in(value: Any, name: str) -> Iterator[str]:
+    if isinstance(value, str) and name in ("local", "remote"):
+        yield value
+    for inner in value if isinstance(value, list) else ():
+        yield from _places_in(inner, name)
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from _places_in(inner, key)

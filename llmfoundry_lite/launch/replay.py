@@ -11,19 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
 from llmfoundry_lite.checkpoint.manifest import Segment, encode_segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.changes import find_changes
+from llmfoundry_lite.config.layers import leaf_keys, read_layers
 from llmfoundry_lite.config.layout import divisors, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.replayed import as_given, select_recorded, write_yaml
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.data.recorded import Places, places_in
+from llmfoundry_lite.data.recorded import Places, given_places
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
-from llmfoundry_lite.launch.log_lines import Record, read_lines
+from llmfoundry_lite.launch.log_lines import Record, number_of, read_lines
 from llmfoundry_lite.report.reading import LOSS, METRICS, Run, folder_of_checkpoints, read_run
 
 NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"
@@ -80,9 +79,9 @@ class Misfit(NamedTuple):
     @property
     def relative(self) -> float:
         """Return the relative difference of two numbers; infinite for anything else."""
-        there, here = self.there, self.here
-        are_numbers = isinstance(there, int | float) and isinstance(here, int | float)
-        return abs(there - here) / max(abs(there), abs(here)) if are_numbers else float("inf")
+        there, here = number_of(self.there), number_of(self.here)
+        is_known = there is not None and here is not None and there != here
+        return abs(there - here) / max(abs(there), abs(here)) if is_known else float("inf")
 
     def __str__(self) -> str:
         return f"batch {self.batch}: {self.quantity} is {self.here} here and {self.there} in the run"
@@ -124,7 +123,7 @@ def plan_replay(where: str, states: str | None) -> Plan:
     config = later[0].manifest.config if later else run.config
     if not isinstance(config, dict):
         raise DataError(f"{where}: the run's configuration is not there")
-    digests = {record["state/batch"]: record[STATE] for record in records.values() if STATE in record}
+    digests = {record.get("state/batch"): record[STATE] for record in records.values() if STATE in record}
     saved = {one.manifest.timestamp.batch: one.manifest.state_digest for one in [*later, *([start] if start else [])]}
     digests |= {batch: digest for batch, digest in saved.items() if digest is not None}
     return Plan(
@@ -172,7 +171,7 @@ def write_replay(
 
     `changes`: `key=value` of the command line. Raises ConfigError and DataError, before anything heavy starts.
     """
-    given = [change.partition("=")[0] for change in changes]
+    given = [key for layer in read_layers(changes, needs_file=False) for key in leaf_keys(layer.values)]
     own = {"run_folder": str(folder), **OWN, "stop_after": f"{plan.last_batch - plan.first_batch + 1}ba"}
     if plan.start is not None:
         own |= {"load_path": plan.start.url}
@@ -192,10 +191,12 @@ def write_replay(
     _check_ranks(plan, config, num_ranks)
     _check_tokenizer(plan, config)
     if config.train_loader.name == "text":
-        layer = OmegaConf.to_container(OmegaConf.from_dotlist([*changes]), resolve=True)
-        advice = ", or use what it recorded with --use-recorded-remote"
-        own_data, given_places = folder.with_name("data"), [*places_in(layer)]
-        places = Places(own=own_data, given=given_places, uses_recorded_remote=uses_recorded_remote, advice=advice)
+        places = Places(
+            own=folder.with_name("data"),
+            given=given_places(values, given),
+            uses_recorded_remote=uses_recorded_remote,
+            advice=", or use what it recorded with --use-recorded-remote",
+        )
         values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
     (folder / RECORDED).write_text(json.dumps([encode_segment(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"

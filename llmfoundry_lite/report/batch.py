@@ -30,7 +30,7 @@ from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
-from llmfoundry_lite.data.recorded import Places, places_in
+from llmfoundry_lite.data.recorded import Places, given_places
 from llmfoundry_lite.data.shared_memory import wait_for_folders
 from llmfoundry_lite.data.stateful import StatefulLoader
 from llmfoundry_lite.data.streams import build_folders
@@ -187,7 +187,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
     if loader.name != "text":
         raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
     own = Path(tempfile.gettempdir(), f"llmfoundry-lite-data-{secrets.token_hex(8)}")
-    placed = Places(own=own, given=[*places_in([layer.values for layer in changes])]).place(loader.dataset)
+    placed = Places(own=own, given=given_places(config, given)).place(loader.dataset)
     wait_for_folders([folder.path for folder in build_folders(placed) if folder.remote], timeout_seconds=0)
     dataset = TextDataset(
         placed,
