@@ -35,9 +35,7 @@ def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
     check_is_path(record)
     there = [path for path in (record, *others) if os.path.lexists(path)]
     if link := next((path for path in there if path.is_symlink()), None):
-        raise ConfigError(
-            f"{link}: a link, which would be written through; name another folder, or remove it"
-        )
+        raise ConfigError(f"{link}: a link, which would be written through; name another folder, or remove it")
     if there and not _is_record(record):
         raise ConfigError(f"{there[0]}: exists and is no earlier answer of this command; name another, or remove it")
 

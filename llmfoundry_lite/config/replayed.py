@@ -4,6 +4,7 @@ The run may be anybody's, so it is data. Keys that decide arithmetic or data are
 in their text is resolved, and code that they name runs only if the user trusts its author.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -76,15 +77,20 @@ def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_yaml(values: Any) -> str:
-    """Write YAML in which text stays text for every reader: it is quoted."""
-    return yaml.dump(values, Dumper=_Quoting, sort_keys=False)
+    """Write YAML that OmegaConf reads as these values: text stays text, and `${` in it means nothing."""
+    return yaml.dump(values, Dumper=_Literal, sort_keys=False)
 
 
-class _Quoting(yaml.SafeDumper):
-    """Quotes all text: YAML 1.1 reads `1e5` as text, and OmegaConf as a number."""
+class _Literal(yaml.SafeDumper):
+    """Quotes all text, for OmegaConf reads `1e5` as a number, and escapes interpolations."""
 
 
-_Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+def _write_text(dumper: _Literal, text: str) -> yaml.Node:
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style='"')
+
+
+_Literal.add_representer(str, _write_text)
 
 
 def _find_code(values: Mapping[str, Any]) -> Iterator[str]:

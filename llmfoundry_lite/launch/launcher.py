@@ -61,6 +61,8 @@ as EXIT_BUG. Preempted ranks save, and end themselves when that takes too long."
 SILENCE_SECONDS = 10.0
 """Time without a beat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
+CLONE = Path(__file__).parents[2]
+"""The package itself is found in the working directory, where it is a clone that is not installed."""
 
 
 class Program(NamedTuple):
@@ -197,7 +199,7 @@ class Launcher:
         mine, its = open_channel()
         module, imports, packages, finds_modules_here = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
-        options = [] if finds_modules_here else ["-P"]
+        options = [] if finds_modules_here or Path.cwd() == CLONE else ["-P"]
         command = [sys.executable, *options, "-m", "llmfoundry_lite.launch.server", *names]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
         try:
