@@ -1,6 +1,7 @@
 """A run as it was recorded, without training: configuration, log and checkpoints that can be loaded."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,30 +36,29 @@ def write_run(
     saves: Sequence[int] = (),
     *,
     records: Sequence[Mapping[str, Any]] = (),
-    segments: Sequence[Segment] = (HERE,),
-    fingerprints: Mapping[str, str] | None = None,
+    like: Path | None = None,
+    **manifest: Any,
 ) -> Path:
-    """A run directory of 6 batches. Checkpoints have the model of the configuration, and AdamW's state."""
+    """A run directory of 6 batches. Checkpoints have the model of the configuration, and AdamW's state, or are copies
+    of those of the run `like` with other manifests."""
     folder.mkdir(parents=True)
     write_config(folder / "config.yaml", dict(config))
     lines = records or [record_of(batch) for batch in range(1, 7)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "status.json").write_text(json.dumps({"status": "done", "batch": 6}))
-    if saves:
+    if saves and like is None:
         model = MPT(build_block(ModelConfig, dict(config["model"]), "model"))
         initialise_weights(model, 17)
         optimizer = AdamW(model.parameters())
         saver = Saver(CheckpointStore(folder / "checkpoints"))
         for batch in saves:
-            about = About(
-                timestamp=Timestamp(batch=batch, sample=8 * batch, token=256 * batch),
-                run_name="recorded",
-                config=dict(config),
-                segments=tuple(segments),
-                fingerprints=dict(fingerprints or {}),
-            )
-            saver.save(model, optimizer, about)
+            stamp = Timestamp(batch=batch, sample=8 * batch, token=256 * batch)
+            saver.save(model, optimizer, About(timestamp=stamp, run_name="recorded"))
             saver.wait()
+    for batch in saves:
+        if like is not None:
+            shutil.copytree(like / "checkpoints" / f"ba{batch}", folder / "checkpoints" / f"ba{batch}")
+        rewrite(folder, batch, **{"config": dict(config), "segments": (HERE,), **manifest})
     return folder
 
 

@@ -24,18 +24,19 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"), num_train=40, num_val=8)
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory, data):
+    return write_run(tmp_path_factory.mktemp("template") / "run", tiny_config(data), (2, 4, 6))
+
+
 @pytest.fixture
-def run(tmp_path, data):
+def run(tmp_path, data, template):
     """A function that records a run of 6 batches of 8 samples in microbatches of 2, saved at 2, 4 and 6."""
 
     def record(saves=(2, 4, 6), **changes):
-        records, segments = changes.pop("records", ()), changes.pop("segments", (HERE,))
-        fingerprints = changes.pop("fingerprints", None)
-        config = {"device_train_microbatch_size": 8, "exact_sums": True, **changes}
-        folder = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
-        config = tiny_config(data, **config)
-        options = {"records": records, "segments": segments, "fingerprints": fingerprints}
-        return write_run(folder, config, saves, **options)
+        manifest = {name: changes.pop(name) for name in ("records", "segments", "fingerprints") if name in changes}
+        config = tiny_config(data, **{"device_train_microbatch_size": 8, "exact_sums": True, **changes})
+        return write_run(tmp_path / f"run{len([*tmp_path.glob('run*')])}", config, saves, like=template, **manifest)
 
     return record
 
@@ -102,23 +103,25 @@ def test_the_configuration_is_that_of_the_first_save_after_the_start(run):
         plan(where, "ba4..ba6")
 
 
-def test_segments_are_those_that_trained_the_batches(run):
-    parts = [replace(HERE, first_batch=a, last_batch=b, world_size=n) for a, b, n in ((1, 2, 1), (3, 4, 2), (5, 6, 3))]
-    where = run(segments=parts)
-    assert [one.world_size for one in plan(where, "ba2..ba4").segments] == [2]
-    assert [one.world_size for one in plan(where, "ba2..ba6").segments] == [2, 3]
+def test_segments_are_those_that_trained_the_batches_by_the_first_save_after_them(run):
+    parts = [replace(HERE, first_batch=a, last_batch=b, world_size=n) for a, b, n in ((1, 2, 1), (3, 3, 2), (4, 6, 3))]
+    where = run(segments=tuple(parts))
+    assert [one.world_size for one in plan(where, "ba2..ba4").segments] == [2, 3]
+    assert [one.world_size for one in plan(where, "ba4..ba6").segments] == [3]
+    rewrite(where, 6, segments=(replace(HERE, world_size=9),))
+    assert [one.world_size for one in plan(where, "ba2..ba4").segments] == [2, 3]
 
 
 def test_a_change_within_the_batches_is_refused_and_one_before_them_is_not(run):
     parts = [HERE, replace(HERE, first_batch=5, changes={"optimizer.lr": [0.1, 0.2]})]
-    where = run(segments=[replace(parts[0], last_batch=4), parts[1]])
+    where = run(segments=(replace(parts[0], last_batch=4), parts[1]))
     with pytest.raises(ConfigError, match=r"optimizer\.lr changed after ba4; replay ba2\.\.ba4 and ba4\.\.ba6"):
         plan(where, "ba2..ba6")
     assert len(plan(where, "ba4..ba6").segments) == 1
 
 
 def test_batches_of_islands_apart_are_refused(run):
-    where = run(segments=[replace(HERE, sync="local steps, every 4")])
+    where = run(segments=(replace(HERE, sync="local steps, every 4"),))
     with pytest.raises(ConfigError, match="with local steps, every 4, which one world does not repeat"):
         plan(where, None)
 
@@ -169,7 +172,7 @@ def test_from_the_seed_nothing_is_loaded(run, tmp_path):
 def test_other_ranks_divide_no_layer_and_share_the_model_by_all(run, tmp_path):
     fsdp = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
     layout = {"fsdp_config": fsdp, "tp_config": {"tensor_parallel_degree": 2}, "exact_sums": False}
-    where = run(segments=[replace(HERE, world_size=4)], **layout)
+    where = run(segments=(replace(HERE, world_size=4),), **layout)
     here = written(where, tmp_path / "a", 2)
     assert (here["tp_config"], here["fsdp_config"]["sharding_strategy"]) == (None, "FULL_SHARD")
     assert here["fsdp_config"]["data_parallel_shard_degree"] is None
@@ -183,7 +186,7 @@ def test_microbatches_are_the_runs_or_smaller_where_no_exact_sums_need_them(run,
     for number, (exact, size, num_ranks, expected) in enumerate(
         [(1, 2, 2, 2), (0, 8, 1, 8), (0, 8, 4, 2), (0, 2, 4, 2)]
     ):
-        where = run(exact_sums=bool(exact), segments=[replace(HERE, device_train_microbatch_size=size)])
+        where = run(exact_sums=bool(exact), segments=(replace(HERE, device_train_microbatch_size=size),))
         assert written(where, tmp_path / str(number), num_ranks)["device_train_microbatch_size"] == expected
     where = run(exact_sums=False)
     assert written(where, tmp_path / "x", 1, ["device_train_microbatch_size=1"])["device_train_microbatch_size"] == 1
