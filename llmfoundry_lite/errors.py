@@ -172,6 +172,14 @@ class DataError(UserError):
     """A data set, a document or a tokenizer is missing, damaged or does not match."""
 
 
+class OtherDataError(DataError):
+    """The data is not what a checkpoint was trained with."""
+
+    def __init__(self, text: str, difference: str = ""):
+        super().__init__(text)
+        self.difference = difference
+
+
 class TransientDataError(DataError):
     """A transient DataError from a worker process, whose cause does not travel."""
 

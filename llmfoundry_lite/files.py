@@ -28,9 +28,14 @@ def check_is_path(path: Path) -> None:
 
 
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
-    """Raise ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command."""
+    """Raise ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command.
+
+    A link is refused: the folder may be of a run that somebody else made, and the link lead anywhere.
+    """
     check_is_path(record)
     there = [path for path in (record, *others) if os.path.lexists(path)]
+    if link := next((path for path in there if path.is_symlink()), None):
+        raise ConfigError(f"{link}: a link, which would be written through; name another folder, or remove it")
     if there and not _is_record(record):
         raise ConfigError(f"{there[0]}: exists and is no earlier answer of this command; name another, or remove it")
 

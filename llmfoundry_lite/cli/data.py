@@ -126,8 +126,8 @@ def data_show(
 ) -> None:
     """Show the rows of a batch: their place, text and loss.
 
-    They are read again, in the order that the run had. Their digest must be the one in the log. Shards of a remote are
-    downloaded as in training.
+    They are read again, in the order that the run had. Their digest must be the one in the log. Folders that the run
+    recorded are only read. Name a remote to download from it: train_loader.dataset.remote=…
     """
     from rich.console import Console
 

@@ -218,17 +218,22 @@ def replay_command(
         typer.Argument(metavar="[baN..baM] [key=value ...]", help="States; and what differs here, such as folders."),
     ] = None,
     num_ranks: Ranks = 1,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Run python: objects and set variables that the run recorded.")
+    ] = False,
+    use_recorded_remote: Annotated[
+        bool, typer.Option("--use-recorded-remote", help="Fetch data from where the run fetched it.")
+    ] = False,
 ) -> None:
     """Train batches of a run again, and compare with its log.
 
     Data, losses, norms and the state are compared. From its checkpoint at baN or before, until baM; by default from the
-    last checkpoint but one to the last. Nothing is saved. Exit code 0: bit-equal. 3: within a band that other devices
-    or kernels explain, or it does not fit.
+    last checkpoint but one to the last. Nothing is saved. A run may be anybody's: without --trust-code none of its code
+    runs. Exit code 0: bit-equal. 3: within a band that other devices or kernels explain, or it does not fit.
     """
-    from llmfoundry_lite.config.changes import find_changes
-    from llmfoundry_lite.config.schema import as_dict
+    from llmfoundry_lite.config.replayed import find_callbacks
     from llmfoundry_lite.launch.launcher import Launcher, Program, refuse_other_launchers
-    from llmfoundry_lite.launch.replay import compare, plan_replay, write_replay
+    from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
     from llmfoundry_lite.ranks.rank import rank_variables
     from llmfoundry_lite.train import check, prepare_environment
     from llmfoundry_lite.training.lean_imports import HEAVY
@@ -239,19 +244,22 @@ def replay_command(
     if len(states) > 1 or not all("=" in change for change in changes):
         raise ConfigError(f"replay: {' '.join(arguments or ())} given, expected baN..baM once, and key=value pairs")
     plan = plan_replay(where, *states) if states else plan_replay(where, None)
-    os.environ.update(rank_variables(0, num_ranks))
     with tempfile.TemporaryDirectory(prefix="llmfoundry-lite-replay-") as temporary:
         folder = Path(temporary) / "run"
-        path = write_replay(plan, folder, num_ranks)
-        config = check([path, *changes])[0].config
-        found = find_changes(as_dict(check([path])[0].config), as_dict(config)) if changes else {}
-        if other := [change for rule in ("never", "logged") for change in found.get(rule, ())]:
-            raise ConfigError(f"replay: {other[0]} would be another run; leave it out")
+        options = {"trusts_code": trust_code, "uses_recorded_remote": use_recorded_remote}
+        path = write_replay(plan, folder, num_ranks, changes, **options)
+        os.environ.update(rank_variables(0, num_ranks))
+        try:
+            config = check([path])[0].config
+        except UserError as error:
+            raise for_a_replay(error) from error.__cause__
         prepare_environment(config)
         start = "its seed" if plan.start is None else plan.start.name
         print(printable(f"training batches {plan.first_batch} to {plan.last_batch} of {where} again, from {start}"))
-        program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY)
-        code = Launcher(program, num_ranks, 0, Path(temporary) / "logs").run([path, *changes])
+        if (callbacks := find_callbacks(plan.config)) and not trust_code:
+            print(printable(f"without its callbacks {', '.join(callbacks)}, which --trust-code runs"))
+        program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY, trust_code)
+        code = Launcher(program, num_ranks, 0, Path(temporary) / "logs").run([path])
         if code != EXIT_DONE:
             raise typer.Exit(code)
         verdict = compare(plan, folder)

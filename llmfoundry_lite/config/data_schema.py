@@ -35,6 +35,12 @@ def _in_units(units: Mapping[str, int], example: str) -> Any:
     return must_be(f"a number above 0, such as {example}", is_one)
 
 
+IS_WITHIN = must_be(
+    "a folder within local and remote, such as train",
+    lambda value: not value.startswith("/") and ".." not in value.split("/") and "\0" not in value,
+)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TokenizerConfig:
     name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"))
@@ -46,7 +52,7 @@ class TokenizerConfig:
 class StreamConfig:
     local: str | None = setting(None, hardware=True)
     remote: str | None = setting(None, _REMOTE, hardware=True)
-    split: str | None = None
+    split: str | None = setting(None, IS_WITHIN)
     proportion: float | None = setting(None, POSITIVE)
     """Share of this stream in an epoch; given for all streams or for none."""
     repeat: float | None = setting(None, POSITIVE)
@@ -74,7 +80,7 @@ class TextDatasetConfig:
     local: str | None = setting(None, hardware=True)
     """Folder of an MDS data set, or where a remote one is cached."""
     remote: str | None = setting(None, _REMOTE, hardware=True)
-    split: str | None = None
+    split: str | None = setting(None, IS_WITHIN)
     streams: dict[str, StreamConfig] = setting(dict)
     """Several data sets, mixed; keys are names of your choice."""
     stages: list[StageConfig] = setting(list, change="logged")

@@ -232,7 +232,7 @@ class CallbacksConfig:
     runtime_estimator: NoOptions | None = None
     """These three are always on; naming them is allowed."""
     profiler: ProfilerConfig | None = None
-    extra: dict[str, dict[str, Any]] = setting(dict)
+    extra: dict[str, dict[str, Any]] = setting(dict, replay="trusted")
     """python:package.module:Class -> keyword arguments."""
 
 
@@ -323,16 +323,16 @@ def _is_all_or_count(value: int) -> bool:
 class TrainConfig:
     """A training run. Precedence: these defaults < YAML files, in order < key=value arguments."""
 
-    model: ModelConfig = setting(change="never")
-    tokenizer: TokenizerConfig = setting(change="freely")
-    train_loader: LoaderConfig = setting(change="never")
-    optimizer: OptimizerConfig = setting(change="never")
-    scheduler: SchedulerConfig = setting(change="logged")
-    max_duration: str | int = span(change="logged")
+    model: ModelConfig = setting(change="never", replay="used")
+    tokenizer: TokenizerConfig = setting(change="freely", replay="used")
+    train_loader: LoaderConfig = setting(change="never", replay="used")
+    optimizer: OptimizerConfig = setting(change="never", replay="used")
+    scheduler: SchedulerConfig = setting(change="logged", replay="used")
+    max_duration: str | int = span(change="logged", replay="used")
     """4800ba, 1ep, 2.5e9tok or 1000sp; a bare integer counts epochs."""
-    global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never")
+    global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Samples, over all devices."""
-    max_seq_len: int = setting(REQUIRED, POSITIVE, change="never")
+    max_seq_len: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Tokens."""
 
     run_name: str = setting(change="freely")
@@ -344,12 +344,14 @@ class TrainConfig:
         NON_NEGATIVE,
         must_be(f"at most {MAX_SEED}: a rank adds its number, within 32 bits", lambda value: value <= MAX_SEED),
         change="never",
+        replay="used",
     )
     precision: str = setting(
         "amp_bf16",
         choices="fp32 tf32 amp_bf16 amp_fp16",
         instead="expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
         hardware=True,
+        replay="used",
     )
     """tf32 is fp32 with products in TF32 where the device has it; nothing else uses TF32."""
     eval_loader: LoaderConfig | None = setting(None, change="logged")
@@ -362,7 +364,7 @@ class TrainConfig:
     eval_subset_num_batches: int = setting(-1, must_be("-1 (all) or a count", _is_all_or_count), change="logged")
     """Batches of global_train_batch_size samples, the first ones of each validation set, on any number of devices; -1
     for all."""
-    loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True)
+    loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True, replay="used")
     """Size of the fp32 logits that the loss computes at a time; it takes two and a half times as much. More make larger
     products, and add up the embedding's gradient in fewer parts."""
     device_eval_batch_size: int | None = setting(None, POSITIVE, hardware=True)
@@ -378,33 +380,36 @@ class TrainConfig:
         must_be("a number of samples, or auto", lambda value: value > 0 if isinstance(value, int) else value == "auto"),
         hardware=True,
         shapes_dropout=True,
+        replay="used",
     )
     """Samples, or auto: the most that fits, measured before the first batch. Default: the device's whole batch."""
-    accumulate_train_batch_on_tokens: bool = setting(True, change="never")
+    accumulate_train_batch_on_tokens: bool = setting(True, change="never", replay="used")
     """The loss is the mean over a batch's tokens; false: over the means of its rows that have a loss."""
-    exact_sums: bool = setting(False, change="logged")
+    exact_sums: bool = setting(False, change="logged", replay="used")
     """Bit-identical on any number of ranks whose devices compute a microbatch alike: gradients are added in float64, as
     multiples of 2^-46. The size of a microbatch is then part of the run."""
-    algorithms: AlgorithmsConfig = setting(AlgorithmsConfig, change="logged")
+    algorithms: AlgorithmsConfig = setting(AlgorithmsConfig, change="logged", replay="used")
     callbacks: CallbacksConfig = setting(CallbacksConfig, change="freely")
     loggers: LoggersConfig = setting(LoggersConfig, change="freely")
-    fsdp_config: FSDPConfig | None = setting(None, hardware=True)
+    fsdp_config: FSDPConfig | None = setting(None, hardware=True, replay="used")
     """null: every device holds the whole model (NO_SHARD) up to 1.5 billion parameters, and a share (FULL_SHARD) of
     larger ones."""
-    tp_config: TensorParallelConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    tp_config: TensorParallelConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: no layer is divided."""
-    cp_config: ContextParallelConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    cp_config: ContextParallelConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: every device has whole samples."""
-    pp_config: PipelineConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    pp_config: PipelineConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: every device computes all blocks."""
     islands: IslandsConfig | None = setting(None, hardware=True)
     """null: this launch trains alone."""
-    on_non_finite: str = setting("stop", choices="stop skip", change="logged")
+    on_non_finite: str = setting("stop", choices="stop skip", change="logged", replay="used")
     """Policy for a batch whose loss or gradient is not finite."""
-    max_skipped_batches: int = setting(100, POSITIVE, change="freely")
+    max_skipped_batches: int = setting(100, POSITIVE, change="freely", replay="used")
     """skip gives up after this many batches of one launch."""
     save_folder: str | None = setting(
-        None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), change="freely"
+        None,
+        not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"),
+        change="freely",
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
     save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
@@ -413,7 +418,9 @@ class TrainConfig:
     digest_interval: str | int | None = span(None, change="freely")
     """Log a digest of weights and optimizer, however they are divided, at every such span too. Each save has one."""
     save_num_checkpoints_to_keep: int = setting(
-        -1, must_be("-1 (all) or a count above 0", _is_all_or_count), change="freely"
+        -1,
+        must_be("-1 (all) or a count above 0", _is_all_or_count),
+        change="freely",
     )
     """The newest so many; -1 keeps all."""
     save_keep_every_batches: int | None = setting(None, POSITIVE, change="freely")
@@ -421,7 +428,9 @@ class TrainConfig:
     autoresume: bool = setting(False, change="freely")
     """Carry on from the newest intact checkpoint of save_folder, if there is one."""
     load_path: str | None = setting(
-        None, not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"), change="freely"
+        None,
+        not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"),
+        change="freely",
     )
     """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds takes precedence."""
     load_weights_only: bool = setting(False, change="freely")
@@ -441,13 +450,13 @@ class TrainConfig:
     retry_for: str | int | float = setting("30m", parse_seconds, hardware=True)
     """How long a fault that may pass is waited for without progress, such as a full disk, a server's 5xx or an expired
     token: by the last save of a launch, and by `llmfoundry-lite train -n`, which starts ranks again. 0 never waits."""
-    compile_config: dict[str, Any] | None = setting(None, hardware=True)
+    compile_config: dict[str, Any] | None = setting(None, hardware=True, replay="used")
     """Arguments of torch.compile, which is applied to each block and to the loss; {} for its defaults."""
-    deterministic: bool = setting(False, change="freely")
+    deterministic: bool = setting(False, change="freely", replay="used")
     """Only kernels that give the same digits every time; slower, and an error where torch has none."""
     dist_timeout: float = setting(600.0, POSITIVE, hardware=True)
     """Seconds a collective may take."""
-    environment: dict[str, str] = setting(dict, hardware=True)
+    environment: dict[str, str] = setting(dict, hardware=True, replay="trusted")
     """Environment variables of NCCL, RCCL and torch for this hardware; what the shell has set already stands."""
     progress_bar: bool = setting(False, change="freely")
     log_to_console: bool = setting(True, change="freely")

@@ -44,7 +44,7 @@ from llmfoundry_lite.data.shared_memory import (
 )
 from llmfoundry_lite.data.stages import StagedOrder
 from llmfoundry_lite.data.streams import build_stages
-from llmfoundry_lite.errors import DataError, TransientDataError, UserError, list_names, one_line
+from llmfoundry_lite.errors import DataError, OtherDataError, TransientDataError, UserError, list_names, one_line
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
@@ -330,9 +330,10 @@ class TextDataset(IterableDataset):
                 for folder, ours, name, theirs in zip(self.folders, here, names, there, strict=True)
                 if ours != theirs
             )
-        raise DataError(
+        raise OtherDataError(
             f"the data is not what the checkpoint was trained with: {what}; restore the data, "
-            "or begin a new run (load_weights_only=true takes the weights along)"
+            "or begin a new run (load_weights_only=true takes the weights along)",
+            difference=what,
         )
 
     def continue_with(

@@ -5,6 +5,7 @@ The index of 1.5 million shards (100 TB) takes about 12 s and 1.2 GB to read. It
 
 import hashlib
 import json
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,11 @@ NODE_COLUMNS = (("state", np.uint8), ("has_come", np.bool_), ("verified", np.uin
 SHARED = ("column_encodings", "column_names", "column_sizes", "compression", "format", "version")
 """Keys of a record that have the same value in most records."""
 NO_FILE = {"basename": "", "bytes": 0, "hashes": {}}
+MAX_QUOTED = 60
+RAW_NAME = re.compile(r"([^/.\0][^/\0]*/)*[^/.\0][^/\0]*\.mds")
+ZIP_NAME = re.compile(RAW_NAME.pattern + r"\.(br|bz2|gz|snappy|zstd)")
+"""Names of files that lie beside an index, or in folders there, as in a merged one. They become paths that are written:
+no part begins with a dot."""
 
 
 class ShardTable:
@@ -214,9 +220,13 @@ class _Index:
         for name, value in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, strict=True):
             if type(value) is not int or not 0 <= value < 2**62:
                 raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0")
-        for name in (raw["basename"], zipped["basename"]):
-            if name.startswith("/") or ".." in name:
-                raise self._wrong("names shards outside of its own folder")
+        names = [(RAW_NAME, raw["basename"]), *([(ZIP_NAME, zipped["basename"])] if zipped is not NO_FILE else ())]
+        for pattern, name in names:
+            if not pattern.fullmatch(name):
+                raise self._wrong(
+                    f"names a shard {name[:MAX_QUOTED]!r}, expected a file beside it that ends in .mds, or in .mds and "
+                    "the name of a compression"
+                )
         return _Record(
             sizes[0],
             self._number_of_kind(record, [*hashes]),

@@ -63,6 +63,8 @@ as EXIT_BUG. Preempted ranks save, and end themselves when that takes too long."
 SILENCE_SECONDS = 10.0
 """Time without a beat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
+CLONE = Path(__file__).parents[2]
+"""The package itself is found in the working directory, where it is a clone that is not installed."""
 
 
 class Program(NamedTuple):
@@ -74,6 +76,8 @@ class Program(NamedTuple):
     """The module that takes long to import, which the server does once for all ranks."""
     packages: tuple[str, ...] = ()
     """Packages to import before it, lean."""
+    finds_modules_here: bool = True
+    """Whether a module in the working directory is imported, as `python -m` does."""
 
 
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
@@ -195,9 +199,10 @@ class Launcher:
         if self._server is not None:
             return self._server
         mine, its = open_channel()
-        module, imports, packages = self.program
+        module, imports, packages, finds_modules_here = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
-        command = [sys.executable, "-m", "llmfoundry_lite.launch.server", *names]
+        options = [] if finds_modules_here or Path.cwd() == CLONE else ["-P"]
+        command = [sys.executable, *options, "-m", "llmfoundry_lite.launch.server", *names]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
         try:
             process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)

@@ -210,9 +210,12 @@ def runs_within(where: Path) -> str:
 
 
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
+    content = folder.read(CONFIG, MAX_BYTES)
     try:
-        config = yaml.safe_load(folder.read(CONFIG, MAX_BYTES))
-    except yaml.YAMLError:
+        # Some lines of aliases of aliases are more than memory holds, where they are walked through. We write none.
+        has_aliases = b"*" in content and any(isinstance(one, yaml.AliasEvent) for one in yaml.parse(content))
+        config = None if has_aliases else yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError):
         config = None
     if isinstance(config, dict):
         return config
@@ -230,6 +233,9 @@ def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None) -> str:
 
 def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
     """Find the newest checkpoint whose manifest can be read."""
+    if "${" in folder:  # as the run wrote it: nothing recorded is resolved
+        notes.append(f"where it ran is not known: its checkpoints are in {folder}; give that folder instead")
+        return None
     try:
         search = CheckpointStore(folder).newest_intact()
     except CheckpointError as error:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from composer import Trainer
 
 from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
+from llmfoundry_lite.errors import OtherDataError
 from llmfoundry_lite.launch.replay import BEGUN, RECORDED
 from llmfoundry_lite.ranks.codec import Item
 from llmfoundry_lite.ranks.ending import checks
@@ -56,9 +57,13 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(config.run_folder)
     # On as many threads as the run, if there are cores for them: each thread sums a part of its own.
     threads = next((segment.num_threads for segment in reversed(_read_segments(folder))), None)
-    if threads is not None and threads * this_rank().local_world_size <= count_usable_cores():
+    if threads is not None and 0 < threads * this_rank().local_world_size <= count_usable_cores():
         torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(threads))))
-    train(config, Replay(folder))
+    try:
+        train(config, Replay(folder))
+    except OtherDataError as error:  # a finding, on every rank
+        if this_rank().rank == 0:
+            (folder / BEGUN).write_text(json.dumps({"other_data": error.difference}))
 
 
 def _read_segments(folder: Path) -> list[Segment]:

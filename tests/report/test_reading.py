@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from llmfoundry_lite.report.reading import count_tokens, parse_log
+from llmfoundry_lite.report.reading import count_tokens, parse_log, read_run
 
 
 def line(batch, elapsed, launch=1):
@@ -68,3 +68,25 @@ def test_pandas_takes_a_log_for_a_table():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(parse_log([record(1, lr=0.1), record(2, grad_norm=2.0)]))
     assert list(frame.columns) == ["batch", "launch", "lr", "grad_norm"] and len(frame) == 2
+
+
+BOMB = "a: &a [x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "content", [BOMB, "a: &a [*a]", "!!python/name:os.system", "[" * 5000, "a: !!int x"], ids=range(5)
+)
+def test_a_configuration_that_no_run_writes_is_passed_over(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content)
+    (tmp_path / "metrics.jsonl").write_bytes(line(1, 1.0))
+    run = read_run(tmp_path)
+    assert run.config is None and "config.yaml is not YAML: passed over" in run.notes
+
+
+def test_checkpoints_in_a_place_that_is_not_resolved_are_not_looked_for(tmp_path):
+    (tmp_path / "config.yaml").write_text("save_folder: http://127.0.0.1:9/${oc.env:SECRET}")
+    (tmp_path / "metrics.jsonl").write_bytes(line(1, 1.0))
+    notes = read_run(tmp_path).notes
+    assert any("its checkpoints are in http://127.0.0.1:9/${oc.env:SECRET}; give that folder" in note for note in notes)
