@@ -28,8 +28,8 @@ from llmfoundry_lite.islands.messages import (
     size_of,
     unpack,
 )
-from llmfoundry_lite.ranks.signals import listened_to
 from llmfoundry_lite.islands.strangers import Remarks, Strangers, describe_refusal
+from llmfoundry_lite.ranks.signals import listened_to
 
 MAX_STRANGERS = 1024
 """Simultaneous handshakes. All ranks of an island come at once."""

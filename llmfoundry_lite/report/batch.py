@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
-from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers
+from llmfoundry_lite.config.layers import Layer, lay_over, merge_layers, read_layers
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
@@ -165,7 +166,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
     """
     if run.config is None:
         raise DataError(f"{run.where}: the run's configuration is not there")
-    config, checkpoint = merge_layers([Layer(run.where, run.config), *changes]), None
+    config, checkpoint = lay_over(run.config, merge_layers(changes, TrainConfig) if changes else {}), None
     if run.segments_from is not None:
         checkpoint = open_checkpoint(run.segments_from)
     moved_to = next((name for layer in changes if (name := layer.values.get("tokenizer", {}).get("name"))), None)

@@ -1,0 +1,254 @@
+"""Text stays as it was written where the schema says text; numbers are read as LLM Foundry reads them, or refused."""
+
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
+from llmfoundry_lite.config.fields import keys_of
+from llmfoundry_lite.config.layers import merge_layers, read_layers
+from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.written import AMBIGUOUS
+from llmfoundry_lite.config.yaml_text import dump_yaml, read_yaml
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.launch.places import Relay, load_relay
+
+AWKWARD = """
+    010 007 5e12345 7e40404 5e12 1:30 3:55:00 1_000 0x10 0b11 1.10 1e-3 +5 -0 .5 5. .inf .nan 010e 1.2.3 0o17
+    on off yes no No true True 2026-11-28 2026-11-28T01:02:03
+"""
+SPELLINGS = AWKWARD.split()
+QUOTED = '"${v}"'
+BLOCKS = [TrainConfig, EvalConfig, TaskConfig, GauntletConfig, Relay]
+
+
+def text_fields(block: type, path: tuple[str, ...] = ()) -> typing.Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path of every key that takes text and no number, and how its values lie in it. [] stands for a list."""
+    for name, key in keys_of(block).items():
+        hint = key.setting.written or key.hint
+        options = typing.get_args(hint) if typing.get_origin(hint) is not dict and typing.get_args(hint) else (hint,)
+        if typing.get_origin(hint) is list:
+            options = (hint,)
+        if str in options and not {int, float, bool} & set(options):
+            yield (*path, name)
+        yield from ((*path, name, "[]") for one in options if one == list[str])
+        yield from ((*path, name, "010") for one in options if one == dict[str, str])
+        if key.block is not None:
+            yield from text_fields(key.block, (*path, name, *{list: ["[]"], dict: ["010"]}.get(key.container, [])))
+
+
+CASES = [(block, path) for block in BLOCKS for path in text_fields(block)]
+
+
+def nested(path: tuple[str, ...], value: str) -> str:
+    """Write the YAML, in one line."""
+    for part in reversed(path):
+        value = f"[{value}]" if part == "[]" else f"{{{part}: {value}}}"
+    return value
+
+
+def found(values: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        values = values[0] if part == "[]" else values[part]
+    return values
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_text_arrives_as_it_was_written(block, tmp_path):
+    """From a file, from the command line, and through a variable: each field in some spellings, all fields in all."""
+    file, variables = tmp_path / "x.yaml", tmp_path / "v.yaml"
+    for number, path in enumerate(path for one, path in CASES if one is block):
+        for spelling in ("010", *SPELLINGS[number % 27 :: 27]):
+            file.write_text(f"{nested(path, spelling)}\n")
+            variables.write_text(f"v: {spelling}\n")
+            through = f"{path[0]}={nested(path[1:], QUOTED)}"
+            direct = f"{path[0]}={nested(path[1:], spelling)}"
+            for arguments in ([str(file)], [direct], [str(variables), through], [f"v={spelling}", through]):
+                value = found(merge_layers(read_layers(arguments, needs_file=False), block), path)
+                assert (value, type(value)) == (spelling, str), arguments
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_stays_in_text(spelling):
+    arguments = [
+        f"v={spelling}",
+        "run_name=${v}",
+        f"save_folder={spelling}",
+        f"loggers.wandb.tags=[{spelling}, '${{v}}']",
+    ]
+    values = merge_layers(read_layers(arguments, needs_file=False), TrainConfig)
+    assert values["run_name"] == values["save_folder"] == spelling
+    assert values["loggers"]["wandb"]["tags"] == [spelling, spelling]
+
+
+def test_there_are_text_fields_in_every_block():
+    """The table above would be empty if it did not find them."""
+    names = {(block.__name__, ".".join(path)) for block, path in CASES}
+    assert len(names) > 90
+    assert {
+        ("TrainConfig", "loggers.wandb.tags.[]"),
+        ("TrainConfig", "train_loader.dataset.streams.010.local"),
+        ("TrainConfig", "environment.010"),
+        ("TrainConfig", "icl_tasks"),
+        ("EvalConfig", "models.010"),
+        ("Relay", "places.010.launch"),
+    } <= names
+
+
+def test_a_variable_is_text_in_text_and_a_number_in_a_number():
+    arguments = ["v=1_000", "seed=${v}", "run_name=${v}", "save_folder=s3://b/${v}/{run_name}", "metadata.n=${v}"]
+    values = merge_layers(read_layers(arguments, needs_file=False), TrainConfig)
+    assert values == {
+        "v": 1000,
+        "seed": 1000,
+        "run_name": "1_000",
+        "save_folder": "s3://b/1_000/{run_name}",
+        "metadata": {"n": 1000},
+    }
+
+
+RUN = """\
+model: {name: mpt_causal_lm, d_model: 64, n_heads: 4, n_layers: 2, vocab_size: 512, max_seq_len: 128}
+max_seq_len: 128
+tokenizer: {name: gpt2}
+train_loader: {name: text, dataset: {local: data, split: train}}
+optimizer: {name: decoupled_adamw, lr: 1.0e-3}
+scheduler: {name: cosine_with_warmup, t_warmup: 10ba}
+max_duration: 100ba
+global_train_batch_size: 8
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+
+
+def load(*arguments: str, **environ: str) -> TrainConfig:
+    return load_train_config(["run.yaml", *arguments], environ).config
+
+
+@pytest.mark.parametrize("name", ["010", "008", "5e12345", "7e40404", "1_000", "no", "0x10"])
+def test_runs_of_different_names_have_different_folders(run, name):
+    config = load(f"run_name={name}", "variables.data=010", "train_loader.dataset.local=${variables.data}")
+    assert (config.run_name, config.run_folder, config.train_loader.dataset.local) == (name, f"runs/{name}", "010")
+    assert load(RUN_NAME=name).run_folder == f"runs/{name}"
+    Path("config.yaml").write_text(dump_yaml(as_dict(config)))
+    again = load_train_config(["config.yaml"], {}).config
+    assert as_dict(again) == as_dict(config)
+    assert yaml.safe_load(Path("config.yaml").read_text()) == json.loads(json.dumps(as_dict(config)))
+
+
+def test_null_and_nothing_leave_a_key_out(run):
+    for nothing in ("null", "~", ""):
+        assert load(f"run_name={nothing}", f"save_folder={nothing}").run_folder == "runs/run"
+    assert load("run_name='null'").run_name == "null"
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    {
+        "seed=010": "'010' given, expected a whole number; YAML 1.1 reads it as octal, 8, so write that or 10",
+        "dist_timeout=10:00": "'10:00' given, expected a number; YAML 1.1 reads it to base 60, so write 600",
+        "model.n_layers=-0_11": "'-0_11' given, expected a whole number; YAML 1.1 reads it as octal, -9, so write that "
+        "or -11",
+        "seed=008": "'008' given, expected a whole number",
+    }.items(),
+)
+def test_a_number_of_two_meanings_is_refused_with_both(run, argument, problem):
+    with pytest.raises(ConfigError) as error:
+        load(argument)
+    assert str(error.value) == f"command line: {argument.partition('=')[0]}: {problem}"
+
+
+def test_a_time_with_colons_is_a_time(run):
+    config = load("max_wall_time=1:30", "seed=07")
+    assert (config.max_wall_time, config.seed) == ("1:30", 7)
+
+
+def test_an_evaluation_keeps_names_of_models_tasks_and_suite(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n')
+    task = "{label: 1_0, icl_task_type: multiple_choice, dataset_uri: rows.jsonl, num_fewshot: 0}"
+    Path("suite.yaml").write_text(f"models: {{010: runs/a, 8: 5e12}}\nsuite: 5e12345\nicl_tasks: [{task}]\n")
+    config, tasks, _ = load_eval_config(["suite.yaml", "models.1e3=0x10"])
+    assert config.models == {"010": "runs/a", "8": "5e12", "1e3": "0x10"}
+    assert (config.suite, tasks[0].label) == ("5e12345", "1_0")
+    Path("old.yaml").write_text(
+        f"models: [{{model_name: 1e3, model: {{name: mpt_causal_lm}}, load_path: 5e12}}]\nicl_tasks: [{task}]\n"
+    )
+    assert load_eval_config(["old.yaml"]).config.models == {"1e3": "5e12"}
+
+
+def test_a_relay_keeps_names_of_places(tmp_path):
+    file = tmp_path / "relay.yaml"
+    file.write_text(
+        "run: 010\npolicy: on_preemption\nplaces:\n"
+        "  010: {launch: 'true {arguments}'}\n  on: {launch: 'true {arguments}'}\n"
+    )
+    relay = load_relay(str(file))
+    assert (relay.run, list(relay.places)) == ("010", ["010", "on"])
+
+
+# ---------------------------------------------------------------------------------------------------- YAML text
+
+
+@given(st.text(st.sampled_from("0123456789+-._eExbonf:"), min_size=1, max_size=8))
+def test_numbers_are_those_of_omegaconf_but_for_two_meanings(text):
+    try:
+        theirs = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"]))["x"]
+    except Exception:
+        return
+    ours = read_yaml(text)
+    ours = getattr(ours, "value", ours)
+    if isinstance(theirs, str) or theirs is None:
+        assert ours == theirs or text.startswith(("-.", "+.", "."))
+    elif theirs == ours or theirs != theirs:
+        assert type(theirs) is type(ours)
+    else:
+        assert ours == text
+        assert AMBIGUOUS.fullmatch(text) or theirs == float("inf") or ":" in text
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
+def test_text_that_looks_like_something_else_is_written_in_quotes(value):
+    def plain(read: Any) -> Any:
+        return [plain(one) for one in read] if isinstance(read, list) else getattr(read, "value", read)
+
+    assert plain(read_yaml(dump_yaml({"x": [value]}))["x"]) == [value]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_written_in_quotes_where_it_must(spelling):
+    assert read_yaml(dump_yaml([spelling])) == [spelling] == yaml.safe_load(dump_yaml([spelling]))
+    assert not hasattr(read_yaml(dump_yaml([spelling]))[0], "value")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    {
+        "a: 1\na: 2": "found duplicate key a",
+        "x: &x [*x]": "an alias within its own value",
+        "a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]\n"
+        "d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c]\n": "aliases make more than 100 values",
+        "x: !!python/object/apply:os.system [ls]": "could not determine a constructor",
+        "x: !!binary aGk=": "could not determine a constructor",
+    }.items(),
+)
+def test_yaml_that_says_nothing_we_can_record_is_refused(text, problem):
+    with pytest.raises(yaml.YAMLError, match=problem):
+        read_yaml(text)
+
+
+def test_merge_keys_still_work():
+    assert read_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}")["b"] == {"x": "1", "y": "3"}
