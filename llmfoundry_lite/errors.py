@@ -25,17 +25,19 @@ SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0
 """Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
 
 
+_REFERENCE = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
+"""`${oc.env:NAME}` stands for a secret, and is none."""
 PASSWORD = re.compile(
-    r"""(://[^\s/:@?#'"]*:)                        # scheme://user:
-        (?:[^\s/?#'"]*|(?!\d{1,5}/)[^\s?#'"]*?)   # password; with a slash in it, it must not be a port
-        (?=@)""",
+    rf"""(://(?:{_REFERENCE}|\$(?!\{{)|[^\s/:@?\#'"$])*:)(?!\$\{{)   # scheme://user:
+         (?:[^\s/?\#'"]*|(?!\d{{1,5}}/)[^\s?\#'"]*?)(?=@)         # a password with a slash must not be a port
+    """,
     re.VERBOSE,
 )
 TOKEN = re.compile(r"""(https?://)[^\s/:@?#'"]+(?=@)""")
 """Before the host, without a user's name."""
 PARAMETER = re.compile(
     r"""([?&;](?:[\w.%-]*(?:token|secret|signature|passw|pwd|credential|key|auth)[\w.%-]*|sig|pw|pass)=)
-        [^\s&;#'"]+""",
+        (?!\$\{)[^\s&;\#'"]+""",
     re.VERBOSE | re.IGNORECASE,
 )
 MASKED = re.compile(r"://[^\s/]*\*\*\*@|[?&;][^\s=&;]+=\*\*\*")

@@ -27,6 +27,7 @@ from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
+from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.config.yaml_text import dump_yaml
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
 from llmfoundry_lite.data.tokenizer import find_fingerprints, is_local_or_cached, load_tokenizer
@@ -504,6 +505,8 @@ def describe_slow_groups(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_variable(name: str, value: str) -> str:
+    if isinstance(value, FromEnvironment):
+        return f"{name}={value.written}"
     found = os.environ.get(name, value)
     return f"{name}={value}" if found == value else f"{name}={found}, as the shell has it, not {value}"
 

@@ -105,7 +105,7 @@ def _choose(hint: Any, value: Any, path: str, rule: Rule, setting: Setting) -> A
         is_text = str in options and not _takes(options, value.value)
         return str(value) if is_text else value.value
     if isinstance(value, str) and is_masked(value):
-        raise ConfigError(f"{path}: {value}: its password was not recorded; write it as ${{oc.env:NAME}}")
+        raise ConfigError(f"{path}: {value}: credentials are not recorded; give them here, by ${{oc.env:NAME}}")
     if isinstance(value, FromEnvironment) and str in options:
         is_free = rule == "freely" and not setting.choices and not {int, float, bool} & set(options)
         return value if is_free else str(value)

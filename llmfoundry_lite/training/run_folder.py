@@ -24,7 +24,7 @@ from composer.loggers import Logger, LoggerDestination
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_yaml
-from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.errors import UserError, mask_credentials, printable
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch.log_lines import METRICS, Record, missing_lines, read_lines
 from llmfoundry_lite.launch.status import start_guard, write_ended_early, write_status
@@ -142,7 +142,7 @@ class RunFolder(LoggerDestination):
         assert self.file is not None
         plain = {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in record.items()}
         with clear_disk_errors(self.log):
-            self.file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self.file.write(mask_credentials(json.dumps(plain, allow_nan=False)) + "\n")
             self.file.flush()
 
     # ---------------------------------------------------------------------------------------------------- the status
@@ -180,7 +180,7 @@ class RunFolder(LoggerDestination):
         """Print and write why the process ends, from another thread while the main thread hangs."""
         self._stop_noting()
         if self.is_main:
-            print(reason, file=sys.stderr, flush=True)
+            print(printable(reason), file=sys.stderr, flush=True)
             self._write_reason(status, reason)
 
     def _stop_noting(self) -> None:

@@ -1,5 +1,6 @@
 """Text stays as it was written where the schema says text; numbers are read as LLM Foundry reads them, or refused."""
 
+import dataclasses
 import json
 import typing
 from pathlib import Path
@@ -11,15 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from llmfoundry_lite.checkpoint.folders import open_folder
+from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layers import merge_layers, read_layers
+from llmfoundry_lite.config.layers import lay_over, merge_layers, read_layers
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.written import AMBIGUOUS
 from llmfoundry_lite.config.yaml_text import dump_yaml, read_yaml
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.launch.places import Relay, load_relay
 
 AWKWARD = """
@@ -252,3 +255,108 @@ def test_yaml_that_says_nothing_we_can_record_is_refused(text, problem):
 
 def test_merge_keys_still_work():
     assert read_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}")["b"] == {"x": "1", "y": "3"}
+
+
+# ------------------------------------------------------------------------------------------- environment variables
+
+SECRET = "hunter2 ${x},'q'"
+WITH_SECRETS = """
+variables: {token: "${oc.env:SECRET}", url: "https://${oc.env:SECRET}@h"}
+loggers:
+  wandb: {entity: "team-${oc.env:SECRET}", tags: ["${oc.env:SECRET}"], init_kwargs: {key: "${variables.token}"}}
+callbacks: {"python:mine:Hook": {token: "${oc.decode:${oc.env:QUOTED}}", url: "${variables.url}/x"}}
+save_folder: s3://u:${oc.env:SECRET}@h/{run_name}
+train_loader: {dataset: {remote: "${variables.url}"}}
+tokenizer: {name: "${oc.env:SECRET,'a, b'}"}
+environment: {HF_TOKEN: "${oc.env:SECRET}"}
+metadata: {note: "${oc.env:ABSENT,${oc.env:SECRET}}"}
+"""
+
+
+@pytest.fixture
+def secret(run, monkeypatch):
+    monkeypatch.setenv("SECRET", SECRET)
+    monkeypatch.setenv("QUOTED", "'hunter2 too'")
+    Path("secret.yaml").write_text(WITH_SECRETS)
+    return load("secret.yaml")
+
+
+def test_text_of_a_variable_is_used_and_recorded_as_it_was_written(secret):
+    wandb, hook = secret.loggers.wandb, secret.callbacks.extra["python:mine:Hook"]
+    assert (wandb.entity, wandb.tags, wandb.init_kwargs) == (f"team-{SECRET}", [SECRET], {"key": SECRET})
+    assert (hook["token"], hook["url"]) == ("hunter2 too", f"https://{SECRET}@h/x")
+    assert secret.save_folder == f"s3://u:{SECRET}@h/run" and secret.tokenizer.name == SECRET
+    recorded = as_dict(secret)
+    assert "hunter2" not in dump_yaml(recorded) + json.dumps(recorded)
+    assert recorded["loggers"]["wandb"]["init_kwargs"] == {"key": "${oc.env:SECRET}"}
+    assert recorded["save_folder"] == "s3://u:${oc.env:SECRET}@h/{run_name}"
+    assert recorded["metadata"] == {"note": "${oc.env:ABSENT,${oc.env:SECRET}}"}
+
+
+def test_a_launch_from_the_record_resolves_variables_again(secret, monkeypatch):
+    Path("config.yaml").write_text(dump_yaml(as_dict(secret)))
+    again = load_train_config(["config.yaml"], {}).config
+    assert again == dataclasses.replace(secret, optimizer=again.optimizer)
+    assert as_dict(again) == as_dict(secret)
+    monkeypatch.setenv("SECRET", "other")
+    assert load_train_config(["config.yaml"], {}).config.tokenizer.name == "other"
+
+
+def test_whatever_decides_what_is_trained_is_recorded_as_it_came_out(run, monkeypatch):
+    for name, value in {
+        "LR": "0.5",
+        "NAME": "lion",
+        "SPAN": "7ba",
+        "SPLIT": "train",
+        "RUN": "x",
+        "YES": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    config = load(
+        "optimizer.lr=${oc.decode:${oc.env:LR}}",
+        "optimizer.name=${oc.env:NAME}",
+        "max_duration=${oc.env:SPAN}",
+        "train_loader.dataset.split=${oc.env:SPLIT}",
+        "train_loader.dataset.shuffle=${oc.decode:${oc.env:YES}}",
+        "run_name=${oc.env:RUN}",
+        "run_folder=runs/${oc.env:RUN}",
+    )
+    recorded = as_dict(config)
+    assert "oc." not in json.dumps(recorded)
+    assert (recorded["optimizer"]["lr"], recorded["optimizer"]["name"], recorded["run_name"]) == (0.5, "lion", "x")
+    before = as_dict(load("optimizer.lr=0.25", "optimizer.name=lion"))
+    assert "optimizer.lr 0.25 -> 0.5" in map(str, find_changes(before, recorded)["logged"])
+
+
+def test_text_where_a_number_belongs_is_refused_with_the_remedy(run, monkeypatch):
+    monkeypatch.setenv("LR", "0.5")
+    with pytest.raises(ConfigError) as error:
+        load("optimizer.lr=${oc.env:LR}")
+    assert str(error.value) == (
+        "command line: optimizer.lr: '${oc.env:LR}' given, expected a number; a variable is text, so write "
+        "${oc.decode:${oc.env:LR}}"
+    )
+    assert load("optimizer.lr=${oc.decode:${oc.env:LR}}").optimizer.lr == 0.5
+
+
+def test_a_masked_url_of_a_record_is_refused_in_one_line(run):
+    config = load("save_folder=s3://user:hunter2@host/b", "metadata.from=https://h/x?sig=hunter2")
+    assert config.save_folder == "s3://user:hunter2@host/b"
+    Path("config.yaml").write_text(dump_yaml(as_dict(config)))
+    assert "hunter2" not in Path("config.yaml").read_text()
+    with pytest.raises(ConfigError) as error:
+        load_train_config(["config.yaml", "metadata.from=null"], {})
+    assert str(error.value) == (
+        "config.yaml: save_folder: s3://user:***@host/b: credentials are not recorded; give them here, by "
+        "${oc.env:NAME}"
+    )
+    assert load_train_config(["config.yaml", "metadata.from=null", "save_folder=s3://u:p@h/b"], {})
+    with pytest.raises(CheckpointError, match=r"^s3://user:\*\*\*@host/b: credentials are not recorded"):
+        open_folder("s3://user:***@host/b")
+
+
+def test_a_recorded_variable_is_not_resolved_by_whoever_reads_the_run(secret):
+    recorded = as_dict(secret)
+    config = lay_over(recorded, {"train_loader": {"dataset": {"local": "here"}}})
+    assert config["tokenizer"]["name"] == recorded["tokenizer"]["name"] == "${oc.env:SECRET,'a, b'}"
+    assert config["train_loader"]["dataset"]["local"] == "here"
