@@ -360,3 +360,5 @@ def test_a_recorded_variable_is_not_resolved_by_whoever_reads_the_run(secret):
     config = lay_over(recorded, {"train_loader": {"dataset": {"local": "here"}}})
     assert config["tokenizer"]["name"] == recorded["tokenizer"]["name"] == "${oc.env:SECRET,'a, b'}"
     assert config["train_loader"]["dataset"]["local"] == "here"
+    with pytest.raises(CheckpointError, match="recorded as it was written, and only a launch resolves it"):
+        open_folder(recorded["save_folder"])
