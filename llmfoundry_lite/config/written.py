@@ -47,7 +47,7 @@ class FromEnvironment(str):
         return FromEnvironment(super().replace(old, new, count), self.written)
 
 
-AMBIGUOUS = re.compile(r"[-+]?(?:0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+)(?:\.[0-9_]*)?")
+AMBIGUOUS = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
 
 
 def hint_at_number(text: str) -> str:
@@ -74,7 +74,7 @@ def choose_readings(block: type, values: dict[str, Any]) -> dict[str, Any]:
     Text from the environment stays marked, to be recorded as it was written, where it may change freely in mid-run or
     has no schema: paths, URLs, names, arguments of loggers, callbacks and one's own code. Everything else decides what
     is trained and is recorded as it came out, or another variable would change a run unseen. Raises ConfigError for a
-    URL whose password was masked when it was recorded.
+    URL whose credentials were masked when it was recorded.
     """
     return _choose_in_block(block, values, "", "freely")
 

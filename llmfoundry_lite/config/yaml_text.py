@@ -14,14 +14,16 @@ from yaml.constructor import ConstructorError, SafeConstructor
 from llmfoundry_lite.config.written import PlainScalar
 
 INT = "[-+]?(?:0b_*[01][01_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0*[0-7]|[1-9][0-9_]*)"
-FLOAT = r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+FLOAT = r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
 NOT_FINITE = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 STRING, MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 MAX_EXPANSION = 100
 """Values by aliases, for each that is written."""
 
+_Fastest: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+
+class Loader(_Fastest):
     """Reads plain scalars with their text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -39,9 +41,12 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
 
 
 def _construct_plain(loader: Loader, node: yaml.ScalarNode) -> Any:
-    """Return a number or a truth value with its text. A number beyond all floats, such as 5e12345, is text."""
+    """Return a number or a truth value with its text. A number that Python cannot hold, such as 5e12345, is text."""
     kind = node.tag.rpartition(":")[2]
-    value = getattr(SafeConstructor, f"construct_yaml_{kind}")(loader, node)
+    try:
+        value = getattr(SafeConstructor, f"construct_yaml_{kind}")(loader, node)
+    except (ValueError, KeyError):  # thousands of digits; !!int x
+        return node.value
     if kind == "float" and math.isinf(value) and "inf" not in node.value.lower():
         return node.value
     return value if node.style else PlainScalar(node.value, value)
