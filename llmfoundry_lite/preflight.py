@@ -28,7 +28,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.config.written import FromEnvironment
-from llmfoundry_lite.config.yaml_text import dump_yaml
+from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
 from llmfoundry_lite.data.tokenizer import find_fingerprints, is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import (
@@ -344,7 +344,7 @@ def describe(
     if not is_for_here:
         not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
     lines += [f"not checked    {note}" for note in not_checked]
-    head = [dump_yaml(as_dict(config))] if with_yaml else []
+    head = [dump_record(as_dict(config))] if with_yaml else []
     return "\n".join([*head, *map(printable, lines)])
 
 

@@ -6,9 +6,11 @@ It is YAML 1.1, as LLM Foundry reads it, with OmegaConf's numbers (`1e-3` is one
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import yaml
+from yaml import YAMLError
 from yaml.constructor import ConstructorError, SafeConstructor
 
 from llmfoundry_lite.config.written import PlainScalar
@@ -75,15 +77,17 @@ for _kind in (Loader, Dumper):
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), list("-+0123456789."))
 
 
-def read_yaml(text: str) -> Any:
-    """Read one document. Raises YAMLError."""
-    loader = Loader(text)
+def read_yaml(text: str | bytes, kind: Any = Loader) -> Any:
+    """Read one document. Raises YAMLError, also for aliases that would fill the memory."""
+    loader = kind(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
         _check_aliases(node)
         return loader.construct_document(node)
+    except RecursionError:
+        raise YAMLError("nested too deeply") from None
     finally:
         loader.dispose()
 
@@ -110,3 +114,22 @@ def _check_aliases(node: yaml.Node) -> None:
 
 def dump_yaml(values: Any) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False)
+
+
+def dump_record(config: dict[str, Any]) -> str:
+    """Write a configuration as `schema.as_dict` gives it: YAML that a launch reads as the same configuration."""
+    return dump_yaml(_each_text(config, lambda text: re.sub(r"(\\*)\$\{(?!oc\.)", r"\1\1\\${", text)))
+
+
+def read_record(text: str | bytes) -> Any:
+    """Read it as data: no `${…}` is resolved. Raises YAMLError."""
+    unescaped = re.compile(r"(\\*)\1\\\$\{")
+    return _each_text(read_yaml(text, _Fastest), lambda one: unescaped.sub(r"\1${", one))
+
+
+def _each_text(values: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(values, dict):
+        return {key: _each_text(value, change) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_each_text(value, change) for value in values]
+    return change(values) if isinstance(values, str) else values

@@ -21,6 +21,7 @@ from llmfoundry_lite.checkpoint.folders import Folder, open_folder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
+from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.launch.log_lines import METRICS, Record, merge_logs, number_of, read_lines, validation_losses
 from llmfoundry_lite.launch.status import LAUNCHES
@@ -211,7 +212,7 @@ def runs_within(where: Path) -> str:
 
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
     try:
-        config = yaml.safe_load(folder.read(CONFIG, MAX_BYTES))
+        config = read_record(folder.read(CONFIG, MAX_BYTES))
     except yaml.YAMLError:
         config = None
     if isinstance(config, dict):

@@ -23,7 +23,7 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.config.yaml_text import dump_yaml
+from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_credentials, printable
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch.log_lines import METRICS, Record, missing_lines, read_lines
@@ -74,7 +74,7 @@ class RunFolder(LoggerDestination):
             with clear_disk_errors(self.folder):
                 if wandb_run_id is not None:
                     (self.folder / WANDB_ID).write_text(wandb_run_id + "\n")
-                write_atomically(self.folder / "config.yaml", dump_yaml(as_dict(self.config)))
+                write_atomically(self.folder / "config.yaml", dump_record(as_dict(self.config)))
                 write_status(self.folder, "running", int(trainer.state.timestamp.batch), self.asked_by)
                 start_guard(self.folder)
                 duration = Duration.parse(self.config.max_duration)

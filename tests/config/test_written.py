@@ -21,7 +21,7 @@ from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.written import AMBIGUOUS
-from llmfoundry_lite.config.yaml_text import dump_yaml, read_yaml
+from llmfoundry_lite.config.yaml_text import dump_record, dump_yaml, read_record, read_yaml
 from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.launch.places import Relay, load_relay
 
@@ -146,10 +146,19 @@ def test_runs_of_different_names_have_different_folders(run, name):
     config = load(f"run_name={name}", "variables.data=010", "train_loader.dataset.local=${variables.data}")
     assert (config.run_name, config.run_folder, config.train_loader.dataset.local) == (name, f"runs/{name}", "010")
     assert load(RUN_NAME=name).run_folder == f"runs/{name}"
-    Path("config.yaml").write_text(dump_yaml(as_dict(config)))
+    Path("config.yaml").write_text(dump_record(as_dict(config)))
     again = load_train_config(["config.yaml"], {}).config
     assert as_dict(again) == as_dict(config)
     assert yaml.safe_load(Path("config.yaml").read_text()) == json.loads(json.dumps(as_dict(config)))
+
+
+def test_a_path_that_looks_like_a_variable_is_recorded_for_launches_and_for_readers(run):
+    Path("odd.yaml").write_text(r"tokenizer: {name: 'a\${b}'}" + "\n" + r"metadata: {note: 'x\\\${y}\${z}'}")
+    config = load("odd.yaml")
+    assert (config.tokenizer.name, config.metadata["note"]) == ("a${b}", "x\\${y}${z}")
+    Path("config.yaml").write_text(dump_record(as_dict(config)))
+    assert as_dict(load_train_config(["config.yaml"], {}).config) == as_dict(config)
+    assert read_record(Path("config.yaml").read_bytes()) == json.loads(json.dumps(as_dict(config)))
 
 
 def test_null_and_nothing_leave_a_key_out(run):
@@ -248,6 +257,7 @@ def test_every_spelling_is_written_in_quotes_where_it_must(spelling):
         "x: &x [*x]": "an alias within its own value",
         "a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]\n"
         "d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c]\n": "aliases make more than 100 values",
+        "[" * 5000 + "]" * 5000: "nested too deeply",
         "x: !!python/object/apply:os.system [ls]": "could not determine a constructor",
         "x: !!binary aGk=": "could not determine a constructor",
     }.items(),
@@ -291,14 +301,14 @@ def test_text_of_a_variable_is_used_and_recorded_as_it_was_written(secret):
     assert (hook["token"], hook["url"]) == ("hunter2 too", f"https://{SECRET}@h/x")
     assert secret.save_folder == f"s3://u:{SECRET}@h/run" and secret.tokenizer.name == SECRET
     recorded = as_dict(secret)
-    assert "hunter2" not in dump_yaml(recorded) + json.dumps(recorded)
+    assert "hunter2" not in dump_record(recorded) + json.dumps(recorded)
     assert recorded["loggers"]["wandb"]["init_kwargs"] == {"key": "${oc.env:SECRET}"}
     assert recorded["save_folder"] == "s3://u:${oc.env:SECRET}@h/{run_name}"
     assert recorded["metadata"] == {"note": "${oc.env:ABSENT,${oc.env:SECRET}}"}
 
 
 def test_a_launch_from_the_record_resolves_variables_again(secret, monkeypatch):
-    Path("config.yaml").write_text(dump_yaml(as_dict(secret)))
+    Path("config.yaml").write_text(dump_record(as_dict(secret)))
     again = load_train_config(["config.yaml"], {}).config
     assert again == dataclasses.replace(secret, optimizer=again.optimizer)
     assert as_dict(again) == as_dict(secret)
@@ -346,7 +356,7 @@ def test_text_where_a_number_belongs_is_refused_with_the_remedy(run, monkeypatch
 def test_a_masked_url_of_a_record_is_refused_in_one_line(run):
     config = load("save_folder=s3://user:hunter2@host/b", "metadata.from=https://h/x?sig=hunter2")
     assert config.save_folder == "s3://user:hunter2@host/b"
-    Path("config.yaml").write_text(dump_yaml(as_dict(config)))
+    Path("config.yaml").write_text(dump_record(as_dict(config)))
     assert "hunter2" not in Path("config.yaml").read_text()
     with pytest.raises(ConfigError) as error:
         load_train_config(["config.yaml", "metadata.from=null"], {})
