@@ -69,12 +69,15 @@ Loader.yaml_implicit_resolvers = {
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes text in quotes where `Loader`, or another reader of YAML 1.1, would read something else."""
+    """Writes text in quotes where `Loader`, or another reader of YAML 1.1 or 1.2, would read something else."""
 
 
 for _kind in (Loader, Dumper):
     for _name, _pattern in (("int", INT), ("float", f"{FLOAT}|{NOT_FINITE}")):
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), list("-+0123456789."))
+
+
+Dumper.add_implicit_resolver(_tags("int")[0], re.compile("(?:[-+]?[0-9][0-9_]*|0o[0-7]+)$"), list("-+0123456789"))
 
 
 def read_yaml(text: str | bytes, kind: Any = Loader) -> Any:

@@ -26,7 +26,7 @@ from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.launch.places import Relay, load_relay
 
 AWKWARD = """
-    010 007 5e12345 7e40404 5e12 1:30 3:55:00 1_000 0x10 0b11 1.10 1e-3 +5 -0 .5 5. .inf .nan 010e 1.2.3 0o17
+    010 007 008 5e12345 7e40404 5e12 1:30 3:55:00 1_000 0x10 0b11 1.10 1e-3 +5 -0 .5 5. .inf .nan 010e 1.2.3 0o17
     on off yes no No true True 2026-11-28 2026-11-28T01:02:03
 """
 SPELLINGS = AWKWARD.split()
@@ -248,6 +248,7 @@ def test_text_that_looks_like_something_else_is_written_in_quotes(value):
 def test_every_spelling_is_written_in_quotes_where_it_must(spelling):
     assert read_yaml(dump_yaml([spelling])) == [spelling] == yaml.safe_load(dump_yaml([spelling]))
     assert not hasattr(read_yaml(dump_yaml([spelling]))[0], "value")
+    assert dump_yaml([spelling]).startswith("- '") == (spelling not in ("010e", "1.2.3"))
 
 
 @pytest.mark.parametrize(
