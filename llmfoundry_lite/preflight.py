@@ -16,8 +16,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmfoundry_lite.checkpoint.start import choose_start
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
@@ -29,6 +27,8 @@ from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
+from llmfoundry_lite.config.written import FromEnvironment
+from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
 from llmfoundry_lite.data.tokenizer import find_fingerprints, is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import (
@@ -344,7 +344,7 @@ def describe(
     if not is_for_here:
         not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
     lines += [f"not checked    {note}" for note in not_checked]
-    head = [yaml.safe_dump(as_dict(config), sort_keys=False)] if with_yaml else []
+    head = [dump_record(as_dict(config))] if with_yaml else []
     return "\n".join([*head, *map(printable, lines)])
 
 
@@ -505,6 +505,8 @@ def describe_slow_groups(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_variable(name: str, value: str) -> str:
+    if isinstance(value, FromEnvironment):
+        return f"{name}={value.written}"
     found = os.environ.get(name, value)
     return f"{name}={value}" if found == value else f"{name}={found}, as the shell has it, not {value}"
 

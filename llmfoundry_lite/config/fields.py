@@ -43,6 +43,8 @@ class Setting:
     """The `name` of the block with which alone the key has a use."""
     shapes_dropout: bool = False
     """A change is logged in a run with attn_pdrop: attention draws masks for the heads and rows that it is given."""
+    written: Any = None
+    """The type by which its scalars are read, where the field's own takes anything; default: the field's own."""
     hardware: bool = False
     """A hardware overlay may set it. It changes freely: it says how and from where the run is computed."""
 

@@ -67,7 +67,7 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
             f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
         )
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
-    values = merge_layers(layers) if layers else {}
+    values = merge_layers(layers, EvalConfig) if layers else {}
     refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
     notes = _translate(values, layers)
     drop_variables(values, layers, EvalConfig)
@@ -158,7 +158,9 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
                 raise ConfigError(f"{where}: {path} does not exist; data_root=FOLDER says where its path begins")
     if isinstance(values.get("eval_gauntlet"), str):
         layer = read_layers([values["eval_gauntlet"]])[0]
-        values["eval_gauntlet"] = layer.values.get("eval_gauntlet", layer.values)
+        is_block = "eval_gauntlet" not in layer.values
+        inside = merge_layers([layer], GauntletConfig if is_block else EvalConfig)
+        values["eval_gauntlet"] = inside if is_block else inside["eval_gauntlet"]
     if isinstance(values.get("model"), dict) and not values.get("models"):  # the one model of an older YAML
         keys = ["model", "load_path", *(["tokenizer"] if isinstance(values.get("tokenizer"), dict) else [])]
         values["models"] = [{key: values.pop(key) for key in keys if key in values}]
@@ -315,8 +317,9 @@ def _load_entries(
         path = f"icl_tasks[{number}]"
         if isinstance(entry, str):
             layer = _read_task_file(entry, task_folder)
-            inside = layer.values.get("icl_tasks")
-            values = [merge_layers([layer])] if inside is None else inside
+            is_list = "icl_tasks" in layer.values
+            inside = merge_layers([layer], EvalConfig if is_list else TaskConfig)
+            values = inside["icl_tasks"] if is_list else [inside]
             if not isinstance(values, list):
                 raise ConfigError(f"{layer.source}: icl_tasks: {values!r} given, expected a list of tasks")
             tasks += _load_entries(values, task_folder, [layer], metrics)
@@ -326,7 +329,7 @@ def _load_entries(
             if "icl_tasks" in layer.values:
                 raise ConfigError(f"{layer.source} holds a list of tasks; {path}: change them there")
             changes = {key: value for key, value in entry.items() if key != "label"}
-            entry = {**merge_layers([layer]), **changes}
+            entry = {**merge_layers([layer], TaskConfig), **changes}
         tasks.append(_build_task(entry, path, layers))
         asked = entry.get("metric_names") or [] if isinstance(entry, dict) else []
         for name in [asked] if isinstance(asked, str) else asked:

@@ -91,6 +91,7 @@ def _write_text(dumper: _Literal, text: str) -> yaml.Node:
 
 
 _Literal.add_representer(str, _write_text)
+_Literal.add_multi_representer(str, _write_text)  # text of a variable
 
 
 def _find_code(values: Mapping[str, Any]) -> Iterator[str]:

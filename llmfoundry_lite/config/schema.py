@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import (
     LOCAL,
     NON_NEGATIVE,
@@ -20,6 +21,8 @@ from llmfoundry_lite.config.fields import (
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
+from llmfoundry_lite.config.written import FromEnvironment
+from llmfoundry_lite.errors import mask_credentials
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
 """Larger models are sharded by default. With gradients and AdamW so many parameters take 24 GB in fp32."""
@@ -370,7 +373,7 @@ class TrainConfig:
     device_eval_batch_size: int | None = setting(None, POSITIVE, hardware=True)
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
     8,192 tokens hold. The loss does not depend on it."""
-    icl_tasks: list[Any] | str = setting(list, change="logged")
+    icl_tasks: list[Any] | str = setting(list, change="logged", written=list[TaskConfig | str] | str)
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
     icl_task_folder: str = setting("evals", change="freely")
     icl_limit: int | None = setting(None, change="logged")
@@ -553,11 +556,16 @@ def data_label(key: str) -> str:
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as YAML and JSON have it: dictionaries, lists, numbers and text."""
+    """Return the configuration as it is recorded: dictionaries, lists, numbers and text, without anyone's secrets.
+
+    Text of an environment variable stands as it was written, `${oc.env:…}`; credentials in URLs are masked.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, str):
+            return mask_credentials(value.written if isinstance(value, FromEnvironment) else value)
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     values = plain(asdict(config))

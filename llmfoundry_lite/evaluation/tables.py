@@ -20,7 +20,7 @@ from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_loss
-from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.errors import DataError, mask_credentials, printable
 from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
@@ -489,8 +489,8 @@ def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: 
     if pairs:
         lines += [legend(pairs), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
-    markdown.write_text("\n".join(lines))
-    facts.write_text(json.dumps(_as_json(results, pairs), indent=1) + "\n")
+    markdown.write_text(mask_credentials("\n".join(lines)))
+    facts.write_text(mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
     return [markdown, facts]
 
 

@@ -12,7 +12,7 @@ import itertools
 import time
 from typing import Any
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.islands.coordinator import Coordinator
 from llmfoundry_lite.islands.messages import (
     HANDSHAKE_SECONDS,
@@ -56,7 +56,7 @@ def serve(
 
 
 def log(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {printable(line)}", flush=True)
 
 
 class Server:

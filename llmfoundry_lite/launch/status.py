@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.errors import mask_credentials
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
@@ -30,7 +31,7 @@ LAUNCHES = "launches.jsonl"
 
 def write_status(folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True) -> None:
     """Write both files. `reason` of a run that is `running`: why it has been asked to leave."""
-    content: dict[str, Any] = {"status": status, "batch": batch, "reason": reason}
+    content: dict[str, Any] = {"status": status, "batch": batch, "reason": mask_credentials(reason or "") or None}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
     is_known = False

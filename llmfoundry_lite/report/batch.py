@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
-from llmfoundry_lite.config.layers import Layer, leaf_keys, merge_layers, read_layers
+from llmfoundry_lite.config.layers import Layer, lay_over, leaf_keys, merge_layers, read_layers
 from llmfoundry_lite.config.replayed import refuse_unresolved, without
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
@@ -177,7 +178,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
     given = [key for layer in changes for key in leaf_keys(layer.values)]
     recorded = without(given, {key: run.config[key] for key in OF_DATA if key in run.config})
     refuse_unresolved(recorded, run.where)
-    config, checkpoint = merge_layers([Layer(run.where, recorded), *changes]), None
+    config, checkpoint = lay_over(recorded, merge_layers(changes, TrainConfig) if changes else {}), None
     if run.segments_from is not None:
         checkpoint = open_checkpoint(run.segments_from)
     moved_to = next((name for layer in changes if (name := layer.values.get("tokenizer", {}).get("name"))), None)

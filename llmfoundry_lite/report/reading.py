@@ -21,6 +21,7 @@ from llmfoundry_lite.checkpoint.folders import Folder, open_folder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
+from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.launch.log_lines import METRICS, Record, merge_logs, number_of, read_lines, validation_losses
 from llmfoundry_lite.launch.status import LAUNCHES
@@ -212,9 +213,7 @@ def runs_within(where: Path) -> str:
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
     content = folder.read(CONFIG, MAX_BYTES)
     try:
-        # Some lines of aliases of aliases are more than memory holds, where they are walked through. We write none.
-        has_aliases = b"*" in content and any(isinstance(one, yaml.AliasEvent) for one in yaml.parse(content))
-        config = None if has_aliases else yaml.safe_load(content)
+        config = read_record(content)
     except (yaml.YAMLError, ValueError, RecursionError):
         config = None
     if isinstance(config, dict):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_relay, plot_run
@@ -91,8 +91,9 @@ def report(
     draw_figures(folder, runs, facts, x, None if smooth_batches is None else smooth_batches // 2)
     sections = build_sections(facts)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
-    (folder / "report.md").write_text(markdown(sections, facts["figure"], facts["relay_figure"]), encoding="utf-8")
-    (folder / "report.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    text = markdown(sections, facts["figure"], facts["relay_figure"])
+    (folder / "report.md").write_text(mask_credentials(text), encoding="utf-8")
+    (folder / "report.json").write_text(mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     if facts["relay_figure"]:
         print(printable(f"plot: {folder / facts['relay_figure']}"))
     print(printable(f"plot: {folder / facts['figure']}"))

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import CheckpointError, DataError, printable
 from llmfoundry_lite.launch.log_lines import (
     Record,
@@ -83,7 +84,7 @@ class Watched:
 
     def _read_duration(self) -> Duration | None:
         try:
-            config = yaml.safe_load((self.folder / CONFIG).read_text())
+            config = read_record((self.folder / CONFIG).read_text())
             self.config = config if isinstance(config, dict) else {}
             return Duration.parse(self.config["max_duration"])
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):  # not written yet, or not by us
