@@ -205,9 +205,9 @@ class _Index:
         if not all(hashes.values()):  # an empty text is none
             hashes = {}
         sizes = record["samples"], raw["bytes"], zipped["bytes"]
-        for name, value in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, strict=True):
-            if type(value) is not int or not 0 <= value < 2**62:
-                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0")
+        for name, value, bits in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, (32, 32, 33), strict=True):
+            if type(value) is not int or not 0 <= value < 2**bits:  # places in a shard are 32-bit numbers
+                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0 and below 2^{bits}")
         for name in (raw["basename"], zipped["basename"]):
             if name.startswith("/") or ".." in name:
                 raise self._wrong("names shards outside of its own folder")

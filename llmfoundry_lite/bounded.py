@@ -1,0 +1,110 @@
+"""Readers of bytes that somebody else made: of regular files alone, and of no more bytes than is stated.
+
+A small file unpacks to any size, a line never ends, and a name leads to a pipe. `files.open_regular` refuses the last.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import open_regular
+
+BLOCK_BYTES = 1 << 20
+MAX_NOTE_BYTES = 1 << 20
+"""Bytes of a file of a few numbers, such as status.json."""
+MAX_JSON_BYTES = 128 << 20
+"""Bytes of a configuration or an index of weights: one of 300,000 tensors has 40 MB."""
+MAX_LINE_BYTES = 256 << 20
+"""Bytes of a line of JSON or text: a line is a document, and no document of a training set has more."""
+MAX_LOG_BYTES = 8 << 30
+"""Bytes of a log or of results, read by line: 10 million batches have 6 GB."""
+CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zst": "zstd", "zstd": "zstd"}
+"""Name in an index, or suffix -> name in Arrow, which refuses a window of more than 128 MiB, as zstd does."""
+
+
+def too_large(where: str | Path, max_bytes: int, what: str, size_bytes: int | None = None) -> DataError:
+    """Return the error for more bytes than `what` may have."""
+    found = f"more than {max_bytes:,}" if size_bytes is None else f"{size_bytes:,}"
+    return DataError(f"{where} has {found} bytes, expected at most {max_bytes:,} of {what}; is another file meant?")
+
+
+def read_at_most(path: str | Path, max_bytes: int, what: str) -> bytes:
+    """Read a whole regular file. Raises DataError for one of more than `max_bytes`, and OSError."""
+    with open(path, "rb", opener=open_regular) as file:
+        return read_file_at_most(file, max_bytes, str(path), what)
+
+
+def read_file_at_most(file: BinaryIO, max_bytes: int, where: str, what: str) -> bytes:
+    """Read the rest of an open file, unpacked or not. Raises DataError for more than `max_bytes`."""
+    pieces, room = list[bytes](), max_bytes + 1
+    while room and (piece := file.read(min(room, BLOCK_BYTES))):  # a single read would take all of `room` at once
+        pieces.append(piece)
+        room -= len(piece)
+    if not room:
+        raise too_large(where, max_bytes, what)
+    return b"".join(pieces)
+
+
+def read_lines_at_most(path: str | Path, max_bytes: int, what: str) -> Iterator[bytes]:
+    """Yield the lines of a regular file, each with its end. Raises OSError, and DataError for a line of more than
+    MAX_LINE_BYTES or a file of more than `max_bytes`."""
+    number, room = 0, max_bytes
+    with open(path, "rb", opener=open_regular) as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number, room = number + 1, room - len(line)
+            if len(line) > MAX_LINE_BYTES:
+                raise too_large(f"{path}, line {number}", MAX_LINE_BYTES, "a line")
+            if room < 0:
+                raise too_large(path, max_bytes, what)
+            yield line
+
+
+@contextmanager
+def open_unpacked(file: BinaryIO, compression: str) -> Iterator[BinaryIO]:
+    """Yield the content of a compressed file, a piece at a time. Reading it raises OSError where it is damaged."""
+    import pyarrow as pa
+
+    with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), CODECS[compression]) as content:
+        yield io.BufferedReader(content, BLOCK_BYTES)  # pyright: ignore[reportArgumentType]
+
+
+def unpack_at_most(source: str | Path, compression: str, target: str | Path, max_bytes: int) -> None:
+    """Unpack a file into a new one. `compression` is named as in an index: `zstd:9`, `gz`, `snappy`.
+
+    Raises DataError as soon as there are more than `max_bytes`, ValueError or OSError where it does not unpack; then
+    the new file is gone.
+    """
+    try:
+        with open(source, "rb", opener=open_regular) as packed, open(target, "xb") as unpacked:
+            if compression == "snappy":
+                unpacked.write(_from_snappy(packed.read(), max_bytes, source))
+                return
+            with open_unpacked(packed, compression.partition(":")[0]) as content:
+                while piece := content.read(BLOCK_BYTES):
+                    if unpacked.tell() + len(piece) > max_bytes:
+                        raise _unpacks_to_more(source, max_bytes)
+                    unpacked.write(piece)
+    except BaseException:
+        Path(target).unlink(missing_ok=True)
+        raise
+
+
+def _from_snappy(packed: bytes, max_bytes: int, source: str | Path) -> bytes:
+    """Unpack raw snappy, which has no pieces. It begins with its size, seven bits a byte; its reader takes no more."""
+    import snappy
+
+    size = 0
+    for place, byte in enumerate(packed[:5]):
+        size |= (byte & 127) << 7 * place
+        if byte < 128:
+            break
+    if size > max_bytes:
+        raise _unpacks_to_more(source, max_bytes)
+    return snappy.decompress(packed)
+
+
+def _unpacks_to_more(source: str | Path, max_bytes: int) -> DataError:
+    return DataError(f"{source} unpacks to more than {max_bytes:,} bytes, its size according to index.json")
