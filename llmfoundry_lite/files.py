@@ -50,8 +50,24 @@ def _is_record(path: Path) -> bool:
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """Open a file and return its descriptor; an `opener` for `open`. Raises IsADirectoryError for anything but a file:
     a pipe would make its reader wait for ever."""
+    return _open_regular(path, flags, 0o666)
+
+
+def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file in a folder that others write into, as `open_regular` does; a new one is this user's alone.
+
+    Raises OSError for a link, which may lead anywhere, and PermissionError for another user's file.
+    """
+    descriptor = _open_regular(path, flags | os.O_NOFOLLOW, 0o600)
+    if (owner := os.fstat(descriptor).st_uid) == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EPERM, f"belongs to user {owner}", str(path))
+
+
+def _open_regular(path: str | Path, flags: int, mode: int) -> int:
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK)
+        descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
