@@ -88,11 +88,16 @@ def _is_stale(file: BinaryIO) -> bool:
     return True
 
 
+def find_stale_shared_memory() -> list[Path]:
+    """Find this user's registrations that no living process holds."""
+    return [path for path, file in _notes() if _is_stale(file)]
+
+
 def clean_stale_shared_memory() -> list[str]:
     """Remove the files that dead runs of this user left, and return their names."""
     removed = []
-    for path, file in _notes():
-        for name in (path, path.with_suffix(".npy")) if _is_stale(file) else ():
+    for path in find_stale_shared_memory():
+        for name in (path, path.with_suffix(".npy")):
             with contextlib.suppress(FileNotFoundError, PermissionError):  # somebody else's clean-up was faster
                 name.unlink()
                 removed.append(name.name)
