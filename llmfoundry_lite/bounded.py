@@ -7,28 +7,29 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
 
 BLOCK_BYTES = 1 << 20
 MAX_NOTE_BYTES = 1 << 20
-"""Bytes of a file of a few numbers, such as status.json."""
+"""Bytes of a file of a few facts, such as status.json."""
+MAX_YAML_BYTES = 4 << 20
+"""Bytes of a YAML file: 10,000 streams have 2 MB, and PyYAML reads half a MB a second."""
 MAX_JSON_BYTES = 128 << 20
-"""Bytes of a configuration or an index of weights: one of 300,000 tensors has 40 MB."""
+"""Bytes of a JSON document: an index of 300,000 tensors has 40 MB. As objects it takes up to twenty times as much."""
 MAX_LINE_BYTES = 256 << 20
-"""Bytes of a line of JSON or text: a line is a document, and no document of a training set has more."""
-MAX_LOG_BYTES = 8 << 30
-"""Bytes of a log or of results, read by line: 10 million batches have 6 GB."""
+"""Bytes of a line, or of a text: the longest document that `data prepare` takes."""
+MAX_LOG_BYTES = 4 << 30
+"""Bytes of a file that is read line by line: metrics.jsonl of 6 million batches."""
 CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zst": "zstd", "zstd": "zstd"}
 """Name in an index, or suffix -> name in Arrow, which refuses a window of more than 128 MiB, as zstd does."""
 
 
-def too_large(where: str | Path, max_bytes: int, what: str, size_bytes: int | None = None) -> DataError:
+def too_large(where: str | Path, max_bytes: int, what: str) -> DataError:
     """Return the error for more bytes than `what` may have."""
-    found = f"more than {max_bytes:,}" if size_bytes is None else f"{size_bytes:,}"
-    return DataError(f"{where} has {found} bytes, expected at most {max_bytes:,} of {what}; is another file meant?")
+    return DataError(f"{where} has more than {max_bytes:,} bytes, the most that are read of {what}; give another file")
 
 
 def read_at_most(path: str | Path, max_bytes: int, what: str) -> bytes:
@@ -37,15 +38,14 @@ def read_at_most(path: str | Path, max_bytes: int, what: str) -> bytes:
         return read_file_at_most(file, max_bytes, str(path), what)
 
 
-def read_file_at_most(file: BinaryIO, max_bytes: int, where: str, what: str) -> bytes:
-    """Read the rest of an open file, unpacked or not. Raises DataError for more than `max_bytes`."""
-    pieces, room = list[bytes](), max_bytes + 1
-    while room and (piece := file.read(min(room, BLOCK_BYTES))):  # a single read would take all of `room` at once
-        pieces.append(piece)
-        room -= len(piece)
-    if not room:
-        raise too_large(where, max_bytes, what)
-    return b"".join(pieces)
+def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str) -> bytes:
+    """Read the rest of an open file, such as one of an archive. Raises DataError for more than `max_bytes`."""
+    content = io.BytesIO()
+    while piece := file.read(BLOCK_BYTES):  # one read of `max_bytes` would take their memory for a byte
+        if content.tell() + len(piece) > max_bytes:
+            raise too_large(where, max_bytes, what)
+        content.write(piece)
+    return content.getvalue()
 
 
 def read_lines_at_most(path: str | Path, max_bytes: int, what: str) -> Iterator[bytes]:
@@ -63,7 +63,7 @@ def read_lines_at_most(path: str | Path, max_bytes: int, what: str) -> Iterator[
 
 
 @contextmanager
-def open_unpacked(file: BinaryIO, compression: str) -> Iterator[BinaryIO]:
+def open_unpacked(file: IO[bytes], compression: str) -> Iterator[BinaryIO]:
     """Yield the content of a compressed file, a piece at a time. Reading it raises OSError where it is damaged."""
     import pyarrow as pa
 

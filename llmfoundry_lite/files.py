@@ -66,15 +66,17 @@ def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _open_regular(path: str | Path, flags: int, mode: int) -> int:
+    kind = 0
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if stat.S_ISREG(kind := os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
     except OSError as error:
         if error.errno != errno.ENXIO:  # a socket
             raise
-    raise IsADirectoryError(errno.EISDIR, "not a regular file", str(path))
+    what = os.strerror(errno.EISDIR) if stat.S_ISDIR(kind) else "not a regular file"
+    raise IsADirectoryError(errno.EISDIR, what, str(path))
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
