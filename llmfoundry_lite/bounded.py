@@ -19,6 +19,8 @@ MAX_YAML_BYTES = 4 << 20
 """Bytes of a YAML file: 10,000 streams have 2 MB, and PyYAML reads half a MB a second."""
 MAX_JSON_BYTES = 128 << 20
 """Bytes of a JSON document: an index of 300,000 tensors has 40 MB. As objects it takes up to twenty times as much."""
+MAX_TOKENIZER_BYTES = 256 << 20
+"""Bytes of a file of a tokenizer: one of 256,000 tokens has 33 MB."""
 MAX_LINE_BYTES = 256 << 20
 """Bytes of a line, or of a text: the longest document that `data prepare` takes."""
 MAX_LOG_BYTES = 4 << 30

@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.data.wordcache import WordCache, build_word_cache
 from llmfoundry_lite.errors import DataError
 
@@ -52,7 +53,9 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
         files = download_from_hub(name)
     if TOKENIZER_FILE not in files:
         return convert_with_transformers(name)
-    return tokenizer_from_files({file: path.read_bytes() for file, path in files.items()}, name)
+    return tokenizer_from_files(
+        {file: read_at_most(path, MAX_TOKENIZER_BYTES, "a tokenizer") for file, path in files.items()}, name
+    )
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
