@@ -29,19 +29,25 @@ CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zst": "zstd", "zstd": "zs
 """Name in an index, or suffix -> name in Arrow, which refuses a window of more than 128 MiB, as zstd does."""
 
 
-def too_large(where: str | Path, max_bytes: int, what: str) -> DataError:
-    """Return the error for more bytes than `what` may have."""
-    return DataError(f"{where} has more than {max_bytes:,} bytes, the most that are read of {what}; give another file")
+class TooLargeError(OSError, DataError):
+    """A file has more bytes than are read of its kind. Whoever expects that a file cannot be read need not know it."""
+
+
+def too_large(where: str | Path, max_bytes: int, what: str) -> TooLargeError:
+    reason = f"has more than {max_bytes:,} bytes, the most that are read of {what}"
+    error = TooLargeError(f"{where} {reason}; give another file")
+    error.strerror = reason
+    return error
 
 
 def read_at_most(path: str | Path, max_bytes: int, what: str) -> bytes:
-    """Read a whole regular file. Raises DataError for one of more than `max_bytes`, and OSError."""
+    """Read a whole regular file. Raises OSError; TooLargeError, which is one, for more than `max_bytes`."""
     with open(path, "rb", opener=open_regular) as file:
         return read_file_at_most(file, max_bytes, str(path), what)
 
 
 def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str) -> bytes:
-    """Read the rest of an open file, such as one of an archive. Raises DataError for more than `max_bytes`."""
+    """Read the rest of an open file, such as one of an archive. Raises TooLargeError for more than `max_bytes`."""
     content = io.BytesIO()
     while piece := file.read(BLOCK_BYTES):  # one read of `max_bytes` would take their memory for a byte
         if content.tell() + len(piece) > max_bytes:
@@ -50,11 +56,14 @@ def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str) ->
     return content.getvalue()
 
 
-def read_lines_at_most(path: str | Path, max_bytes: int, what: str) -> Iterator[bytes]:
-    """Yield the lines of a regular file, each with its end. Raises OSError, and DataError for a line of more than
-    MAX_LINE_BYTES or a file of more than `max_bytes`."""
+def read_lines_at_most(path: str | Path, max_bytes: int, what: str, begin: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a regular file from an offset on, each with its end.
+
+    Raises OSError; TooLargeError, which is one, for a line of more than MAX_LINE_BYTES or more than `max_bytes` in all.
+    """
     number, room = 0, max_bytes
     with open(path, "rb", opener=open_regular) as file:
+        file.seek(begin)
         while line := file.readline(MAX_LINE_BYTES + 1):
             number, room = number + 1, room - len(line)
             if len(line) > MAX_LINE_BYTES:

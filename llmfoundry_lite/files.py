@@ -17,6 +17,7 @@ from llmfoundry_lite.errors import ConfigError
 
 ANSWERS = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
 """Suffixes of the files that a command writes its answer to; the JSON is its record."""
+MAX_RECORD_BYTES = 128 << 20
 RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
 """Keys of the records of a bench, `benchmarks memory`, `report`, `compare` and `doctor`."""
 
@@ -41,8 +42,8 @@ def check_answer_replaceable(folder: Path, name: str) -> None:
 
 
 def _is_record(path: Path) -> bool:
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_bytes())
+    with suppress(OSError, ValueError, RecursionError), open(path, "rb", opener=open_regular) as file:
+        content = json.loads(file.read(MAX_RECORD_BYTES))
         return isinstance(content, dict) and any(keys <= content.keys() for keys in RECORDS)
     return False
 

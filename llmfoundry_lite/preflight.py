@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig
@@ -30,6 +31,7 @@ from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import SECOND_STEP, CheckpointError, ConfigError, DataError, UserError, printable
+from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.launch.status import STATUS, write_ended_early
@@ -214,7 +216,7 @@ def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, f
 def _read_summary(path: Path) -> dict[str, Any]:
     """Return what `data prepare` recorded beside the splits; {} without it, or where another tool wrote the file."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_at_most(path, MAX_JSON_BYTES, "a summary"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and {"max_seq_len", "tokenizer"} <= found.keys() else {}
@@ -223,7 +225,10 @@ def _read_summary(path: Path) -> dict[str, Any]:
 def _count_samples(index: Path) -> tuple[int, list[str]]:
     """Return the samples of all shards, and the columns of the first. The file is searched, not parsed: every rank
     does so, and Python makes eight bytes of each."""
-    with open(index, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with (
+        open(index, "rb", opener=open_regular) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
         columns = re.search(rb'"column_names":\s*(\[[^\]]*\])', content)
         if columns is None:
             raise ValueError("it names no columns")

@@ -5,6 +5,7 @@ A layer keeps its source, so that every message can name the file. An overlay ma
 
 import contextlib
 import difflib
+import io
 import json
 import re
 import typing
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.schema import TrainConfig
@@ -105,7 +107,8 @@ def _read_file(name: str) -> Layer:
             meant = f"{shipped[0]}, which comes with the package"
         raise ConfigError(f"{name}: no such file" + (f"; did you mean {meant}?" if meant else ""))
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
+        text = read_at_most(path, MAX_YAML_BYTES, "a YAML file").decode()
+        values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid YAML: {_one_line(error)}") from None
     if not values:

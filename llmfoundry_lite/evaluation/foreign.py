@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.bounded import (
     MAX_JSON_BYTES,
     MAX_LOG_BYTES,
+    TooLargeError,
     open_unpacked,
     read_at_most,
     read_file_at_most,
@@ -207,6 +208,8 @@ def _lm_eval_samples(file: Path) -> Iterator[Record]:
         for number, line in enumerate(read_lines_at_most(file, MAX_LOG_BYTES, "a log"), start=1):
             if line.strip():
                 yield _read_json(line, f"{file}, line {number}")
+    except TooLargeError:
+        raise
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 
@@ -263,6 +266,8 @@ def _open_inspect(file: Path) -> Iterator[tuple[Record, Iterator[Record]]]:
                 raise DataError(f"{file} has no header.json: the evaluation did not end; run it again")
             header = _read_json(read_member(archive, "header.json"), f"{file}: header.json")
             yield _check_header(header, file), _samples_of(archive, str(file))
+    except UserError:
+        raise
     except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{file} cannot be read as a log of Inspect: {error}") from error
 

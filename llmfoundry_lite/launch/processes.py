@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import psutil
 
+from llmfoundry_lite.bounded import MAX_NOTE_BYTES
+
 LAUNCH = "LLMFOUNDRY_LITE_RELAY_LAUNCH"
 SHELL = """trap 'echo $? > "$2.part" && mv "$2.part" "$2"' EXIT; trap : TERM INT; (trap : TERM INT; eval "$1")"""
 """The shell outlives signals, to write the exit code. A copy of it runs the command, which may be `exec`."""
@@ -49,7 +51,7 @@ def ask(command: str, seconds: float) -> Answer:
             process.wait()
         for file in (output, errors):
             file.seek(0)
-        return Answer(code, output.read().decode(errors="replace"), errors.read().decode(errors="replace"))
+        return Answer(code, *(file.read(MAX_NOTE_BYTES).decode(errors="replace") for file in (output, errors)))
 
 
 def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes]:

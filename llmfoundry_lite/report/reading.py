@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, MAX_YAML_BYTES, TooLargeError, too_large
 from llmfoundry_lite.checkpoint.folders import Folder, open_folder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
@@ -22,7 +23,6 @@ from llmfoundry_lite.launch.log_lines import Record, merge_logs, number_of, read
 from llmfoundry_lite.launch.status import LAUNCHES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
-MAX_BYTES = 4 << 30
 
 LOSS, VALIDATION = "loss/train/total", "eval/loss"
 TOKENS, SECONDS, ELAPSED = "time/token", "time/batch_seconds", "time/elapsed_seconds"
@@ -129,9 +129,11 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     folder = open_folder(where)
     try:
         names = folder.names()
-        content = folder.read(METRICS, MAX_BYTES) if METRICS in names else b""
-        statuses = folder.read(LAUNCHES, MAX_BYTES) if LAUNCHES in names else b""
+        content = read_part(folder, METRICS, MAX_LOG_BYTES) if METRICS in names else b""
+        statuses = read_part(folder, LAUNCHES, MAX_JSON_BYTES) if LAUNCHES in names else b""
         config = read_config(folder, notes) if CONFIG in names else None
+    except TooLargeError:
+        raise
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from error
     launches = [record for _, record in read_lines(statuses) if isinstance(record.get("status"), str)]
@@ -179,9 +181,16 @@ def runs_within(where: Path) -> str:
     return f"its folders {names} are runs, such as islands of one; give {found[0].parent}, which has the longest log"
 
 
+def read_part(folder: Folder, name: str, max_bytes: int) -> bytes:
+    """Read a file of a run. Raises TooLargeError, and OSError."""
+    if len(content := folder.read(name, max_bytes)) > max_bytes:
+        raise too_large(f"{folder.url}/{name}", max_bytes, name)
+    return content
+
+
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
     try:
-        config = yaml.safe_load(folder.read(CONFIG, MAX_BYTES))
+        config = yaml.safe_load(read_part(folder, CONFIG, MAX_YAML_BYTES))
     except yaml.YAMLError:
         config = None
     if isinstance(config, dict):

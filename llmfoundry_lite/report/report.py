@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
@@ -289,7 +290,7 @@ def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
 
 def splits_of(folder: Path) -> dict[str, Any]:
     file = folder / "summary.json"
-    return json.loads(file.read_text())["splits"] if file.is_file() else {}
+    return json.loads(read_at_most(file, MAX_JSON_BYTES, "a summary"))["splits"] if file.is_file() else {}
 
 
 # ------------------------------------------------------------------------------------------- samples of text
