@@ -48,10 +48,16 @@ def read_at_most(path: str | Path, max_bytes: int, what: str) -> bytes:
 
 def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str) -> bytes:
     """Read the rest of an open file, such as one of an archive. Raises TooLargeError for more than `max_bytes`."""
+    content = read_up_to(file, max_bytes + 1)
+    if len(content) > max_bytes:
+        raise too_large(where, max_bytes, what)
+    return content
+
+
+def read_up_to(file: IO[bytes], num_bytes: int) -> bytes:
+    """Read at most `num_bytes`, a piece at a time: one read of so many would take their memory for a single byte."""
     content = io.BytesIO()
-    while piece := file.read(BLOCK_BYTES):  # one read of `max_bytes` would take their memory for a byte
-        if content.tell() + len(piece) > max_bytes:
-            raise too_large(where, max_bytes, what)
+    while (room := num_bytes - content.tell()) and (piece := file.read(min(room, BLOCK_BYTES))):
         content.write(piece)
     return content.getvalue()
 
