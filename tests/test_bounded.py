@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,21 @@ def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):
         os.chown(file, 12345, 12345)
         with pytest.raises(PermissionError, match="belongs to user 12345"):
             open_own(file)
+
+
+OURS_OR_THE_SYSTEM_S = {
+    *("bench/frame.py", "bench/profile.py", "bench/steps.py", "cli/listing.py", "config/auto_hardware.py"),
+    *("config/starter.py", "devices.py", "doctor/collectives.py", "doctor/examine.py", "doctor/machine.py"),
+    *("energy.py", "evaluation/tables.py", "islands/member.py", "launch/launcher.py", "launch/processes.py"),
+    *("launch/replay.py", "models/products.py", "plan/plan.py", "ranks/identity.py", "rehearse/build.py"),
+    *("rehearse/child.py", "rehearse/fork_server.py", "rehearse/measure.py", "training/checkpointing.py"),
+    *("training/mirrors.py", "training/replay.py", "training/run_folder.py"),
+}
+"""Modules that read files of the package, of the kernel, of their own temporary folders or of their own run."""
+
+
+def test_files_that_others_wrote_are_read_through_one_door():
+    package = Path(bounded.__file__).parent
+    whole = re.compile(r"\.read_(text|bytes)\(|OmegaConf\.load\((?!io)|base\.compression import decompress")
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if whole.search(path.read_text())}
+    assert found <= OURS_OR_THE_SYSTEM_S, "read_at_most of bounded.py has a limit, and waits for no pipe"
