@@ -16,6 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
 from llmfoundry_lite.checkpoint.start import choose_start
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
@@ -40,6 +41,7 @@ from llmfoundry_lite.errors import (
     list_names,
     printable,
 )
+from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.launch.status import STATUS, write_ended_early
@@ -230,7 +232,7 @@ def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: Trai
 def _read_summary(path: Path) -> dict[str, Any]:
     """Return what `data prepare` recorded beside the splits; {} without it, or where another tool wrote the file."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_at_most(path, MAX_JSON_BYTES, "a summary"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and {"max_seq_len", "tokenizer"} <= found.keys() else {}
@@ -239,7 +241,10 @@ def _read_summary(path: Path) -> dict[str, Any]:
 def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
     """Return the samples of all shards, and the columns of the first with their types. The file is searched, not
     parsed: every rank does so, and Python makes eight bytes of each."""
-    with open(index, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with (
+        open(index, "rb", opener=open_regular) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
         names, types = (re.search(rb'"column_%s":\s*(\[[^\]]*\])' % key, content) for key in (b"names", b"encodings"))
         if names is None or types is None:
             raise ValueError("it names no columns")

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import MarkedYAMLError, YAMLError
 
+from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.schema import TrainConfig
@@ -109,7 +110,7 @@ def _read_file(name: str) -> Layer:
             meant = f"{shipped[0]}, which comes with the package"
         raise ConfigError(f"{name}: no such file" + (f"; did you mean {meant}?" if meant else ""))
     try:
-        values = read_yaml(path.read_text(encoding="utf-8"))
+        values = read_yaml(read_at_most(path, MAX_YAML_BYTES, "a YAML file").decode())
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid YAML: {_one_line(error)}") from None
     if not values:

@@ -13,6 +13,7 @@ torch.distributed.checkpoint (DCP: `.metadata`, `*.distcp`) is imported whole. N
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
 from llmfoundry_lite.checkpoint.dcp import Held, hold, publish, write_pieces
 from llmfoundry_lite.checkpoint.folders import Folder
@@ -38,6 +40,7 @@ from llmfoundry_lite.convert.huggingface import fit_weights, from_hugging_face, 
 from llmfoundry_lite.convert.pickles import read_dcp_metadata, read_torch_file
 from llmfoundry_lite.data import tokenizer as tokenizers
 from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.ranks.codec import encode_value
 
@@ -208,7 +211,8 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
         return unpickled.content
 
     model_config, tensors = import_model(folder, read_pickle if trust_pickle else None)
-    tokenizer = {name: (folder / name).read_bytes() for name in VOCABULARY_FILES if (folder / name).is_file()}
+    files = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
+    tokenizer = {path.name: read_at_most(path, MAX_TOKENIZER_BYTES, "a tokenizer") for path in files}
     generation = tokenizers.read_folder(folder)
     notes += describe_generation(read_json(folder / "config.json"), generation, has_tokenizer=bool(tokenizer))
     return Weights("Hugging Face", model_config, tensors, tokenizer | (generation if tokenizer else {}), notes)
@@ -423,7 +427,9 @@ def read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
         raise CheckpointError(f"{folder}/{name}: compressed by an extension; save it without, or as one file")
     if Path(name).name != name or not (folder / name).is_file():
         raise CheckpointError(f"{folder}/{name}: missing; all files of the checkpoint must be in one folder")
-    with open(folder / name, "rb") as file:
+    with open(folder / name, "rb", opener=open_regular) as file:
+        if place.length > os.fstat(file.fileno()).st_size:
+            raise EOFError(f"{name} has fewer than {place.length:,} bytes")
         file.seek(place.offset)
         raw = file.read(place.length)  # os.pread would stop at 2 GiB
     return read_torch_file(raw, f"{folder}/{name}: {index.fqn}", is_trusted=True).content

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from streaming.base.compression import decompress
 from streaming.base.format import FileInfo
 
 from llmfoundry_lite.data.rows import MAX_VOCAB_SIZE, TOKEN_TYPES, check_whole_numbers
 from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
-from llmfoundry_lite.data.streams import INDEX, find_damage
+from llmfoundry_lite.data.streams import INDEX, find_damage, unpack_shard
 
 
 class Baselines(NamedTuple):
@@ -56,7 +55,7 @@ def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.in
                 reader = table.reader(shard, scratch)
                 raw = Path(scratch, reader.raw_data.basename)
                 raw.parent.mkdir(parents=True, exist_ok=True)
-                raw.write_bytes(decompress(reader.compression, zipped.read_bytes()))
+                unpack_shard(zipped, reader, raw)
             _check(Path(reader.dirname, reader.raw_data.basename), reader.raw_data)
             rows += [reader[i]["tokens"] for i in range(reader.samples)]
     raw = [row for row in rows if isinstance(row, bytes)]

@@ -45,6 +45,7 @@ from llmfoundry_lite.data.shared_memory import (
 from llmfoundry_lite.data.stages import StagedOrder
 from llmfoundry_lite.data.streams import build_stages
 from llmfoundry_lite.errors import DataError, OtherDataError, TransientDataError, UserError, list_names, one_line
+from llmfoundry_lite.files import open_own
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
@@ -153,7 +154,12 @@ class TextDataset(IterableDataset):
             allow_unhashed_shards=self.config.allow_unhashed_shards,
         )
         try:
-            np.save(self.registration.table_path, rows)
+            with open(self.registration.table_path, "xb", opener=open_own) as file:
+                np.save(file, rows)
+        except FileExistsError as error:
+            raise DataError(
+                f"{self.registration.table_path} is there already, and not this run's; try again"
+            ) from error
         except OSError:
             raise DataError(
                 f"no space left in {self.registration.path.parent} for the table of shards, about 150 bytes for each; "

@@ -5,6 +5,7 @@ The index of 1.5 million shards (100 TB) takes about 12 s and 1.2 GB to read. It
 
 import hashlib
 import json
+import os
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -20,6 +21,7 @@ from streaming.base.format.mds import MDSReader
 from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from streaming.base.hashing import is_hash
 
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, too_large
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.training.lean_imports import no_collection
@@ -145,6 +147,8 @@ class _Index:
         self.kinds: list[dict[str, Any]] = []
         try:
             with no_collection(), open(path, encoding="utf-8", opener=open_regular) as file:
+                if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
+                    raise too_large(path, MAX_LOG_BYTES, "an index")
                 # Each record becomes a tuple as soon as it is parsed: as dictionaries they take gigabytes.
                 content = json.load(file, object_hook=self._read_object)
             self.records: list[_Record] = content["shards"]
@@ -217,9 +221,9 @@ class _Index:
         if not all(hashes.values()):  # an empty text is none
             hashes = {}
         sizes = record["samples"], raw["bytes"], zipped["bytes"]
-        for name, value in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, strict=True):
-            if type(value) is not int or not 0 <= value < 2**62:
-                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0")
+        for name, value, bits in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, (32, 32, 33), strict=True):
+            if type(value) is not int or not 0 <= value < 2**bits:  # places in a shard are 32-bit numbers
+                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0 and below 2^{bits}")
         names = [(RAW_NAME, raw["basename"]), *([(ZIP_NAME, zipped["basename"])] if zipped is not NO_FILE else ())]
         for pattern, name in names:
             if not pattern.fullmatch(name):

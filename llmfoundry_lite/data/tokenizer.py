@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.data.wordcache import WordCache, build_word_cache
 from llmfoundry_lite.errors import DataError
 
@@ -73,7 +74,7 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     elif looks_like_a_path(name):
         raise DataError(f"tokenizer folder {name} does not exist; give a folder with a {TOKENIZER_FILE}, or a Hub name")
     else:
-        files = {file: path.read_bytes() for file, path in download_from_hub(name).items()}
+        files = {file: _read(path) for file, path in download_from_hub(name).items()}
     if TOKENIZER_FILE not in files:
         return convert_with_transformers(name)
     return tokenizer_from_files(files, name)
@@ -85,12 +86,16 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     Where nothing else says how to generate, the model's config.json does: that part stands for GENERATION_FILE.
     """
     names = [*FILES, *(f"{NAMED_TEMPLATES}{path.name}" for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")))]
-    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    files = {name: _read(folder / name) for name in names if (folder / name).is_file()}
     if GENERATION_FILE not in files and (folder / MODEL_FILE).is_file():
         with contextlib.suppress(ValueError, RecursionError):  # who reads the model says what is wrong with it
-            found = generation_of(json.loads((folder / MODEL_FILE).read_bytes()))
+            found = generation_of(json.loads(_read(folder / MODEL_FILE)))
             files |= {GENERATION_FILE: json.dumps(found).encode()} if found else {}
     return files
+
+
+def _read(path: Path) -> bytes:
+    return read_at_most(path, MAX_TOKENIZER_BYTES, "a tokenizer")
 
 
 def generation_of(hf_config: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, read_at_most, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, num_unasked
@@ -103,9 +104,11 @@ def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None =
 
 def read_results(path: Path) -> Results:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(read_at_most(path, MAX_JSON_BYTES, "a result"))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
+    except DataError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path} cannot be read as JSON: {error}; expected a MODEL.json{LOGS * path.is_dir()}"
@@ -141,7 +144,8 @@ def _items_path(path: Path) -> Path:
 def _lines_by_task(path: Path) -> dict[str, list[str]]:
     """Return the lines of each task, without those that are torn."""
     found: dict[str, list[str]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for content in read_lines_at_most(path, MAX_LOG_BYTES, "a result's items"):
+        line = content.decode(errors="replace").rstrip("\r\n")
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             found.setdefault(json.loads(line)["task"], []).append(line)
     return found

@@ -12,15 +12,17 @@ import random
 import re
 import string
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from llmfoundry_lite.bounded import MAX_LINE_BYTES, MAX_LOG_BYTES, read_at_most, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.spelling import Loss, Speller
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError, list_names
-from llmfoundry_lite.files import open_regular, without_magic
+from llmfoundry_lite.files import without_magic
 
 COLUMNS = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -116,8 +118,7 @@ def _strip(value: Any) -> Any:
 def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each row, and where it stands. Raises DataError."""
     label, path = config.label, config.dataset_uri
-    # Not splitlines(), which also splits at characters that JSON allows inside a text, such as U+2028.
-    for number, line in enumerate(read_text(config).split("\n"), start=1):
+    for number, line in enumerate(_read_lines(config), start=1):
         if not line.strip():
             continue
         where = f"{label}: {path}, line {number}"
@@ -135,12 +136,23 @@ def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
         yield row, where
 
 
+def _read_lines(config: TaskConfig) -> Iterator[str]:
+    with _naming_the_file(config):
+        for number, line in enumerate(read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task")):
+            yield line.decode("utf-8" if number else "utf-8-sig")
+
+
 def read_text(config: TaskConfig) -> str:
     """Return the task's file with every byte of it, those of line ends too. Raises DataError."""
+    with _naming_the_file(config):
+        return read_at_most(config.dataset_uri, MAX_LINE_BYTES, "a text").decode("utf-8-sig")
+
+
+@contextmanager
+def _naming_the_file(config: TaskConfig) -> Iterator[None]:
     label, path = config.label, config.dataset_uri
     try:
-        with open(path, "rb", opener=open_regular) as file:
-            return file.read().decode("utf-8-sig")
+        yield
     except FileNotFoundError:
         raise DataError(
             f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_lines_at_most
 from llmfoundry_lite.errors import ConfigError, mask_credentials
 
 JOURNAL = "relay.jsonl"
@@ -66,7 +67,7 @@ def read_legs(folder: Path) -> list[Leg]:
     its launch might be launched again.
     """
     try:
-        lines = (folder / JOURNAL).read_text(errors="replace").splitlines()
+        lines = list(read_lines_at_most(folder / JOURNAL, MAX_JSON_BYTES, JOURNAL))
     except FileNotFoundError:
         return []
     events: dict[int, dict[str, Any]] = {}

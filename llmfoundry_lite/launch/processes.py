@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
+from llmfoundry_lite.bounded import MAX_NOTE_BYTES
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
 
 LAUNCH = "LLMFOUNDRY_LITE_RELAY_LAUNCH"
@@ -51,7 +52,7 @@ def ask(command: str, seconds: float) -> Answer:
             process.wait()
         for file in (output, errors):
             file.seek(0)
-        return Answer(code, output.read().decode(errors="replace"), errors.read().decode(errors="replace"))
+        return Answer(code, *(file.read(MAX_NOTE_BYTES).decode(errors="replace") for file in (output, errors)))
 
 
 def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes]:

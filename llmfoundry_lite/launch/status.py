@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_NOTE_BYTES, read_at_most, read_lines_at_most
 from llmfoundry_lite.errors import mask_credentials
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
@@ -65,7 +66,7 @@ def seconds_between_failures(folder: Path) -> float | None:
     """
     seconds, num_failures, begun = 0.0, 0, None
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        for line in (folder / LAUNCHES).read_text().splitlines():
+        for line in read_lines_at_most(folder / LAUNCHES, MAX_LOG_BYTES, LAUNCHES):
             event = json.loads(line)
             if event["status"] == "running":
                 num_failures += begun is not None
@@ -128,7 +129,7 @@ def is_sound(content: Any) -> bool:
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads((folder / STATUS).read_text())
+        content = json.loads(read_at_most(folder / STATUS, MAX_NOTE_BYTES, STATUS))
     except (OSError, ValueError, RecursionError):
         return None
     return content if is_sound(content) else None

@@ -23,7 +23,16 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from llmfoundry_lite.errors import DataError, list_names
-from llmfoundry_lite.prepare.contents import BLOCK_BYTES, OTHER_ENCODING, Bad, read_table, read_text
+from llmfoundry_lite.files import open_regular
+from llmfoundry_lite.prepare.contents import (
+    BLOCK_BYTES,
+    MAX_PLAIN_BYTES,
+    OTHER_ENCODING,
+    TOO_LARGE_PLAIN,
+    Bad,
+    read_table,
+    read_text,
+)
 from llmfoundry_lite.prepare.request import Request
 
 T = TypeVar("T")
@@ -146,15 +155,18 @@ def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) ->
             yield from enumerate(unit.content or ())
 
 
-def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes]]:
+def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes | Bad]]:
     """Yield the lines that start in [start, end) with their offsets in the file; the last may reach beyond the end."""
-    with Path(unit.names[0]).open("rb") as file:
+    with open(unit.names[0], "rb", opener=open_regular) as file:
         offset = unit.start
         if unit.start > 0:  # a line that starts before belongs to the range before
             file.seek(unit.start - 1)
             # No further than the range: a file of one long line would be read once for each of its ranges.
             offset += len(file.readline(unit.end - unit.start + 1)) - 1
-        while offset < unit.end and (line := file.readline()):
+        while offset < unit.end and (line := file.readline(MAX_PLAIN_BYTES + 1)):
+            if len(line) > MAX_PLAIN_BYTES:
+                yield offset, TOO_LARGE_PLAIN
+                return  # with the range: the next one begins behind the next line's end
             yield offset, line
             offset += len(line)
 

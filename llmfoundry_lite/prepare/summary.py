@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
 from llmfoundry_lite.data.spelling import describe_loss
 from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.report.tables import Table
@@ -88,7 +89,7 @@ def load_summary(folder: str | Path) -> Summary:
     """Read `summary.json` of a prepared folder. Raises DataError when it is missing or not one of ours."""
     path = Path(folder) / SUMMARY_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_at_most(path, MAX_JSON_BYTES, "a summary"))
         content["tokenizer"] = TokenizerSummary(**content["tokenizer"])
         content["splits"] = {split: SplitSummary(**counts) for split, counts in content["splits"].items()}
         for name in ("skipped_examples", "unreadable", "repeated"):

@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, MAX_YAML_BYTES, TooLargeError, too_large
 from llmfoundry_lite.checkpoint.folders import Folder, open_folder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
@@ -27,7 +28,6 @@ from llmfoundry_lite.launch.log_lines import METRICS, Record, merge_logs, number
 from llmfoundry_lite.launch.status import LAUNCHES
 
 CONFIG = "config.yaml"
-MAX_BYTES = 4 << 30
 
 LOSS = "loss/train/total"
 TOKENS, SECONDS, ELAPSED = "time/token", "time/batch_seconds", "time/elapsed_seconds"
@@ -160,9 +160,11 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     folder = open_folder(where)
     try:
         names = folder.names()
-        content = folder.read(METRICS, MAX_BYTES) if METRICS in names else b""
-        statuses = folder.read(LAUNCHES, MAX_BYTES) if LAUNCHES in names else b""
+        content = read_part(folder, METRICS, MAX_LOG_BYTES) if METRICS in names else b""
+        statuses = read_part(folder, LAUNCHES, MAX_JSON_BYTES) if LAUNCHES in names else b""
         config = read_config(folder, notes) if CONFIG in names else None
+    except TooLargeError:
+        raise
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from error
     launches = [record for _, record in read_lines(statuses) if isinstance(record.get("status"), str)]
@@ -210,10 +212,16 @@ def runs_within(where: Path) -> str:
     return f"its folders {names} are runs, such as islands of one; give {found[0].parent}, which has the longest log"
 
 
+def read_part(folder: Folder, name: str, max_bytes: int) -> bytes:
+    """Read a file of a run. Raises TooLargeError, and OSError."""
+    if len(content := folder.read(name, max_bytes)) > max_bytes:
+        raise too_large(f"{folder.url}/{name}", max_bytes, name)
+    return content
+
+
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
-    content = folder.read(CONFIG, MAX_BYTES)
     try:
-        config = read_record(content)
+        config = read_record(read_part(folder, CONFIG, MAX_YAML_BYTES))
     except (yaml.YAMLError, ValueError, RecursionError):
         config = None
     if isinstance(config, dict):

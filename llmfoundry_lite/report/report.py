@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
 from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
@@ -298,7 +299,7 @@ def splits_of(folder: Path) -> dict[str, Any]:
 def summary_of(folder: Path) -> dict[str, Any]:
     """Return what `data prepare` wrote beside the splits; empty without it."""
     file = folder / "summary.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return json.loads(read_at_most(file, MAX_JSON_BYTES, "a summary")) if file.is_file() else {}
 
 
 # ------------------------------------------------------------------------------------------- samples of text

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_YAML_BYTES, read_at_most, read_lines_at_most
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import read_record
@@ -70,21 +71,23 @@ class Watched:
         if self.max_duration is None:
             self.max_duration = self._read_duration()
         try:
-            with (self.folder / METRICS).open("rb") as file:
-                file.seek(self._offset)
-                content = file.read()
+            for _, record in read_lines(self._new_lines()):
+                self.last = {key: value for key, value in record.items() if number_of(value) is not None}
+                if losses := [*validation_losses(self.last).values()]:
+                    self.validation = (record["batch"], losses[0])
         except OSError:
             return
-        content = content[: content.rfind(b"\n") + 1]  # a line that is being written is for the next look
-        self._offset += len(content)
-        for _, record in read_lines(content):
-            self.last = {key: value for key, value in record.items() if number_of(value) is not None}
-            if losses := [*validation_losses(self.last).values()]:
-                self.validation = (record["batch"], losses[0])
+
+    def _new_lines(self) -> Iterator[bytes]:
+        """Yield lines of the log since the last look. One that is being written is for the next."""
+        for line in read_lines_at_most(self.folder / METRICS, MAX_LOG_BYTES, METRICS, begin=self._offset):
+            if line.endswith(b"\n"):
+                self._offset += len(line)
+                yield line
 
     def _read_duration(self) -> Duration | None:
         try:
-            config = read_record((self.folder / CONFIG).read_text())
+            config = read_record(read_at_most(self.folder / CONFIG, MAX_YAML_BYTES, CONFIG))
             self.config = config if isinstance(config, dict) else {}
             return Duration.parse(self.config["max_duration"])
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):  # not written yet, or not by us

@@ -19,7 +19,9 @@ import boto3
 import numpy as np
 import pytest
 import torch
+import xxhash
 from streaming import MDSWriter
+from streaming.base.compression import compress
 from streaming.base.hashing import get_hashes
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, S3Downloader
 from streaming.base.util import bytes_to_int, number_abbrev_to_int
@@ -34,6 +36,7 @@ from llmfoundry_lite.data.streams import ShardFolder, part_name
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
+from tests.helpers.bombs import MIB, little_memory, small_files
 from tests.helpers.launch import ROOT, launch
 from tests.helpers.numbered import SEQ_LEN, numbers, numbers_of, open_data, write_shards
 
@@ -655,6 +658,13 @@ def test_a_truncated_zstd_download_is_asked_for_again(tmp_path, downloads, num_w
     assert num_workers or downloads.count(name) == 1
 
 
+def join_fetching_threads() -> None:
+    """Wait for threads that waited for the first, and try its shard next: an error waits for none."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("shard-fetch"):
+            thread.join()
+
+
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, downloads, compression):
     remote = write_shards(tmp_path / "remote", hashes=["xxh64"], compression=compression)
@@ -662,10 +672,46 @@ def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, 
     dataset = open_data(tmp_path / "cache", remote=str(remote))
     message = message_of(numbers_of, dataset)
     assert message.startswith(f"cannot get {tmp_path / 'cache' / 'shard.00003.mds'} from {remote}: it arrives damaged")
-    for thread in threading.enumerate():
-        if thread.name.startswith("shard-fetch"):
-            thread.join()  # one that waited for the first tries it next, and the error waits for none
+    join_fetching_threads()
     assert not list((tmp_path / "cache").glob("shard.00003*")) and downloads.count(path.name) >= 2
+
+
+@pytest.mark.parametrize("compression", ["br", "bz2", "gz", "snappy", "zstd"])
+def test_a_shard_that_unpacks_to_more_than_its_index_states_stops_there_and_is_not_kept(tmp_path, compression):
+    """262 kB unpacked to 8 GiB, in memory and in the cache; its index said 2.5 MB."""
+    shards = write_shards(tmp_path / "mds", size_limit=1 << 20, compression=compression)
+    bomb = compress(compression, bytes(64 * MIB))
+    index = json.loads((shards / "index.json").read_text())
+    [shard] = index["shards"]
+    shard["zip_data"]["bytes"] = (shards / shard["zip_data"]["basename"]).write_bytes(bomb)
+    shard["raw_data"]["bytes"] = MIB
+    (shards / "index.json").write_text(json.dumps(index))
+    dataset = open_data(shards)
+    with small_files(2), little_memory(16):
+        message = message_of(numbers_of, dataset)
+        join_fetching_threads()
+    assert "unpacks to more than 1,048,576 bytes, its size according to index.json" in message
+    assert sorted(path.name for path in shards.iterdir()) == ["index.json", shard["zip_data"]["basename"]]
+
+
+@pytest.mark.parametrize("compression", ["br", "bz2", "gz", "snappy", "zstd:22"])
+def test_shards_of_every_compression_are_read(tmp_path, compression):
+    dataset = open_data(write_shards(tmp_path / "mds", compression=compression, hashes=["xxh64"]))
+    assert numbers_of(dataset) == expected_numbers(dataset)
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_shard_that_unpacks_to_something_else_is_not_kept(tmp_path, is_short):
+    shards = write_shards(tmp_path / "mds", compression="zstd", hashes=["xxh64"])
+    index = json.loads((shards / "index.json").read_text())
+    for shard in index["shards"]:
+        packed = compress("zstd", b"short" if is_short else bytes(shard["raw_data"]["bytes"]))
+        (shards / shard["zip_data"]["basename"]).write_bytes(packed)
+        shard["zip_data"] |= {"bytes": len(packed), "hashes": {"xxh64": xxhash.xxh64_hexdigest(packed)}}
+    (shards / "index.json").write_text(json.dumps(index))
+    assert "unpacks to something else: it" in message_of(numbers_of, open_data(shards))
+    join_fetching_threads()
+    assert not [*shards.glob("*.mds"), *shards.glob("*.part")]
 
 
 def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path):

@@ -2,17 +2,21 @@
 
 import io
 import json
+import os
 import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
+from streaming.base.compression import compress
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.evaluation import foreign
 from llmfoundry_lite.evaluation.compare import compare, compare_files
-from llmfoundry_lite.evaluation.foreign import load_any, read_member
+from llmfoundry_lite.evaluation.foreign import ZSTANDARD, load_any, read_member
 from llmfoundry_lite.evaluation.sequential import Rule
+from tests.helpers.bombs import MIB, little_memory
 from tests.helpers.results import write_result
 
 LOGS = Path(__file__).parent / "logs"
@@ -200,6 +204,73 @@ def test_logs_that_are_torn_unfinished_or_of_several_tools_or_models_are_refused
     assert "has logs of a-hf and b-hf; expected a folder for each model" in refusal(logs[0])
     assert "no samples_*_2026" in refusal(_without_samples(logs[1]))
     assert "or a folder with samples_*.jsonl of lm_eval --log_samples" in refusal(_emptied(tmp_path))
+
+
+# What a stranger wrote ----------------------------------------------------------------------------------------------
+
+
+def eval_log(path, samples, method=zipfile.ZIP_DEFLATED):
+    """A log of Inspect whose samples have these bytes; None: packed by Zstandard."""
+    header = {"eval": {"task": "t", "model": "m"}, "status": "success"}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("header.json", json.dumps(header))
+        for number, sample in enumerate(samples):
+            packed = compress("zstd", sample) if method is None else sample
+            archive.writestr(f"samples/{number}.json", packed, method or zipfile.ZIP_STORED)
+            if method is None:  # in the directory, which is written at the end
+                archive.getinfo(f"samples/{number}.json").compress_type = ZSTANDARD
+    return path
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, None], ids=["deflate", "zstandard"])
+def test_a_sample_that_unpacks_to_gigabytes_is_refused_after_a_few(tmp_path, monkeypatch, method):
+    """A log of 6 MB took 10.6 GB of memory."""
+    monkeypatch.setattr(foreign, "MAX_JSON_BYTES", MIB)
+    log = eval_log(tmp_path / "bomb.eval", [b'{"id": "' + bytes(64 * MIB)], method)
+    with little_memory(16):
+        message = refusal(log)
+    assert f"{log}: samples/0.json has more than 1,048,576 bytes, the most that are read of a sample" in message
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_compression_whose_pieces_have_no_bound_is_refused(tmp_path, method):
+    log = eval_log(tmp_path / "bomb.eval", [bytes(64 * MIB)], method)
+    with little_memory(16):
+        message = refusal(log)
+    assert f"samples/0.json is compressed by ZIP's method {method}, expected deflate or Zstandard" in message
+
+
+@pytest.mark.parametrize("tool", ["inspect", "lm_eval"])
+def test_samples_are_read_one_by_one(tmp_path, tool):
+    filler = " " * (2 * MIB)
+    if tool == "inspect":
+        of = {"input": "q", "target": "a", "scores": {"match": {"value": "C"}}, "messages": filler}
+        log = eval_log(tmp_path / "long.eval", [json.dumps({"id": i, **of}).encode() for i in range(16)])
+    else:
+        of = {"doc": {}, "doc_hash": "d", "arguments": [], "metrics": ["acc"], "acc": 1.0, "resps": filler}
+        log = tmp_path / "samples_long_2026-01-01T00-00-00.jsonl"
+        log.write_text("".join(json.dumps({"doc_id": i, **of}) + "\n" for i in range(16)))
+    with little_memory(24):
+        [results] = load_any([log])
+    assert [len(items) for items in results.items.values()] == [16]
+
+
+def test_all_samples_of_a_log_together_have_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "MAX_LOG_BYTES", MIB)
+    sample = {"id": 0, "input": "q" * 100_000, "target": ""}
+    log = eval_log(tmp_path / "bomb.eval", [json.dumps(sample).encode()] * 20)
+    assert f"{log} has more than 1,048,576 bytes, the most that are read of a log, unpacked" in refusal(log)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["a.json", "a.eval", "samples_t_2026-01-01T00-00-00.jsonl", "items"])
+def test_a_pipe_in_a_result_s_place_is_refused_and_not_waited_for(tmp_path, name):
+    path = write_result(tmp_path, "a", {"t/0-shot": [0, 1]}) if name == "items" else tmp_path / name
+    pipe = tmp_path / "a.items.jsonl" if name == "items" else path
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    message = refusal(path)
+    assert str(pipe) in message and "not a regular file" in message
 
 
 def _without_samples(folder):
