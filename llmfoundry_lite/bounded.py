@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, cast
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
@@ -120,7 +120,7 @@ def _from_snappy(packed: bytes, max_bytes: int, source: str | Path) -> bytes:
             break
     if size > max_bytes:
         raise _unpacks_to_more(source, max_bytes)
-    return snappy.decompress(packed)
+    return cast(bytes, snappy.decompress(packed))
 
 
 def _unpacks_to_more(source: str | Path, max_bytes: int) -> DataError:
