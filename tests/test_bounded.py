@@ -128,11 +128,18 @@ def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):
 
 
 OURS_OR_THE_SYSTEM_S = {
-    *("bench/frame.py", "bench/profile.py", "bench/steps.py", "cli/listing.py", "config/auto_hardware.py"),
+    *(
+        "bench/frame.py",
+        "checkpoint/start.py",
+        "bench/profile.py",
+        "bench/steps.py",
+        "cli/listing.py",
+        "config/auto_hardware.py",
+    ),
     *("config/starter.py", "devices.py", "doctor/collectives.py", "doctor/examine.py", "doctor/machine.py"),
     *("energy.py", "evaluation/tables.py", "islands/member.py", "launch/launcher.py", "launch/processes.py"),
     *("launch/replay.py", "models/products.py", "plan/plan.py", "ranks/identity.py", "rehearse/build.py"),
-    *("rehearse/child.py", "rehearse/fork_server.py", "rehearse/measure.py", "training/checkpointing.py"),
+    *("rehearse/child.py", "rehearse/fork_server.py", "rehearse/measure.py", "ranks/siblings.py"),
     *("training/mirrors.py", "training/replay.py", "training/run_folder.py"),
 }
 """Modules that read files of the package, of the kernel, of their own temporary folders or of their own run."""
