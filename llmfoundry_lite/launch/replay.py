@@ -80,8 +80,9 @@ class Misfit(NamedTuple):
     def relative(self) -> float:
         """Return the relative difference of two numbers; infinite for anything else."""
         there, here = number_of(self.there), number_of(self.here)
-        is_known = there is not None and here is not None and there != here
-        return abs(there - here) / max(abs(there), abs(here)) if is_known else float("inf")
+        if there is None or here is None or there == here:  # the last: as numbers that fp32 holds
+            return float("inf")
+        return abs(there - here) / max(abs(there), abs(here))
 
     def __str__(self) -> str:
         return f"batch {self.batch}: {self.quantity} is {self.here} here and {self.there} in the run"
@@ -123,7 +124,8 @@ def plan_replay(where: str, states: str | None) -> Plan:
     config = later[0].manifest.config if later else run.config
     if not isinstance(config, dict):
         raise DataError(f"{where}: the run's configuration is not there")
-    digests = {record.get("state/batch"): record[STATE] for record in records.values() if STATE in record}
+    logged = [record for record in records.values() if STATE in record and "state/batch" in record]
+    digests = {record["state/batch"]: record[STATE] for record in logged}
     saved = {one.manifest.timestamp.batch: one.manifest.state_digest for one in [*later, *([start] if start else [])]}
     digests |= {batch: digest for batch, digest in saved.items() if digest is not None}
     return Plan(
@@ -178,7 +180,7 @@ def write_replay(
     if fixed := [key for key in given if key in own or key in ("load_path", "islands")]:
         raise ConfigError(f"replay: {fixed[0]} is set by the replay itself; leave it out")
     values = select_recorded(plan.config, given, trusts_code=trusts_code)
-    values |= {key: value for key, value in _layout_for(plan, values, num_ranks).items() if key not in given}
+    values |= _layout_for(plan, values, num_ranks)
     folder.mkdir(parents=True)
     recorded = folder / "recorded.yaml"
     recorded.write_text(write_yaml(values))

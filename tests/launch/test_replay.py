@@ -325,8 +325,8 @@ def test_without_exact_sums_ranks_explain_a_difference(run, tmp_path):
 
 def test_in_16_bits_the_band_is_wider(run, tmp_path):
     its = plan(run(precision="amp_bf16"), "ba4..ba6")
-    verdict = found(its, tmp_path / "out", ["torch 1 -> 2"], batch5={"loss/train/total": 3.4})
-    assert verdict.text.startswith("within a band: loss/train/total within 7.4e-03")
+    verdict = found(its, tmp_path / "out", ["torch 1 -> 2"], batch5={"loss/train/total": 3.405})
+    assert verdict.text.startswith("within a band: loss/train/total within 8.8e-03"), "of the larger"
     verdict = found(its, tmp_path / "more", ["torch 1 -> 2"], batch5={"loss/train/total": 3.42})
     assert verdict.text.startswith("does not fit: batch 5: loss")
 
