@@ -1,6 +1,7 @@
 """How a rank ends when it is asked to leave."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -13,11 +14,15 @@ import torch.distributed as dist
 
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.ranks import ending
+from llmfoundry_lite.ranks.siblings import FirstError
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.start import start_process_group
 from tests.helpers.launch import ROOT, free_port
 
 WAITS = """
 from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.ranks.siblings import FirstError
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.start import start_process_group
 
 def main(arguments):
@@ -78,6 +83,36 @@ def test_a_rank_that_fails_beside_a_frozen_rank_0_says_why_and_ends(monkeypatch)
     first = ending.first_error(UserError("lost contact"))
     frozen.set()
     assert first == (1, 2, "error: lost contact")
+
+
+FAILURE = FirstError(3, 2, "error: a shard is damaged")
+
+
+def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempted(monkeypatch, capsys):
+    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    monkeypatch.setattr(ending, "known_failure", lambda: FAILURE)
+    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: FAILURE)
+    try:
+        ending.raise_when_interrupted()
+        with pytest.raises(ending.AnotherFailedError) as caught:
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    ending.report(caught.value)
+    assert (ending.exit_code_of(caught.value), capsys.readouterr().err) == (2, "")
+    assert ending.cause_of(caught.value) == "a shard is damaged"
+
+
+def test_a_mistake_of_a_rank_whose_output_is_a_file_is_shown_beside_the_launcher_s_output(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: FirstError(1, code, text))
+    monkeypatch.setattr(ending, "shown", io.StringIO())
+    ending.report(UserError("no such mount"))
+    assert ending.shown.getvalue() == "rank 1: error: no such mount\n"
+    ending.report(ValueError("a bug, which is tried again"))
+    assert ending.shown.getvalue().count("\n") == 1
+    assert "error: no such mount\nValueError" in capsys.readouterr().err
 
 
 def full_disk():

@@ -245,14 +245,15 @@ def test_ctrl_c_saves_and_leaves(tmp_path, data, then):
 
 
 def test_ctrl_c_again_leaves_at_once(tmp_path, data):
+    """Batch 2 is saved by then: the save of batch 4 has begun."""
     config = tiny_config(
-        data, autoresume=True, save_interval="2ba", callbacks=callback(PressTwiceThenHang, rank=0, batch=4)
+        data, autoresume=True, save_interval="2ba", callbacks=callback(PressTwiceThenHang, rank=0, batch=6)
     )
     result = launch(tmp_path, config, 1)
     assert result.exit_codes == [130]
     text = "interrupted by Ctrl-C a second time: nothing more was saved; what was saved stands"
     assert result.output.splitlines()[-1] == text
-    assert status(tmp_path) == {"status": "failed", "batch": 3, "reason": text}
+    assert status(tmp_path) == {"status": "failed", "batch": 5, "reason": text}
 
 
 def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came_in_first(tmp_path):
