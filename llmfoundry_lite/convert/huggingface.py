@@ -155,7 +155,7 @@ def from_hugging_face(
     except ExportError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
-        reason = str(error).split("\n")[0].removeprefix("configuration: ")
+        reason = layout.in_their_words(str(error).split("\n")[0].removeprefix("configuration: "))
         raise ExportError(f"{where}: config.json describes a model that cannot be: {reason}") from error
     # LLM Foundry's folders have every tensor of ours, under our names.
     is_mpt = layout is MPT_LAYOUT

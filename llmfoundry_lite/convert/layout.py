@@ -1,6 +1,7 @@
 """The description of a layout, and its use: config.json from a model, a model from config.json."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -73,6 +74,14 @@ class Layout:
     """Beginning of the name of every tensor but the output embedding; files of the bare model lack it."""
     buffers: tuple[str, ...] = ()
     """Ends of the names of tensors that old files hold and no model needs."""
+
+    def in_their_words(self, reason: str) -> str:
+        """Name the key of config.json where an error names the option of ours that it was read into."""
+        fields = {**self.fields, **self.also_read}
+        theirs = {source.ours: key for key, source in fields.items() if isinstance(source, Field)}
+        # One key of Qwen3 is read into two options.
+        theirs = {f"attn_config.{ours}": key for ours, key in theirs.items()} | theirs
+        return re.sub(r"\bmodel\.([\w.]+)", lambda found: theirs.get(found[1], found[0]), reason)
 
     @property
     def known(self) -> set[str]:
@@ -235,9 +244,14 @@ def look_up(hf_config: HFConfig, key: str, default: Any) -> Any:
 
 def needed(hf_config: HFConfig, key: str, where: str) -> int:
     value = hf_config.get(key)
-    if not isinstance(value, int) or value <= 0:
+    if type(value) is not int or value <= 0:
         raise ExportError(f"{where}: {key} is {json.dumps(value)} in config.json; expected a whole number above 0")
     return value
+
+
+def given_or(hf_config: HFConfig, key: str, default: int, where: str) -> int:
+    """Return a whole number above 0, or `default` for none. Raises ExportError."""
+    return default if hf_config.get(key) is None else needed(hf_config, key, where)
 
 
 def ffn_values(ffn_dim: int, d_model: int) -> Values:

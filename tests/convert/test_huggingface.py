@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -27,7 +28,14 @@ from transformers import (
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert import files, huggingface
 from llmfoundry_lite.convert.files import published, write_json
-from llmfoundry_lite.convert.huggingface import can_export, export_model, from_hugging_face, import_model
+from llmfoundry_lite.convert.huggingface import (
+    build_hf_config,
+    can_export,
+    export_model,
+    from_hugging_face,
+    import_model,
+    layout_of,
+)
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.models import (
@@ -164,6 +172,28 @@ def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("config", [SMALL, ALIBI, LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda it: layout_of(it).title[:7])
+def test_every_refusal_names_the_key_that_is_at_fault(config):
+    """Each key alone, with values that it cannot have. Where a width is another, a tensor's shape shows it."""
+    config = replace(config, n_layers=1)
+    state, described, layout = to_hugging_face(random_model(config)), build_hf_config(config), layout_of(config)
+    num_refused = 0
+    for key in [*sorted(layout.known), "brand_new", "attn_config.brand_new"]:
+        *blocks, name = key.split(".")
+        for value in ("no such", {"brand_new": 1}, True):
+            changed = block = json.loads(json.dumps(described))
+            for part in blocks:
+                block[part] = block.get(part) or {}
+                block = block[part]
+            block[name] = value
+            try:
+                from_hugging_face(state, changed, "here")
+            except ExportError as error:
+                num_refused += 1
+                assert re.search(rf"\b{name}\b|brand_new|here: tensor ", str(error)), (key, value, str(error))
+    assert num_refused > len(layout.fields)
 
 
 @pytest.mark.parametrize(
@@ -386,14 +416,19 @@ ROPE = "rope_parameters"
         (SMALL, {"n_layer": 2}, "tensor transformer.h.2.ln_1.weight has no place"),
         (SMALL, {"n_layer": 4}, "tensor transformer.h.3.ln_1.weight is missing"),
         (SMALL, {"n_layer": 10**9}, "config.json has 1,000,000,000 layers, and there are 40 tensors"),
-        (SMALL, {"n_inner": "x"}, IMPOSSIBLE),
+        (SMALL, {"n_inner": "x"}, 'n_inner is "x" in config.json; expected a whole number above 0'),
         (SMALL, {"resid_pdrop": None}, IMPOSSIBLE),
         (SMALL, {"embd_pdrop": 1.5}, IMPOSSIBLE),
-        (LLAMA, {"attention_bias": True}, "attention_bias is true in config.json; this model only has false"),
+        (LLAMA, {"attention_bias": True}, "attention_bias is true in config.json and mlp_bias is not; this model has"),
+        (
+            LLAMA,
+            {"mlp_bias": True},
+            "mlp_bias is true in config.json and attention_bias is not; this model has both or",
+        ),
         (LLAMA, {"head_dim": 16}, "tensor model.layers.0.self_attn.q_proj.weight has shape [48, 48], the model's con"),
         (QWEN3, {"attention_bias": True}, "attention_bias is true in config.json; this model only has false"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window is true in config.json; this model only has false"),
-        (MISTRAL, {"sliding_window": 0}, f"{IMPOSSIBLE}model.attn_config.sliding_window_size: 0 given, expected a n"),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window is 0 in config.json; expected a whole number above 0"),
         (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "layer_types is ["),
         (
             LLAMA,
@@ -421,8 +456,8 @@ ROPE = "rope_parameters"
             'rope_scaling.rope_type is "yarn" in config.json; this model only has',
         ),
         (LLAMA, {ROPE: {"rope_type": "linear"}}, f"{ROPE}.factor is missing in config.json; rope_type linea"),
-        (LLAMA, {"rms_norm_eps": "8"}, f"{IMPOSSIBLE}model.norm_eps: '8' given, expected a number"),
-        (LLAMA, {"rms_norm_eps": -1.0}, f"{IMPOSSIBLE}model.norm_eps: -1.0 given, expected a number above 0"),
+        (LLAMA, {"rms_norm_eps": "8"}, f"{IMPOSSIBLE}rms_norm_eps: '8' given, expected a number"),
+        (LLAMA, {"rms_norm_eps": -1.0}, f"{IMPOSSIBLE}rms_norm_eps: -1.0 given, expected a number above 0"),
         (
             LLAMA,
             {ROPE: {"rope_theta": float("inf")}},
