@@ -56,7 +56,7 @@ class LoadedModel:
     def logprobs(self, texts: Iterable[str]) -> list[NDArray[np.float32]]: ...
 
     def logprobs(self, texts: str | Iterable[str]) -> NDArray[np.float32] | list[NDArray[np.float32]]:
-        """Return the log-probability of each token of a text, or of each text of a list, in nats, given all before it.
+        """Return the log-probability of each token of a text, in nats, given all before it; of a list of texts, a list.
 
         Tokens are those of `tokenizer.encode(text)`. The first one follows the token that begins or ends a text. A text
         that is longer than the context is read in windows, as in rolling perplexity. An empty text has no tokens.

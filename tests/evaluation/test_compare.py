@@ -433,7 +433,7 @@ def test_files_that_are_no_results(tmp_path, capsys, monkeypatch):
     assert "good.json alone: name another result" in error_of(capsys, good)
     assert "good.json is given twice" in error_of(capsys, good, "good.json")
     assert "none.json does not exist" in error_of(capsys, good, "none.json")
-    assert "cannot be read as JSON: [Errno 21] Is a directory" in error_of(capsys, good, tmp_path)
+    assert "cannot be read as JSON: [Errno 21] Is a directory" in error_of(capsys, good, _empty(tmp_path))
     assert "cannot be read as JSON: Extra data" in error_of(capsys, good, "good.items.jsonl")
     for content, reason in (
         ("{", "cannot be read as JSON"),
@@ -445,6 +445,11 @@ def test_files_that_are_no_results(tmp_path, capsys, monkeypatch):
     ):
         (tmp_path / "bad.json").write_text(content)
         assert re.search(f"bad.json:? {re.escape(reason)}", error_of(capsys, good, "bad.json"))
+
+
+def _empty(folder):
+    (folder / "empty").mkdir()
+    return folder / "empty"
 
 
 def test_items_that_are_missing_torn_or_another_evaluations(tmp_path, capsys):

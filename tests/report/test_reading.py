@@ -45,6 +45,16 @@ def test_a_log_is_a_mapping_of_every_number_to_its_column():
     assert log.digest == ["0f", None, None] and repr(log) == "<batches 1 to 3: batch, launch, lr, grad_norm, eval/loss>"
 
 
+def test_a_loss_is_not_finite_where_the_file_has_null_and_not_where_it_has_none():
+    """The line of an evaluation before the first batch has no training loss."""
+    lines = [
+        record(0, **{"eval/loss": 3.0}),
+        record(1, **{"loss/train/total": None}),
+        record(2, **{"loss/train/total": 2.0}),
+    ]
+    assert parse_log(lines).not_finite == [1]
+
+
 def test_dead_branches_have_the_same_columns():
     log = parse_log([record(1, lr=0.1), record(2, lr=0.2), record(3, lr=0.3), record(2, lr=0.4, launch=2)])
     assert log["lr"].tolist() == [0.1, 0.4]
