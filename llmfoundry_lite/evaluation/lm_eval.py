@@ -187,11 +187,11 @@ class CheckpointLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes greedily after each context. Raises DataError for settings that sample."""
-        prompts = [self._prompt(*request.args, name_of(request)) for request in requests]
+        prompts = [self._prompt(name_of(request), *request.args) for request in requests]
         with self._progress("generate_until", len(prompts), disable_tqdm) as move:
             return generate_answers(self.model, self.subject.tokenizer, "lm_eval", prompts, self.share, move)
 
-    def _prompt(self, context: str, given: dict[str, Any], name: str) -> Prompt:
+    def _prompt(self, name: str, context: str, given: dict[str, Any]) -> Prompt:
         settings: dict[str, Any] = normalize_gen_kwargs(given, self.max_gen_toks)
         for key, value in settings.items():
             if key not in WITHOUT_EFFECT and value not in GREEDY.get(key, ()):

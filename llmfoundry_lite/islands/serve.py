@@ -158,11 +158,12 @@ class Server:
                 self.fail(error)
 
     def note_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say seldom that no connection can be accepted, after which asyncio pauses for a second; the rest as ever."""
+        """Say seldom that no connection can be accepted, after which asyncio pauses for a second. Say nothing of
+        connections that are open at the end, of each of which asyncio would print a traceback."""
         error = context.get("exception")
         if isinstance(error, OSError) and "socket" in context:
             self.remark_on_refusal(describe_refusal(error))
-        else:
+        elif not isinstance(error, asyncio.CancelledError):
             loop.default_exception_handler(context)
 
     def fail(self, error: Exception) -> None:

@@ -347,6 +347,13 @@ def test_a_crowd_of_strangers_keeps_no_rank_out_and_their_end_is_said_once(capsy
     assert capsys.readouterr().out.count("closed a connection from 127.0.0.1: not JSON") == 1 and raised == []
 
 
+def test_connections_that_are_open_at_the_end_are_closed_without_a_word(caplog):
+    with ExitStack() as stack, threaded() as (port, _):
+        quiet = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert receive(quiet)["kind"] == "challenge"
+    assert not caplog.records
+
+
 def test_a_coordinator_without_files_left_says_so_once_and_its_ranks_go_on(capsys, caplog):
     with threaded() as (port, raised):
         one, said = joined(("127.0.0.1", port)), ""
