@@ -276,7 +276,7 @@ def test_merge_keys_still_work():
 
 SECRET = "hunter2 ${x},'q'"
 WITH_SECRETS = """
-variables: {token: "${oc.env:SECRET}", url: "https://${oc.env:SECRET}@h"}
+variables: {token: "${oc.env:SECRET}", url: "s3://u:${oc.env:SECRET}@h"}
 loggers:
   wandb: {entity: "team-${oc.env:SECRET}", tags: ["${oc.env:SECRET}"], init_kwargs: {key: "${variables.token}"}}
 callbacks: {"python:mine:Hook": {token: "${oc.decode:${oc.env:QUOTED}}", url: "${variables.url}/x"}}
@@ -299,7 +299,7 @@ def secret(run, monkeypatch):
 def test_text_of_a_variable_is_used_and_recorded_as_it_was_written(secret):
     wandb, hook = secret.loggers.wandb, secret.callbacks.extra["python:mine:Hook"]
     assert (wandb.entity, wandb.tags, wandb.init_kwargs) == (f"team-{SECRET}", [SECRET], {"key": SECRET})
-    assert (hook["token"], hook["url"]) == ("hunter2 too", f"https://{SECRET}@h/x")
+    assert (hook["token"], hook["url"]) == ("hunter2 too", f"s3://u:{SECRET}@h/x")
     assert secret.save_folder == f"s3://u:{SECRET}@h/run" and secret.tokenizer.name == SECRET
     recorded = as_dict(secret)
     assert "hunter2" not in dump_record(recorded) + json.dumps(recorded)
