@@ -251,7 +251,7 @@ def report(error: BaseException) -> None:
             said = text
         elif here.rank == 0 and _process_group_store() is not None:
             said = text if first.text == text else f"rank {first.rank}: {first.text}"
-        elif is_bug and first.text != text:
+        elif is_bug and _last_line(first.text) != _last_line(text):  # the same one may have been noted further within
             said = text
     except RuntimeError:  # rank 0, which keeps the store, is gone and has said why
         said = text if is_bug else ""

@@ -104,6 +104,18 @@ def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempt
     assert ending.cause_of(caught.value) == "a shard is damaged"
 
 
+@pytest.mark.parametrize(("end", "is_said"), [("ValueError: 3", False), ("ValueError: 4", True)])
+def test_a_traceback_that_another_rank_has_printed_is_not_printed_again(monkeypatch, capsys, end, is_said):
+    first = FirstError(0, 1, f"Traceback (most recent call last):\n  from further within\n{end}")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: first)
+    try:
+        raise ValueError(3)
+    except ValueError as error:
+        ending.report(error)
+    assert ("Traceback" in capsys.readouterr().err) == is_said
+
+
 def test_a_mistake_of_a_rank_whose_output_is_a_file_is_shown_beside_the_launcher_s_output(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: FirstError(1, code, text))
