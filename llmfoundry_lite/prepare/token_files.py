@@ -192,8 +192,8 @@ def make_in_processes(
         for number, unit in units:
             running.append((number, unit, workers.submit(make_in_worker, number, unit)))
             if len(running) > 2 * num_workers:
-                *first, future = running.popleft()
-                yield *first, future.result()
+                first, its_unit, future = running.popleft()
+                yield first, its_unit, future.result()
         for number, unit, future in running:
             yield number, unit, future.result()
     except BrokenProcessPool as error:
