@@ -21,8 +21,8 @@ MODULES = {"pyyaml": "yaml", "python-snappy": "snappy", "mosaicml": "composer", 
 """Distributions whose module has another name."""
 OF_THE_MACHINE = {"amdsmi", "flash_attn", "lm_eval"}
 """ROCm brings amdsmi; the others are used where a user has them."""
-BY_NAME = {"s3fs"}
-"""fsspec imports it for s3://."""
+BY_OTHERS = {"s3fs", "tensorboard", "zstandard"}
+"""fsspec imports the first, for s3://, torch the second, datasets the third."""
 FOR_COMPOSER = "# Composer and mosaicml-streaming import these when they are imported; nothing here does.\n"
 
 
@@ -57,7 +57,7 @@ def test_a_package_that_is_imported_is_declared():
 
 def test_a_package_that_is_declared_is_imported_or_said_to_be_composer_s():
     others = re.findall(r'"([^"]+)"', PYPROJECT.partition(FOR_COMPOSER)[2].partition("]")[0])
-    unused = declared() - imported() - BY_NAME - {"tensorboard"}  # torch.utils.tensorboard imports that
+    unused = declared() - imported() - BY_OTHERS
     assert unused == {module_of(one) for one in others}
 
 
