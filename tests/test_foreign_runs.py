@@ -95,7 +95,7 @@ def read(run, out):
 COMMANDS = {
     "report": ("report", "RUN", "--out", "OUT"),
     "watch": ("watch", "RUN"),
-    "generate": ("generate", "RUN", "--prompt", "the cat", "--num-tokens", "3"),
+    "generate": ("generate", "RUN", "--prompt", "the cat", "--max-new-tokens", "3"),
     "data show": ("data", "show", "RUN", "--batch", "2"),
     "ls": ("checkpoint", "ls", "RUN"),
     "inspect": ("checkpoint", "inspect", "RUN", "--tensors"),
@@ -110,7 +110,7 @@ COMMANDS = {
     "compare": ("compare", "RUN/config.yaml", "RUN/status.json"),
 }
 REFUSED = {
-    "data show": r"train_loader.dataset.remote is http://.* in the run, which is not resolved here; give .*remote=…",
+    "data show": "train_loader.name is python:subprocess:Popen, whose order only its own code knows",
     "import": "a portable checkpoint already",
     "replay": r"brings code of its author: train_loader.name python:subprocess:Popen, optimizer.name python:.*, "
     r"environment LD_PRELOAD, PYTHONPATH, compile_config.options; if you trust it, let it run with --trust-code; or "

@@ -12,7 +12,7 @@ import yaml
 
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, is_masked
 
 CODE = "python:"
 PLAIN_COMPILE_KEYS = ("backend", "dynamic", "fullgraph", "mode")
@@ -38,8 +38,7 @@ def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts
         )
     if trusts_code:
         values["callbacks"] = {"extra": find_callbacks(config)}
-    refuse_unresolved(values, "replay")
-    return as_given(values)
+    return as_given(refuse_unresolved(values, "replay"))
 
 
 def without(given: Collection[str], value: Any, path: str = "") -> Any:
@@ -50,13 +49,33 @@ def without(given: Collection[str], value: Any, path: str = "") -> Any:
     return {key: without(given, value[key], place) for key, place in places.items() if place not in given}
 
 
-def refuse_unresolved(values: Mapping[str, Any], what: str) -> None:
-    """Raise ConfigError for recorded text with `${` in it: it names variables of another machine, or of this one."""
-    unresolved = {path: text for path, text in _texts(values) if "${" in text}
+def refuse_unresolved(values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return recorded values without remotes that are not whole: a folder here may have the data.
+
+    Raises ConfigError for other text with `${` in it: it names variables of another machine, or of this one.
+    """
+    found = dict(values)
+    if "train_loader" in values:
+        found["train_loader"] = _without_partial_remotes(values["train_loader"])
+    unresolved = {path: text for path, text in _texts(found) if "${" in text}
     if unresolved:
         recorded = ", ".join(f"{path} is {_quoted(text)}" for path, text in unresolved.items())
         keys = dict.fromkeys(f"{path.partition('[')[0]}=…" for path in unresolved)
         raise ConfigError(f"{what}: {recorded} in the run, which is not resolved here; give {' '.join(keys)}")
+    return found
+
+
+def _without_partial_remotes(value: Any) -> Any:
+    """Return `value` with null for a remote with `${` or masked credentials in it, at any depth."""
+    if isinstance(value, list):
+        return [_without_partial_remotes(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    remote = value.get("remote")
+    is_partial = isinstance(remote, str) and ("${" in remote or is_masked(remote))
+    return {key: _without_partial_remotes(inner) for key, inner in value.items()} | (
+        {"remote": None} if is_partial else {}
+    )
 
 
 def find_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:

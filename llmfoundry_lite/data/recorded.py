@@ -67,10 +67,11 @@ class Places:
             return (local, None) if state == WHOLE else (own, local)
         if remote and self.uses_recorded_remote:
             return own, remote
-        message = f"{key}: {folder or 'no folder'} does not hold its data here; give {key}.local=FOLDER"
-        if remote:
-            message += f", or {key}.remote={remote} to fetch it from where the run did{self.advice}"
-        raise DataError(message)
+        fetch = f"{key}.remote={remote} to fetch it from where the run did{self.advice}"
+        fetch = fetch if remote else f"{key}.remote=URL to fetch it"
+        raise DataError(
+            f"{key}: {folder or 'no folder'} does not hold its data here; give {key}.local=FOLDER, or {fetch}"
+        )
 
 
 def state_of(folder: Path) -> str | None:

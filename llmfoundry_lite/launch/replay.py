@@ -188,8 +188,8 @@ def write_replay(
         config = load_train_config([str(recorded), *changes]).config
     except ConfigError as error:
         raise ConfigError(str(error).replace(str(recorded), f"{plan.where}: its configuration")) from None
-    values = as_dict(config)
-    _refuse_another_run(plan, values, given)
+    _refuse_another_run(plan, as_dict(config), given)
+    values = asdict(config)  # as it is, not as it would be recorded
     _check_ranks(plan, config, num_ranks)
     _check_tokenizer(plan, config)
     if config.train_loader.name == "text":

@@ -177,7 +177,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
         raise DataError(f"{run.where}: the run's configuration is not there")
     given = [key for layer in changes for key in leaf_keys(layer.values)]
     recorded = without(given, {key: run.config[key] for key in OF_DATA if key in run.config})
-    refuse_unresolved(recorded, run.where)
+    recorded = refuse_unresolved(recorded, run.where)
     config, checkpoint = lay_over(recorded, merge_layers(changes, TrainConfig) if changes else {}), None
     if run.segments_from is not None:
         checkpoint = open_checkpoint(run.segments_from)

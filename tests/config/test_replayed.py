@@ -84,16 +84,23 @@ def test_plain_arguments_of_the_compiler_are_no_code():
 
 
 def test_text_that_would_be_resolved_is_refused_and_asked_for_unless_it_is_given():
-    dataset = {"remote": "s3://b/${oc.env:SECRET}", "stages": [{"streams": {"a": {"local": "${seed}"}}}]}
+    dataset = {"local": "/b/${oc.env:SECRET}", "stages": [{"streams": {"a": {"local": "${seed}"}}}]}
     recorded = {"train_loader": {"dataset": dataset}}
     block = r"train_loader\.dataset"
-    words = rf"^replay: {block}\.remote is s3://b/\$\{{oc\.env:SECRET\}}, {block}\.stages\[0\]\.streams\.a\.local is "
-    words += rf"\$\{{seed\}} in the run, which is not resolved here; give {block}\.remote=… {block}\.stages=…$"
+    words = rf"^replay: {block}\.local is /b/\$\{{oc\.env:SECRET\}}, {block}\.stages\[0\]\.streams\.a\.local is "
+    words += rf"\$\{{seed\}} in the run, which is not resolved here; give {block}\.local=… {block}\.stages=…$"
     with pytest.raises(ConfigError, match=words):
         select(**recorded)
-    given = ["train_loader.dataset.remote", "train_loader.dataset.stages"]
+    given = ["train_loader.dataset.local", "train_loader.dataset.stages"]
     assert select(given, **recorded)["train_loader"] == {"dataset": {}}
     assert select(loggers={"x": "${oc.env:SECRET}"}), "where nothing uses it, it may stand"
+
+
+@pytest.mark.parametrize("remote", ["s3://${oc.env:BUCKET}/x", "https://me:***@host/x"])
+def test_a_remote_that_is_not_whole_is_none(remote):
+    dataset = {"local": "x", "remote": remote, "streams": {"a": {"remote": remote}, "b": {"remote": "s3://whole"}}}
+    found = select(train_loader={"dataset": dataset})["train_loader"]["dataset"]
+    assert found == {"local": "x", "remote": None, "streams": {"a": {"remote": None}, "b": {"remote": "s3://whole"}}}
 
 
 def test_an_optimizer_of_the_users_keeps_the_arguments_that_it_was_called_with():
@@ -106,5 +113,5 @@ def test_an_optimizer_of_the_users_keeps_the_arguments_that_it_was_called_with()
 def test_text_is_read_again_as_it_was(tmp_path, text):
     values = {"x": text, "y": [text, 1e-05, 1e300, True, None, (0.9, 0.95)]}
     (tmp_path / "x.yaml").write_text(write_yaml(values))
-    found = merge_layers(read_layers([str(tmp_path / "x.yaml")]))
+    found = merge_layers(read_layers([str(tmp_path / "x.yaml")]), TrainConfig)
     assert found == {"x": text, "y": [text, 1e-05, 1e300, True, None, [0.9, 0.95]]}

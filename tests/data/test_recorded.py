@@ -65,7 +65,9 @@ def test_a_recorded_remote_is_asked_only_if_the_user_says_so(tmp_path, lacks):
     )
     with pytest.raises(DataError, match=rf"{words}.*\.remote={remote} to fetch it from where the run did, or --so$"):
         place(tmp_path / "own", **recorded)
-    with pytest.raises(DataError, match=r"does not hold its data here; give train_loader\.dataset\.local=FOLDER$"):
+    with pytest.raises(
+        DataError, match=r"does not hold its data here; give .*\.local=FOLDER, or .*\.remote=URL to fetch it$"
+    ):
         place(tmp_path / "own", local=str(folder))
     for options in ({"uses_recorded_remote": True}, {"given": [remote]}):
         found = place(tmp_path / "own", **recorded, **options)

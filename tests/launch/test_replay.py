@@ -231,6 +231,14 @@ def test_a_choice_of_hardwares_is_free(run, tmp_path):
     assert values["precision"] == "amp_bf16" and values["train_loader"]["num_workers"] == 2
 
 
+def test_variables_and_credentials_that_the_user_gives_reach_the_ranks(run, tmp_path, monkeypatch):
+    """The record would have them masked, or as they were written."""
+    monkeypatch.setenv("PLACE", "s3://me:secret@there")
+    values = written(run(), tmp_path, 1, [f"{DATA}.remote=${{oc.env:PLACE}}/x", "tokenizer.name=${oc.env:PLACE}"])
+    assert values["train_loader"]["dataset"]["remote"] == "s3://me:secret@there/x"
+    assert values["tokenizer"]["name"] == "s3://me:secret@there"
+
+
 def test_a_mistake_in_a_recorded_configuration_names_the_run(run, tmp_path):
     where = run()
     rewrite(where, 6, config=tiny_config(tmp_path, optimizer__lr=-1))
