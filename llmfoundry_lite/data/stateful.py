@@ -101,9 +101,9 @@ def open_dataset(
     >>> bool((next(iter(other))["input_ids"] == next(iter(loader))["input_ids"][4:]).all())
     True
 
-    Raises ConfigError for unknown words and impossible ranks. Raises DataError for data that cannot be read, for a
-    batch that the ranks do not divide, and for samples of another length. `allow_truncation=True` reads the beginning
-    of longer ones.
+    Raises ConfigError for unknown words and impossible ranks. Raises DataError for data that cannot be read, and for a
+    batch that the ranks do not divide. So it does for samples of another length. `allow_truncation=True` reads the
+    beginning of longer ones.
     """
     if word := next((one for one in dataset if one in OTHER_WORDS), None):
         raise ConfigError(f"open_dataset: {word}: unknown word; did you mean {OTHER_WORDS[word]}?")

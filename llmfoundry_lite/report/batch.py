@@ -152,7 +152,8 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     if first > last:
         raise ConfigError(f"batches {first} to {last} given, expected two numbers from 1 on, the smaller first")
     found = read_run(run)
-    opened, *_ = open_data(found, [Layer("batches", {"train_loader": {"dataset": plain_words(dataset)}})])
+    words = {"train_loader": {"dataset": plain_words(dataset)}}
+    opened, *_ = open_data(found, [Layer("batches", words)] if dataset else [])  # an empty block would stand for all
     loader = build_text_loader(opened, kind=StatefulLoader)
     epoch, num_batches = opened.stages.locate(first - 1)
     loader.move_to(epoch, num_batches * opened.global_batch_size)

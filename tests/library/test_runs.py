@@ -75,7 +75,7 @@ def test_a_program_that_stops_amid_batches_ends_without_a_word(here):
 def test_samples_of_other_settings_or_data_are_never_passed_off_as_the_runs(here, tmp_path):
     with pytest.raises(lf.UserError, match="the order of the samples depends on it"):
         next(lf.batches("runs/tiny", 1, shuffle_seed=4))
-    with pytest.raises(lf.UserError, match="there is no data folder gone"):
+    with pytest.raises(lf.UserError, match="gone/train does not hold its data here"):
         lf.batches("runs/tiny", 1, local=Path("gone"))
     with pytest.raises(lf.UserError, match=r"did you mean train_loader\.dataset\.shuffle_seed"):
         lf.batches("runs/tiny", 1, shuffle_sead=4)
