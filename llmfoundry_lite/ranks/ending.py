@@ -294,9 +294,12 @@ def first_error(error: BaseException) -> FirstError:
 
 
 def known_failure() -> FirstError | None:
-    """Return the first failure of another rank: the reason why a launcher ends this one, then."""
+    """Return the first failure of another rank, unless a rank has been preempted before: the reason why a launcher ends
+    this one, then."""
     failure = siblings.failure_of_another()
     with suppress(RuntimeError):  # rank 0, which keeps the store, is gone
+        if _ask_store(lambda store: store.compare_set(PREEMPTED, "", "").decode(), 1.0):
+            return None
         told = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", "").decode(), 1.0)
         failure = failure or (_parse(told) if told else None)
     return failure

@@ -37,8 +37,11 @@ from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.ranks.siblings import FirstError
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen
 
-SIGNALS = tuple(signal.Signals(number).name for number in LEAVING_SIGNALS if number != signal.SIGINT)
-REASONS = ("", *SIGNALS, "max_wall_time", "the file STOP", "SIGINT")
+REASONS = (
+    "",
+    *(signal.Signals(number).name for number in LEAVING_SIGNALS if number != signal.SIGINT),
+    *("max_wall_time", "the file STOP", "SIGINT"),
+)
 """Ranks exchange an index of these; the highest wins."""
 STOP = "STOP"
 BY_FILE = REASONS.index("the file STOP")
@@ -151,16 +154,21 @@ class Preemption:
             timeout = 1.0 if wake_at is None else min(max(0.0, wake_at - time.monotonic()), 1.0)
             ready, _, _ = select.select([self._pipe], [], [], timeout)
             for number in os.read(self._pipe, 64) if ready else b"":
-                if number == signal.SIGINT and is_second_press(self._pressed_at):
-                    text = f"interrupted by Ctrl-C a second time: nothing more was saved; {self.stands()}"
-                    self._leave("failed", text, EXIT_INTERRUPTED)
-                if number in LEAVING_SIGNALS:
-                    self._request(REASONS.index(signal.Signals(number).name))
+                self._hear(number)
             self._look_for_file()
             now = time.monotonic()
             self._leave_if_late(now)
             if self.deadline is not None and now >= self.deadline:
                 self._request(REASONS.index("max_wall_time"))
+
+    def _hear(self, number: int) -> None:
+        if number == signal.SIGINT and is_second_press(self._pressed_at):
+            text = f"interrupted by Ctrl-C a second time: nothing more was saved; {self.stands()}"
+            self._leave("failed", text, EXIT_INTERRUPTED)
+        if number in LEAVING_SIGNALS:
+            if number != signal.SIGINT and not self.reason:
+                self.failure = known_failure()
+            self._request(REASONS.index(signal.Signals(number).name))
 
     def _leave_if_late(self, now: float) -> None:
         if self.leave_by is None or now < self.leave_by:
@@ -199,8 +207,6 @@ class Preemption:
             self._seconds_left += 2 * self._longest_step_seconds
         if self.leave_by is None:
             self.leave_by = time.monotonic() + self._seconds_left
-        if REASONS[reason] in SIGNALS and not self.reason:
-            self.failure = known_failure()
         self.reason = reason
         if self.failure is not None:
             return

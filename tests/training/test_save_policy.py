@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_a_launcher_that_ends_this_rank_because_another_has_failed_does_not_pree
     told, failure = [], FirstError(3, 2, "error: a shard is damaged")
     one.on_request = one.on_leave = lambda *words: told.append(words)
     monkeypatch.setattr(preemption, "known_failure", lambda: failure)
-    one._request(SIGTERM)
+    one._hear(signal.SIGTERM)
     assert (one.failure, told, one.leave_by) == (failure, [], clock.now + 20)
     monkeypatch.setattr(preemption, "leave", told.append)
     clock.now += 20
