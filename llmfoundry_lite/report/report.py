@@ -293,13 +293,13 @@ def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
 
 
 def splits_of(folder: Path) -> dict[str, Any]:
-    return summary_of(folder).get("splits", {})
+    return summary_of(folder)["splits"]
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Return what `data prepare` wrote beside the splits; empty without it."""
+    """Return what `data prepare` wrote beside the splits; without it, that there are none."""
     file = folder / "summary.json"
-    return json.loads(read_at_most(file, MAX_JSON_BYTES, "a summary")) if file.is_file() else {}
+    return json.loads(read_at_most(file, MAX_JSON_BYTES, "a summary")) if file.is_file() else {"splits": {}}
 
 
 # ------------------------------------------------------------------------------------------- samples of text

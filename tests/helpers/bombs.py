@@ -5,6 +5,9 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pyarrow  # noqa: F401  # readers import them on first use, which is no memory of what they read
+import snappy  # noqa: F401
+
 MIB = 1 << 20
 
 

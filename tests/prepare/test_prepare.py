@@ -21,7 +21,7 @@ import zstandard
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare import out_folder, sources
+from llmfoundry_lite.prepare import documents, out_folder, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.contents import read_lines
 from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, lines_of_range, split_key
@@ -126,7 +126,8 @@ def test_a_long_line_is_read_once_not_once_for_each_range_in_it(monkeypatch: pyt
             Counting.num_bytes += len(line)
             return line
 
-    monkeypatch.setattr(Path, "open", lambda path, mode: Counting(b"c" * 10_000 + b"\nend"))
+    content = b"c" * 10_000 + b"\nend"
+    monkeypatch.setattr(documents, "open", lambda *arguments, **options: Counting(content), raising=False)
     parts = ranges(Path("lines.jsonl"), 10_000, 10)
     assert [offset for part in parts for offset, _ in lines_of_range(part)] == [0]
     assert Counting.num_bytes < 3 * 10_000
@@ -421,7 +422,7 @@ def test_a_tokenizer_that_changes_between_two_launches_is_noticed(
     small_request: Request, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     own = shutil.copytree(tokenizer_folder, tmp_path / "own")
-    wanted, config = replace(small_request, tokenizer=str(own)), own / "tokenizer_config.json"
+    wanted, config = replace(small_request, tokenizer=str(own)), own / "special_tokens_map.json"
     prepare(wanted, tmp_path / "expected", num_workers=1)
     stop_before_packing(wanted, tmp_path / "out")
     train_tokenizer(make_documents(9), 300).save(tmp_path / "out" / ".partial" / "tokenizer")  # somebody's mistake
