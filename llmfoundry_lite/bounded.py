@@ -4,10 +4,11 @@ A small file unpacks to any size, a line never ends, and a name leads to a pipe.
 """
 
 import io
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
@@ -44,6 +45,19 @@ def read_at_most(path: str | Path, max_bytes: int, what: str) -> bytes:
     """Read a whole regular file. Raises OSError; TooLargeError, which is one, for more than `max_bytes`."""
     with open(path, "rb", opener=open_regular) as file:
         return read_file_at_most(file, max_bytes, str(path), what)
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Read a JSON document. Raises OSError, TooLargeError, and ValueError for what is no JSON or nested too deeply."""
+    return parse_json(read_at_most(path, MAX_JSON_BYTES, what))
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError: Python's parser ends in a RecursionError for a thousand brackets."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str) -> bytes:

@@ -5,7 +5,6 @@ Reads index files and JSON, never a shard; imports neither Composer nor streamin
 
 import contextlib
 import importlib.util
-import json
 import mmap
 import os
 import re
@@ -16,7 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
+from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.checkpoint.start import choose_start
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.check_layout import check_batch
@@ -232,10 +231,13 @@ def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: Trai
 def _read_summary(path: Path) -> dict[str, Any]:
     """Return what `data prepare` recorded beside the splits; {} without it, or where another tool wrote the file."""
     try:
-        found = json.loads(read_at_most(path, MAX_JSON_BYTES, "a summary"))
+        found = read_json(path, "a summary")
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and {"max_seq_len", "tokenizer"} <= found.keys() else {}
+    tokenizer = found.get("tokenizer") if isinstance(found, dict) else None
+    kinds = {"vocab_size": int, "fingerprint": str, "name": str}
+    is_ours = isinstance(tokenizer, dict) and all(type(tokenizer.get(key)) is kind for key, kind in kinds.items())
+    return found if is_ours and type(found.get("max_seq_len")) is int else {}
 
 
 def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
@@ -248,8 +250,9 @@ def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
         names, types = (re.search(rb'"column_%s":\s*(\[[^\]]*\])' % key, content) for key in (b"names", b"encodings"))
         if names is None or types is None:
             raise ValueError("it names no columns")
-        total = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d+)', content))
-        return total, dict(zip(json.loads(names[1]), json.loads(types[1]), strict=True))
+        total = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d{1,18})', content))
+        columns = dict(zip(*(map(str, parse_json(found[1])) for found in (names, types)), strict=True))
+        return total, columns
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:

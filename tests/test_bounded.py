@@ -17,6 +17,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layers import read_layers
 from llmfoundry_lite.config.starter import check_places
 from llmfoundry_lite.convert.files import read_json
+from llmfoundry_lite.data.recorded import state_of
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.doctor.verified import read_proof
@@ -85,7 +86,11 @@ READERS = {
         lambda path: check_places(path.parent, path.parent / "out"),
         preflight._read_summary,
     ],
-    "index.json": [lambda path: read_indexes([path], [None]), preflight._count_samples],
+    "index.json": [
+        lambda path: read_indexes([path], [None]),
+        preflight._count_samples,
+        lambda path: state_of(path.parent),
+    ],
     "report.json": [
         bench_compare.read,
         lambda path: read_constants(path, find_hardware(ACCELERATORS["H100-80GB"])),
@@ -110,6 +115,26 @@ def test_no_reader_waits_for_a_pipe(tmp_path, name):
     for read in READERS[name]:
         with contextlib.suppress(UserError, OSError):
             read(path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_ends_in_a_traceback_for_brackets_without_end(tmp_path, name):
+    (path := tmp_path / name).write_text("[" * 100_000 + "\n")
+    for read in READERS[name]:
+        with contextlib.suppress(OSError, ValueError):  # which a UserError is, too
+            read(path)
+
+
+def test_an_index_and_a_summary_of_anything_are_read_without_a_traceback(tmp_path):
+    index, summary = tmp_path / "index.json", tmp_path / "summary.json"
+    names = '"column_names": [%s] "column_encodings": ["int"]'
+    for text in (names % "[" * 100_000, names % "{}", names % '"a"' + f' "samples": {"9" * 5000}'):
+        index.write_text(text)
+        with contextlib.suppress(ValueError):
+            preflight._count_samples(index)
+    for text in ("[1]", '{"max_seq_len": 1, "tokenizer": 3}', '{"max_seq_len": "x", "tokenizer": {"vocab_size": 1}}'):
+        summary.write_text(text)
+        assert preflight._read_summary(summary) == {}
 
 
 def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):

@@ -86,7 +86,7 @@ def find_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of `schema.as_dict` as a YAML has them: objects of the user's without keys that are ours."""
+    """Return the values of a configuration as a YAML has them: objects of the user's without keys that are ours."""
 
     def plain(block: Any) -> Any:
         is_code = isinstance(block, dict) and str(block.get("name")).startswith(CODE) and "kwargs" in block

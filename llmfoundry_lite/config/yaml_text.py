@@ -21,11 +21,27 @@ NOT_FINITE = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 STRING, MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 MAX_EXPANSION = 100
 """Values by aliases, for each that is written."""
+MAX_DEPTH = 100
+"""Blocks within blocks. libyaml's reader calls itself for each, and overflows the stack at some thousands."""
 
 _Fastest: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class Loader(_Fastest):
+class PlainLoader(_Fastest):
+    """Reads plain values, down to MAX_DEPTH."""
+
+    depth = 0
+
+    def descend_resolver(self, current_node: Any, current_index: Any) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise YAMLError("nested too deeply")
+
+    def ascend_resolver(self) -> None:
+        self.depth -= 1
+
+
+class Loader(PlainLoader):
     """Reads plain scalars with their text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -89,8 +105,6 @@ def read_yaml(text: str | bytes, kind: Any = Loader) -> Any:
             return None
         _check_aliases(node)
         return loader.construct_document(node)
-    except RecursionError:
-        raise YAMLError("nested too deeply") from None
     finally:
         loader.dispose()
 
@@ -127,7 +141,7 @@ def dump_record(config: dict[str, Any]) -> str:
 def read_record(text: str | bytes) -> Any:
     """Read it as data: no `${…}` is resolved. Raises YAMLError."""
     unescaped = re.compile(r"(\\*)\1\\\$\{")
-    return _each_text(read_yaml(text, _Fastest), lambda one: unescaped.sub(r"\1${", one))
+    return _each_text(read_yaml(text, PlainLoader), lambda one: unescaped.sub(r"\1${", one))
 
 
 def _each_text(values: Any, change: Callable[[str], str]) -> Any:

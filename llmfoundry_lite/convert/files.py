@@ -15,7 +15,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
+from llmfoundry_lite import bounded
 from llmfoundry_lite.data.tokenizer import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -97,7 +97,7 @@ def _alone_in(work: Path, folder: Path) -> Iterator[None]:
 def _find_foreign(folder: Path) -> str | None:
     """Describe the first thing in `folder` that no export has written; None for an unchanged export."""
     try:
-        hashes = json.loads(read_at_most(folder / LISTING, MAX_JSON_BYTES, "a listing"))["files"]
+        hashes = bounded.read_json(folder / LISTING, "a listing")["files"]
         names = {path.name for path in folder.iterdir()} - {LISTING}
         for name in sorted(names | set(hashes)):
             path = folder / name
@@ -275,8 +275,8 @@ def _ids_of(path: Path) -> dict[str | None, int]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ExportError."""
     try:
-        value = json.loads(read_at_most(path, MAX_JSON_BYTES, "a JSON file"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = bounded.read_json(path, "a JSON file")
+    except (OSError, ValueError) as error:
         raise ExportError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ExportError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -12,6 +12,9 @@ from llmfoundry_lite.data.rows import MAX_VOCAB_SIZE, TOKEN_TYPES, check_whole_n
 from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.data.streams import INDEX, find_damage, unpack_shard
 
+MAX_BYTES = 1 << 30
+"""Bytes of all samples, unpacked: their tokens are in memory at once, in eight bytes each."""
+
 
 class Baselines(NamedTuple):
     """Cross-entropy in nats per token."""
@@ -24,8 +27,11 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
     """Fit both models on the training tokens, and score them on the validation tokens.
 
     Both are smoothed by adding one: p(b | a) = (count(a b) + 1) / (count(a) + V). As in a model's loss, the first
-    token of each sample is not scored. All samples [n, t] are in memory at once: for small data sets.
+    token of each sample is not scored. All samples [n, t] are in memory at once: for small data sets. Raises as
+    `read_tokens` does.
     """
+    if not 0 < vocab_size <= MAX_VOCAB_SIZE:
+        raise ValueError(f"a vocabulary of {vocab_size:,}, expected at most {MAX_VOCAB_SIZE:,}")
     train_nt, eval_nt = read_tokens(train_folder, vocab_size), read_tokens(eval_folder, vocab_size)
     counts_v = np.bincount(train_nt.ravel(), minlength=vocab_size)
     unigram_v = -np.log((counts_v + 1) / (counts_v.sum() + vocab_size))
@@ -41,10 +47,12 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
 def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.int64]:
     """Read all samples of a local MDS folder, compressed or not: [n, t]. Checks each shard against the index.
 
-    Bytes are read as the widest type that makes all of them tokens of the vocabulary. Raises OSError, KeyError or
-    ValueError if the folder holds no whole token shards.
+    Bytes are read as the widest type that makes all of them tokens of the vocabulary. Raises OSError, LookupError or
+    ValueError if the folder holds no whole token shards, or too many for the memory.
     """
     table = ShardTable(*read_indexes([folder / INDEX], [None], allow_unhashed_shards=True))
+    if (num_bytes := int(table.rows["raw_bytes"].sum(dtype=np.int64))) > MAX_BYTES:
+        raise ValueError(f"its shards have {num_bytes:,} bytes, expected at most {MAX_BYTES:,}")
     rows = []
     for shard in range(len(table)):
         with TemporaryDirectory() as scratch:
@@ -57,7 +65,12 @@ def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.in
                 raw.parent.mkdir(parents=True, exist_ok=True)
                 unpack_shard(zipped, reader, raw)
             _check(Path(reader.dirname, reader.raw_data.basename), reader.raw_data)
-            rows += [reader[i]["tokens"] for i in range(reader.samples)]
+            room = reader.raw_data.bytes
+            for number in range(reader.samples):
+                rows.append(row := reader[number]["tokens"])
+                room -= np.asarray(row).nbytes
+                if room < 0:
+                    raise ValueError(f"{reader.raw_data.basename} is damaged: its samples overlap")
     raw = [row for row in rows if isinstance(row, bytes)]
     dtype = next((name for name in TOKEN_TYPES if _are_tokens(raw, name, vocab_size)), None)
     if dtype is None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, TooLargeError, read_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import own_streams, streams_of_stages
 from llmfoundry_lite.config.layers import get
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.files import open_regular
 
 BLOCK = "train_loader.dataset"
 WHOLE, PACKED = "whole", "packed"
@@ -83,15 +83,23 @@ def state_of(folder: Path) -> str | None:
     if not index.is_file():
         return None
     try:
-        with open(index, encoding="utf-8", opener=open_regular) as file:
-            shards = json.load(file)["shards"]
-        raw = [folder / shard["raw_data"]["basename"] for shard in shards]
-        packed = [folder / shard["zip_data"]["basename"] for shard in shards if shard["zip_data"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        shards = json.loads(read_at_most(index, MAX_LOG_BYTES, "an index"), object_hook=_names_of_shard)["shards"]
+        raw = [folder / name for name, _ in shards]
+        packed = [folder / name for _, name in shards if name]
+    except TooLargeError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{index} is not an MDS index ({error!r}); give the data of the run") from None
     if all(map(os.path.isfile, raw)):
         return WHOLE
     return PACKED if len(packed) == len(raw) and all(map(os.path.isfile, packed)) else None
+
+
+def _names_of_shard(record: dict[str, Any]) -> Any:
+    """Keep the names of a shard's files alone: as dictionaries, the shards of a large index take gigabytes."""
+    if "raw_data" not in record:
+        return record
+    return record["raw_data"]["basename"], record["zip_data"] and record["zip_data"]["basename"]
 
 
 def given_places(values: dict[str, Any], keys: Collection[str]) -> set[str]:

@@ -155,7 +155,7 @@ class _Index:
             is_index = content["version"] == 2 and all(isinstance(record, _Record) for record in self.records)
         except DataError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._wrong(f"is not an index of MDS version 2 ({error!r})") from error
         if not is_index or not self.records:
             raise self._wrong("is not an index of MDS version 2, or lists no shards")

@@ -26,8 +26,10 @@ from llmfoundry_lite.bounded import (
     MAX_LOG_BYTES,
     TooLargeError,
     open_unpacked,
+    parse_json,
     read_at_most,
     read_file_at_most,
+    read_json,
     read_lines_at_most,
     too_large,
 )
@@ -126,8 +128,8 @@ def tool_of(path: Path) -> str:
     if path.suffix in (".jsonl", ".eval") and not path.name.endswith(".items.jsonl"):
         return LM_EVAL if path.suffix == ".jsonl" else INSPECT
     try:
-        facts = json.loads(read_at_most(path, MAX_JSON_BYTES, "results"))
-    except (OSError, ValueError, RecursionError):
+        facts = read_json(path, "results")
+    except (OSError, ValueError):
         return OURS  # whose reader says why
     if not isinstance(facts, dict):
         return OURS
@@ -488,8 +490,8 @@ def _refuse_other_layouts(file: Path, tool: str) -> Iterator[None]:
 
 def _read_json(text: str | bytes, where: str) -> Record:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(text)
+    except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"{where} is no JSON object")

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, read_at_most, read_lines_at_most
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, num_unasked
@@ -104,12 +104,12 @@ def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None =
 
 def read_results(path: Path) -> Results:
     try:
-        facts = json.loads(read_at_most(path, MAX_JSON_BYTES, "a result"))
+        facts = read_json(path, "a result")
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
     except DataError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as JSON: {error}; expected a MODEL.json{LOGS * path.is_dir()}"
         ) from error

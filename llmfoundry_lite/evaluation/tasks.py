@@ -614,7 +614,7 @@ def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator
 
         try:
             samples = read_tokens(path, tokenizer.vocab_size)
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, LookupError, OSError) as error:
             raise DataError(f"{config.label}: {path} is no MDS split of tokens ({error})") from error
         silent = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)  # stand for no text
         for before, *ids in samples.tolist():

@@ -117,9 +117,9 @@ def plan_replay(where: str, states: str | None) -> Plan:
     start = next((one.open() for one in reversed(saves) if one.batch <= first), None)
     begin = start.manifest.timestamp.batch if start is not None else 0
     records = {record["batch"]: record for _, record in read_lines(run.log.lines)}
-    missing = [batch for batch in range(begin + 1, last + 1) if LOSS not in records.get(batch, {})]
-    if missing:
-        raise DataError(f"{where}: {METRICS} has no loss of batch {missing[0]}; it ends with {int(run.log.batch[-1])}")
+    missing = next((batch for batch in range(begin + 1, last + 1) if LOSS not in records.get(batch, {})), None)
+    if missing is not None:
+        raise DataError(f"{where}: {METRICS} has no loss of batch {missing}; it ends with {int(run.log.batch[-1])}")
     later = [one.open() for one in saves if one.batch > begin]
     config = later[0].manifest.config if later else run.config
     if not isinstance(config, dict):
@@ -189,9 +189,9 @@ def write_replay(
     except ConfigError as error:
         raise ConfigError(str(error).replace(str(recorded), f"{plan.where}: its configuration")) from None
     _refuse_another_run(plan, as_dict(config), given)
-    values = asdict(config)  # as it is, not as it would be recorded
     _check_ranks(plan, config, num_ranks)
     _check_tokenizer(plan, config)
+    values = asdict(config)  # with the text of variables, and credentials: the folder is this user's alone
     if config.train_loader.name == "text":
         places = Places(
             own=folder.with_name("data"),

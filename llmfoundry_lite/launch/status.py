@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_NOTE_BYTES, read_at_most, read_lines_at_most
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_NOTE_BYTES, parse_json, read_at_most, read_lines_at_most
 from llmfoundry_lite.errors import mask_credentials
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
@@ -67,7 +67,7 @@ def seconds_between_failures(folder: Path) -> float | None:
     seconds, num_failures, begun = 0.0, 0, None
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         for line in read_lines_at_most(folder / LAUNCHES, MAX_LOG_BYTES, LAUNCHES):
-            event = json.loads(line)
+            event = parse_json(line)
             if event["status"] == "running":
                 num_failures += begun is not None
                 begun = event
@@ -129,8 +129,8 @@ def is_sound(content: Any) -> bool:
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(read_at_most(folder / STATUS, MAX_NOTE_BYTES, STATUS))
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_at_most(folder / STATUS, MAX_NOTE_BYTES, STATUS))
+    except (OSError, ValueError):
         return None
     return content if is_sound(content) else None
 

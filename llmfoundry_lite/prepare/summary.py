@@ -1,13 +1,12 @@
 """The summary that a preparation ends with: `summary.json`, and the table that is shown of it."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
+from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.data.spelling import describe_loss
 from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.report.tables import Table
@@ -89,7 +88,7 @@ def load_summary(folder: str | Path) -> Summary:
     """Read `summary.json` of a prepared folder. Raises DataError when it is missing or not one of ours."""
     path = Path(folder) / SUMMARY_FILE
     try:
-        content = json.loads(read_at_most(path, MAX_JSON_BYTES, "a summary"))
+        content = read_json(path, "a summary")
         content["tokenizer"] = TokenizerSummary(**content["tokenizer"])
         content["splits"] = {split: SplitSummary(**counts) for split, counts in content["splits"].items()}
         for name in ("skipped_examples", "unreadable", "repeated"):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
+from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
@@ -274,7 +274,7 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | N
     vocab_size = config["model"]["vocab_size"]
     try:
         baselines = measure_baselines(folder / train["split"], folder / validation["split"], vocab_size)
-    except (OSError, ValueError, KeyError) as error:  # its shards are gone, or damaged
+    except (OSError, ValueError, LookupError) as error:  # its shards are gone, or damaged
         run.notes.append(f"no baselines: {folder} cannot be read ({error})")
         return None, bytes_per_token
     return {"bigram": baselines.bigram, "unigram": baselines.unigram}, bytes_per_token
@@ -299,7 +299,7 @@ def splits_of(folder: Path) -> dict[str, Any]:
 def summary_of(folder: Path) -> dict[str, Any]:
     """Return what `data prepare` wrote beside the splits; without it, that there are none."""
     file = folder / "summary.json"
-    return json.loads(read_at_most(file, MAX_JSON_BYTES, "a summary")) if file.is_file() else {"splits": {}}
+    return read_json(file, "a summary") if file.is_file() else {"splits": {}}
 
 
 # ------------------------------------------------------------------------------------------- samples of text
@@ -340,7 +340,7 @@ def first_words(run: Run, tokenizer: Any) -> list[str]:
 
     try:
         tokens_nt = read_tokens(folder)
-    except (OSError, ValueError, KeyError):  # no shards of tokens, or damaged ones
+    except (OSError, ValueError, LookupError):  # no shards of tokens, or damaged ones
         return []
     found = []
     for part in np.array_split(tokens_nt[:, :PROMPT_TOKENS], min(NUM_PROMPTS, len(tokens_nt))):

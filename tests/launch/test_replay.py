@@ -83,6 +83,12 @@ def test_a_batch_without_a_loss_is_named(run):
         plan(run(records=records), "ba4..ba6")
 
 
+def test_a_log_of_absurd_batches_is_answered_at_once(run):
+    where = run(saves=(), records=[*map(record_of, (1, 2)), record_of(2**52)])
+    with pytest.raises(DataError, match=f"no loss of batch 3; it ends with {2**52}"):
+        plan(where)
+
+
 def test_digests_are_those_of_manifests_and_of_the_log(run):
     records = [record_of(batch, **{"state/digest": f"s{batch}", "state/batch": batch}) for batch in range(1, 7)]
     where = run(records=records)
@@ -244,6 +250,17 @@ def test_a_mistake_in_a_recorded_configuration_names_the_run(run, tmp_path):
     rewrite(where, 6, config=tiny_config(tmp_path, optimizer__lr=-1))
     with pytest.raises(ConfigError, match=r"^.*run0: its configuration: optimizer\.lr: -1\.0 given"):
         written(where, tmp_path)
+
+
+def test_what_the_user_gives_reaches_the_ranks_with_variables_and_credentials(run, tmp_path, data, monkeypatch):
+    place, url = f"{DATA}.local={tmp_path}", "sftp://me:pw@host/x"
+    monkeypatch.setenv("REMOTE", url)
+    monkeypatch.setenv("TOKENIZER", str(tmp_path))
+    changes = ["tokenizer.name=${oc.env:TOKENIZER}", place, f"{DATA}.remote=${{oc.env:REMOTE}}"]
+    values = written(run(), tmp_path / "a", 1, changes)
+    assert values["tokenizer"]["name"] == str(tmp_path) and values["train_loader"]["dataset"]["remote"] == url
+    values = written(run(), tmp_path / "b", 1, [place, f"{DATA}.remote={url}"])
+    assert values["train_loader"]["dataset"]["remote"] == url
 
 
 def test_another_tokenizer_is_named(run, tmp_path):
