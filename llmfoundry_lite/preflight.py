@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_at_most
-from llmfoundry_lite.checkpoint.start import choose_start
-from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.start import Start, choose_start
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
@@ -369,13 +368,25 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
     try:
         here = replace(config, load_path=None) if is_elsewhere else config
         start = choose_start(here, find_fingerprints(config.tokenizer.name))
+        if start.is_own and not start.name:
+            raise CheckpointError(f"{folder}: no checkpoint can be read; `llmfoundry-lite checkpoint ls` says why")
     except CheckpointError as error:
         if is_for_here:
             raise
         return f"refused: {error}", []
     if start.is_own:
-        return f"carries on from {folder}/{CheckpointStore(folder).candidates()[0].name}", []
+        unseen = [f"the tensors and the data of {start.name}: the launch compares them with what is here"]
+        return f"carries on from {folder}/{start.name}{_describe_end(config, start)}", unseen
     return begins, [f"load_path: {where}, and whether it fits this configuration"] if is_elsewhere else []
+
+
+def _describe_end(config: TrainConfig, start: Start) -> str:
+    """Tell that a launch trains nothing, where the checkpoint is at the end of the run or at `stop_at` already."""
+    for key, words in {"max_duration": "where the run is done", "stop_at": "where stop_at ends this launch"}.items():
+        span = getattr(config, key)
+        if span is not None and start.done[(end := Duration.parse(span)).unit] >= end.value:
+            return f", {words}: nothing is trained"
+    return ""
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
