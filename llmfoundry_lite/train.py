@@ -20,7 +20,7 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import UserError, printable
-from llmfoundry_lite.ranks.ending import checks, run_and_exit
+from llmfoundry_lite.ranks.ending import checks, imports, run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 
@@ -62,8 +62,9 @@ def main(arguments: Sequence[str]) -> None:
         return
 
     prepare_environment(invocation.config)
-    import_lean(*HEAVY)
-    from llmfoundry_lite.training.train import train
+    with imports():
+        import_lean(*HEAVY)
+        from llmfoundry_lite.training.train import train
 
     train(invocation.config)
 
