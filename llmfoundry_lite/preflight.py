@@ -3,7 +3,6 @@
 Reads index files and JSON, never a shard; imports neither Composer nor streaming, so that the answer comes quickly.
 """
 
-import contextlib
 import importlib.util
 import json
 import mmap
@@ -23,7 +22,6 @@ from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
@@ -36,14 +34,12 @@ from llmfoundry_lite.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    UserError,
     list_names,
     printable,
 )
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
-from llmfoundry_lite.launch.status import STATUS, write_ended_early
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import as_on_cpu, estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
@@ -123,14 +119,6 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
             f"{least.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
             "model, or fsdp_config with FULL_SHARD or activation_checkpointing"
         )
-
-
-def record_refusal(arguments: Sequence[str], error: UserError) -> None:
-    """Record `failed`, or `preempted` for a fault that may pass, in the status of an earlier launch of the run."""
-    folder = find_run_folder(arguments)
-    if folder is not None and (folder / STATUS).exists():
-        with contextlib.suppress(OSError):
-            write_ended_early(folder, "preempted" if error.is_transient else "failed", str(error))
 
 
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
