@@ -3,7 +3,6 @@
 Reads index files and JSON, never a shard; imports neither Composer nor streaming, so that the answer comes quickly.
 """
 
-import contextlib
 import importlib.util
 import mmap
 import os
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import parse_json, read_json
-from llmfoundry_lite.checkpoint.start import choose_start
-from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.start import Start, choose_start
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
@@ -36,14 +33,12 @@ from llmfoundry_lite.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    UserError,
     list_names,
     printable,
 )
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
-from llmfoundry_lite.launch.status import STATUS, write_ended_early
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import as_on_cpu, estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
@@ -123,14 +118,6 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
             f"{least.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
             "model, or fsdp_config with FULL_SHARD or activation_checkpointing"
         )
-
-
-def record_refusal(arguments: Sequence[str], error: UserError) -> None:
-    """Record `failed`, or `preempted` for a fault that may pass, in the status of an earlier launch of the run."""
-    folder = find_run_folder(arguments)
-    if folder is not None and (folder / STATUS).exists():
-        with contextlib.suppress(OSError):
-            write_ended_early(folder, "preempted" if error.is_transient else "failed", str(error))
 
 
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
@@ -372,13 +359,25 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
     try:
         here = replace(config, load_path=None) if is_elsewhere else config
         start = choose_start(here, find_fingerprints(config.tokenizer.name))
+        if start.is_own and not start.name:
+            raise CheckpointError(f"{folder}: no checkpoint can be read; `llmfoundry-lite checkpoint ls` says why")
     except CheckpointError as error:
         if is_for_here:
             raise
         return f"refused: {error}", []
     if start.is_own:
-        return f"carries on from {folder}/{CheckpointStore(folder).candidates()[0].name}", []
+        unseen = [f"the tensors and the data of {start.name}: the launch compares them with what is here"]
+        return f"carries on from {folder}/{start.name}{_describe_end(config, start)}", unseen
     return begins, [f"load_path: {where}, and whether it fits this configuration"] if is_elsewhere else []
+
+
+def _describe_end(config: TrainConfig, start: Start) -> str:
+    """Tell that a launch trains nothing, where the checkpoint is at the end of the run or at `stop_at` already."""
+    for key, words in {"max_duration": "where the run is done", "stop_at": "where stop_at ends this launch"}.items():
+        span = getattr(config, key)
+        if span is not None and start.done[(end := Duration.parse(span)).unit] >= end.value:
+            return f", {words}: nothing is trained"
+    return ""
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:

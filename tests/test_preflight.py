@@ -11,6 +11,7 @@ import yaml
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.checkpoint import start as starting
+from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import as_dict
@@ -177,17 +178,29 @@ def test_a_dry_run_refuses_what_the_launch_would(tmp_path, data, monkeypatch):
     shutil.copytree(ROOT / "tests/checkpoint/fixtures/format-2/1-ranks", tmp_path / "runs/tiny/checkpoints")
     config, found = check(tmp_path, tiny_config(data, autoresume=True))
     manifest = SimpleNamespace(config=as_dict(config), scalars={"timestamp": {}}, optimizer={}, fingerprints={})
-    monkeypatch.setattr(starting, "newest_of", lambda candidates: SimpleNamespace(manifest=manifest))
+    manifest.timestamp = Timestamp(batch=2, sample=16, token=512)
+    monkeypatch.setattr(starting, "newest_of", lambda candidates: SimpleNamespace(name="ba2", manifest=manifest))
 
     def describe(config, **options):
-        return preflight.describe(config, Layout(), found, **options).splitlines()[1].removeprefix("start          ")
+        said = preflight.describe(config, Layout(), found, **options)
+        unseen.append("not checked    the tensors and the data of ba2" in said)
+        return said.splitlines()[1].removeprefix("start          ")
 
-    assert describe(config) == "carries on from runs/tiny/checkpoints/ba3"
+    unseen = []
+    assert describe(config) == "carries on from runs/tiny/checkpoints/ba2"  # ba3 is there, and cannot be read
+    assert unseen == [True]
+    assert describe(replace(config, stop_at="16sp")).endswith(
+        "/ba2, where stop_at ends this launch: nothing is trained"
+    )
+    assert describe(replace(config, max_duration="2ba")).endswith("/ba2, where the run is done: nothing is trained")
+    assert describe(replace(config, max_duration="1ep", stop_at="3ba")).endswith("/ba2")
     other = replace(config, seed=18)
     refused = f"seed is 18 here and {config.seed} in the checkpoint; a run carries on as the run it was"
     assert describe(other).startswith(f"refused: {refused}")
     with pytest.raises(CheckpointError, match=f"^{refused}"):
         describe(other, is_for_here=True)
+    monkeypatch.setattr(starting, "newest_of", lambda candidates: None)
+    assert describe(config).startswith("refused: runs/tiny/checkpoints: no checkpoint can be read; ")
 
 
 def test_a_dry_run_for_this_machine_ends_with_2_where_data_are_missing(tmp_path, data, monkeypatch, capsys):

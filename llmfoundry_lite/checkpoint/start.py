@@ -35,6 +35,10 @@ class Start(NamedTuple):
     note: str = ""
     """Tells the user why a launch with `autoresume` starts at batch 1."""
     fingerprints: dict[str, str] = {}  # noqa: RUF012 - read only
+    name: str = ""
+    """The newest of the run's own checkpoints that can be read; empty: none can."""
+    done: dict[str, int] = {}  # noqa: RUF012 - read only
+    """How much that one has trained, by unit; whole epochs."""
 
 
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
@@ -94,9 +98,12 @@ def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
                 "choose another run_name"
             )
         newest = newest_of(candidates)
-        if newest is not None:
-            check_fit(config, fingerprints, newest.manifest)
-        return Start(is_own=True, url=store.root.url, fingerprints=fingerprints)
+        start = Start(is_own=True, url=store.root.url, fingerprints=fingerprints)
+        if newest is None:  # restoring says of each why
+            return start
+        check_fit(config, fingerprints, newest.manifest)
+        at = newest.manifest.timestamp
+        return start._replace(name=newest.name, done={"ba": at.batch, "ep": at.epoch, "sp": at.sample, "tok": at.token})
     store.check_is_new()
     note = _check_log(config, store.root.url)
     url, is_one = None, False

@@ -14,13 +14,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_NOTE_BYTES, parse_json, read_at_most, read_lines_at_most
-from llmfoundry_lite.errors import mask_credentials
+from llmfoundry_lite.errors import UserError, mask_credentials
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.ranks import ending
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
+from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 STATUS = "status.json"
@@ -109,6 +112,23 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
         return
     write_status(folder, status, before.get("batch", 0), reason, has_begun=False)
+
+
+@contextlib.contextmanager
+def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
+    """Record why a launch fails in a block before its run is there, in the status of an earlier launch of the run.
+
+    The first rank to fail on a node does so: it may be alone, and rank 0 is then ended by the launcher.
+    """
+    try:
+        yield
+    except (Exception, ending.AnotherFailedError) as error:
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = find_folder() if ending.first_error(error).rank == this_rank().rank else None
+            if folder is not None and (folder / STATUS).exists():
+                may_pass = isinstance(error, UserError) and error.is_transient
+                write_ended_early(folder, "preempted" if may_pass else "failed", ending.cause_of(error))
+        raise
 
 
 def is_running(content: dict[str, Any]) -> bool:

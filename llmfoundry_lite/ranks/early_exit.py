@@ -30,6 +30,10 @@ def leave_with_75_when_asked() -> None:
     listen(leave)
     if _has_siblings():
         sys.excepthook = _report_once
+    if "RANK" in os.environ:  # `srun`'s variables are translated later
+        from llmfoundry_lite.ranks import siblings
+
+        siblings.enrol()  # from here on the others notice a death
 
 
 def leave(number: int, frame: Any = None) -> None:
@@ -42,7 +46,7 @@ def leave(number: int, frame: Any = None) -> None:
         timer.start()
 
 
-def leave_now(number: int) -> None:
+def leave_now(number: int, frame: Any = None) -> None:
     """Exit with code 75; with that of another rank if it has failed."""
     because = leaving_because(signal.Signals(number).name)
     code, text = EXIT_PREEMPTED, f"{because} before anything had begun; run the same command again"

@@ -100,9 +100,22 @@ def checks() -> Iterator[None]:
         signal.raise_signal(signal.SIGTERM)
 
 
+@contextmanager
+def imports() -> Iterator[None]:
+    """Leave at once when a signal comes in a block that imports, and nobody else hears it: modules swallow exceptions
+    while they are imported, and Composer's installs handlers that exit with 143. After the block, raise Preempted."""
+    listen(early_exit.leave_now)
+    install: Any = signal.signal
+    signal.signal = lambda number, handler: signal.getsignal(number)
+    try:
+        yield
+    finally:
+        signal.signal = install
+    raise_when_interrupted()
+
+
 def raise_when_interrupted() -> None:
-    """Let the first signal that asks to leave raise Preempted: nothing has been trained yet that could be saved. Call
-    this again after Composer, which installs its own handlers."""
+    """Let the first signal that asks to leave raise Preempted: nothing has been trained yet that could be saved."""
     pressed_at: list[float] = []
 
     def leave_soon(number: int, frame: Any) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import EXIT_PREEMPTED, UserError
+from llmfoundry_lite.launch.status import refusals_recorded
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
     Preempted,
@@ -54,8 +56,9 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
         torch.use_deterministic_algorithms(True)
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
-    choose_device(devices.device_type())
-    start_process_group(devices.device_type(), config.dist_timeout)
+    with refusals_recorded(lambda: Path(config.run_folder)):
+        choose_device(devices.device_type())
+        start_process_group(devices.device_type(), config.dist_timeout)
     run, partners = RunFolder(config), partners or find_partners(config)
     wall_seconds = parse_seconds(config.max_wall_time) if config.max_wall_time is not None else None
     preemption = Preemption(run.folder, config.preemption_grace_seconds, wall_seconds, run.note_request, run.leave)

@@ -13,8 +13,10 @@ import time
 import psutil
 import pytest
 
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch import status
+from llmfoundry_lite.ranks.siblings import FirstError
 from tests.helpers.launch import train
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -36,6 +38,18 @@ def test_a_launch_that_ended_early_keeps_the_batch_and_a_finished_run(tmp_path, 
         status.write_status(tmp_path, *before)
     status.write_ended_early(tmp_path, "failed", "no")
     assert told(tmp_path) == after
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1, "failed"), (0, "preempted")])
+def test_the_first_rank_of_a_node_to_fail_records_why(tmp_path, monkeypatch, first, expected):
+    """Rank 1 alone misses a mount, and its launcher then ends rank 0. The other way round, rank 0 records it."""
+    monkeypatch.setenv("RANK", "1")
+    failure = FirstError(first, 2, "error: no such mount")
+    monkeypatch.setattr(status.ending.siblings, "note_end", lambda code, text: failure)
+    status.write_status(tmp_path, "preempted", 7)
+    with pytest.raises(ConfigError), status.refusals_recorded(lambda: tmp_path):
+        raise ConfigError("no such mount")
+    assert told(tmp_path)["status"] == expected
 
 
 def test_every_beginning_and_end_of_a_launch_is_on_record_once(tmp_path):

@@ -68,6 +68,15 @@ def test_a_rank_of_several_that_is_preempted_leaves_when_it_has_checked_its_conf
     assert (done.returncode, done.stderr) == (75, "preempted by SIGTERM; run the same command again\n")
 
 
+def test_a_rank_that_is_killed_while_it_imports_has_failed(tmp_path):
+    """The crash of a library, or the system for want of memory. Its launcher then ends the others."""
+    rank_1 = ONE_OF_TWO | {"RANK": "1", "LOCAL_RANK": "1"}
+    killed = run(PROGRAMS["script"], tmp_path, signal.SIGKILL, TMPDIR=str(tmp_path), **rank_1)
+    done = run([*PROGRAMS["script"], "--dry-run"], tmp_path, signal.SIGTERM, TMPDIR=str(tmp_path), **ONE_OF_TWO)
+    assert (killed.returncode, done.returncode) == (-signal.SIGKILL, 1)
+    assert done.stderr.startswith("error: rank 1 has ended without a word") and done.stderr.count("\n") == 1
+
+
 def test_a_broken_installation_is_told_once_and_is_no_preemption(tmp_path):
     number, said = str(int(signal.SIGTERM)), []
     for rank in ("1", "0"):

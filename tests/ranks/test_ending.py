@@ -104,6 +104,23 @@ def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempt
     assert ending.cause_of(caught.value) == "a shard is damaged"
 
 
+def test_a_signal_while_modules_are_imported_is_heard_by_nobody_else(monkeypatch):
+    """Composer's engine installs handlers that raise SystemExit(143), which others swallow."""
+    left = []
+    monkeypatch.setattr(ending.early_exit, "leave_now", lambda number, frame: left.append(number))
+    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    try:
+        with ending.imports():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+            signal.raise_signal(signal.SIGTERM)
+        assert left == [signal.SIGTERM]
+        with pytest.raises(ending.Preempted):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("end", "is_said"), [("ValueError: 3", False), ("ValueError: 4", True)])
 def test_a_traceback_that_another_rank_has_printed_is_not_printed_again(monkeypatch, capsys, end, is_said):
     first = FirstError(0, 1, f"Traceback (most recent call last):\n  from further within\n{end}")

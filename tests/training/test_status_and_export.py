@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from composer.core import Callback
 from safetensors.torch import load_file
 
-from llmfoundry_lite.launch.status import read_status
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.launch.status import read_status, write_status
 from llmfoundry_lite.training import run_folder
 from llmfoundry_lite.training import train as training
 from tests.helpers.runs import run, saved_names, status
@@ -110,3 +112,16 @@ def test_a_run_that_finds_itself_done_is_exported_from_any_layout(tmp_path, data
         found = load_file(tmp_path / f"runs/{folder}/huggingface/model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), name
+
+
+@pytest.mark.parametrize("what", ["choose_device", "start_process_group"])
+def test_a_launch_that_fails_before_its_process_group_is_on_record(tmp_path, monkeypatch, what):
+    def fail(*arguments):
+        raise ConfigError("no device")
+
+    monkeypatch.setattr(training, what, fail)
+    write_status(tmp_path, "preempted", 7)
+    monkeypatch.setattr(training, "raise_when_interrupted", lambda: None)
+    with pytest.raises(ConfigError):
+        training.train(SimpleNamespace(deterministic=False, run_folder=tmp_path, dist_timeout=1.0))
+    assert read_status(tmp_path) == {"status": "failed", "batch": 7, "reason": "no device"}
