@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -240,11 +240,26 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with self._naming_what_has_no_token():
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of several texts; the same as `encode`, without the cost of tracking character offsets."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._naming_what_has_no_token():
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @contextlib.contextmanager
+    def _naming_what_has_no_token(self) -> Iterator[None]:
+        """Raise DataError where the library raises a bare Exception: for text without a token, or an unknown one."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) is not Exception:  # such as a TypeError for what is no text
+                raise
+            raise DataError(
+                f"tokenizer {self.name} cannot encode a text ({error}); name its unknown token in {TOKENIZER_FILE}, or "
+                "choose a tokenizer that spells every text"
+            ) from error
 
     def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return token ids of several texts as uint32 arrays, as fast as this tokenizer allows."""
