@@ -232,11 +232,12 @@ class Tokenizer:
         ids = self.generation.get("eos_token_id")
         return frozenset([self.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])])
 
-    @property
+    @cached_property
     def unk_token_id(self) -> int | None:
-        """Id of the token that stands for characters without one, where its files name it."""
-        token = token_text(self.config.get("unk_token"))
-        return None if token is None else self.backend.token_to_id(token)
+        """Id of the token that stands for characters without one, where its files name it or its model has it."""
+        model = json.loads(self.backend.to_str())["model"]
+        token = token_text(self.config.get("unk_token")) or model.get("unk_token")
+        return model.get("unk_id") if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
