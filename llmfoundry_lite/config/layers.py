@@ -87,8 +87,8 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, _, text = argument.partition("=")
         try:
-            # YAML would read the beginning of a mapping in `{run_name}/x`, a folder.
-            value = text if text.startswith("{run_name}") else read_yaml(text)
+            # YAML would read the beginning of a mapping in `{run_name}/x`, a folder, and a comment in `a #1`.
+            value = text if re.match(r"\{run_name\}|#|[^\s\"'\[{].*\s#", text) else read_yaml(text)
             OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)
         except (OmegaConfBaseException, YAMLError, UnicodeEncodeError) as error:
             raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None

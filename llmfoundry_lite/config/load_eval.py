@@ -27,10 +27,9 @@ from llmfoundry_lite.config.layers import (
     source_of,
 )
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
+from llmfoundry_lite.config.written import EVAL_SYNONYMS, TASK_SYNONYMS
 from llmfoundry_lite.errors import ConfigError
 
-TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
-"""Keys of older task lists."""
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 THEIR_METRICS = {
     "InContextLearningMultipleChoiceAccuracy",
@@ -144,7 +143,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     Raises ConfigError for a model that is not evaluated here.
     """
     notes = drop_keys(values, layers, EVAL_WITHOUT_EFFECT)
-    for theirs, ours in (("icl_tasks_str", "icl_tasks"), ("eval_gauntlet_str", "eval_gauntlet")):
+    for theirs, ours in EVAL_SYNONYMS.items():
         if theirs in values and values.get(ours) is None:
             values[ours] = values.pop(theirs)
     if values.get("precision") in PRECISIONS:

@@ -79,10 +79,16 @@ def choose_readings(block: type, values: dict[str, Any]) -> dict[str, Any]:
     return _choose_in_block(block, values, "", "freely")
 
 
+TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
+EVAL_SYNONYMS = {"icl_tasks_str": "icl_tasks", "eval_gauntlet_str": "eval_gauntlet"}
+SYNONYMS = TASK_SYNONYMS | EVAL_SYNONYMS
+"""Keys of older YAMLs of LLM Foundry -> ours, by which their scalars are read."""
+
+
 def _choose_in_block(block: type, values: Mapping[str, Any], path: str, rule: Rule) -> dict[str, Any]:
     keys, chosen = keys_of(block), {}
     for name, value in values.items():
-        place, key = f"{path}.{name}" if path else name, keys.get(name)
+        place, key = f"{path}.{name}" if path else name, keys.get(SYNONYMS.get(name, name))
         setting = key.setting if key else Setting()
         hint, inner = (key.hint, setting.rule or rule) if key else (Any, rule)
         if setting.written is not None:

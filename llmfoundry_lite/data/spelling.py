@@ -72,7 +72,7 @@ class Loss:
     @property
     def share(self) -> float:
         """Share of the characters that are lost."""
-        return sum(self.kinds[kind] for kind in LOST) / max(self.characters, 1)
+        return min(1, sum(self.kinds[kind] for kind in LOST) / max(self.characters, 1))
 
     @property
     def is_none(self) -> bool:
@@ -129,33 +129,53 @@ class Speller:
         for character, count in _less(text, shown, "NFC").items():
             loss.add(_kind_of_change(character, really_gone, shown), character, count)
         is_spelled = self._spelled(normal)
-        unspelled = Counter(c for c, spelled in zip(shown, is_spelled, strict=True) if not spelled)
+        missing = "".join(c for c, spelled in zip(shown, is_spelled, strict=True) if not spelled)
+        unspelled = Counter(unicodedata.normalize("NFC", missing))  # as the text has them: 한 is one, not three
         for character, count in unspelled.items():
             if not character.isspace():
                 loss.add("no_token", character, count)
                 loss.lost_bytes += count * len(character.encode())
-        loss.kinds["white_space"] += _lost_space(shown, is_spelled)
-        num_added = _num_spaces(shown) - _num_spaces(text)  # by the normaliser, around Chinese characters
-        loss.lost_bytes += max(0, sum(count for c, count in unspelled.items() if c.isspace()) - max(0, num_added))
+        num_spaces = _num_spaces(text)
+        # The normaliser may change a space, and no token stand for what it became: that is one.
+        loss.kinds["white_space"] = min(num_spaces, loss.kinds["white_space"] + _lost_space(shown, is_spelled))
+        num_added = _num_spaces(shown) - num_spaces  # by the normaliser, around Chinese characters; or it takes some
+        loss.lost_bytes += max(0, sum(count for c, count in unspelled.items() if c.isspace()) - num_added)
+        loss.lost_bytes = min(loss.lost_bytes, loss.text_bytes)
         return loss
 
     @cached_property
     def _marking(self) -> tuple[tokenizers.Tokenizer, int | None]:
-        """Return the tokenizer without its normaliser, and the id that marks a character without a token."""
+        """Return the tokenizer without its normaliser, and the id that marks a character without a token.
+
+        Nor does it have its post-processor, which may cut the spaces off the offsets of tokens that spell them.
+        """
         backend = self.tokenizer.backend
         stored = json.loads(backend.to_str())
-        model, stored["normalizer"] = stored["model"], None
+        model, stored["normalizer"], stored["post_processor"] = stored["model"], None, None
         if model["type"] == "BPE" and not model.get("unk_token"):  # which leaves such characters out, and shifts
-            model["vocab"][UNKNOWN] = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+            vocabulary = backend.get_vocab(with_added_tokens=True)
+            model["vocab"][UNKNOWN] = max(vocabulary.values()) + len(vocabulary)  # added tokens get new ids before it
             model["unk_token"] = UNKNOWN
+        for token in stored["added_tokens"]:
+            token["content"] = self._normalised(token["content"])
         marking = tokenizers.Tokenizer.from_str(json.dumps(stored))
         marking.encode_special_tokens = True
         unknown_token = model.get("unk_token")
         return marking, marking.token_to_id(unknown_token) if unknown_token else model.get("unk_id")
 
+    @cached_property
+    def _kept(self) -> re.Pattern[str]:
+        """Added tokens that are looked for before a text is normalised."""
+        added = self.tokenizer.backend.get_added_tokens_decoder().values()
+        kept = [token.content for token in added if not token.special and not token.normalized]
+        return re.compile(f"({'|'.join(map(re.escape, sorted(kept, key=len, reverse=True)))})" if kept else r"($^)")
+
     def _normalised(self, text: str) -> str:
         normaliser = self.tokenizer.backend.normalizer
-        return text if normaliser is None else normaliser.normalize_str(text)
+        if normaliser is None:
+            return text
+        parts = self._kept.split(text)
+        return "".join(part if n % 2 else normaliser.normalize_str(part) for n, part in enumerate(parts))
 
     def _spelled(self, normal: str) -> bytearray:
         """Return 1 for each character of a normalised text that a token stands for."""

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -232,19 +232,35 @@ class Tokenizer:
         ids = self.generation.get("eos_token_id")
         return frozenset([self.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])])
 
-    @property
+    @cached_property
     def unk_token_id(self) -> int | None:
-        """Id of the token that stands for characters without one, where its files name it."""
-        token = token_text(self.config.get("unk_token"))
-        return None if token is None else self.backend.token_to_id(token)
+        """Id of the token that stands for characters without one, where its files name it or its model has it."""
+        model = json.loads(self.backend.to_str())["model"]
+        token = token_text(self.config.get("unk_token")) or model.get("unk_token")
+        return model.get("unk_id") if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with self._naming_what_has_no_token():
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of several texts; the same as `encode`, without the cost of tracking character offsets."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._naming_what_has_no_token():
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @contextlib.contextmanager
+    def _naming_what_has_no_token(self) -> Iterator[None]:
+        """Raise DataError where the library raises a bare Exception: for text without a token, or an unknown one."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) is not Exception:  # such as a TypeError for what is no text
+                raise
+            raise DataError(
+                f"tokenizer {self.name} cannot encode a text ({error}); name its unknown token in {TOKENIZER_FILE}, or "
+                "choose a tokenizer that spells every text"
+            ) from error
 
     def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return token ids of several texts as uint32 arrays, as fast as this tokenizer allows."""

@@ -230,15 +230,20 @@ def generate_text(
 
     `sampling` is for `models.generate`: temperature, top_k, top_p and seed.
     """
-    asked = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
-    written: list[int] = []
-    shown = ""
-    for token in generate(model, torch.tensor(asked, device=device), max_new_tokens, **sampling):
+    asked, written, shown = tokenizer.encode(prompt), list[int](), ""
+    before = tokenizer.decode(asked)
+    begins = torch.tensor(asked or [tokenizer.eos_token_id], device=device)
+
+    def text() -> str:
+        """Return all that is written. Beside the prompt, as a decoder may drop the space that a text begins with."""
+        whole = tokenizer.decode([*asked, *written])
+        return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(written)
+
+    for token in generate(model, begins, max_new_tokens, **sampling):
         if token in tokenizer.stop_token_ids:
             break
         written.append(token)
-        text = tokenizer.decode(written)
-        if not text.endswith(INCOMPLETE):
-            yield text[len(shown) :]
-            shown = text
-    yield tokenizer.decode(written)[len(shown) :]
+        if not (now := text()).endswith(INCOMPLETE):
+            yield now[len(shown) :]
+            shown = now
+    yield text()[len(shown) :]

@@ -161,6 +161,14 @@ def test_a_path_that_looks_like_a_variable_is_recorded_for_launches_and_for_read
     assert read_record(Path("config.yaml").read_bytes()) == json.loads(json.dumps(as_dict(config)))
 
 
+def test_an_argument_has_no_comments(run):
+    config = load("save_folder=/data/run #1", "loggers.wandb.tags=[a, 'b #2'] # c", "tokenizer.name='x #3'")
+    assert (config.save_folder, config.loggers.wandb.tags) == ("/data/run #1", ["a", "b #2"])
+    assert (config.tokenizer.name, load("run_folder=#1").run_folder) == ("x #3", "#1")
+    with pytest.raises(ConfigError, match="seed: '5 #1' given, expected a whole number"):
+        load("seed=5 #1")
+
+
 def test_null_and_nothing_leave_a_key_out(run):
     for nothing in ("null", "~", ""):
         assert load(f"run_name={nothing}", f"save_folder={nothing}").run_folder == "runs/run"
@@ -193,11 +201,13 @@ def test_a_time_with_colons_is_a_time(run):
 def test_an_evaluation_keeps_names_of_models_tasks_and_suite(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n')
-    task = "{label: 1_0, icl_task_type: multiple_choice, dataset_uri: rows.jsonl, num_fewshot: 0}"
+    task = "{label: 1_0, icl_task_type: multiple_choice, dataset_uri: rows.jsonl, num_fewshot: 0"
+    task += ", question_prelimiter: 0x10}"  # LLM Foundry's old name
     Path("suite.yaml").write_text(f"models: {{010: runs/a, 8: 5e12}}\nsuite: 5e12345\nicl_tasks: [{task}]\n")
     config, tasks, _ = load_eval_config(["suite.yaml", "models.1e3=0x10"])
     assert config.models == {"010": "runs/a", "8": "5e12", "1e3": "0x10"}
     assert (config.suite, tasks[0].label) == ("5e12345", "1_0")
+    assert tasks[0].prelimiter == "0x10"
     Path("old.yaml").write_text(
         f"models: [{{model_name: 1e3, model: {{name: mpt_causal_lm}}, load_path: 5e12}}]\nicl_tasks: [{task}]\n"
     )

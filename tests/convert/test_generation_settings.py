@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
-from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
+from llmfoundry_lite.data.tokenizer import build_tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import harness, loaded
 from tests.helpers.models import LLAMA, random_model
@@ -136,6 +138,27 @@ def test_text_ends_at_every_one_of_several_stop_tokens(chat: Path, monkeypatch, 
     assert "".join(loaded.generate_text(None, tokenizer, "a", 9, device=torch.device("cpu"))) == "abc"  # type: ignore[arg-type]
     model = SimpleNamespace(generate=lambda context, num_tokens: iter(ids))
     assert harness.generate_answer(model, tokenizer, harness.Prompt([1], 9)) == "abc"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "tokens"),
+    [
+        (decoders.Metaspace(), ["▁alpha", "▁beta", "gamma"]),
+        (
+            decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+            ["▁alpha", "▁beta", "gamma"],
+        ),
+        (decoders.WordPiece(), ["alpha", "beta", "##gamma"]),
+    ],
+)
+def test_a_space_between_the_prompt_and_what_is_written_stays(monkeypatch, decoder, tokens: list[str]) -> None:
+    backend = Backend(models.WordLevel({token: i for i, token in enumerate([*tokens, "<eos>"])}, unk_token="<eos>"))
+    backend.decoder = decoder
+    backend.normalizer = normalizers.Prepend("▁") if "▁" in tokens[0] else None
+    tokenizer = build_tokenizer("words", backend, {"eos_token": "<eos>"})
+    monkeypatch.setattr(loaded, "generate", lambda *_, **options: iter([1, 2]))
+    for prompt, written in (("alpha", [" beta", "gamma"]), ("", ["beta", "gamma"])):
+        assert [*filter(None, loaded.generate_text(None, tokenizer, prompt, 2))] == written  # type: ignore[arg-type]
 
 
 def test_the_map_counts_more_than_the_config_unless_the_tokens_stand_there(chat: Path) -> None:

@@ -1,8 +1,8 @@
 """Text that tokenizers lose, by kind; and text that comes back although decoders differ from encoders."""
 
 import pytest
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from llmfoundry_lite.data.spelling import Speller, describe_loss, load_loss
 from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer
@@ -50,6 +50,11 @@ def word_piece(**options) -> Tokenizer:
     return trained(models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, ("[UNK]", "<eos>"), parts)
 
 
+def with_added(tokenizer: Tokenizer, *tokens: AddedToken) -> Tokenizer:
+    tokenizer.backend.add_tokens(list(tokens))
+    return tokenizer
+
+
 def byte_fallback() -> Tokenizer:
     special = ("<unk>", "<eos>", *(f"<0x{i:02X}>" for i in range(256)))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -57,7 +62,7 @@ def byte_fallback() -> Tokenizer:
     return bpe(special, model=model, normalizer=MARKED, decoder=decoders.Sequence(parts))
 
 
-ALL = "alpha é\n\n  Ωб 漢字 😀 <unk> <eos>\tﬁ e\u0301 ▁x"
+ALL = "alpha beta é\n\n  Ωб 漢字 😀 <unk> <eos>\tﬁ e\u0301 ▁x"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,8 @@ ALL = "alpha é\n\n  Ωб 漢字 😀 <unk> <eos>\tﬁ e\u0301 ▁x"
         byte_level(decoder=decoders.WordPiece()),  # which puts spaces between tokens and cleans up
         byte_level(normalizer=normalizers.NFC(), decoder=decoders.WordPiece()),  # canonically the same text
         bpe(alphabet=ALPHABET, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        byte_level(post_processor=processors.ByteLevel(trim_offsets=True)),  # whose offsets leave spaces out
+        with_added(byte_level(), AddedToken("beta", normalized=False), AddedToken("é")),
     ],
 )
 def test_a_decoder_that_is_no_inverse_loses_nothing(tokenizer: Tokenizer) -> None:
@@ -93,7 +100,11 @@ def test_bytes_stand_for_characters_without_a_token() -> None:
         (word_piece(), "alpha  \n beta", {"white_space": 4}, 4),
         (word_piece(lowercase=False, strip_accents=True), "béta", {"replaced": 1}, 0),
         (word_piece(), "alphaб beta", {"no_token": 6}, 8),  # a word is unknown as a whole
-        (byte_level(normalizer=normalizers.Strip(), decoder=decoders.ByteLevel()), " alpha\n", {"white_space": 2}, 0),
+        (byte_level(normalizer=normalizers.Strip(), decoder=decoders.ByteLevel()), " alpha\n", {"white_space": 2}, 2),
+        (byte_level(normalizer=normalizers.Replace(Regex(" {2,}"), " ")), "a    b", {"white_space": 3}, 3),
+        (word_piece(), "a\n\nb\n", {"white_space": 3}, 3),  # changed by the normaliser and then left out
+        (word_piece(), "한국어", {"no_token": 3}, 9),  # which the normaliser takes apart
+        (with_added(word_piece(), AddedToken("[E1]", normalized=False)), "a [E1] B", {"case": 1}, 2),
     ],
 )
 def test_lost_text_is_told_by_kind(tokenizer: Tokenizer, text: str, kinds: dict[str, int], num_bytes: int) -> None:

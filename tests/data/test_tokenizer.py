@@ -10,10 +10,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import processors
+from tokenizers import models, processors
 
 from llmfoundry_lite.data import wordcache
-from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer, train_tokenizer
+from llmfoundry_lite.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    is_local_or_cached,
+    load_tokenizer,
+    train_tokenizer,
+)
 from llmfoundry_lite.errors import DataError
 from tests.helpers.data import make_documents
 
@@ -246,6 +252,32 @@ def test_other_kinds_of_tokenizers_are_left_to_the_library(
     assert other.word_cache is None
     texts = make_documents(3)
     assert [ids.tolist() for ids in other.encode_to_arrays(texts)] == other.encode_batch(texts)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "unknown"),
+    [
+        (models.Unigram([("<eos>", 0.0), ("a", -1.0), ("<u>", -2.0)], unk_id=2), {}, 2),
+        (models.WordLevel({"<eos>": 0, "a": 1, "<u>": 2}, unk_token="<u>"), {}, 2),
+        (models.WordLevel({"<eos>": 0, "a": 1, "<u>": 2}, unk_token="<u>"), {"unk_token": {"content": "a"}}, 1),
+        (models.BPE({"<eos>": 0, "a": 1}, []), {}, None),
+    ],
+)
+def test_the_unknown_token_is_the_one_that_the_files_name_or_else_the_model_s(model, config, unknown) -> None:
+    backend = tokenizers.Tokenizer(model)
+    assert build_tokenizer("some", backend, {"eos_token": "<eos>", **config}).unk_token_id == unknown
+
+
+def test_text_that_a_model_has_no_token_for_is_an_error_of_one_line() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"alpha": 0, "<eos>": 1}, unk_token="[UNK]"))
+    backend.add_special_tokens(["<eos>"])
+    tokenizer = build_tokenizer("words", backend, {"eos_token": "<eos>"})
+    assert tokenizer.encode("alpha") == [0]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_to_arrays([text])):
+        with pytest.raises(
+            DataError, match=r"^tokenizer words cannot encode a text \(WordLevel .*name its unknown token"
+        ):
+            encode("beta")
 
 
 def test_a_text_has_the_same_tokens_each_time_whatever_dropout_a_file_names(tokenizer_folder: Path, tmp_path: Path):
