@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +176,20 @@ def test_other_libraries_words_are_answered_and_what_does_not_go_together_is_ref
         load(tmp_path, argument)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_parameters_of_another_mesh_or_dtype_are_gathered_apart(monkeypatch):
+    def parameter(mesh: str, dtype: torch.dtype, count: int = 4) -> Any:
+        numbers = torch.zeros(count, dtype=dtype)
+        facts = {"to_local": lambda: numbers, "element_size": numbers.element_size}
+        return SimpleNamespace(device_mesh=mesh, dtype=dtype, device="cpu", **facts)
+
+    monkeypatch.setattr(zero, "GATHER_BYTES", 40)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    whole = [parameter("a", fp32), parameter("a", fp32), parameter("a", bf16), parameter("b", bf16)]
+    whole += [parameter("b", bf16, 18), parameter("b", bf16, 1)]
+    buckets = list(zero._buckets(whole))
+    assert [[whole.index(one) for one in bucket] for bucket in buckets] == [[0, 1], [2], [3], [4, 5]]
 
 
 @pytest.mark.parametrize(

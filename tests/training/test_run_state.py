@@ -1,9 +1,14 @@
 """What of a launch is recorded, and which differences between two launches change the last digits."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from composer.core import Timestamp
 
 from llmfoundry_lite.checkpoint.manifest import Segment
-from llmfoundry_lite.training.run_state import find_differences
+from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.training.run_state import _data_state, find_differences
 
 
 def test_each_setting_that_changes_digits_is_named():
@@ -30,3 +35,16 @@ def test_each_setting_that_changes_digits_is_named():
         assert find_differences(first, replace(first, **{field: now})) == [said]
     here = replace(first, device_train_microbatch_size=None, compile_config={"mode": "default"}, environment={"A": "1"})
     assert find_differences(first, here) == ['compile_config none -> {"mode": "default"}', "A none -> 1"]
+
+
+def test_the_place_in_the_data_counts_the_padding_of_an_epoch_s_last_batch(monkeypatch):
+    """Composer counts samples; the next epoch begins behind the whole batch."""
+    dataset: Any = TextDataset.__new__(TextDataset)
+    dataset.global_batch_size = 8
+    monkeypatch.setattr(TextDataset, "state_dict", lambda self, num_samples, *_: {"samples": num_samples})
+    timestamp = Timestamp(batch=13, batch_in_epoch=3, sample_in_epoch=21)
+    state: Any = SimpleNamespace(train_dataloader=SimpleNamespace(dataset=dataset), timestamp=timestamp)
+    assert _data_state(state) == {"samples": 24}
+    others = SimpleNamespace(state_dict=lambda num_samples, *_: {"samples": num_samples})
+    state.train_dataloader.dataset = others
+    assert _data_state(state) == {"samples": 21}
