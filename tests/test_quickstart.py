@@ -44,7 +44,7 @@ def test_text_becomes_a_model_that_transformers_loads(tmp_path):
     call(*first_half, cwd=tmp_path)
     call(BIN / "composer", "-n", "2", *train, "stop_after=1ba", cwd=tmp_path)
     # Interrupted here, and repeated: the first half is there already, and no rank alone trains the second.
-    assert "the run is at batch 4, past 3ba (stop_at)" in call(*first_half, cwd=tmp_path)
+    assert "the run has reached stop_at, 3ba: it is at batch 4" in call(*first_half, cwd=tmp_path)
     call(BIN / "composer", "-n", "2", *train, cwd=tmp_path)
     run = tmp_path / "runs/mpt-quickstart"
     replayed = call(BIN / "llmfoundry-lite", "replay", run, "ba3..ba5", cwd=tmp_path)

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.errors import EXIT_BUG
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from llmfoundry_lite.ranks.identity import describe_process, lives, start_ticks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
@@ -27,6 +27,8 @@ from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 MAX_LAUNCHES = 100
 MAX_TEXT = 2000
 LOCK_SECONDS = 2.0
+FILE_BYTES = 1 << 16
+"""At least, filled up with spaces: whoever fails because the disk is full has room for a note."""
 
 
 class FirstError(NamedTuple):
@@ -72,6 +74,8 @@ def failure_of_another() -> FirstError | None:
             if code is None and start_ticks(pid) != started:
                 words = "has ended without a word: it was killed, perhaps for want of memory, or has crashed"
                 return FirstError(int(rank), EXIT_BUG, f"error: rank {rank} {words}")
+            if code not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
+                return FirstError(int(rank), code, f"error: rank {rank} has left with exit code {code}")
     return None
 
 
@@ -120,8 +124,8 @@ def _notes() -> Iterator[dict[str, list[Any]]]:
         content = json.dumps({key: launches[key] for key in running[-MAX_LAUNCHES:]})
         if content != before:
             file.seek(0)
+            file.write(content.encode().ljust(FILE_BYTES))  # in place, before it is cut: the disk may have become full
             file.truncate()
-            file.write(content.encode())
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class Checkpointing(Callback):
         is_there = self.policy.is_launch_over(state) and not self.policy.is_last(state)
         if is_there:
             self.print_on_rank_0(
-                f"the run is at batch {int(state.timestamp.batch)}, past {self.config.stop_at} (stop_at)"
+                f"the run has reached stop_at, {self.config.stop_at}: it is at batch {int(state.timestamp.batch)}"
             )
         return is_there
 

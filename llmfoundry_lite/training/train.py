@@ -172,6 +172,8 @@ def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) ->
     for rank 0 without a timeout, in no collective.
     """
     folder, reason, newest = run.folder / "huggingface", can_export(config.model), checkpointing.newest_url
+    if newest is not None:  # whoever leaves late from here has saved all
+        checkpointing.preemption.saved = newest.rsplit("/", 1)[-1]
     if reason is None and not checkpointing.partners.saves_here:
         reason = "another launch of this run has its last save"
     if run.is_main:

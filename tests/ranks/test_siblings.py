@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -59,6 +60,25 @@ def test_a_rank_that_was_killed_has_failed():
     run_rank(3)
     assert siblings.failure_of_another()[:2] == (3, 1)
     assert "rank 3 has ended without a word: it was killed" in siblings.failure_of_another().text
+
+
+def test_a_rank_that_left_with_a_failure_s_code_has_failed():
+    """It has printed why, where no process group was there to tell."""
+    run_rank(2, (75, ""))
+    run_rank(3, (1, ""))
+    assert siblings.failure_of_another() == (3, 1, "error: rank 3 has left with exit code 1")
+
+
+def test_a_note_of_a_failure_needs_no_room_on_a_disk_that_has_become_full(tmp_path):
+    (notes,) = tmp_path.glob("llmfoundry_lite_ranks_*.json")
+    was, room = notes.stat().st_blocks, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (notes.stat().st_size, room[1]))
+    try:
+        run_rank(2, (2, TEXT * 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert siblings.failure_of_another() == (2, 2, TEXT * 20)
+    assert notes.stat().st_blocks == was > 0
 
 
 def test_ranks_that_were_asked_too_or_are_done_have_not_failed():

@@ -122,6 +122,18 @@ def test_a_launch_that_fails_before_its_process_group_is_on_record(tmp_path, mon
     monkeypatch.setattr(training, what, fail)
     write_status(tmp_path, "preempted", 7)
     monkeypatch.setattr(training, "raise_when_interrupted", lambda: None)
+    config: Any = SimpleNamespace(deterministic=False, run_folder=tmp_path, dist_timeout=1.0)
     with pytest.raises(ConfigError):
-        training.train(SimpleNamespace(deterministic=False, run_folder=tmp_path, dist_timeout=1.0))
+        training.train(config)
     assert read_status(tmp_path) == {"status": "failed", "batch": 7, "reason": "no device"}
+
+
+def test_a_launch_that_leaves_while_it_exports_says_that_all_is_saved(monkeypatch):
+    monkeypatch.setattr(training, "can_export", lambda model: "no layout holds it")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(set=print))
+    preemption, partners = SimpleNamespace(saved=None), SimpleNamespace(saves_here=True)
+    checkpointing: Any = SimpleNamespace(newest_url="a/checkpoints/ba2", preemption=preemption, partners=partners)
+    config: Any = SimpleNamespace(model=None)
+    run_folder: Any = SimpleNamespace(folder=Path("a"), is_main=True)
+    training.export(config, run_folder, checkpointing)
+    assert preemption.saved == "ba2"
