@@ -16,7 +16,7 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import TextLoader, build_text_loader
-from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.exchange import rank_and_size
 from llmfoundry_lite.ranks.rank import this_rank
@@ -73,7 +73,7 @@ def open_dataset(
     num_workers: int = 0,
     pin_memory: bool = False,
     drop_last: bool = True,
-    tokenizer: str | None = None,
+    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
     **dataset: Any,
 ) -> StatefulLoader:
     """Open MDS shards as this rank's batches, for any training loop.
@@ -82,7 +82,8 @@ def open_dataset(
     [`train_loader.dataset`](data.md): `split`, `shuffle`, `shuffle_seed`, `streams`, `stages`, `remote`. Ranks are
     those of torch.distributed, all of which call this together. `rank` and `world_size` are for meshes whose ranks
     share data.
-    `drop_last=False` fills the last batch with rows of -100. `tokenizer` is for shards of text.
+    `drop_last=False` fills the last batch with rows of -100. `tokenizer` is for shards of text, each cut after
+    `max_seq_len` tokens: a folder, a Hub name, or a loaded model's `tokenizer`.
 
     >>> loader = lf.open_dataset("data/mine", split="train", shuffle=True, global_batch_size=8, max_seq_len=32)
     >>> for batch in loader:
@@ -114,7 +115,7 @@ def open_dataset(
         max_seq_len=whole_number("open_dataset: max_seq_len", max_seq_len),
         global_batch_size=whole_number("open_dataset: global_batch_size", global_batch_size),
         drop_last=drop_last,
-        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
+        tokenizer=tokenizer if isinstance(tokenizer, Tokenizer | None) else load_tokenizer(os.fspath(tokenizer)),
         share=_share(rank, world_size),
     )
     num_workers = whole_number("open_dataset: num_workers", num_workers, least=0)

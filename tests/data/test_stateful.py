@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from streaming import MDSWriter
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite.data.stateful import StatefulLoader, open_dataset
@@ -98,6 +99,17 @@ def test_numbers_and_paths_of_other_libraries_are_taken(shards):
     ours = open_dataset(shards, **{**words, "shuffle": True, "shuffle_seed": 3}, rank=1, world_size=2)
     for batches in zip(theirs, ours, strict=True):
         assert torch.equal(*(batch["input_ids"] for batch in batches))
+
+
+def test_shards_of_text_take_a_tokenizer_or_its_folder(tmp_path, tokenizer, tokenizer_folder):
+    with MDSWriter(out=str(tmp_path), columns={"text": "str"}) as writer:
+        writer.write({"text": "def one"})
+    words = {"global_batch_size": 1, "max_seq_len": 2}
+    for named in (tokenizer, tokenizer_folder, str(tokenizer_folder)):
+        (batch,) = open_dataset(tmp_path, tokenizer=named, **words)
+        assert batch["input_ids"][0].tolist() == tokenizer.encode("def one")[:2]
+    with pytest.raises(TypeError, match="PathLike"):
+        open_dataset(tmp_path, tokenizer=object(), **words)
 
 
 def test_ranks_without_a_process_group_are_refused(shards, monkeypatch):
