@@ -614,6 +614,14 @@ def test_a_document_at_the_threshold_is_for_training(tmp_path, keys, expected) -
     assert choose_threshold([tmp_path / "unit.npz"], wanted) == expected
 
 
+@pytest.mark.parametrize(("sizes", "expected"), [((20, 7), 0), ((7, 20), 0), ((8, 8), 2**62)])
+def test_nothing_is_held_out_where_one_of_the_splits_would_have_no_sample(tmp_path, sizes, expected) -> None:
+    keys = np.array([2**62 - 1, 2**63], np.uint64)
+    unit = dict.fromkeys(TokenUnit.__slots__, np.array(sizes)) | {"doc_keys": keys}
+    np.savez(tmp_path / "unit.npz", allow_pickle=False, **unit)
+    assert choose_threshold([tmp_path / "unit.npz"], request("", "", val_fraction=0.25, max_seq_len=8)) == expected
+
+
 def test_a_single_document_is_all_for_training(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
     wanted = request(write_jsonl(tmp_path / "in.jsonl", ["word " * 200]), tokenizer_folder)
     summary = prepare(wanted, tmp_path / "out", num_workers=1)
