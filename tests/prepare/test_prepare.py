@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +30,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, Request
 from llmfoundry_lite.prepare.samples import SplitWriter, choose_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
-from llmfoundry_lite.prepare.token_files import TokenUnit
+from llmfoundry_lite.prepare.token_files import TokenUnit, token_dtype
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, texts_of, write_jsonl
 
@@ -627,6 +628,11 @@ def test_a_single_document_is_all_for_training(tmp_path: Path, tokenizer: Tokeni
     summary = prepare(wanted, tmp_path / "out", num_workers=1)
     assert list(summary.splits) == ["train"]
     assert_holds(tmp_path / "out" / "train", summary, tokenizer, ["word " * 200])
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_two_bytes_a_token_hold_every_id_below_65536(vocab_size, dtype) -> None:
+    assert token_dtype(SimpleNamespace(vocab_size=vocab_size)) == dtype  # type: ignore[arg-type]
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
