@@ -303,3 +303,15 @@ def test_the_hull_of_a_box_is_the_run_that_holds_it(data):
         numbers = numbers.narrow(dim, begin, length)
     first, count = hull(shape, offset, lengths)
     assert (first, first + count - 1) == (int(numbers.min()), int(numbers.max()))
+
+
+BOXES = {(0, 2): [7], (1, 3): [7, 8], (2, 5): [8], (2, 6): [8, 9], (5, 6): [9], (0, 6): [7, 8, 9]}
+"""First row and last + 1 -> the files of rows 0-1, 2-4 and 5 that are read."""
+
+
+def test_slices_of_uneven_cuts_are_those_that_reach_into_a_box():
+    grid = Grid(((2, 5),), (7, 8, 9))
+    files = {(at, end): [one.file for one in grid.overlapping((6, 3), (at, 0), (end - at, 3))] for at, end in BOXES}
+    assert files == BOXES
+    found = [grid.at((6, 3), (at, 0)) for at in (0, 2, 4, 5)]
+    assert [one and one.file for one in found] == [7, 8, None, 9]

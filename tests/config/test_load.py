@@ -682,6 +682,7 @@ def test_packed_documents_of_llm_foundry_load_with_its_words():
         (["train_loader.dataset.token_encoding_type=float16"], "'float16' is not known; expected int8, int16,"),
         (["train_loader.dataset.eos_token_id=0", "train_loader.dataset.bos_token_id=1"], "both eos_token_id and bos"),
         (["train_loader.dataset.eos_token_id=999999"], "999999 is outside model.vocab_size"),
+        (["model.vocab_size=300", "train_loader.dataset.eos_token_id=300"], "300 is outside model.vocab_size, 300"),
         (
             ["train_loader.dataset.eos_token_id=0", "eval_loader={dataset: {local: x, eos_token_id: 1}}"],
             "eval_loader.dataset.eos_token_id: 1 is not that of train_loader.dataset, 0; the model divides "

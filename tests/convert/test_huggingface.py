@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -144,6 +145,8 @@ def test_several_shards_hold_the_same_weights(exported, tmp_path):
     _, _, folder = export(config, tmp_path, max_shard_bytes=40_000)
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2 and not (folder / "model.safetensors").exists()
+    sizes = [[t.nbytes for t in load_file(shard).values()] for shard in shards]
+    assert all(sum(held) <= 40_000 or len(held) == 1 for held in sizes), sizes
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {shard.name for shard in shards}
     one, many = import_model(one_folder)[1], import_model(folder)[1]
@@ -535,6 +538,17 @@ def test_what_config_json_leaves_out_is_transformers_default():
         }
 
 
+def test_marks_that_only_our_exports_have_are_not_believed_of_others():
+    """Norms of transformers are in fp32, and its GPT-2 has positions, also where they are still zeros."""
+    hf_config = huggingface.build_hf_config(LLAMA)
+    del hf_config["norm_type"]
+    assert from_hugging_face(to_hugging_face(random_model(LLAMA)), hf_config)[0].norm_type == "rmsnorm"
+    hf_config, state = huggingface.build_hf_config(SMALL), to_hugging_face(random_model(SMALL))
+    del hf_config["learned_pos_emb"]
+    state["transformer.wpe.weight"] = torch.zeros_like(state["transformer.wpe.weight"])
+    assert from_hugging_face(state, hf_config)[0].learned_pos_emb
+
+
 def test_a_window_that_config_json_leaves_out_is_transformers_default():
     hf_config = huggingface.build_hf_config(MISTRAL)
     del hf_config["sliding_window"]
@@ -681,6 +695,17 @@ def test_a_config_that_lacks_no_bias_has_its_writers_default(architecture, has_b
         foundry["layer_norm_epsilon"] = foundry.pop("norm_eps")
     imported_config, _ = from_hugging_face(random_model(config).state_dict(), foundry)
     assert imported_config.no_bias is not has_biases
+
+
+def test_rope_in_an_llm_foundry_folder_is_dails_unless_said_and_has_no_scaling():
+    attention = {"rope": True, "rope_hf_config": {"type": "linear", "factor": 4.0}}
+    model = random_model(replace(SMALL, learned_pos_emb=False))
+    foundry = {**FOUNDRY_SIZES, "learned_pos_emb": False, "attn_config": attention}
+    config, _ = from_hugging_face(model.state_dict(), foundry)
+    assert (config.attn_config.rope_impl, config.attn_config.rope_hf_config) == ("dail", RopeScaling())
+    attention["rope_impl"] = "hf"
+    config, _ = from_hugging_face(model.state_dict(), foundry)
+    assert config.attn_config.rope_hf_config == RopeScaling(type="linear", factor=4.0)
 
 
 def test_llm_foundry_folders_of_the_whole_family_are_read():

@@ -189,3 +189,9 @@ def test_the_content_digest_knows_samples_and_bytes_but_not_names(tmp_path):
     some_hash = json.loads(regular)["shards"][3]["raw_data"]["hashes"]["xxh64"]
     index.write_text(regular.replace(some_hash, some_hash[::-1]))
     assert read_table(folder).contents[0] != digest
+
+
+def test_of_several_hashes_the_fastest_is_checked(tmp_path):
+    names = [["sha1", "xxh64"], ["xxh32", "xxh3_64"], ["md5", "sha256"]]
+    folders = [write_mds(tmp_path / str(i), 9, hashes=hashes) for i, hashes in enumerate(names)]
+    assert [kind["hash_name"] for kind in read_table(*folders).kinds] == ["xxh64", "xxh3_64", "md5"]

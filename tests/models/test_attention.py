@@ -105,6 +105,19 @@ def test_flex_computes_the_blocks_that_anybody_sees_and_never_holds_the_whole_ma
     assert mask.seq_lengths == expected.seq_lengths
 
 
+@pytest.mark.parametrize("window", [-1, 0, 5, 300])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_blocks_of_queries_see_every_key_within_the_window_and_of_their_row_s_documents(window, has_documents):
+    options, generator = AttentionConfig(sliding_window_size=window), torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 600, 2, 8, generator=generator) for _ in range(3)]
+    documents_bs = (torch.rand(2, 600, generator=generator) < 0.01).long().cumsum(1) if has_documents else None
+    expected, found = (
+        build_mask(options, name, None, torch.arange(600)[None], 600, None, documents_bs).attend(*tensors)
+        for name in ("reference", "blocked")
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_flex_never_falls_back_to_all_scores(monkeypatch):
     """torch does past its limit of recompilations, unless it may not break the graph. `auto`, then an evaluation and
     decoding reach 8 of them."""

@@ -70,3 +70,7 @@ def test_text_that_comes_back_is_silent(tmp_path: Path, tokenizer_folder: Path, 
     wanted = request(write_jsonl(tmp_path / "in.jsonl", [LATIN, GREEK]), tokenizer_folder)
     lost = prepare(wanted, tmp_path / "out", num_workers=1, max_lost_text=0).lost_text
     assert lost["share"] == 0 and lost["characters"] == len(LATIN + GREEK)
+
+
+def test_the_advice_allows_what_was_lost():
+    assert [token_files.allowing(share) for share in (0.0101, 0.014, 0.2, 0.999)] == [0.02, 0.02, 0.2, 1.0]

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +30,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, Request
 from llmfoundry_lite.prepare.samples import SplitWriter, choose_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
-from llmfoundry_lite.prepare.token_files import TokenUnit
+from llmfoundry_lite.prepare.token_files import TokenUnit, token_dtype
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, texts_of, write_jsonl
 
@@ -614,11 +615,24 @@ def test_a_document_at_the_threshold_is_for_training(tmp_path, keys, expected) -
     assert choose_threshold([tmp_path / "unit.npz"], wanted) == expected
 
 
+@pytest.mark.parametrize(("sizes", "expected"), [((20, 7), 0), ((7, 20), 0), ((8, 8), 2**62)])
+def test_nothing_is_held_out_where_one_of_the_splits_would_have_no_sample(tmp_path, sizes, expected) -> None:
+    keys = np.array([2**62 - 1, 2**63], np.uint64)
+    unit = dict.fromkeys(TokenUnit.__slots__, np.array(sizes)) | {"doc_keys": keys}
+    np.savez(tmp_path / "unit.npz", allow_pickle=False, **unit)
+    assert choose_threshold([tmp_path / "unit.npz"], request("", "", val_fraction=0.25, max_seq_len=8)) == expected
+
+
 def test_a_single_document_is_all_for_training(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
     wanted = request(write_jsonl(tmp_path / "in.jsonl", ["word " * 200]), tokenizer_folder)
     summary = prepare(wanted, tmp_path / "out", num_workers=1)
     assert list(summary.splits) == ["train"]
     assert_holds(tmp_path / "out" / "train", summary, tokenizer, ["word " * 200])
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_two_bytes_a_token_hold_every_id_below_65536(vocab_size, dtype) -> None:
+    assert token_dtype(SimpleNamespace(vocab_size=vocab_size)) == dtype  # type: ignore[arg-type]
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
