@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from tests.helpers.launch import ROOT
+from tests.helpers.tiny import tiny_config, write_config
 
 SIGNAL_AT_AN_IMPORT = """
 import os, sys
@@ -47,6 +48,15 @@ def run(arguments, tmp_path, number, preexec_fn=None, **environment):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_that_still_imports_leaves_with_75(tmp_path, program):
     done = run(PROGRAMS[program], tmp_path, signal.SIGTERM)
+    text = "preempted by SIGTERM before anything had begun; run the same command again\n"
+    assert (done.returncode, done.stderr) == (75, text)
+
+
+def test_a_program_that_imports_composer_leaves_with_75(tmp_path, data):
+    """Whose own handlers of signals exit with 143."""
+    handler = "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(143)); os.kill(os.getpid(), 15)"
+    (tmp_path / "composer.py").write_text(handler)
+    done = run(["-m", "llmfoundry_lite.train", write_config(tmp_path / "run.yaml", tiny_config(data))], tmp_path, 0)
     text = "preempted by SIGTERM before anything had begun; run the same command again\n"
     assert (done.returncode, done.stderr) == (75, text)
 
