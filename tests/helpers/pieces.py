@@ -11,7 +11,6 @@ class Pieces:
     def __init__(self):
         self.pieces = ["<eos>"]
         self.eos_token_id = self.prefix_token_id = 0
-        self.stop_token_ids = {0}
         self.beginning = []
 
     @property
