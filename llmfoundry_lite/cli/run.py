@@ -103,14 +103,14 @@ def generate(
     device = torch.device(device_type())
     subject = load_subject(where, tokenizer=tokenizer, device=device)
     for note in subject.notes:
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     model = model_of(subject)
 
     def answer(text: str) -> None:
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         print(text, end="", flush=True)
         for piece in generate_text(model, subject.tokenizer, text, max_new_tokens, device=device, **sampling):
-            print(piece, end="", flush=True)
+            print(printable(piece, keep="\n\t"), end="", flush=True)  # a model may have learned to write escape codes
         print(flush=True)
 
     if prompt is not None:
