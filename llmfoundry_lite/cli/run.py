@@ -257,7 +257,7 @@ def replay_command(
         start = "its seed" if plan.start is None else plan.start.name
         print(printable(f"training batches {plan.first_batch} to {plan.last_batch} of {where} again, from {start}"))
         if (callbacks := find_callbacks(plan.config)) and not trust_code:
-            print(printable(f"without its callbacks {', '.join(callbacks)}, which --trust-code runs"))
+            print(printable(f"without its callbacks {', '.join(map(str, callbacks))}, which --trust-code runs"))
         program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY, trust_code)
         code = Launcher(program, num_ranks, 0, Path(temporary) / "logs").run([path])
         if code != EXIT_DONE:
