@@ -107,6 +107,8 @@ COMMANDS = {
     "import": ("checkpoint", "import", "RUN/checkpoints/ba6", "OUT"),
     "replay": ("replay", "RUN", "ba3..ba6"),
     "replay, goes without": ("replay", "RUN", "ba3..ba6", "environment={}", "train_loader.dataset.remote=other"),
+    "plan": ("plan", "--check", "RUN"),
+    "bench": ("bench", "scaling", "--runs", "RUN"),
     "compare": ("compare", "RUN/config.yaml", "RUN/status.json"),
 }
 REFUSED = {
@@ -116,6 +118,8 @@ REFUSED = {
     r"environment LD_PRELOAD, PYTHONPATH, compile_config.options; if you trust it, let it run with --trust-code; or "
     r"leave the variables out: environment=\{\}",
     "replay, goes without": r"its author: train_loader.name .*, compile_config.options; .* with --trust-code$",
+    "plan": r"config\.yaml: .*callbacks\.python:subprocess:Popen: unknown key",
+    "bench": r"config\.yaml: .*callbacks\.python:subprocess:Popen: unknown key",
     "compare": "config.yaml",
 }
 """Command -> how it is refused, with exit code 2."""

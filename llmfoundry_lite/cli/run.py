@@ -103,14 +103,14 @@ def generate(
     device = torch.device(device_type())
     subject = load_subject(where, tokenizer=tokenizer, device=device)
     for note in subject.notes:
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     model = model_of(subject)
 
     def answer(text: str) -> None:
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         print(text, end="", flush=True)
         for piece in generate_text(model, subject.tokenizer, text, max_new_tokens, device=device, **sampling):
-            print(piece, end="", flush=True)
+            print(printable(piece, keep="\n\t"), end="", flush=True)  # a model may have learned to write escape codes
         print(flush=True)
 
     if prompt is not None:
@@ -257,7 +257,7 @@ def replay_command(
         start = "its seed" if plan.start is None else plan.start.name
         print(printable(f"training batches {plan.first_batch} to {plan.last_batch} of {where} again, from {start}"))
         if (callbacks := find_callbacks(plan.config)) and not trust_code:
-            print(printable(f"without its callbacks {', '.join(callbacks)}, which --trust-code runs"))
+            print(printable(f"without its callbacks {', '.join(map(str, callbacks))}, which --trust-code runs"))
         program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY, trust_code)
         code = Launcher(program, num_ranks, 0, Path(temporary) / "logs").run([path])
         if code != EXIT_DONE:

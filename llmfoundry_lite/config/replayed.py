@@ -116,7 +116,7 @@ _Literal.add_multi_representer(str, _write_text)  # text of a variable
 def _find_code(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield in words each part that names code."""
     yield from (f"{path} {_quoted(text)}" for path, text in _texts(values) if text.startswith(CODE))
-    if environment := values.get("environment"):
+    if isinstance(environment := values.get("environment"), dict) and environment:  # the schema refuses anything else
         yield f"environment {', '.join(_quoted(str(name)) for name in environment)}"
     compiling = values.get("compile_config")
     if isinstance(compiling, dict):

@@ -249,7 +249,8 @@ def write_tokenizer(folder: Path, draft: Path, model_max_length: int) -> dict[st
     config, generation = read_config(files, str(folder)), read_generation(files, str(folder))
     for name in VOCABULARY_FILES:
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, draft / name)
+            content = bounded.read_at_most(folder / name, bounded.MAX_TOKENIZER_BYTES, "a tokenizer")
+            (draft / name).write_bytes(content)
     # Without the length, evaluation harnesses take 2,048 tokens for MPT.
     write_json(draft / CONFIG_FILE, config | {"model_max_length": model_max_length})
     ids, special = _ids_of(folder / TOKENIZER_FILE), {}

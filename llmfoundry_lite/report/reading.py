@@ -22,8 +22,10 @@ from llmfoundry_lite.checkpoint.folders import Folder, open_folder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.yaml_text import read_record
-from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.launch.log_lines import METRICS, Record, merge_logs, number_of, read_lines, validation_losses
 from llmfoundry_lite.launch.status import LAUNCHES
 
@@ -228,6 +230,16 @@ def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
         return config
     notes.append(f"{CONFIG} is not YAML: passed over")
     return None
+
+
+def config_of(run: Run) -> TrainConfig:
+    """Return the configuration of a run, which may be anybody's: nothing in it is resolved. Raises UserError."""
+    if run.config is None:
+        raise DataError(f"{run.where}/{CONFIG} is not there; it says what was trained")
+    try:
+        return build_block(TrainConfig, run.config, "")
+    except ConfigError as error:
+        raise ConfigError(f"{run.where}/{CONFIG}: {error}") from None
 
 
 # ----------------------------------------------------------------------------------------------- checkpoints

@@ -171,6 +171,14 @@ def test_code_is_taken_along_where_it_is_trusted(run, tmp_path):
     assert values["callbacks"]["extra"] == callbacks["extra"] and values["environment"] == {"A": "1"}
 
 
+def test_an_environment_of_anything_is_refused_in_a_line(run, tmp_path):
+    where = run()
+    for number, odd in enumerate((5, "LD_PRELOAD", [["a"]])):
+        rewrite(where, 6, config=tiny_config(tmp_path, environment=odd))
+        with pytest.raises(ConfigError, match=r"its configuration: environment: .* given"):
+            written(where, tmp_path / str(number))
+
+
 def test_from_the_seed_nothing_is_loaded(run, tmp_path):
     assert written(run(load_path="/x"), tmp_path, states="ba0..ba2")["load_path"] is None
 
