@@ -173,12 +173,11 @@ def replace_the_world() -> None:
     replace(dist, init_process_group=init_process_group, get_backend=get_backend, all_to_all_single=all_to_all_single)
     replace(
         exchange,  # there is no other rank
-        open_host_group=lambda timeout: None,
         _device=lambda group: torch.device("cpu"),
         broadcast_json=lambda value, group=None, *, source=0: value,
         raise_on_all_ranks=raise_on_all_ranks,
     )
-    replace(start, loopback_store=lambda timeout: {})
+    replace(start, loopback_store=lambda timeout: {}, open_host_group=lambda timeout: None)
     replace(fsdp, initialise_weights=lambda model, seed: None)
     replace(torch.cuda, _is_in_bad_fork=lambda: False)  # nothing of a device that is not there is lost in a fork
     # cuDNN's library asks the device for more than a device that is not there can say.
