@@ -7,12 +7,12 @@ import contextlib
 import difflib
 import re
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import MarkedYAMLError, YAMLError
 
@@ -240,8 +240,7 @@ def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
         merged = OmegaConf.merge(*(OmegaConf.create(values, flags=OBJECTS) for values in given))
         resolved = OmegaConf.to_container(merged, resolve=True)
         if re.search(r"\$\{\s*oc\.", str(given)):
-            with _variables_as_written():
-                resolved = _mark(resolved, OmegaConf.to_container(merged, resolve=True))
+            resolved = _mark(resolved, _resolve_as_written(merged))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
         problem = _one_line(error)
@@ -256,20 +255,45 @@ def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
         return choose_readings(block, typing.cast(dict[str, Any], resolved))
 
 
+def _resolve_as_written(merged: Any) -> Any:
+    """Resolve all but `${oc.env:…}`. A variable that names a key, as in `${paths.${oc.env:CLUSTER}}`, is resolved."""
+    choosing: set[str] = set()
+    while True:
+        try:
+            with _variables_as_written(choosing):
+                return OmegaConf.to_container(merged, resolve=True)
+        except OmegaConfBaseException as error:
+            found = set(re.findall(r"\$\{oc\.env:([^,{}]+)", str(error))) - choosing
+            if not found:
+                raise
+            choosing |= found
+
+
 @contextlib.contextmanager
-def _variables_as_written() -> Iterator[None]:
-    """Let `${oc.env:…}`, and `${oc.decode:…}` around it, resolve to themselves."""
+def _variables_as_written(choosing: Collection[str]) -> Iterator[None]:
+    """Let `${oc.env:…}`, and `${oc.decode:…}` around it, resolve to themselves, but for variables in `choosing`."""
     register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
 
-    def as_written(name: str) -> Callable[..., str]:
-        return lambda *given: f"${{{name}:{','.join(map(_argument, given))}}}"
+    def as_written(name: str) -> Callable[..., str | None]:
+        def resolve(*given: Any) -> str | None:
+            if name == "env" and given[0] in choosing:
+                return oc.env(*given)
+            return f"${{oc.{name}:{','.join(map(_argument, given))}}}"
+
+        return resolve
+
+    def select(key: str, *default: Any, _parent_: Any) -> Any:
+        if "${oc." in key:
+            raise InterpolationKeyError(f"oc.select: {key}")
+        return oc.select(key, *default, _parent_=_parent_)
 
     try:
         for name in ("env", "decode"):
-            register(f"oc.{name}", as_written(f"oc.{name}"), replace=True)
+            register(f"oc.{name}", as_written(name), replace=True)
+        register("oc.select", select, replace=True)
         yield
     finally:
-        for name in ("env", "decode"):
+        for name in ("env", "decode", "select"):
             register(f"oc.{name}", getattr(oc, name), replace=True)
 
 

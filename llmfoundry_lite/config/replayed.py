@@ -4,11 +4,8 @@ The run may be anybody's, so it is data. Keys that decide arithmetic or data are
 in their text is resolved, and code that they name runs only if the user trusts its author.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
-
-import yaml
 
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.schema import TrainConfig
@@ -93,24 +90,6 @@ def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
         return {key: block[key] for key in KEYS_OF_CODE if key in block} if is_code else block
 
     return {name: plain(value) for name, value in values.items()}
-
-
-def write_yaml(values: Any) -> str:
-    """Write YAML that OmegaConf reads as these values: text stays text, and `${` in it means nothing."""
-    return yaml.dump(values, Dumper=_Literal, sort_keys=False)
-
-
-class _Literal(yaml.SafeDumper):
-    """Quotes all text, for OmegaConf reads `1e5` as a number, and escapes interpolations."""
-
-
-def _write_text(dumper: _Literal, text: str) -> yaml.Node:
-    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style='"')
-
-
-_Literal.add_representer(str, _write_text)
-_Literal.add_multi_representer(str, _write_text)  # text of a variable
 
 
 def _find_code(values: Mapping[str, Any]) -> Iterator[str]:

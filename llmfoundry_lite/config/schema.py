@@ -410,9 +410,7 @@ class TrainConfig:
     max_skipped_batches: int = setting(100, POSITIVE, change="freely", replay="used")
     """skip gives up after this many batches of one launch."""
     save_folder: str | None = setting(
-        None,
-        not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"),
-        change="freely",
+        None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), change="freely"
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
     save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
@@ -421,9 +419,7 @@ class TrainConfig:
     digest_interval: str | int | None = span(None, change="freely")
     """Log a digest of weights and optimizer, however they are divided, at every such span too. Each save has one."""
     save_num_checkpoints_to_keep: int = setting(
-        -1,
-        must_be("-1 (all) or a count above 0", _is_all_or_count),
-        change="freely",
+        -1, must_be("-1 (all) or a count above 0", _is_all_or_count), change="freely"
     )
     """The newest so many; -1 keeps all."""
     save_keep_every_batches: int | None = setting(None, POSITIVE, change="freely")
@@ -431,9 +427,7 @@ class TrainConfig:
     autoresume: bool = setting(False, change="freely")
     """Carry on from the newest intact checkpoint of save_folder, if there is one."""
     load_path: str | None = setting(
-        None,
-        not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"),
-        change="freely",
+        None, not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"), change="freely"
     )
     """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds takes precedence."""
     load_weights_only: bool = setting(False, change="freely")

@@ -71,9 +71,9 @@ def hint_at_number(text: str) -> str:
 def choose_readings(block: type, values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` with the text of each scalar where `block` says text, else with its number or truth value.
 
-    Text from the environment stays marked, to be recorded as it was written, where it may change freely in mid-run or
-    has no schema: paths, URLs, names, arguments of loggers, callbacks and one's own code. Everything else decides what
-    is trained and is recorded as it came out, or another variable would change a run unseen. Raises ConfigError for a
+    Text from the environment stays marked, to be recorded as it was written, where it may change freely in mid-run:
+    paths, URLs, names, arguments of loggers and callbacks. Everything else decides what is trained, one's own optimizer
+    and loader too, and is recorded as it came out, or another variable would change a run unseen. Raises ConfigError for a
     URL whose credentials were masked when it was recorded.
     """
     return _choose_in_block(block, values, "", "freely")
@@ -112,14 +112,15 @@ def _choose(hint: Any, value: Any, path: str, rule: Rule, setting: Setting) -> A
         return str(value) if is_text else value.value
     if isinstance(value, str) and is_masked(value):
         raise ConfigError(f"{path}: {value}: credentials are not recorded; give them here, by ${{oc.env:NAME}}")
-    if isinstance(value, FromEnvironment) and str in options:
+    if isinstance(value, FromEnvironment) and {str, Any} & set(options):
         is_free = rule == "freely" and not setting.choices and not {int, float, bool} & set(options)
         return value if is_free else str(value)
     return value
 
 
 def _takes(options: tuple[Any, ...], value: bool | int | float) -> bool:
-    return type(value) in options or (type(value) is int and float in options)
+    is_whole = isinstance(value, float) and value.is_integer()
+    return type(value) in options or (type(value) is int and float in options) or (is_whole and int in options)
 
 
 def _inside(options: tuple[Any, ...], container: type) -> Any:

@@ -19,6 +19,8 @@ INT = "[-+]?(?:0b_*[01][01_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0*[0-7]|[1-9][0-9_]*)
 FLOAT = r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
 NOT_FINITE = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 STRING, MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+BEFORE_REFERENCE = re.compile(r"(?<!\\)(\\*)\$\{")
+"""The backslashes are found from the first one only, or a megabyte of them would take hours."""
 MAX_EXPANSION = 100
 """Values by aliases, for each that is written."""
 MAX_DEPTH = 100
@@ -133,20 +135,31 @@ def dump_yaml(values: Any) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False)
 
 
-def dump_record(config: dict[str, Any]) -> str:
-    """Write a configuration as `schema.as_dict` gives it: YAML that a launch reads as the same configuration."""
-    return dump_yaml(_each_text(config, lambda text: re.sub(r"(\\*)\$\{(?!oc\.)", r"\1\1\\${", text)))
+def dump_record(config: Any, *, keep_variables: bool = True) -> str:
+    """Write a configuration as `schema.as_dict` gives it: YAML that a launch reads as the same configuration.
+
+    `keep_variables`: the launch resolves `${oc.env:…}` again; else `${` means nothing in any text.
+    """
+
+    def escape(found: re.Match) -> str:
+        is_variable = keep_variables and found.string.startswith("oc.", found.end())
+        return found[1] * 2 + ("${" if is_variable else "\\${")
+
+    return dump_yaml(_each_text(config, lambda text: BEFORE_REFERENCE.sub(escape, text)))
 
 
 def read_record(text: str | bytes) -> Any:
     """Read it as data: no `${…}` is resolved. Raises YAMLError."""
-    unescaped = re.compile(r"(\\*)\1\\\$\{")
-    return _each_text(read_yaml(text, PlainLoader), lambda one: unescaped.sub(r"\1${", one))
+
+    def unescape(found: re.Match) -> str:
+        return found[1][: len(found[1]) // 2] + "${"
+
+    return _each_text(read_yaml(text, PlainLoader), lambda one: BEFORE_REFERENCE.sub(unescape, one))
 
 
 def _each_text(values: Any, change: Callable[[str], str]) -> Any:
     if isinstance(values, dict):
         return {key: _each_text(value, change) for key, value in values.items()}
-    if isinstance(values, list):
+    if isinstance(values, list | tuple):
         return [_each_text(value, change) for value in values]
-    return change(values) if isinstance(values, str) else values
+    return change(str(values)) if isinstance(values, str) else values

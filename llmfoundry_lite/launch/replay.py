@@ -17,8 +17,9 @@ from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.layers import leaf_keys, read_layers
 from llmfoundry_lite.config.layout import divisors, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.replayed import as_given, select_recorded, write_yaml
+from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.recorded import Places, given_places
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
@@ -183,7 +184,7 @@ def write_replay(
     values |= _layout_for(plan, values, num_ranks)
     folder.mkdir(parents=True)
     recorded = folder / "recorded.yaml"
-    recorded.write_text(write_yaml(values))
+    recorded.write_text(dump_record(values, keep_variables=False))
     try:
         config = load_train_config([str(recorded), *changes]).config
     except ConfigError as error:
@@ -202,7 +203,7 @@ def write_replay(
         values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
     (folder / RECORDED).write_text(json.dumps([encode_segment(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
-    path.write_text(write_yaml(as_given(values | own)))
+    path.write_text(dump_record(as_given(values | own), keep_variables=False))
     return str(path)
 
 

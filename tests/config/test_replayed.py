@@ -4,8 +4,9 @@ import pytest
 
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import merge_layers, read_layers
-from llmfoundry_lite.config.replayed import as_given, select_recorded, write_yaml
+from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import ConfigError
 
 CONFIG = {
@@ -112,6 +113,6 @@ def test_an_optimizer_of_the_users_keeps_the_arguments_that_it_was_called_with()
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
 def test_text_is_read_again_as_it_was(tmp_path, text):
     values = {"x": text, "y": [text, 1e-05, 1e300, True, None, (0.9, 0.95)]}
-    (tmp_path / "x.yaml").write_text(write_yaml(values))
+    (tmp_path / "x.yaml").write_text(dump_record(values, keep_variables=False))
     found = merge_layers(read_layers([str(tmp_path / "x.yaml")]), TrainConfig)
     assert found == {"x": text, "y": [text, 1e-05, 1e300, True, None, [0.9, 0.95]]}

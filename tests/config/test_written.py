@@ -161,6 +161,22 @@ def test_a_path_that_looks_like_a_variable_is_recorded_for_launches_and_for_read
     assert read_record(Path("config.yaml").read_bytes()) == json.loads(json.dumps(as_dict(config)))
 
 
+def test_a_whole_float_is_a_count(run):
+    loader = load("train_loader.dataset.epoch_size=1e6", "train_loader.dataset.cache_limit=1e11").train_loader
+    assert (loader.dataset.epoch_size, loader.dataset.cache_limit) == (10**6, 10**11)
+    config = load("max_duration=2.0", "save_interval=1e2", "device_train_microbatch_size=8.0", "run_name=1e2")
+    assert (config.max_duration, config.save_interval, config.device_train_microbatch_size) == (2, 100, 8)
+    assert config.run_name == "1e2"
+
+
+@pytest.mark.parametrize(
+    "text", ["\\" * 10**6, "\\" * 10**6 + "${", "\\" * 10**6 + "${oc.x}"], ids=("none", "one", "oc")
+)
+def test_a_megabyte_of_backslashes_is_recorded_and_read(text):
+    """In linear time: a search from each of them would take hours."""
+    assert read_record(dump_record({"x": text})) == {"x": text}
+
+
 def test_an_argument_has_no_comments(run):
     config = load("save_folder=/data/run #1", "loggers.wandb.tags=[a, 'b #2'] # c", "tokenizer.name='x #3'")
     assert (config.save_folder, config.loggers.wandb.tags) == ("/data/run #1", ["a", "b #2"])
@@ -351,6 +367,42 @@ def test_whatever_decides_what_is_trained_is_recorded_as_it_came_out(run, monkey
     assert (recorded["optimizer"]["lr"], recorded["optimizer"]["name"], recorded["run_name"]) == (0.5, "lion", "x")
     before = as_dict(load("optimizer.lr=0.25", "optimizer.name=lion"))
     assert "optimizer.lr 0.25 -> 0.5" in map(str, find_changes(before, recorded)["logged"])
+
+
+def test_arguments_of_ones_own_optimizer_and_loader_are_recorded_as_they_came_out(run, monkeypatch):
+    monkeypatch.setenv("KIND", "x")
+    values = {"kwargs": {"kind": "${oc.env:KIND}"}}
+    own = {"optimizer": {"name": "python:a:B", **values}, "train_loader": {"name": "python:a:B", **values}}
+    Path("own.yaml").write_text(dump_yaml(own | {"metadata": {"kind": "${oc.env:KIND}"}}))
+    read = merge_layers(read_layers(["own.yaml"]), TrainConfig)
+    assert read["optimizer"]["kwargs"] == read["train_loader"]["kwargs"] == {"kind": "x"}
+    assert read["metadata"]["kind"].written == "${oc.env:KIND}"
+    assert not hasattr(read["optimizer"]["kwargs"]["kind"], "written")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "recorded"),
+    {
+        "${variables.${oc.env:WHICH}}": "s3://x/data",
+        "${oc.select:variables.${oc.env:WHICH},zz}": "s3://x/data",
+        "${variables.${variables.which}}": "s3://x/data",
+        "${variables.secrets.${oc.env:WHICH}}": "s3://${oc.env:SECRET}",
+        "${oc.select:variables.nothing,${oc.env:SECRET}}": "${oc.env:SECRET}",
+        "${oc.env:${oc.env:INDIRECT}}": "${oc.env:${oc.env:INDIRECT}}",
+        r"a\\${oc.env:SECRET}": r"a\${oc.env:SECRET}",
+    }.items(),
+)
+def test_a_variable_that_chooses_another_is_recorded_as_what_it_chose(run, monkeypatch, chosen, recorded):
+    for name, value in {"WHICH": "x", "SECRET": "hunter2", "INDIRECT": "SECRET"}.items():
+        monkeypatch.setenv(name, value)
+    Path("v.yaml").write_text(
+        "variables: {x: s3://x/data, which: '${oc.env:WHICH}', secrets: {x: 's3://${oc.env:SECRET}'}}\n"
+        f"tokenizer: {{name: '{chosen}'}}\n"
+    )
+    config = load("v.yaml")
+    assert as_dict(config)["tokenizer"]["name"] == recorded
+    Path("config.yaml").write_text(dump_record(as_dict(config)))
+    assert load_train_config(["config.yaml"], {}).config.tokenizer.name == config.tokenizer.name
 
 
 def test_text_where_a_number_belongs_is_refused_with_the_remedy(run, monkeypatch):
