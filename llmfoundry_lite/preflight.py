@@ -355,7 +355,7 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
     if "://" in folder:
         unseen = [f"{folder}: what it holds, and whether that fits this configuration"]
         return f"the newest save in {folder}, else {begins}" if config.autoresume else begins, unseen
-    is_elsewhere = where is not None and not Path(where).exists()
+    is_elsewhere = where is not None and not os.path.exists(os.path.expanduser(where.removeprefix("file://")))
     try:
         here = replace(config, load_path=None) if is_elsewhere else config
         start = choose_start(here, find_fingerprints(config.tokenizer.name))

@@ -21,7 +21,7 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.launch.status import refusals_recorded
+from llmfoundry_lite.launch.status import hear_of_other_nodes, refusals_recorded
 from llmfoundry_lite.ranks.ending import checks, imports, run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, HEAVY, import_lean
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     with checks():
         invocation, layout, found = check(arguments)
+        hear_of_other_nodes(Path(invocation.config.run_folder))
     if here.rank == 0:
         for note in invocation.notes:
             print(printable(note))

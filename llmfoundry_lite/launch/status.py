@@ -21,9 +21,10 @@ from typing import Any
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_NOTE_BYTES, parse_json, read_at_most, read_lines_at_most
 from llmfoundry_lite.errors import UserError, mask_credentials
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.ranks import ending
+from llmfoundry_lite.ranks import ending, siblings
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
-from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.rank import step_over_nodes, this_rank
+from llmfoundry_lite.ranks.siblings import FirstError
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 STATUS = "status.json"
@@ -33,11 +34,14 @@ LAUNCHES = "launches.jsonl"
 `has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot."""
 
 
-def write_status(folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True) -> None:
-    """Write both files. `reason` of a run that is `running`: why it has been asked to leave."""
+def write_status(
+    folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True, **more: Any
+) -> None:
+    """Write both files, `more` into the first. `reason` of a run that is `running`: why it has been asked to leave."""
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": mask_credentials(reason or "") or None}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
+    content |= more
     is_known = False
     if status == "running":
         content["process"] = describe_this_process()
@@ -102,7 +106,7 @@ def guard(folder: Path, pid: int) -> None:
         write_status(folder, found["status"], found["batch"], found["reason"])
 
 
-def write_ended_early(folder: Path, status: str, reason: str) -> None:
+def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> None:
     """Write the status of a launch that ended before it carried on; the batch stays.
 
     A script that reads `preempted` would launch a refused run again for ever. The status of another launch that still
@@ -111,24 +115,46 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
     before = read_status(folder) or {}
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
         return
-    write_status(folder, status, before.get("batch", 0), reason, has_begun=False)
+    write_status(folder, status, before.get("batch", 0), reason, has_begun=False, **more)
 
 
 @contextlib.contextmanager
 def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
     """Record why a launch fails in a block before its run is there, in the status of an earlier launch of the run.
 
-    The first rank to fail on a node does so: it may be alone, and rank 0 is then ended by the launcher.
+    The first rank to fail on a node does so: it may be alone, and rank 0 is then ended by the launcher. Over several
+    nodes it does so in a new folder too: `srun` ends the ranks of the others, which read here why.
     """
     try:
         yield
     except (Exception, ending.AnotherFailedError) as error:
         with contextlib.suppress(OSError, RuntimeError):
             folder = find_folder() if ending.first_error(error).rank == this_rank().rank else None
-            if folder is not None and (folder / STATUS).exists():
+            step = step_over_nodes()
+            if folder is not None and (step or (folder / STATUS).exists()) and not failure_on_another_node(folder):
+                folder.mkdir(parents=True, exist_ok=True)
                 may_pass = isinstance(error, UserError) and error.is_transient
-                write_ended_early(folder, "preempted" if may_pass else "failed", ending.cause_of(error))
+                more = {"step": step, "rank": this_rank().rank, "exit_code": ending.exit_code_of(error)} if step else {}
+                write_ended_early(folder, "preempted" if may_pass else "failed", ending.cause_of(error), **more)
         raise
+
+
+def hear_of_other_nodes(folder: Path) -> None:
+    """Let this rank, when it is asked to leave, look whether a rank of another node has recorded a failure here.
+
+    That rank records it before it ends, and `srun` ends the others afterwards: nobody has to wait for the record.
+    """
+    siblings.failure_elsewhere = lambda: failure_on_another_node(folder)
+
+
+def failure_on_another_node(folder: Path) -> FirstError | None:
+    """Return the failure that a rank of this very step has recorded."""
+    step = step_over_nodes()
+    content = _read(folder) if step is not None else None
+    if content is None or content["status"] != "failed" or content.get("step") != step:
+        return None
+    rank, code = content.get("rank"), content.get("exit_code")
+    return FirstError(rank, code, f"error: {content.get('reason')}") if type(rank) is type(code) is int else None
 
 
 def is_running(content: dict[str, Any]) -> bool:

@@ -41,9 +41,7 @@ def leave(number: int, frame: Any = None) -> None:
         leave_now(number)
     if not was_put_off.is_set():
         was_put_off.set()
-        timer = threading.Timer(CHECK_SECONDS, leave_now, [number])
-        timer.daemon = True
-        timer.start()
+        limit.start()
 
 
 def leave_now(number: int, frame: Any = None) -> None:
@@ -60,6 +58,11 @@ def leave_now(number: int, frame: Any = None) -> None:
     if is_told:
         os.write(2, f"{text}\n".encode())
     os._exit(code)
+
+
+limit = threading.Timer(CHECK_SECONDS, leave_now, [signal.SIGTERM])
+"""Ends a rank that goes on, unless it has met its own error before."""
+limit.daemon = True
 
 
 def _has_siblings() -> bool:

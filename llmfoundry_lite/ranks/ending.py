@@ -86,6 +86,7 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
 def ignore_signals() -> None:
     """Ignore signals from now on: this rank ends, and a launcher that asks it to knows of what it is about to say."""
     listen(lambda number, frame: None)
+    early_exit.limit.cancel()
 
 
 @contextmanager

@@ -11,15 +11,15 @@ import fcntl
 import json
 import os
 import signal
-import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from llmfoundry_lite.files import open_own
 from llmfoundry_lite.ranks.identity import describe_process, lives, start_ticks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
@@ -41,6 +41,8 @@ class FirstError(NamedTuple):
 
 _launch: str | None = None
 """An id that this launch's ranks on this node share; None: this process is alone, or nothing can be noted here."""
+failure_elsewhere: Callable[[], FirstError | None] = lambda: None  # noqa: E731
+"""Reads the failure of a rank on another node; `launch.status` sets it."""
 
 
 def enrol() -> None:
@@ -64,7 +66,8 @@ def note_end(code: int, text: str = "") -> FirstError:
 
 
 def failure_of_another() -> FirstError | None:
-    """Return the first failure that another rank here has noted; else one that has ended without a note."""
+    """Return the first failure that another rank here has noted; else one that has ended without a note; else
+    one of another node."""
     with suppress(OSError), _notes() as ranks:
         others = [(rank, note) for rank, note in ranks.items() if rank != str(this_rank().rank)]
         for rank, note in others:
@@ -76,7 +79,7 @@ def failure_of_another() -> FirstError | None:
                 return FirstError(int(rank), EXIT_BUG, f"error: rank {rank} {words}")
             if code not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
                 return FirstError(int(rank), code, f"error: rank {rank} has left with exit code {code}")
-    return None
+    return failure_elsewhere()
 
 
 def _read(rank: str, note: list[Any]) -> FirstError:
@@ -108,11 +111,7 @@ def _notes() -> Iterator[dict[str, list[Any]]]:
     if _launch is None:
         raise OSError
     path = Path(tempfile.gettempdir(), f"llmfoundry_lite_ranks_{os.getuid()}.json")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    with open(descriptor, "r+b") as file, _without_signals():  # whose handlers look here too
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
-            raise OSError
+    with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b") as file, _without_signals():  # whose handlers look here
         _lock(file.fileno())
         launches: dict[str, dict[str, list[Any]]] = {}
         with suppress(ValueError):

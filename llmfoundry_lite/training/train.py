@@ -53,9 +53,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     raise_when_interrupted()  # Composer has installed its own handlers when it was imported
     devices.keep_freed_memory()
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
-        torch.use_deterministic_algorithms(True)
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
+        use_deterministic_algorithms()
     with refusals_recorded(lambda: Path(config.run_folder)):
         choose_device(devices.device_type())
         start_process_group(devices.device_type(), config.dist_timeout)
@@ -106,6 +104,13 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     preemption.consume_stop_file()
     trainer.close()
     preemption.stop_polling_store()
+
+
+def use_deterministic_algorithms() -> None:
+    """Let torch compute the same digits in every run on the same devices, or refuse to."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
+    torch.use_deterministic_algorithms(True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
 
 
 def report(

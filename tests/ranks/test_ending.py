@@ -180,3 +180,17 @@ def test_a_rank_that_lost_another_leaves_with_the_code_of_the_first_to_fail(monk
     lost = RuntimeError("Connection closed by peer")
     assert ending.exit_code_of(lost) == 75
     assert ending.cause_of(lost).startswith("rank 3: runs/x/metrics.jsonl cannot be written")
+
+
+def test_a_rank_that_meets_its_own_error_is_not_ended_by_the_limit_of_its_checks(monkeypatch):
+    left = []
+    monkeypatch.setattr(ending.early_exit, "limit", threading.Timer(0, left.append, [75]))
+    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    try:
+        ending.ignore_signals()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    ending.early_exit.limit.start()
+    ending.early_exit.limit.join()
+    assert left == []
