@@ -34,9 +34,9 @@ class TooLargeError(OSError, DataError):
     """A file has more bytes than are read of its kind. Whoever expects that a file cannot be read need not know it."""
 
 
-def too_large(where: str | Path, max_bytes: int, what: str) -> TooLargeError:
+def too_large(where: str | Path, max_bytes: int, what: str, remedy: str = "give another file") -> TooLargeError:
     reason = f"has more than {max_bytes:,} bytes, the most that are read of {what}"
-    error = TooLargeError(f"{where} {reason}; give another file")
+    error = TooLargeError(f"{where} {reason}; {remedy}")
     error.strerror = reason
     return error
 

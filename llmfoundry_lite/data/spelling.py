@@ -95,6 +95,13 @@ def load_loss(stored: str) -> Loss:
     return Loss(**found | {name: Counter(found[name]) for name in ("kinds", "examples")})
 
 
+def loss_from_json(found: dict[str, Any]) -> Loss:
+    """Return the loss of which `Loss.as_json` made plain numbers; its examples count once."""
+    numbers = {name: int(found[name]) for name in ("characters", "text_bytes", "lost_bytes")}
+    kinds = Counter({kind: int(found[kind]) for kind in KINDS})
+    return Loss(**numbers, kinds=kinds, examples=Counter(map(str, found["examples"])))
+
+
 def describe_loss(loss: dict[str, Any]) -> str:
     """Say in a sentence what `Loss.as_json` counts; empty where every character comes back."""
     texts = {kind: f"{loss[kind]:,} {words}" for kind, words in KINDS.items() if loss[kind]}

@@ -5,6 +5,7 @@ Two conventions exist and give different scores: LLM Foundry tokenises the examp
 """
 
 import bisect
+import contextlib
 import functools
 import hashlib
 import json
@@ -12,14 +13,20 @@ import random
 import re
 import string
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from llmfoundry_lite.bounded import MAX_LINE_BYTES, MAX_LOG_BYTES, read_at_most, read_lines_at_most
+from llmfoundry_lite.bounded import (
+    MAX_LINE_BYTES,
+    MAX_LOG_BYTES,
+    TooLargeError,
+    read_at_most,
+    read_json,
+    read_lines_at_most,
+)
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.data.spelling import Loss, Speller
+from llmfoundry_lite.data.spelling import Loss, Speller, loss_from_json
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.files import without_magic
@@ -148,7 +155,7 @@ def read_text(config: TaskConfig) -> str:
         return read_at_most(config.dataset_uri, MAX_LINE_BYTES, "a text").decode("utf-8-sig")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _naming_the_file(config: TaskConfig) -> Iterator[None]:
     label, path = config.label, config.dataset_uri
     try:
@@ -261,6 +268,8 @@ def prepare(
         )
     config = replace(config, continuation_delimiter=delimiter_of(config, num_fewshot, tokenization))
     settings = settings_of(config, num_fewshot, tokenization, limit_that_cuts(limit, len(askable)))
+    if config.icl_task_type in GENERATION and (stops := stop_tokens_of(tokenizer)):
+        settings["stop_tokens"] = stops  # named only where there are any, so that results without them stay the same
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     clusters = find_clusters(config, rows)
@@ -463,6 +472,12 @@ def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: To
     return len(tokenizer.beginning) + longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
 
 
+def stop_tokens_of(tokenizer: Tokenizer) -> list[str]:
+    """Return the texts of tokens, besides the end of text, at which an answer ends."""
+    others = sorted(tokenizer.stop_token_ids - {tokenizer.eos_token_id})
+    return [tokenizer.decode([token]) for token in others if token < tokenizer.vocab_size]
+
+
 def clean(config: TaskConfig, text: str) -> str:
     """Return what is compared: in lower case, without punctuation, articles and double spaces, or the text as it is."""
     if not config.do_normalization:
@@ -610,16 +625,20 @@ def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator
     """Yield the documents, and add what their tokens do not spell to `loss`."""
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
-        from llmfoundry_lite.data.baselines import read_tokens  # imports mosaicml-streaming
+        from llmfoundry_lite.data.baselines import read_shards  # imports mosaicml-streaming
 
+        loss += loss_of_split(path)
+        silent = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)  # stand for no text
         try:
-            samples = read_tokens(path, tokenizer.vocab_size)
+            for before, *ids in (
+                row for tokens_nt in read_shards(path, tokenizer.vocab_size) for row in tokens_nt.tolist()
+            ):
+                written = tokenizer.decode([token for token in ids if token not in silent])
+                yield Document(before, ids, len(written.encode()), [before, *ids])
+        except TooLargeError as error:
+            raise DataError(f"{config.label}: {error}") from error
         except (ValueError, LookupError, OSError) as error:
             raise DataError(f"{config.label}: {path} is no MDS split of tokens ({error})") from error
-        silent = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)  # stand for no text
-        for before, *ids in samples.tolist():
-            written = tokenizer.decode([token for token in ids if token not in silent])
-            yield Document(before, ids, len(written.encode()), [before, *ids])
         return
     speller = Speller(tokenizer)
     for text in _texts(config) if path.suffix in LINES else [read_text(config)]:
@@ -627,6 +646,13 @@ def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator
             lost = speller.measure(text)
             loss += lost
             yield document._replace(num_bytes=document.num_bytes - lost.lost_bytes)
+
+
+def loss_of_split(split: Path) -> Loss:
+    """Return what `data prepare` wrote beside a split about text that its tokens do not spell; none without it."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return loss_from_json(read_json(split.parent / "summary.json", "a summary")["lost_text"])
+    return Loss()
 
 
 def document_of(text: str, tokenizer: Tokenizer) -> Document:

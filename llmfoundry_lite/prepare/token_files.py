@@ -45,6 +45,8 @@ VERDICT = "distrusted-encoder.txt"
 IN_GIGATOKEN = " in gigatoken"
 PROOF = Unit(kind="rows", names=(), num_bytes=0)
 """Stands for the fast encoder's proof among the units."""
+BEFORE_ALL = -1
+"""Its number. It has no token file, so nothing is judged with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +190,7 @@ def make_in_processes(
     running: deque[tuple[int, Unit, Future[tuple[int, int]]]] = deque()
     try:
         if files.is_fast:  # nothing is kept unless it succeeds
-            running.append((0, PROOF, workers.submit(prove_in_worker)))
+            running.append((BEFORE_ALL, PROOF, workers.submit(prove_in_worker)))
         for number, unit in units:
             running.append((number, unit, workers.submit(make_in_worker, number, unit)))
             if len(running) > 2 * num_workers:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tokenizers.trainers import BpeTrainer
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.data import baselines
+from llmfoundry_lite.data.spelling import Loss
 from llmfoundry_lite.data.tokenizer import build_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
@@ -278,6 +281,32 @@ def test_rows_that_are_no_tokens_are_refused(tmp_path, tokenizer, column, row, m
         writer.write({"tokens": row})
     with pytest.raises(DataError, match=rf"is no MDS split of tokens \(.*{re.escape(message)}"):
         prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None)
+
+
+def test_a_large_split_is_read_by_shards_and_no_further_than_the_limit(tmp_path, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(baselines, "MAX_BYTES", 1000)
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "bytes"}, size_limit=1000) as writer:
+        for _ in range(9):
+            writer.write({"tokens": np.arange(1, 41).tobytes()})
+    shards = sorted((tmp_path / "val").glob("*.mds"))
+    assert sum(shard.stat().st_size for shard in shards) > 2000
+    assert len(prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=40, limit=None).items) == 9
+    shards[-1].unlink()
+    assert len(prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=40, limit=2).items) == 2
+    monkeypatch.setattr(baselines, "MAX_BYTES", 100)
+    with pytest.raises(
+        DataError, match=r"text: .*00000\.mds has more than 100 bytes, .*; write the data again in smaller"
+    ):
+        prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=40, limit=2)
+
+
+def test_a_split_carries_the_text_that_its_preparation_lost(tmp_path, tokenizer) -> None:
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "ndarray:uint16"}) as writer:
+        writer.write({"tokens": np.arange(1, 20, dtype=np.uint16)})
+    assert prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None).lost_text is None
+    lost = Loss(100, 120, 3, Counter(no_token=2), Counter("é")).as_json()
+    (tmp_path / "summary.json").write_text(json.dumps({"splits": {}, "lost_text": lost}))
+    assert prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None).lost_text == lost
 
 
 def test_a_pipe_is_no_text_to_wait_for(tmp_path, tokenizer) -> None:

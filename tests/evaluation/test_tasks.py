@@ -507,6 +507,17 @@ def test_room_is_left_for_the_longest_answer_with_its_reasoning():
     assert ask(replace(config, cot_delimiter=""), rows=rows)[0].config.max_new_tokens == 4
 
 
+def test_other_stop_tokens_than_the_end_of_text_make_another_generation_task(monkeypatch):
+    config, plain, chat = task("generation_task_with_answers"), Pieces(), Pieces()
+    stops = frozenset([chat.eos_token_id, *chat.encode("."), 1 << 40])  # the last is no token
+    monkeypatch.setattr(Pieces, "stop_token_ids", property(lambda self: stops if self is chat else {self.eos_token_id}))
+    first, other = (ask(config, tokenizer=each)[0] for each in (plain, chat))
+    assert "stop_tokens" not in first.settings
+    assert other.settings == first.settings | {"stop_tokens": ["."]}
+    assert first.fingerprint != other.fingerprint
+    assert ask(task(), tokenizer=chat)[0].fingerprint == ask(task(), tokenizer=plain)[0].fingerprint
+
+
 def test_the_beginning_of_text_takes_one_of_the_tokens_for_an_answer_as_in_llm_foundry():
     config, rows = task("generation_task_with_answers"), [{"context": "a b c d e f g h", "answer": "x y"}]
     plain, begun = Pieces(), Pieces()
