@@ -222,7 +222,7 @@ def replay_command(
         bool, typer.Option("--trust-code", help="Run python: objects and set variables that the run recorded.")
     ] = False,
     use_recorded_remote: Annotated[
-        bool, typer.Option("--use-recorded-remote", help="Fetch data from where the run fetched it.")
+        bool, typer.Option("--use-recorded-remote", help="Fetch data and checkpoints from URLs that the run recorded.")
     ] = False,
 ) -> None:
     """Train batches of a run again, and compare with its log.
@@ -231,7 +231,8 @@ def replay_command(
     last checkpoint but one to the last. Nothing is saved. A run may be anybody's: without --trust-code none of its code
     runs. Exit code 0: bit-equal. 3: within a band that other devices or kernels explain, or it does not fit.
     """
-    from llmfoundry_lite.config.replayed import find_callbacks
+    from llmfoundry_lite.config.replayed import find_callbacks, find_code
+    from llmfoundry_lite.config.schema import as_dict
     from llmfoundry_lite.launch.launcher import Launcher, Program, refuse_other_launchers
     from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
     from llmfoundry_lite.ranks.rank import rank_variables
@@ -243,7 +244,7 @@ def replay_command(
     changes = [argument for argument in arguments or () if argument not in states]
     if len(states) > 1 or not all("=" in change for change in changes):
         raise ConfigError(f"replay: {' '.join(arguments or ())} given, expected baN..baM once, and key=value pairs")
-    plan = plan_replay(where, *states) if states else plan_replay(where, None)
+    plan = plan_replay(where, states[0] if states else None, uses_recorded_remote=use_recorded_remote)
     with tempfile.TemporaryDirectory(prefix="llmfoundry-lite-replay-") as temporary:
         folder = Path(temporary) / "run"
         options = {"trusts_code": trust_code, "uses_recorded_remote": use_recorded_remote}
@@ -256,6 +257,8 @@ def replay_command(
         prepare_environment(config)
         start = "its seed" if plan.start is None else plan.start.name
         print(printable(f"training batches {plan.first_batch} to {plan.last_batch} of {where} again, from {start}"))
+        if trust_code and (code := ", ".join(find_code(as_dict(config)))):
+            print(printable(f"--trust-code lets the run's own code take part: {code}"))
         if (callbacks := find_callbacks(plan.config)) and not trust_code:
             print(printable(f"without its callbacks {', '.join(map(str, callbacks))}, which --trust-code runs"))
         program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY, trust_code)

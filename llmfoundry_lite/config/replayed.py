@@ -26,7 +26,7 @@ def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts
     """
     chosen = [name for name, key in keys_of(TrainConfig).items() if key.setting.replay != "left out"]
     values = without(given, {name: config[name] for name in chosen if name in config})
-    code = [*_find_code(values)]
+    code = [*find_code(values)]
     if code and not trusts_code:
         or_else = "; or leave the variables out: environment={}" if values.get("environment") else ""
         raise ConfigError(
@@ -92,8 +92,9 @@ def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain(value) for name, value in values.items()}
 
 
-def _find_code(values: Mapping[str, Any]) -> Iterator[str]:
+def find_code(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield in words each part that names code."""
+    yield from map(_quoted, map(str, find_callbacks(values)))
     yield from (f"{path} {_quoted(text)}" for path, text in _texts(values) if text.startswith(CODE))
     if isinstance(environment := values.get("environment"), dict) and environment:  # the schema refuses anything else
         yield f"environment {', '.join(_quoted(str(name)) for name in environment)}"

@@ -15,7 +15,7 @@ from llmfoundry_lite.checkpoint.manifest import Segment, encode_segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.layers import leaf_keys, read_layers
-from llmfoundry_lite.config.layout import divisors, layout_of
+from llmfoundry_lite.config.layout import Layout, divisors, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
@@ -24,7 +24,7 @@ from llmfoundry_lite.data.recorded import Places, given_places
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
 from llmfoundry_lite.launch.log_lines import Record, number_of, read_lines
-from llmfoundry_lite.report.reading import LOSS, METRICS, Run, folder_of_checkpoints, read_run
+from llmfoundry_lite.report.reading import LOSS, METRICS, OBJECT_STORES, Run, read_recorded, say_not_opened
 
 NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"
 QUANTITIES = (DATA, RATE, LOSS, NORM, STATE)
@@ -98,7 +98,7 @@ class Verdict(NamedTuple):
 # ------------------------------------------------------------------------------------------------------ what to train
 
 
-def plan_replay(where: str, states: str | None) -> Plan:
+def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = False) -> Plan:
     """Choose the checkpoint, and read what the run recorded. Raises ConfigError, DataError and CheckpointError.
 
     `states` is ba100..ba110; None: from the last checkpoint but one to the last.
@@ -106,11 +106,12 @@ def plan_replay(where: str, states: str | None) -> Plan:
     bounds = re.fullmatch(r"ba(\d+)\.\.ba(\d+)", states or "ba0..ba1")
     if bounds is None or int(bounds[1]) >= int(bounds[2]):
         raise ConfigError(f"{states} given, expected two states of the run, the earlier first: ba100..ba110")
-    run = read_run(where)
-    saved_in = folder_of_checkpoints(run.folder, run.config)
-    if "${" in saved_in:
-        raise ConfigError(f"{where}: its checkpoints are in {saved_in}, which is not resolved here; give that folder")
-    store = CheckpointStore(saved_in)
+    run = read_recorded(where, OBJECT_STORES if uses_recorded_remote else ())
+    if run.saved_in is None:
+        is_url = "://" in str((run.config or {}).get("save_folder")) and not uses_recorded_remote
+        option = ", or read it with --use-recorded-remote" if is_url else ""
+        raise ConfigError(f"{where}: {say_not_opened(run.config)}{option}")
+    store = CheckpointStore(run.saved_in)
     saves = sorted((one for one in store.candidates() if one.head is not None), key=lambda one: one.batch)
     first, last = int(bounds[1]), int(bounds[2])
     if states is None:
@@ -190,9 +191,11 @@ def write_replay(
     except ConfigError as error:
         raise ConfigError(str(error).replace(str(recorded), f"{plan.where}: its configuration")) from None
     _refuse_another_run(plan, as_dict(config), given)
-    _check_ranks(plan, config, num_ranks)
+    layout = _check_ranks(plan, config, num_ranks)
     _check_tokenizer(plan, config)
     values = asdict(config)  # with the text of variables, and credentials: the folder is this user's alone
+    if isinstance(size := config.device_train_microbatch_size, int):
+        values["device_train_microbatch_size"] = min(size, config.global_train_batch_size // layout.num_data_ranks)
     if config.train_loader.name == "text":
         places = Places(
             own=folder.with_name("data"),
@@ -208,14 +211,11 @@ def write_replay(
 
 
 def _layout_for(plan: Plan, values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Return keys that the number of ranks here decides, and the size of the microbatches."""
+    """Return keys that the number of ranks here decides, and the size of the run's microbatches."""
     last = plan.segments[-1] if plan.segments else None
     found: dict[str, Any] = {}
     if last is not None:
-        found["device_train_microbatch_size"] = size = last.device_train_microbatch_size
-        batch = values.get("global_train_batch_size")
-        if size is not None and isinstance(batch, int) and not values.get("exact_sums"):
-            found["device_train_microbatch_size"] = min(size, max(1, batch // num_ranks))
+        found["device_train_microbatch_size"] = last.device_train_microbatch_size
     if last is None or last.world_size != num_ranks:
         found |= {"tp_config": None, "cp_config": None, "pp_config": None}
         fsdp = values.get("fsdp_config")
@@ -233,8 +233,8 @@ def _refuse_another_run(plan: Plan, here: dict[str, Any], given: Sequence[str]) 
             raise ConfigError(f"replay: {change} would be another run; leave it out")
 
 
-def _check_ranks(plan: Plan, config: TrainConfig, num_ranks: int) -> None:
-    """Raise ConfigError for ranks that cannot share a batch, or not in the run's microbatches."""
+def _check_ranks(plan: Plan, config: TrainConfig, num_ranks: int) -> Layout:
+    """Return the layout. Raises ConfigError for ranks that cannot share a batch, or not in the run's microbatches."""
     batch, size = config.global_train_batch_size, 1
     if config.exact_sums and plan.segments:
         size = plan.segments[-1].device_train_microbatch_size or 1
@@ -253,6 +253,7 @@ def _check_ranks(plan: Plan, config: TrainConfig, num_ranks: int) -> None:
             f"replay: -n {num_ranks}: the run's batches of {batch} cannot be shared evenly in {parts}; start "
             f"{either([count for count in counts if count <= 4 * num_ranks] or counts)} ranks"
         )
+    return layout
 
 
 def _check_tokenizer(plan: Plan, config: TrainConfig) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 from array import array
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import InitVar, dataclass
 from itertools import repeat
 from pathlib import Path
@@ -30,6 +31,11 @@ from llmfoundry_lite.launch.log_lines import METRICS, Record, merge_logs, number
 from llmfoundry_lite.launch.status import LAUNCHES
 
 CONFIG = "config.yaml"
+OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "hf", "s3", "s3a")
+"""Protocols of a recorded `save_folder` that are opened unasked: only the service itself is asked, not a server of the
+author's choice."""
+MAX_NAMES = 1000
+"""Names of numbers in a log. A run has some tens; each takes 8 bytes of memory for each line."""
 
 LOSS = "loss/train/total"
 TOKENS, SECONDS, ELAPSED = "time/token", "time/batch_seconds", "time/elapsed_seconds"
@@ -121,6 +127,8 @@ class Run:
     log: Log
     config: dict[str, Any] | None
     segments: tuple[Segment, ...]
+    saved_in: str | None
+    """Folder of its checkpoints; None where the recorded one is not opened."""
     segments_from: str | None
     """The checkpoint whose manifest has them."""
     state_digest: str | None
@@ -157,7 +165,11 @@ def read_run(where: str | os.PathLike[str]) -> Run:
 
     Raises DataError if there is no log, CheckpointError if a URL cannot be reached.
     """
-    where = os.fspath(where)
+    return read_recorded(os.fspath(where))
+
+
+def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
+    """Read a run as `read_run` does. `opens` are the protocols of a recorded `save_folder` that may be opened."""
     notes: list[str] = []
     folder = open_folder(where)
     try:
@@ -172,7 +184,10 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     launches = [record for _, record in read_lines(statuses) if isinstance(record.get("status"), str)]
     lines = content.splitlines(keepends=True)
     is_run = METRICS in names or CONFIG in names
-    newest = find_newest(folder_of_checkpoints(folder, config) if is_run else folder.url, notes)
+    saved_in = folder_of_checkpoints(folder, config, opens) if is_run else folder.url
+    if saved_in is None:
+        notes.append(f"where it ran is not known: {say_not_opened(config)}")
+    newest = find_newest(saved_in, notes) if saved_in is not None else None
     if newest is not None:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(content, newest, notes)
@@ -186,6 +201,8 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     if len(labels := [*((config or {}).get("eval_loaders") or {})]) > 1:
         others = ", ".join(f"eval/{label}/loss" for label in labels[1:])
         notes.append(f"validation: eval/{labels[0]}/loss, the first of eval_loaders; {METRICS} has {others} too")
+    if len(log) >= MAX_NAMES:
+        notes.append(f"{METRICS} has {MAX_NAMES:,} names of numbers or more: later ones are passed over")
     if CONFIG not in names:
         notes.append(f"no {CONFIG} here" + ("" if config is None else ": read from the newest checkpoint"))
     if log.num_unreadable:
@@ -199,7 +216,7 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     segments = newest.manifest.segments if newest is not None else ()
     segments_from = newest.url if newest is not None else None
     digest = newest.manifest.state_digest if newest is not None else None
-    return Run(where, folder, name, log, config, segments, segments_from, digest, launches, notes)
+    return Run(where, folder, name, log, config, segments, saved_in, segments_from, digest, launches, notes)
 
 
 def runs_within(where: Path) -> str:
@@ -224,6 +241,8 @@ def read_part(folder: Folder, name: str, max_bytes: int) -> bytes:
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
     try:
         config = read_record(read_part(folder, CONFIG, MAX_YAML_BYTES))
+    except TooLargeError:  # a ValueError, too
+        raise
     except (yaml.YAMLError, ValueError, RecursionError):
         config = None
     if isinstance(config, dict):
@@ -245,16 +264,31 @@ def config_of(run: Run) -> TrainConfig:
 # ----------------------------------------------------------------------------------------------- checkpoints
 
 
-def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None) -> str:
-    """Return the configuration's `save_folder`, else the run directory's own, wherever that was moved to."""
-    return str((config or {}).get("save_folder") or folder.child("checkpoints").url)
+def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None, opens: Collection[str]) -> str | None:
+    """Return the configuration's `save_folder`, else the run directory's own, wherever that was moved to.
+
+    A recorded URL counts if its protocol is one that `opens`, or if it lies in the run's own. None if it does not count
+    and the run directory has no checkpoints.
+    """
+    own = folder.child("checkpoints")
+    recorded = str((config or {}).get("save_folder") or own.url)
+    protocol, separator, _ = recorded.partition("://")
+    is_local = not separator or protocol in ("file", "local")
+    may_open = is_local or protocol in opens or recorded.startswith(f"{folder.url.rstrip('/')}/")
+    if may_open and "${" not in recorded:
+        return recorded
+    return own.url if own.exists() else None
+
+
+def say_not_opened(config: dict[str, Any] | None) -> str:
+    """Say why the recorded `save_folder` is not opened, and what to give."""
+    recorded = str((config or {}).get("save_folder"))
+    reason = "not resolved here" if "${" in recorded else "not opened unasked"
+    return f"its checkpoints are in {recorded}, which is {reason}; give that folder instead"
 
 
 def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
     """Find the newest checkpoint whose manifest can be read."""
-    if "${" in folder:  # as the run wrote it: nothing recorded is resolved
-        notes.append(f"where it ran is not known: its checkpoints are in {folder}; give that folder instead")
-        return None
     try:
         search = CheckpointStore(folder).newest_intact()
     except CheckpointError as error:
@@ -366,7 +400,8 @@ def parse_line(index: int, content: bytes, record: Record) -> Line:
 def add_numbers(columns: dict[str, "array[float]"], index: int, record: Record) -> None:
     """Add the numbers of line `index`. Columns grow as far as the last line that has a number of theirs."""
     for name, value in record.items():
-        if value is None or isinstance(value, int | float):  # null was not finite
+        is_number = value is None or isinstance(value, int | float)  # null was not finite
+        if is_number and (name in columns or len(columns) < MAX_NAMES):
             column = columns.setdefault(name, array("d"))
             number = number_of(value)
             column.extend((*repeat(math.nan, index - len(column)), math.nan if number is None else number))

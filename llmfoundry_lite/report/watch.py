@@ -128,6 +128,8 @@ class Watched:
     def last_checkpoint(self) -> str | None:
         """Return `ba200`; None if there is none, or if they lie behind a URL."""
         where = str(self.config.get("save_folder") or self.folder / "checkpoints")
+        if "${" in where:  # nothing recorded is resolved
+            where = str(self.folder / "checkpoints")
         if "://" in where:
             return None
         with contextlib.suppress(CheckpointError):  # a disk that does not answer now
@@ -239,6 +241,6 @@ def facts_of(run: Watched) -> list[tuple[str, str]]:
         facts.append(
             ("last save", f"{saved}, {ago:,} batch{'es' if ago != 1 else ''} ago" if ago else f"{saved}, this batch")
         )
-    elif "://" in str(run.config.get("save_folder") or ""):
+    elif any(part in str(run.config.get("save_folder") or "") for part in ("://", "${")):
         facts.append(("saves", f"in {run.config['save_folder']}"))
     return facts

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli.main import run as run_command
+from llmfoundry_lite.config.replayed import find_code
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.launch import launcher
+from llmfoundry_lite.launch import launcher, replay
 from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
+from llmfoundry_lite.report import reading
 from tests.helpers.recorded import HERE, record_of, rewrite, write_run
 from tests.helpers.tiny import tiny_config, write_data
 
@@ -136,7 +139,30 @@ def test_a_save_folder_that_is_not_resolved_is_asked_for(run):
     with pytest.raises(
         ConfigError, match=r"its checkpoints are in s3://\$\{oc\.env:B\}, which is not resolved here; give"
     ):
-        plan(run(save_folder="s3://${oc.env:B}"), None)
+        plan(run(save_folder="s3://${oc.env:B}", saves=()), None)
+
+
+def test_a_save_folder_behind_a_url_is_opened_only_when_allowed(run, monkeypatch):
+    where = run(save_folder="s3://bucket/run", saves=())
+    with pytest.raises(
+        ConfigError, match=r"s3://bucket/run, which is not opened unasked; give that folder instead, or"
+    ):
+        plan(where, "ba1..ba2")
+    opened = []
+    monkeypatch.setattr(reading, "find_newest", lambda folder, notes: opened.append(folder))
+    monkeypatch.setattr(replay.CheckpointStore, "candidates", lambda store: [])
+    monkeypatch.setattr(replay, "CheckpointStore", lambda folder: CheckpointStore(where / "checkpoints"))
+    plan_replay(str(where), "ba1..ba2", uses_recorded_remote=True)
+    assert opened == ["s3://bucket/run"]
+
+
+def test_a_folder_of_checkpoints_is_read_itself_and_not_the_recorded_one(run):
+    for recorded in ("s3://bucket/run", "${oc.env:SCRATCH}/run", None):
+        where = run()
+        for batch in (2, 4, 6):
+            rewrite(where, batch, config={"save_folder": recorded})
+        assert reading.read_recorded(str(where), ()).saved_in == str(where / "checkpoints")
+        assert plan(where, "ba4..ba6").start.url == str(where / "checkpoints/ba4")
 
 
 # ------------------------------------------------------------------------------------------- what the ranks are given
@@ -204,6 +230,13 @@ def test_microbatches_are_the_runs_or_smaller_where_no_exact_sums_need_them(run,
         assert written(where, tmp_path / str(number), num_ranks)["device_train_microbatch_size"] == expected
     where = run(exact_sums=False)
     assert written(where, tmp_path / "x", 1, ["device_train_microbatch_size=1"])["device_train_microbatch_size"] == 1
+
+
+def test_microbatches_are_shared_by_data_ranks_and_not_by_all(run, tmp_path):
+    parts = (replace(HERE, world_size=4, device_train_microbatch_size=8),)
+    where = run(exact_sums=False, segments=parts, tp_config={"tensor_parallel_degree": 4})
+    assert written(where, tmp_path / "a", 4)["device_train_microbatch_size"] == 8
+    assert written(where, tmp_path / "b", 2)["device_train_microbatch_size"] == 4
 
 
 @pytest.mark.parametrize(
@@ -429,6 +462,13 @@ def test_the_command_ends_with_3_where_it_does_not_fit(command):
     code, _, told = command(changes={"loss/train/total": 1.0}, callbacks={"extra": {"python:a:B": {}}})
     assert code == 3 and "does not fit: batch 5" in told
     assert "without its callbacks python:a:B, which --trust-code runs" in told
+
+
+def test_code_that_is_trusted_is_named(command, monkeypatch):
+    monkeypatch.setenv("OF_A_RUN", "")
+    _, _, told = command("--trust-code", environment={"OF_A_RUN": "1"})
+    assert "--trust-code lets the run's own code take part: environment OF_A_RUN\n" in told
+    assert [*find_code({"callbacks": {"extra": {"python:a:B": {}}}})] == ["python:a:B"]
 
 
 def test_the_command_ends_with_the_code_of_its_ranks(command):

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from llmfoundry_lite.report.reading import count_tokens, parse_log, read_run
+from llmfoundry_lite.bounded import MAX_YAML_BYTES, TooLargeError
+from llmfoundry_lite.checkpoint.folders import open_folder
+from llmfoundry_lite.report.reading import (
+    MAX_NAMES,
+    OBJECT_STORES,
+    count_tokens,
+    folder_of_checkpoints,
+    parse_log,
+    read_run,
+)
+from tests.helpers.bombs import little_memory
 
 
 def line(batch, elapsed, launch=1):
@@ -80,6 +90,16 @@ def test_pandas_takes_a_log_for_a_table():
     assert list(frame.columns) == ["batch", "launch", "lr", "grad_norm"] and len(frame) == 2
 
 
+def test_a_small_log_of_ever_new_names_takes_little_memory(tmp_path):
+    lines = [record(batch, **{f"x{batch}": 1}) for batch in range(1, 4 * MAX_NAMES)]
+    with little_memory(64):
+        log = parse_log(lines)
+    assert len(log) == MAX_NAMES and len(log.batch) == len(lines)
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines[:MAX_NAMES]))
+    run = read_run(tmp_path)
+    assert "metrics.jsonl has 1,000 names of numbers or more: later ones are passed over" in run.notes
+
+
 BOMB = "a: &a [x]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -99,4 +119,48 @@ def test_checkpoints_in_a_place_that_is_not_resolved_are_not_looked_for(tmp_path
     (tmp_path / "config.yaml").write_text("save_folder: http://127.0.0.1:9/${oc.env:SECRET}")
     (tmp_path / "metrics.jsonl").write_bytes(line(1, 1.0))
     notes = read_run(tmp_path).notes
-    assert any("its checkpoints are in http://127.0.0.1:9/${oc.env:SECRET}; give that folder" in note for note in notes)
+    assert any("in http://127.0.0.1:9/${oc.env:SECRET}, which is not resolved here; give" in note for note in notes)
+
+
+def test_a_configuration_that_is_too_large_is_called_so(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"#" * (MAX_YAML_BYTES + 1))
+    (tmp_path / "metrics.jsonl").write_bytes(line(1, 1.0))
+    with pytest.raises(TooLargeError, match=r"config\.yaml has more than 4,194,304 bytes"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "is_opened"),
+    [
+        ("s3://bucket/run", True),
+        ("/scratch/run", True),
+        ("file:///scratch/run", True),
+        ("http://127.0.0.1:9/run", False),
+        ("sftp://host/run", False),
+        ("simplecache::http://127.0.0.1:9", False),
+        ("${oc.env:SCRATCH}/run", False),
+        ("s3://${oc.env:BUCKET}", False),
+    ],
+)
+def test_a_recorded_url_is_opened_only_in_an_object_store(tmp_path, recorded, is_opened):
+    folder, config = open_folder(tmp_path), {"save_folder": recorded}
+    assert folder_of_checkpoints(folder, config, OBJECT_STORES) == (recorded if is_opened else None)
+    (tmp_path / "checkpoints").mkdir()
+    assert folder_of_checkpoints(folder, config, OBJECT_STORES) == (
+        recorded if is_opened else folder.url + "/checkpoints"
+    )
+
+
+def test_a_recorded_url_is_opened_where_the_run_was_given_by_it():
+    folder = open_folder("memory://runs/far")
+    inside, beside = "memory://runs/far/saves", "memory://runs/farther"
+    assert folder_of_checkpoints(folder, {"save_folder": inside}, ()) == inside
+    assert folder_of_checkpoints(folder, {"save_folder": beside}, ()) is None
+
+
+def test_a_url_of_the_authors_choice_is_named_and_not_opened(tmp_path):
+    (tmp_path / "config.yaml").write_text("save_folder: http://127.0.0.1:9/run")
+    (tmp_path / "metrics.jsonl").write_bytes(line(1, 1.0))
+    run = read_run(tmp_path)
+    expected = "its checkpoints are in http://127.0.0.1:9/run, which is not opened unasked; give that folder instead"
+    assert f"where it ran is not known: {expected}" in run.notes and run.saved_in is None
