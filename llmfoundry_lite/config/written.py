@@ -73,8 +73,8 @@ def choose_readings(block: type, values: dict[str, Any]) -> dict[str, Any]:
 
     Text from the environment stays marked, to be recorded as it was written, where it may change freely in mid-run:
     paths, URLs, names, arguments of loggers and callbacks. Everything else decides what is trained, one's own optimizer
-    and loader too, and is recorded as it came out, or another variable would change a run unseen. Raises ConfigError for a
-    URL whose credentials were masked when it was recorded.
+    and loader too, and is recorded as it came out, or another variable would change a run unseen. Raises ConfigError
+    for a URL whose credentials were masked when it was recorded.
     """
     return _choose_in_block(block, values, "", "freely")
 
