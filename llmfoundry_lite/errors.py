@@ -27,19 +27,17 @@ SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0
 
 _REFERENCE = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
 """`${oc.env:NAME}` stands for a secret, and is none."""
-PASSWORD = re.compile(
-    rf"""(://(?:{_REFERENCE}|\$(?!\{{)|[^\s/:@?\#'"$])*:)(?!\$\{{)   # scheme://user:
-         (?:[^\s/?\#'"]*|(?!\d{{1,5}}/)[^\s?\#'"]*?)(?=@)         # a password with a slash must not be a port
-    """,
-    re.VERBOSE,
-)
-TOKEN = re.compile(r"""(https?://)[^\s/:@?#'"]+(?=@)""")
+PASSWORD = re.compile(rf"""(://(?:{_REFERENCE}|\$(?!\{{)|[^\s/:@?\#"$])*:)(?!\$\{{)[^\s/?\#"]*(?=@)""")
+"""scheme://user:password@: it ends at the first slash."""
+TOKEN = re.compile(r"""(https?://)[^\s/:@?#"]+(?=@)""")
 """Before the host, without a user's name."""
 PARAMETER = re.compile(
-    r"""([?&;](?:[\w.%-]*(?:token|secret|signature|passw|pwd|credential|key|auth)[\w.%-]*|sig|pw|pass)=)
+    r"""([?&;](?:[\w.-]*[-_.])?
+        (?:(?:access|auth)?token|(?:api)?key|awsaccesskeyid|secret|sig|signature|credential|auth|passw(?:or)?d|pwd|pass|pw)=)
         (?!\$\{)[^\s&;\#'"]+""",
     re.VERBOSE | re.IGNORECASE,
 )
+"""The last word of the name decides: access_token, X-Amz-Signature; not max_tokens, author."""
 MASKED = re.compile(r"://[^\s/]*\*\*\*@|[?&;][^\s=&;]+=\*\*\*")
 
 

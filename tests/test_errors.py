@@ -141,7 +141,10 @@ def test_credentials_that_have_expired_are_told_from_other_answers(code, expecte
 
 MASKED_URLS = {
     "s3://user:hunter2@host:9000/b/k": "s3://user:***@host:9000/b/k",
-    "s3://AKIA:a/b+c=hunter2@host/b": "s3://AKIA:***@host/b",
+    "https://u:it's@h/x": "https://u:***@h/x",
+    "https://h/x?api_key=a&client.secret=b&X-Amz-Security-Token=c&X-Amz-Credential=d": (
+        "https://h/x?api_key=***&client.secret=***&X-Amz-Security-Token=***&X-Amz-Credential=***"
+    ),
     "redis://:hunter2@host": "redis://:***@host",
     "https://hunter2@host/x?versionId=3": "https://***@host/x?versionId=3",
     "https://h/x?a=1&X-Amz-Signature=hunter2&b=2": "https://h/x?a=1&X-Amz-Signature=***&b=2",
@@ -156,6 +159,9 @@ PLAIN_URLS = [
     "abfss://container@account.dfs.core.windows.net/x",
     "http://127.0.0.1:9/x?versionId=3&page=2",
     "ssh://git@host/x",
+    "gs://bucket:name/x@y",
+    "http://[::1]:29500/a@x",
+    "https://h/x?author=a&max_tokens=5&tokenizer=b&monkey=c",
     "a:b@c, no URL?token=1",
     "hf://datasets/a@main/b",
     "s3://${oc.env:USER}:${oc.decode:${oc.env:PW}}@host/b?token=${oc.env:TOKEN}",
