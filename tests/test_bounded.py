@@ -12,6 +12,7 @@ import zstandard
 from llmfoundry_lite import bounded, preflight
 from llmfoundry_lite.bench import compare as bench_compare
 from llmfoundry_lite.bounded import TooLargeError, open_unpacked, read_at_most, read_lines_at_most
+from llmfoundry_lite.checkpoint.manifest import FORMAT
 from llmfoundry_lite.checkpoint.store import is_checkpoint
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layers import read_layers
@@ -106,6 +107,26 @@ READERS = {
     ],
     "tokenizer.json": [lambda path: load_tokenizer(path.parent)],
 }
+
+
+RIGHT = {
+    "status.json": '{"status": "done", "batch": 1}',
+    "launches.jsonl": '{"launch": 1, "status": "done", "batch": 1}',
+    "metrics.jsonl": '{"batch": 1, "launch": 1}',
+    "config.yaml": "seed: 1",
+    "manifest.json": f'{{"format": "{FORMAT}"}}',
+    "relay.jsonl": '{"number": 1, "place": "a", "turn": 0, "began": 1.0, "from_batch": 0, "host": "b"}',
+    "task.jsonl": '{"context": "a", "continuation": "b", "text": "c"}',
+}
+"""Files that each of their readers takes, so that it is not another fault that the next tests see."""
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_reader_reads_a_right_file(tmp_path, name):
+    (tmp_path / "metrics.jsonl").write_text(RIGHT["metrics.jsonl"] + "\n")
+    (path := tmp_path / name).write_text(RIGHT[name] + "\n")
+    for read in READERS[name]:
+        read(path)
 
 
 @pytest.mark.timeout(60)
