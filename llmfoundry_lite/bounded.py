@@ -20,12 +20,15 @@ MAX_YAML_BYTES = 4 << 20
 """Bytes of a YAML file: 10,000 streams have 2 MB, and PyYAML reads half a MB a second."""
 MAX_JSON_BYTES = 128 << 20
 """Bytes of a JSON document: an index of 300,000 tensors has 40 MB. As objects it takes up to twenty times as much."""
+MAX_INDEX_BYTES = 1 << 30
+"""Bytes of an MDS split's index: one of 1.5 million shards (100 TB), compressed and hashed, has 650 MB."""
 MAX_TOKENIZER_BYTES = 256 << 20
 """Bytes of a file of a tokenizer: one of 256,000 tokens has 33 MB."""
 MAX_LINE_BYTES = 256 << 20
 """Bytes of a line, or of a text: the longest document that `data prepare` takes."""
 MAX_LOG_BYTES = 4 << 30
 """Bytes of a file that is read line by line: metrics.jsonl of 6 million batches."""
+ANOTHER = "give another file"
 CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zst": "zstd", "zstd": "zstd"}
 """Name in an index, or suffix -> name in Arrow, which refuses a window of more than 128 MiB, as zstd does."""
 
@@ -34,17 +37,17 @@ class TooLargeError(OSError, DataError):
     """A file has more bytes than are read of its kind. Whoever expects that a file cannot be read need not know it."""
 
 
-def too_large(where: str | Path, max_bytes: int, what: str, remedy: str = "give another file") -> TooLargeError:
+def too_large(where: str | Path, max_bytes: int, what: str, remedy: str = ANOTHER) -> TooLargeError:
     reason = f"has more than {max_bytes:,} bytes, the most that are read of {what}"
     error = TooLargeError(f"{where} {reason}; {remedy}")
     error.strerror = reason
     return error
 
 
-def read_at_most(path: str | Path, max_bytes: int, what: str) -> bytes:
+def read_at_most(path: str | Path, max_bytes: int, what: str, remedy: str = ANOTHER) -> bytes:
     """Read a whole regular file. Raises OSError; TooLargeError, which is one, for more than `max_bytes`."""
     with open(path, "rb", opener=open_regular) as file:
-        return read_file_at_most(file, max_bytes, str(path), what)
+        return read_file_at_most(file, max_bytes, str(path), what, remedy)
 
 
 def read_json(path: str | Path, what: str) -> Any:
@@ -60,11 +63,11 @@ def parse_json(content: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str) -> bytes:
+def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str, remedy: str = ANOTHER) -> bytes:
     """Read the rest of an open file, such as one of an archive. Raises TooLargeError for more than `max_bytes`."""
     content = read_up_to(file, max_bytes + 1)
     if len(content) > max_bytes:
-        raise too_large(where, max_bytes, what)
+        raise too_large(where, max_bytes, what, remedy)
     return content
 
 

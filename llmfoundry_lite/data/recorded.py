@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bounded import MAX_LOG_BYTES, TooLargeError, read_at_most
+from llmfoundry_lite.bounded import MAX_INDEX_BYTES, TooLargeError, read_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import own_streams, streams_of_stages
 from llmfoundry_lite.config.layers import get
@@ -83,7 +83,7 @@ def state_of(folder: Path) -> str | None:
     if not index.is_file():
         return None
     try:
-        shards = json.loads(read_at_most(index, MAX_LOG_BYTES, "an index"), object_hook=_names_of_shard)["shards"]
+        shards = json.loads(read_at_most(index, MAX_INDEX_BYTES, "an index"), object_hook=_names_of_shard)["shards"]
         raw = [folder / name for name, _ in shards]
         packed = [folder / name for _, name in shards if name]
     except TooLargeError:

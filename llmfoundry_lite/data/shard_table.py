@@ -21,7 +21,7 @@ from streaming.base.format.mds import MDSReader
 from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from streaming.base.hashing import is_hash
 
-from llmfoundry_lite.bounded import MAX_LOG_BYTES, too_large
+from llmfoundry_lite.bounded import MAX_INDEX_BYTES, too_large
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.training.lean_imports import no_collection
@@ -147,8 +147,8 @@ class _Index:
         self.kinds: list[dict[str, Any]] = []
         try:
             with no_collection(), open(path, encoding="utf-8", opener=open_regular) as file:
-                if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
-                    raise too_large(path, MAX_LOG_BYTES, "an index")
+                if os.fstat(file.fileno()).st_size > MAX_INDEX_BYTES:
+                    raise too_large(path, MAX_INDEX_BYTES, "an index")
                 # Each record becomes a tuple as soon as it is parsed: as dictionaries they take gigabytes.
                 content = json.load(file, object_hook=self._read_object)
             self.records: list[_Record] = content["shards"]

@@ -129,10 +129,11 @@ def one_start_at_a_time(timeout_seconds: float = 30) -> Iterator[None]:
 
 
 def wait_for_folders(folders: Sequence[str], launch_id: str = "", timeout_seconds: float = 45) -> None:
-    """Wait until no other run reads one of the folders. Raises DataError after the timeout.
+    """Wait until no other run of this user reads one of the folders. Raises DataError after the timeout.
 
     Two runs must not download into one folder: each would evict and overwrite what the other reads. Nodes of one launch
-    may: they bring the same data. The workers of a killed run end within seconds, and `composer` and `torchrun` leave
+    may: they bring the same data. Two users need a `local` each: the notes of either are closed to the other, who could
+    write anything there. The workers of a killed run end within seconds, and `composer` and `torchrun` leave
     the ranks beside one that died for 30 s.
     """
     deadline = time.monotonic() + timeout_seconds

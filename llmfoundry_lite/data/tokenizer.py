@@ -76,7 +76,7 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     else:
         files = {file: _read(path) for file, path in download_from_hub(name).items()}
     if TOKENIZER_FILE not in files:
-        return convert_with_transformers(name)
+        return convert_with_transformers(name, files)
     return tokenizer_from_files(files, name)
 
 
@@ -434,16 +434,17 @@ def cached_files(name: str) -> dict[str, Path | bool | None]:
     return found
 
 
-def convert_with_transformers(name: str) -> Tokenizer:
-    """Let `transformers` convert a tokenizer without `tokenizer.json` (SentencePiece and older layouts)."""
+def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer:
+    """Let `transformers` convert a tokenizer without `tokenizer.json` (SentencePiece and older layouts).
+
+    Of the files that were `read`, it leaves GENERATION_FILE out.
+    """
     try:
         from transformers import AutoTokenizer
 
         with tempfile.TemporaryDirectory() as folder:
             AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
             files = read_folder(Path(folder))
-        files |= {file: content for file, content in read_folder(Path(name)).items() if file == GENERATION_FILE}
-        backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
     except Exception as error:  # it raises almost anything for a folder that holds no tokenizer
         if "trust_remote_code" in str(error):
             raise DataError(
@@ -453,7 +454,13 @@ def convert_with_transformers(name: str) -> Tokenizer:
         raise DataError(
             f"tokenizer {name} has no {TOKENIZER_FILE} and transformers cannot load it: {reason}"
         ) from error
-    return build_tokenizer(name, backend, read_config(files, name), read_generation(files, name))
+    if TOKENIZER_FILE not in files:
+        raise DataError(
+            f"tokenizer {name} has no {TOKENIZER_FILE}, and transformers writes none for its kind; choose a tokenizer "
+            f"with a {TOKENIZER_FILE}"
+        )
+    files |= {file: content for file, content in read.items() if file == GENERATION_FILE}
+    return tokenizer_from_files(files, name)
 
 
 def looks_like_a_path(name: str) -> bool:

@@ -29,7 +29,6 @@ from llmfoundry_lite.bounded import (
     parse_json,
     read_at_most,
     read_file_at_most,
-    read_json,
     read_lines_at_most,
     too_large,
 )
@@ -48,6 +47,9 @@ NO_METRICS = {
 """Keys of a sample of lm-eval's that are no metric. Releases before `metrics` do not list those."""
 LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 """Inspect's values for correct, partial, incorrect and no answer, and the words that it counts as such."""
+IN_PARTS = (
+    "convert a log of Inspect, to be read sample by sample: inspect log convert --to eval --output-dir FOLDER FILE"
+)
 ZSTANDARD = 93
 """The ZIP format's number for it; Python's zipfile knows it from 3.14 on."""
 
@@ -128,7 +130,9 @@ def tool_of(path: Path) -> str:
     if path.suffix in (".jsonl", ".eval") and not path.name.endswith(".items.jsonl"):
         return LM_EVAL if path.suffix == ".jsonl" else INSPECT
     try:
-        facts = read_json(path, "results")
+        facts = parse_json(read_at_most(path, MAX_JSON_BYTES, "results in JSON", IN_PARTS))
+    except TooLargeError:
+        raise
     except (OSError, ValueError):
         return OURS  # whose reader says why
     if not isinstance(facts, dict):

@@ -235,7 +235,8 @@ def build_optimizer_of(
 def build_evaluators(config: TrainConfig, layout: Layout) -> list[Evaluator]:
     """Build one for each block of validation data, with its label; none where nothing is ever evaluated.
 
-    A subset is of samples, whatever the devices are. Of a user's own loader it is of as many whole batches.
+    A subset is of samples, whatever the devices are. Of a user's own loader it is of as many whole batches of
+    `device_eval_batch_size`, which it is given as `device_batch_size`; a batch of another size counts as one too.
     """
     batch_size, subset = config.eval_batch_size * layout.num_data_ranks, config.eval_subset_samples
     return [

@@ -1,8 +1,10 @@
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import hypothesis
@@ -156,6 +158,25 @@ def test_a_folder_of_a_model_without_its_tokenizer_is_refused(tmp_path: Path) ->
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(DataError, match=rf"{tmp_path} has no ids but those of special and added tokens"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_converting_keeps_the_hubs_generation_config_and_says_when_there_is_nothing_to_read(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": [0, 7]}')
+    monkeypatch.setattr("llmfoundry_lite.data.tokenizer.download_from_hub", lambda name: {generation.name: generation})
+    converter = SimpleNamespace(save_pretrained=tokenizer.save if writes else lambda folder: None)
+    automatic = SimpleNamespace(from_pretrained=lambda name, **_: converter)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=automatic))
+    if writes:
+        assert load_tokenizer("somebody/old").stop_token_ids == {0, 7}
+        return
+    with pytest.raises(
+        DataError, match=r"old has no tokenizer\.json, and transformers writes none .*; choose a tokenizer"
+    ):
+        load_tokenizer("somebody/old")
 
 
 def test_a_missing_folder_is_not_mistaken_for_a_hub_name(tmp_path: Path) -> None:

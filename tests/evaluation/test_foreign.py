@@ -232,6 +232,14 @@ def test_a_sample_that_unpacks_to_gigabytes_is_refused_after_a_few(tmp_path, mon
     assert f"{log}: samples/0.json has more than 1,048,576 bytes, the most that are read of a sample" in message
 
 
+def test_a_log_in_json_that_is_too_large_is_refused_with_the_way_to_convert_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "MAX_JSON_BYTES", 100)
+    log = tmp_path / "log.json"
+    log.write_text(json.dumps({"eval": {}, "samples": ["a" * 100]}))
+    for given in (log, tmp_path):  # a folder does not leave it out unsaid
+        assert refusal(given).endswith("read of results in JSON; " + foreign.IN_PARTS)
+
+
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_a_compression_whose_pieces_have_no_bound_is_refused(tmp_path, method):
     log = eval_log(tmp_path / "bomb.eval", [bytes(64 * MIB)], method)
