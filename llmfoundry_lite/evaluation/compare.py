@@ -296,7 +296,7 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
         if key == "prompts" and all(str(one.get(key)).startswith("sha256:") for one in (ours, theirs)):
             if ours[key] != theirs[key] and not other_rows:  # other rows have other prompts
                 found.append(f"their prompts{_first_different('prompt', task, first, other)}")
-        elif ours.get(key) != theirs.get(key) and key not in facts:
+        elif ours.get(key) != theirs.get(key) and key not in facts and key != "stop_tokens":  # the model's own
             counts = f" ({a['n']:,} items against {b['n']:,})" if key == "limit" else ""
             # max_seq_len is a setting only where a prompt did not fit into it.
             found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}{counts}")

@@ -206,7 +206,8 @@ def differences(record: Record, task: Outline | Prepared) -> list[str]:
     # How many windows a text has is known where it was evaluated.
     if asked.get("icl_task_type") == "perplexity" and not is_exact and stored.get("limit") is None:
         asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
-    keys = [key for key in {**stored, **asked} if is_exact or key != "max_seq_len"]  # unknown before tokenising
+    unknown = () if is_exact else ("max_seq_len", "stop_tokens")  # before tokenising
+    keys = [key for key in {**stored, **asked} if key not in unknown]
     found = [
         f"{key} {stored.get(key)!r}, not {asked.get(key)!r} as" for key in keys if stored.get(key) != asked.get(key)
     ]

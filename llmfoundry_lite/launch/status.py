@@ -154,7 +154,9 @@ def failure_on_another_node(folder: Path) -> FirstError | None:
     if content is None or content["status"] != "failed" or content.get("step") != step:
         return None
     rank, code = content.get("rank"), content.get("exit_code")
-    return FirstError(rank, code, f"error: {content.get('reason')}") if type(rank) is type(code) is int else None
+    if not (isinstance(rank, int) and isinstance(code, int)):
+        return None
+    return FirstError(rank, code, f"error: {content.get('reason')}")
 
 
 def is_running(content: dict[str, Any]) -> bool:

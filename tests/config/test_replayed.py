@@ -67,7 +67,6 @@ def test_what_decides_arithmetic_or_data_is_taken_and_nothing_else():
             {"environment": {"LD_PRELOAD": "x.so", "Y": "1"}},
             r"environment LD_PRELOAD, Y; .*leave.* out: environment=\{\}$",
         ),
-        ({"environment": ["x"]}, "environment x"),
         ({"compile_config": {"mode": "default", "options": {"cpp.cxx": "x"}}}, r"compile_config\.options; if"),
     ],
 )
