@@ -151,3 +151,11 @@ def test_local_steps_are_said(run):
     console = Console(file=io.StringIO(), width=200)
     console.print(picture(watched))
     assert "local steps, every 100: losses are of this island's rows" in console.file.getvalue()
+
+
+def test_checkpoints_of_a_run_that_saved_to_a_variable_are_looked_for_in_its_own_folder(run):
+    (run / "config.yaml").write_text("max_duration: 4ba\nsave_folder: ${oc.env:SCRATCH}/run\n")
+    save(run, 2)
+    watched = Watched(run)
+    watched.look()
+    assert watched.last_checkpoint() == "ba2"
