@@ -30,12 +30,13 @@ $(READY): pyproject.toml | $(UV)
 	@touch $@
 	@echo "installed into $(VENV); activate it with: source $(BIN)/activate"
 
+# Interrupted and repeated, it carries on: `stop_at` ends the first half at batch 210, whatever is there already.
 # A rank's last digits on a CPU depend on its threads, and the second launch has two ranks on the same cores.
 ONE_THREAD := OMP_NUM_THREADS=1
 
 quickstart: install
 	llmfoundry-lite data prepare --source python-stdlib --out data/python-stdlib --tokenizer train:1024 --max-seq-len 256
-	$(ONE_THREAD) composer -n 1 scripts/train.py yamls/pretrain/mpt-quickstart.yaml stop_after=210ba \
+	$(ONE_THREAD) composer -n 1 scripts/train.py yamls/pretrain/mpt-quickstart.yaml stop_at=210ba \
 	    fsdp_config.sharding_strategy=NO_SHARD
 	$(ONE_THREAD) composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml
 	@echo "batches 211 to 213 again, on 1 rank:"

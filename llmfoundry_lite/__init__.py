@@ -4,10 +4,10 @@ Importing it costs next to nothing: a name brings its module when it is first us
 docstrings of these names.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from llmfoundry_lite.data.stateful import open_dataset
     from llmfoundry_lite.errors import UserError
     from llmfoundry_lite.evaluation.compare import compare_files as compare
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llmfoundry_lite.report.reading import read_run
     from llmfoundry_lite.report.watch import runs
 
+__version__: str
 __all__ = ["UserError", "batches", "compare", "load", "open_dataset", "read_run", "runs"]
 
 _HOMES = {
@@ -30,12 +31,16 @@ _HOMES = {
 """Name -> its module, and its name there."""
 
 
-def _bring(name: str) -> Any:
+def _bring(name: str) -> _typing.Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("llmfoundry-lite")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, there = _HOMES[name]
     try:
-        found = getattr(importlib.import_module(f"{__name__}.{home}"), there)
+        found = getattr(_importlib.import_module(f"{__name__}.{home}"), there)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == __name__:
             raise
@@ -51,9 +56,9 @@ def _bring(name: str) -> Any:
     return found
 
 
-if not TYPE_CHECKING:  # which would take any name for one of ours
+if not _typing.TYPE_CHECKING:  # which would take any name for one of ours
     __getattr__ = _bring
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

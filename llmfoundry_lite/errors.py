@@ -5,7 +5,8 @@ token, a lost link. `is_transient` tells them apart by what an error was raised 
 """
 
 import errno
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 EXIT_DONE = 0
@@ -24,14 +25,49 @@ SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0
 """Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
 
 
+_REFERENCE = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
+"""`${oc.env:NAME}` stands for a secret, and is none."""
+PASSWORD = re.compile(rf"""(://(?:{_REFERENCE}|\$(?!\{{)|[^\s/:@?\#"$])*:)(?!\$\{{)[^\s/?\#"]*(?=@)""")
+"""scheme://user:password@: it ends at the first slash."""
+TOKEN = re.compile(r"""(https?://)[^\s/:@?#"]+(?=@)""")
+"""Before the host, without a user's name."""
+PARAMETER = re.compile(
+    r"""([?&;](?:[\w.-]*[-_.])?
+        (?:(?:access|auth)?token|(?:api)?key|awsaccesskeyid|secret|sig|signature|credential|auth|passw(?:or)?d|pwd|pass|pw)=)
+        (?!\$\{)[^\s&;\#'"]+""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""The last word of the name decides: access_token, X-Amz-Signature; not max_tokens, author."""
+MASKED = re.compile(r"://[^\s/]*\*\*\*@|[?&;][^\s=&;]+=\*\*\*")
+
+
+def mask_credentials(text: str) -> str:
+    """Return `text` with `***` for passwords, tokens and signatures in URLs. Nothing that leaves a process has them:
+    no record, no log, no message."""
+    if "://" not in text:
+        return text
+    return PARAMETER.sub(r"\1***", TOKEN.sub(r"\1***", PASSWORD.sub(r"\1***", text)))
+
+
+def is_masked(text: str) -> bool:
+    """Return whether `text` has a URL whose credentials were masked: nothing can be opened with it."""
+    return "://" in text and MASKED.search(text) is not None
+
+
 def printable(text: str, *, keep: str = "") -> str:
-    """Return `text` for a terminal: control characters escaped, except those in `keep`.
+    """Return `text` for a terminal: control characters escaped, except those in `keep`, and credentials masked.
 
     Names of runs and of files may come from anybody, and a terminal obeys what it is shown.
     """
+    text = mask_credentials(text)
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode() for c in text
     )
+
+
+def list_names(names: Iterable[object]) -> str:
+    """Write `a, b`. A name with white space, quotes or commas stands in quotes: ` text` looks like `text`."""
+    return ", ".join(name if re.fullmatch(r"[^\s,'\"]+", name) else repr(name) for name in map(str, names))
 
 
 def either(options: Sequence[object]) -> str:
@@ -136,6 +172,9 @@ class UserError(ValueError):
     """No save holds some batches that were trained: the exit code is 1, not 75."""
     _exit_code: int | None = None
 
+    def __str__(self) -> str:
+        return mask_credentials(super().__str__())
+
     @property
     def is_transient(self) -> bool:
         return is_transient(self.__cause__)
@@ -155,7 +194,7 @@ class UserError(ValueError):
 
 def one_line(error: BaseException) -> str:
     """Return the message of an error without line ends, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return mask_credentials(" ".join(str(error).split())) or type(error).__name__
 
 
 class ConfigError(UserError):
@@ -164,6 +203,14 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A data set, a document or a tokenizer is missing, damaged or does not match."""
+
+
+class OtherDataError(DataError):
+    """The data is not what a checkpoint was trained with."""
+
+    def __init__(self, text: str, difference: str = ""):
+        super().__init__(text)
+        self.difference = difference
 
 
 class TransientDataError(DataError):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
-from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.ranks.ending import checks, run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 
 HELP = """\
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str]) -> None:
         if this_rank().rank == 0:
             print(HELP, end="")
         return
-    config, tasks, notes = load_eval_config(arguments)
+    with checks():
+        config, tasks, notes = load_eval_config(arguments)
     prepare_environment(config)
     from llmfoundry_lite.evaluation.suite import run_suite  # imports torch
 

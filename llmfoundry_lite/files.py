@@ -17,6 +17,7 @@ from llmfoundry_lite.errors import ConfigError
 
 ANSWERS = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
 """Suffixes of the files that a command writes its answer to; the JSON is its record."""
+MAX_RECORD_BYTES = 128 << 20
 RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
 """Keys of the records of a bench, `benchmarks memory`, `report`, `compare` and `doctor`."""
 
@@ -28,9 +29,14 @@ def check_is_path(path: Path) -> None:
 
 
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
-    """Raise ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command."""
+    """Raise ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command.
+
+    A link is refused: the folder may be of a run that somebody else made, and the link lead anywhere.
+    """
     check_is_path(record)
     there = [path for path in (record, *others) if os.path.lexists(path)]
+    if link := next((path for path in there if path.is_symlink()), None):
+        raise ConfigError(f"{link}: a link, which would be written through; name another folder, or remove it")
     if there and not _is_record(record):
         raise ConfigError(f"{there[0]}: exists and is no earlier answer of this command; name another, or remove it")
 
@@ -41,8 +47,8 @@ def check_answer_replaceable(folder: Path, name: str) -> None:
 
 
 def _is_record(path: Path) -> bool:
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_bytes())
+    with suppress(OSError, ValueError, RecursionError), open(path, "rb", opener=open_regular) as file:
+        content = json.loads(file.read(MAX_RECORD_BYTES))
         return isinstance(content, dict) and any(keys <= content.keys() for keys in RECORDS)
     return False
 
@@ -50,15 +56,33 @@ def _is_record(path: Path) -> bool:
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """Open a file and return its descriptor; an `opener` for `open`. Raises IsADirectoryError for anything but a file:
     a pipe would make its reader wait for ever."""
+    return _open_regular(path, flags, 0o666)
+
+
+def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file in a folder that others write into, as `open_regular` does; a new one is this user's alone.
+
+    Raises OSError for a link, which may lead anywhere, and PermissionError for another user's file.
+    """
+    descriptor = _open_regular(path, flags | os.O_NOFOLLOW, 0o600)
+    if (owner := os.fstat(descriptor).st_uid) == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EPERM, f"belongs to user {owner}", str(path))
+
+
+def _open_regular(path: str | Path, flags: int, mode: int) -> int:
+    kind = 0
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+        if stat.S_ISREG(kind := os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
     except OSError as error:
         if error.errno != errno.ENXIO:  # a socket
             raise
-    raise IsADirectoryError(errno.EISDIR, "not a regular file", str(path))
+    what = os.strerror(errno.EISDIR) if stat.S_ISDIR(kind) else "not a regular file"
+    raise IsADirectoryError(errno.EISDIR, what, str(path))
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:

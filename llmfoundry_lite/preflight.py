@@ -3,36 +3,42 @@
 Reads index files and JSON, never a shard; imports neither Composer nor streaming, so that the answer comes quickly.
 """
 
-import contextlib
 import importlib.util
-import json
 import mmap
 import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.bounded import parse_json, read_json
+from llmfoundry_lite.checkpoint.start import Start, choose_start
 from llmfoundry_lite.config.check_layout import check_batch
-from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.load_train import find_run_folder
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
-from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import SECOND_STEP, CheckpointError, ConfigError, DataError, UserError, printable
+from llmfoundry_lite.config.written import FromEnvironment
+from llmfoundry_lite.config.yaml_text import dump_record
+from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
+from llmfoundry_lite.data.tokenizer import find_fingerprints, is_local_or_cached, load_tokenizer
+from llmfoundry_lite.errors import (
+    SECOND_STEP,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    list_names,
+    printable,
+)
+from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
-from llmfoundry_lite.launch.status import STATUS, write_ended_early
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.plan.memory import as_on_cpu, estimate_stages, estimate_training_memory
 from llmfoundry_lite.plan.network import context_exchanges, stream_reductions
@@ -69,7 +75,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
         if loader.name == "text":
             _check_data(key, loader, config, found, must_exist=must_exist)
     _check_tokenizer(config, found, must_exist=must_exist)
-    _check_tasks(config, must_exist=must_exist)
+    _check_tasks(config, found, must_exist=must_exist)
     num_samples, batch = _samples_per_epoch(config, found), config.global_train_batch_size
     if num_samples is not None and num_samples < batch and config.train_loader.drop_last:
         raise DataError(
@@ -114,14 +120,6 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
         )
 
 
-def record_refusal(arguments: Sequence[str], error: UserError) -> None:
-    """Record `failed`, or `preempted` for a fault that may pass, in the status of an earlier launch of the run."""
-    folder = find_run_folder(arguments)
-    if folder is not None and (folder / STATUS).exists():
-        with contextlib.suppress(OSError):
-            write_ended_early(folder, "preempted" if error.is_transient else "failed", str(error))
-
-
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
     """Return None where only the opened data set can tell: with weights of streams, or with an epoch_size."""
     dataset = config.train_loader.dataset
@@ -129,8 +127,8 @@ def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
     return found.num_samples.get("train") if is_plain else None
 
 
-def _check_tasks(config: TrainConfig, *, must_exist: bool) -> None:
-    for task in load_tasks(config.icl_tasks, config.icl_task_folder):
+def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
+    for task in load_tasks(config.icl_tasks, config.icl_task_folder, notes=found.notes):
         is_local = not task.dataset_uri.startswith("hf://")
         if must_exist and is_local and not Path(task.dataset_uri).exists():
             raise DataError(
@@ -180,7 +178,7 @@ def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Pr
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
         if index.is_file():
-            counts.append(_check_index(index, key, dataset.max_seq_len or config.max_seq_len, config, found))
+            counts.append(_check_index(index, key, dataset, config, found))
         elif remote and remote != stream.local:
             found.not_checked.append(f"{key}: {folder} will be filled from {remote}")
         elif must_exist:
@@ -191,22 +189,28 @@ def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Pr
         found.num_samples[data_label(block)] = sum(counts)
 
 
-def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, found: Preflight) -> int:
+def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: TrainConfig, found: Preflight) -> int:
+    max_seq_len = dataset.max_seq_len or config.max_seq_len
     try:
-        total, columns = _count_samples(index)
+        total, types = _count_samples(index)
     except ValueError as error:
         raise DataError(f"{key}: {index} is not an MDS index ({error}); make it again") from None
-    if not {"tokens", "text"} & set(columns):
-        raise DataError(f"{key}: {index} has columns {', '.join(columns)}; expected tokens or text")
-    if "tokens" not in columns:
+    if not {"tokens", "text"} & types.keys():
+        raise DataError(f"{key}: {index} has columns {list_names(types)}; expected tokens or text")
+    if "tokens" not in types:
         found.text_keys.append(key)
+        found.notes.append(
+            f"{key}: a text of more than {max_seq_len} tokens is cut there; `data prepare` keeps it whole"
+        )
     recorded = _read_summary(index.parent.parent / "summary.json")
+    length = length_in(types.get("tokens", "")) or recorded.get("max_seq_len")
+    if length is not None:
+        what = f"{key}: samples of {index.parent} have"
+        check_length(length, max_seq_len, what, allow_truncation=dataset.allow_truncation)
+        if length > max_seq_len:
+            left_out = share_left_out(length, max_seq_len)
+            found.notes.append(f"{what} {length} tokens; max_seq_len {max_seq_len} leaves {left_out} of the text out")
     if recorded:
-        if recorded["max_seq_len"] < max_seq_len:
-            raise DataError(
-                f"{key}: samples of {index.parent} have {recorded['max_seq_len']} tokens, max_seq_len is "
-                f"{max_seq_len}; set max_seq_len to {recorded['max_seq_len']} or prepare the data again"
-            )
         _check_fingerprint(recorded["tokenizer"], key, config)
     return total
 
@@ -214,21 +218,28 @@ def _check_index(index: Path, key: str, max_seq_len: int, config: TrainConfig, f
 def _read_summary(path: Path) -> dict[str, Any]:
     """Return what `data prepare` recorded beside the splits; {} without it, or where another tool wrote the file."""
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path, "a summary")
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and {"max_seq_len", "tokenizer"} <= found.keys() else {}
+    tokenizer = found.get("tokenizer") if isinstance(found, dict) else None
+    kinds = {"vocab_size": int, "fingerprint": str, "name": str}
+    is_ours = isinstance(tokenizer, dict) and all(type(tokenizer.get(key)) is kind for key, kind in kinds.items())
+    return found if is_ours and type(found.get("max_seq_len")) is int else {}
 
 
-def _count_samples(index: Path) -> tuple[int, list[str]]:
-    """Return the samples of all shards, and the columns of the first. The file is searched, not parsed: every rank
-    does so, and Python makes eight bytes of each."""
-    with open(index, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        columns = re.search(rb'"column_names":\s*(\[[^\]]*\])', content)
-        if columns is None:
+def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
+    """Return the samples of all shards, and the columns of the first with their types. The file is searched, not
+    parsed: every rank does so, and Python makes eight bytes of each."""
+    with (
+        open(index, "rb", opener=open_regular) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        names, types = (re.search(rb'"column_%s":\s*(\[[^\]]*\])' % key, content) for key in (b"names", b"encodings"))
+        if names is None or types is None:
             raise ValueError("it names no columns")
-        total = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d+)', content))
-        return total, json.loads(columns[1])
+        total = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d{1,18})', content))
+        columns = dict(zip(*(map(str, parse_json(found[1])) for found in (names, types)), strict=True))
+        return total, columns
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:
@@ -302,11 +313,12 @@ def describe(
     """
     model, length = config.model, config.max_seq_len
     batch_tokens, flops = config.global_train_batch_size * length, count_flops_per_token(model, length)
+    start, not_looked_at = _describe_start(config, is_for_here=is_for_here)
     at = " (microbatches of 1 sample)" if config.device_train_microbatch_size == "auto" else ""
     island = f", island {config.islands.name} at {config.islands.coordinator}" if config.islands else ""
     lines = [
         f"run            {config.run_name} in {config.run_folder}{island}",
-        f"start          {_describe_start(config)}",
+        f"start          {start}",
         f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch_tokens)} per batch",
         *_under("devices", describe_layout(layout)),
@@ -323,29 +335,49 @@ def describe(
     ]
     lines += [f"warning        {text}" for text in describe_slow_groups(config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
-    not_checked = list(found.not_checked)
+    not_checked = [*found.not_checked, *not_looked_at]
     if not is_for_here:
         not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
     lines += [f"not checked    {note}" for note in not_checked]
-    head = [yaml.safe_dump(as_dict(config), sort_keys=False)] if with_yaml else []
+    head = [dump_record(as_dict(config))] if with_yaml else []
     return "\n".join([*head, *map(printable, lines)])
 
 
-def _describe_start(config: TrainConfig) -> str:
-    """Tell where a launch begins. Looks at folders of this machine alone, and reads no tensor."""
-    folder, newest = config.checkpoint_folder, None
+def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, list[str]]:
+    """Tell where a launch begins, and what of that is not on this machine. Reads no tensor.
+
+    Raises CheckpointError where a launch here is refused, if the answer is for here.
+    """
+    folder, where = config.checkpoint_folder, config.load_path
     begins = "batch 1, from initial weights"
-    if config.load_path is not None:
-        begins = f"the {'weights' if config.load_weights_only else 'whole state'} of {config.load_path}"
+    if where is not None:
+        begins = f"the {'weights' if config.load_weights_only else 'whole state'} of {where}"
     if "://" in folder:
-        return f"the newest save in {folder}, else {begins}" if config.autoresume else begins
-    with contextlib.suppress(CheckpointError):
-        newest = next(iter(CheckpointStore(folder).candidates()), None)
-    if newest is None:
-        return begins
-    if config.autoresume:
-        return f"carries on from {folder}/{newest.name}"
-    return f"refused: {folder} already holds {newest.name}; carry on with autoresume=true, or choose another run_name"
+        unseen = [f"{folder}: what it holds, and whether that fits this configuration"]
+        return f"the newest save in {folder}, else {begins}" if config.autoresume else begins, unseen
+    is_elsewhere = where is not None and not os.path.exists(os.path.expanduser(where.removeprefix("file://")))
+    try:
+        here = replace(config, load_path=None) if is_elsewhere else config
+        start = choose_start(here, find_fingerprints(config.tokenizer.name))
+        if start.is_own and not start.name:
+            raise CheckpointError(f"{folder}: no checkpoint can be read; `llmfoundry-lite checkpoint ls` says why")
+    except CheckpointError as error:
+        if is_for_here:
+            raise
+        return f"refused: {error}", []
+    if start.is_own:
+        unseen = [f"the tensors and the data of {start.name}: the launch compares them with what is here"]
+        return f"carries on from {folder}/{start.name}{_describe_end(config, start)}", unseen
+    return begins, [f"load_path: {where}, and whether it fits this configuration"] if is_elsewhere else []
+
+
+def _describe_end(config: TrainConfig, start: Start) -> str:
+    """Tell that a launch trains nothing, where the checkpoint is at the end of the run or at `stop_at` already."""
+    for key, words in {"max_duration": "where the run is done", "stop_at": "where stop_at ends this launch"}.items():
+        span = getattr(config, key)
+        if span is not None and start.done[(end := Duration.parse(span)).unit] >= end.value:
+            return f", {words}: nothing is trained"
+    return ""
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
@@ -372,7 +404,9 @@ def _describe_data(config: TrainConfig, found: Preflight) -> list[str]:
         if label in found.num_samples:
             facts.insert(0, f"{found.num_samples[label]:,} samples")
         if label != "train":
-            facts.append(f"every {Duration.parse(config.eval_interval)}" if config.eval_interval else "never evaluated")
+            first = f", the first {config.eval_subset_samples:,} samples" if config.eval_subset_samples else ""
+            often = f"every {Duration.parse(config.eval_interval)}{first}"
+            facts.append(often if config.eval_interval else "never evaluated")
         elif (count := _samples_per_epoch(config, found)) is not None and loader.drop_last:
             facts.append(f"{count % batch} of them left out of each epoch")
         if dataset.stages:
@@ -478,6 +512,8 @@ def describe_slow_groups(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_variable(name: str, value: str) -> str:
+    if isinstance(value, FromEnvironment):
+        return f"{name}={value.written}"
     found = os.environ.get(name, value)
     return f"{name}={value}" if found == value else f"{name}={found}, as the shell has it, not {value}"
 

@@ -14,13 +14,15 @@ if __name__ == "__main__":  # before the imports below, which take a moment
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.layout import Layout, layout_here
-from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, load_train_config
+from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import UserError, printable
-from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.errors import printable
+from llmfoundry_lite.launch.status import hear_of_other_nodes, refusals_recorded
+from llmfoundry_lite.ranks.ending import checks, imports, run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 
@@ -50,7 +52,9 @@ def main(arguments: Sequence[str]) -> None:
         if here.rank == 0:
             print(HELP, end="")
         return
-    invocation, layout, found = check(arguments)
+    with checks():
+        invocation, layout, found = check(arguments)
+        hear_of_other_nodes(Path(invocation.config.run_folder))
     if here.rank == 0:
         for note in invocation.notes:
             print(printable(note))
@@ -61,15 +65,17 @@ def main(arguments: Sequence[str]) -> None:
         return
 
     prepare_environment(invocation.config)
-    import_lean(*HEAVY)
-    from llmfoundry_lite.training.train import train
+    with refusals_recorded(lambda: Path(invocation.config.run_folder)), imports():
+        import_lean(*HEAVY)
+        from llmfoundry_lite.training.train import train
 
     train(invocation.config)
 
 
 def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Preflight]:
     """Check all that needs nothing heavy. Raises UserError, which the status of an earlier launch then records."""
-    try:
+    is_dry = bool(DRY_RUNS.keys() & set(arguments))
+    with refusals_recorded(lambda: None if is_dry else find_run_folder(arguments)):
         invocation = load_train_config(arguments)
         config = invocation.config
         must_exist = invocation.dry_run not in ("plan", "full")
@@ -84,10 +90,6 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
             from llmfoundry_lite.devices import local_devices  # imports torch
 
             preflight.check_here(config, layout, local_devices())
-    except UserError as error:
-        if this_rank().local_rank == 0 and not DRY_RUNS.keys() & set(arguments):
-            preflight.record_refusal(arguments, error)
-        raise
     return invocation, layout, found
 
 

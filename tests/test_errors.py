@@ -12,7 +12,10 @@ from llmfoundry_lite.errors import (
     TransientError,
     UserError,
     has_expired,
+    is_masked,
     is_transient,
+    mask_credentials,
+    printable,
 )
 
 
@@ -134,3 +137,45 @@ def test_a_workers_error_is_known_by_its_kind():
 @pytest.mark.parametrize(("code", "expected"), [("ExpiredToken", True), ("400", True), ("SlowDown", False)])
 def test_credentials_that_have_expired_are_told_from_other_answers(code, expected):
     assert has_expired(as_s3fs(PermissionError, ClientError(code, 400))) is expected
+
+
+MASKED_URLS = {
+    "s3://user:hunter2@host:9000/b/k": "s3://user:***@host:9000/b/k",
+    "https://u:it's@h/x": "https://u:***@h/x",
+    "https://h/x?api_key=a&client.secret=b&X-Amz-Security-Token=c&X-Amz-Credential=d": (
+        "https://h/x?api_key=***&client.secret=***&X-Amz-Security-Token=***&X-Amz-Credential=***"
+    ),
+    "redis://:hunter2@host": "redis://:***@host",
+    "https://hunter2@host/x?versionId=3": "https://***@host/x?versionId=3",
+    "https://h/x?a=1&X-Amz-Signature=hunter2&b=2": "https://h/x?a=1&X-Amz-Signature=***&b=2",
+    "https://h/x?sv=1&sig=hunter2": "https://h/x?sv=1&sig=***",
+    "https://h/x?AWSAccessKeyId=hunter2": "https://h/x?AWSAccessKeyId=***",
+    "('s3://u:hunter2@h/x', \"https://h?token=hunter2\")": "('s3://u:***@h/x', \"https://h?token=***\")",
+    "no://u:p@ss:hunter2@h/x": "no://u:***@h/x",
+}
+PLAIN_URLS = [
+    "s3://bucket/run/ba100",
+    "https://host:8080/path@v1",
+    "abfss://container@account.dfs.core.windows.net/x",
+    "http://127.0.0.1:9/x?versionId=3&page=2",
+    "ssh://git@host/x",
+    "gs://bucket:name/x@y",
+    "http://[::1]:29500/a@x",
+    "https://h/x?author=a&max_tokens=5&tokenizer=b&monkey=c",
+    "a:b@c, no URL?token=1",
+    "hf://datasets/a@main/b",
+    "s3://${oc.env:USER}:${oc.decode:${oc.env:PW}}@host/b?token=${oc.env:TOKEN}",
+    "https://${oc.env:TOKEN}@host",
+]
+
+
+@pytest.mark.parametrize("text", MASKED_URLS)
+def test_credentials_in_urls_are_masked_wherever_text_leaves(text):
+    masked = MASKED_URLS[text]
+    assert mask_credentials(text) == printable(text) == str(UserError(text)) == mask_credentials(masked) == masked
+    assert is_masked(masked) and not is_masked(text)
+
+
+@pytest.mark.parametrize("text", PLAIN_URLS)
+def test_a_url_without_credentials_stays(text):
+    assert mask_credentials(text) == text

@@ -3,15 +3,20 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from llmfoundry_lite import preflight
+from llmfoundry_lite.checkpoint import start as starting
+from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.train import check as check_launch
 from llmfoundry_lite.train import main as train_main
@@ -146,17 +151,60 @@ def test_a_dry_run_says_where_a_launch_would_begin(tmp_path, data, monkeypatch):
 
     def start(**changes):
         config, found = check(tmp_path, tiny_config(data, **changes))
-        return preflight.describe(config, Layout(), found).splitlines()[1].removeprefix("start          ")
+        said = preflight.describe(config, Layout(), found).splitlines()
+        unseen.append("".join(line for line in said if "fits this configuration" in line))
+        return said[1].removeprefix("start          ")
 
+    unseen = []
     assert start(autoresume=True) == "batch 1, from initial weights"
     assert start(load_path="runs/a", load_weights_only=True) == "the weights of runs/a"
     assert (
         start(save_folder="s3://a/b", autoresume=True)
         == "the newest save in s3://a/b, else batch 1, from initial weights"
     )
+    assert unseen == [
+        "",
+        "not checked    load_path: runs/a, and whether it fits this configuration",
+        "not checked    s3://a/b: what it holds, and whether that fits this configuration",
+    ]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    for url in ("~/empty", f"file://{tmp_path}/empty"):
+        assert start(load_path=url).startswith(f"refused: load_path: {url} holds no intact checkpoint")
     shutil.copytree(ROOT / "tests/checkpoint/fixtures/format-2/1-ranks", tmp_path / "runs/tiny/checkpoints")
-    assert start(autoresume=True) == "carries on from runs/tiny/checkpoints/ba3"
-    assert start().startswith("refused: runs/tiny/checkpoints already holds ba3; carry on with autoresume=true")
+    assert start().startswith("refused: runs/tiny/checkpoints already holds ba3 of this run; carry on with autoresume=")
+    assert start(autoresume=True).startswith("refused: the checkpoint was not saved by a training run; load_weights_on")
+
+
+def test_a_dry_run_refuses_what_the_launch_would(tmp_path, data, monkeypatch):
+    """It reads the checkpoint's configuration as a launch does."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "tests/checkpoint/fixtures/format-2/1-ranks", tmp_path / "runs/tiny/checkpoints")
+    config, found = check(tmp_path, tiny_config(data, autoresume=True))
+    manifest = SimpleNamespace(config=as_dict(config), scalars={"timestamp": {}}, optimizer={}, fingerprints={})
+    manifest.timestamp = Timestamp(batch=2, sample=16, token=512)
+    monkeypatch.setattr(starting, "newest_of", lambda candidates: SimpleNamespace(name="ba2", manifest=manifest))
+
+    def describe(config, **options):
+        said = preflight.describe(config, Layout(), found, **options)
+        unseen.append("not checked    the tensors and the data of ba2" in said)
+        return said.splitlines()[1].removeprefix("start          ")
+
+    unseen = []
+    assert describe(config) == "carries on from runs/tiny/checkpoints/ba2"  # ba3 is there, and cannot be read
+    assert unseen == [True]
+    assert describe(replace(config, stop_at="16sp")).endswith(
+        "/ba2, where stop_at ends this launch: nothing is trained"
+    )
+    assert describe(replace(config, max_duration="2ba")).endswith("/ba2, where the run is done: nothing is trained")
+    assert describe(replace(config, max_duration="1ep", stop_at="3ba")).endswith("/ba2")
+    other = replace(config, seed=18)
+    refused = f"seed is 18 here and {config.seed} in the checkpoint; a run carries on as the run it was"
+    assert describe(other).startswith(f"refused: {refused}")
+    with pytest.raises(CheckpointError, match=f"^{refused}"):
+        describe(other, is_for_here=True)
+    monkeypatch.setattr(starting, "newest_of", lambda candidates: None)
+    assert describe(config).startswith("refused: runs/tiny/checkpoints: no checkpoint can be read; ")
 
 
 def test_a_dry_run_for_this_machine_ends_with_2_where_data_are_missing(tmp_path, data, monkeypatch, capsys):
@@ -223,8 +271,33 @@ def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path):
 def test_samples_shorter_than_the_run_wants(tmp_path):
     folder = write_data(tmp_path / "data", num_train=20, num_val=5)
     write_summary(folder, train_tokenizer(["one"], 257), max_seq_len=16)
-    with pytest.raises(DataError, match="have 16 tokens, max_seq_len is 32"):
+    with pytest.raises(DataError, match="have 16 tokens, but max_seq_len is 32; set max_seq_len=16"):
         check(tmp_path, tiny_config(folder, model__vocab_size=300))
+
+
+@pytest.mark.parametrize("block", ["train_loader", "eval_loader"])
+@pytest.mark.parametrize("length_in", ["summary", "index"])
+def test_samples_longer_than_the_run_reads_are_refused_unless_said(tmp_path, block, length_in):
+    folder = write_data(tmp_path / "data", num_train=20, num_val=5)
+    if length_in == "summary":
+        write_summary(folder, train_tokenizer(["one"], 257), max_seq_len=32)
+    else:
+        for split in ("train", "val"):
+            index = folder / split / "index.json"
+            index.write_text(index.read_text().replace('"ndarray:uint16"', '"ndarray:uint16:32"'))
+    other = "eval_loader" if block == "train_loader" else "train_loader"
+    config = tiny_config(folder, model__vocab_size=300, **{f"{block}__dataset__max_seq_len": 24})
+    split = "train" if block == "train_loader" else "val"
+    where = f"{block}.dataset: samples of {folder}/{split} have 32 tokens"
+    with pytest.raises(DataError) as error:
+        check(tmp_path, config, must_exist=False)
+    assert str(error.value) == (
+        f"{where}, and max_seq_len 24 leaves 25 % of the text out; set max_seq_len=32, prepare the data again with "
+        "--max-seq-len 24, or set allow_truncation: true in the loader's dataset"
+    )
+    config[block]["dataset"]["allow_truncation"] = True
+    notes = check(tmp_path, config)[1].notes
+    assert notes == [f"{where}; max_seq_len 24 leaves 25 % of the text out"] and other not in notes[0]
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "cut off {"])

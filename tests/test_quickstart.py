@@ -40,9 +40,11 @@ def test_text_becomes_a_model_that_transformers_loads(tmp_path):
         *("model.vocab_size=512", "save_interval=2ba"),
     )
     train = (ROOT / "scripts/train.py", ROOT / "yamls/pretrain/mpt-quickstart.yaml", *small)
-    call(
-        *(BIN / "composer", "-n", "1", *train, "stop_after=3ba", "fsdp_config.sharding_strategy=NO_SHARD"), cwd=tmp_path
-    )
+    first_half = (BIN / "composer", "-n", "1", *train, "stop_at=3ba", "fsdp_config.sharding_strategy=NO_SHARD")
+    call(*first_half, cwd=tmp_path)
+    call(BIN / "composer", "-n", "2", *train, "stop_after=1ba", cwd=tmp_path)
+    # Interrupted here, and repeated: the first half is there already, and no rank alone trains the second.
+    assert "the run has reached stop_at, 3ba: it is at batch 4" in call(*first_half, cwd=tmp_path)
     call(BIN / "composer", "-n", "2", *train, cwd=tmp_path)
     run = tmp_path / "runs/mpt-quickstart"
     replayed = call(BIN / "llmfoundry-lite", "replay", run, "ba3..ba5", cwd=tmp_path)
@@ -62,6 +64,7 @@ def test_text_becomes_a_model_that_transformers_loads(tmp_path):
     (ran,) = facts["runs"]
     assert [(s["num_devices"], s["sharding"], s["last_batch"]) for s in ran["segments"]] == [
         (1, "NO_SHARD", 3),
+        (2, "FULL_SHARD", 4),
         (2, "FULL_SHARD", 6),
     ]
     for sample in facts["samples"]:

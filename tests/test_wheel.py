@@ -91,7 +91,7 @@ def check_whole_path(programs, second_step, folder):
     (work / "task.yaml").write_text(json.dumps({"icl_tasks": [task]}))
     table = call(ours, "eval", "task.yaml", "models.mine=runs/mine", cwd=work)
     assert "text" in table and (work / "results/task/mine.json").is_file()
-    written = call(ours, "generate", "runs/mine", "--prompt", "def ", "--num-tokens", "8", cwd=work)
+    written = call(ours, "generate", "runs/mine", "--prompt", "def ", "--max-new-tokens", "8", cwd=work)
     assert written.startswith("def ")
     assert call(programs / "python", "-c", USE_LIBRARY, cwd=work).startswith("[<runs/mine: done at batch 4, loss ")
     assert "arc_easy" in call(programs / "python", "-c", LIST_TASKS, cwd=work)

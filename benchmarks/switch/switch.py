@@ -210,7 +210,6 @@ def cluster_of(
 ) -> Cluster:
     overlay = {
         "device_train_microbatch_size": microbatch,
-        # Evaluation batches are counted, and there are as many samples in each on every cluster.
         "device_eval_batch_size": GLOBAL_BATCH // num_ranks,
         "model": {"attn_config": {"attn_impl": attention}},
         "fsdp_config": fsdp,
@@ -299,7 +298,7 @@ def configuration(
         },
         "tokenizer": {"name": str(data / "tokenizer")},
         "train_loader": dataset("train", shuffle=True, shuffle_seed=seed),
-        "eval_loader": dataset("val", **({"epoch_size": 4 * GLOBAL_BATCH} if is_exact else {})),
+        "eval_loader": dataset("val"),
         "optimizer": {"name": "decoupled_adamw", "lr": 5e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0},
         "scheduler": {
             "name": "cosine_with_warmup",
@@ -310,7 +309,7 @@ def configuration(
         "algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}},
         "max_duration": f"{num_batches}ba",
         "eval_interval": f"{every}ba",
-        "eval_subset_num_batches": -1 if is_exact else 4,
+        "eval_subset_num_batches": 4,
         "exact_sums": is_exact,
         "global_train_batch_size": GLOBAL_BATCH,
         "device_eval_batch_size": GLOBAL_BATCH,

@@ -6,12 +6,12 @@ Reads what `frame.tell` wrote, of any bench: rows that have the same keys, and t
 Refuses what cannot be compared, and says why.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
+from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import DataError, either
 from llmfoundry_lite.plan.rates import REPORT_SCHEMA
 from llmfoundry_lite.report.tables import Table
@@ -47,7 +47,7 @@ def run(first: Path, second: Path, out: Path | None = None) -> list[Table]:
 def read(path: Path) -> dict[str, Any]:
     """Read a report. Raises DataError for a file that is none, and for one of another schema."""
     try:
-        report = json.loads(path.read_text())
+        report = read_json(path, "a report")
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not JSON"
         raise DataError(f"{path}: {reason}; give the JSON that a bench wrote with --out") from None

@@ -119,7 +119,7 @@ def trace_run(arguments: Sequence[str], num_ranks: int, active: int, run_folder:
     except RuntimeError as error:
         raise DataError(f"bench profile: the run failed: {str(error).splitlines()[0]}") from None
     log = read_run(str(run_folder)).log
-    return float(statistics.median(log[SECONDS][1:before].tolist()))
+    return float(statistics.median(log.numbers(SECONDS)[1:before].tolist()))
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

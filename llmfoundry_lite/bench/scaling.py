@@ -21,13 +21,12 @@ import torch
 
 from llmfoundry_lite.bench import frame
 from llmfoundry_lite.bench.steps import DTYPES, SHAPES, measure_in_a_process, train_on_ranks, write_run
-from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.ranks.rank import count_usable_cores
-from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, read_run
+from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, config_of, read_run
 from llmfoundry_lite.report.tables import Table
 
 COMMAND = "llmfoundry-lite bench scaling"
@@ -164,11 +163,9 @@ def launch(num_devices: int, settings: dict[str, Any], dtype: str) -> Point:
 
 def read_point(place: str) -> Point:
     """Read a run. Raises DataError for one without a configuration, and one on several counts of devices."""
-    found, path = read_run(place), Path(place) / "config.yaml"
-    if not path.is_file():
-        raise DataError(f"{path}: is not there; it says what was trained")
-    config, log = load_train_config([str(path)]).config, found.log
-    timed = np.isfinite(log[SECONDS]) & (log.batch > 0)
+    found = read_run(place)
+    config, log = config_of(found), found.log
+    timed = np.isfinite(log.numbers(SECONDS)) & (log.batch > 0)
     timed[np.flatnonzero(timed)[:WARM_UP]] = False
     counts = set(log.num_devices[timed].tolist())
     if len(counts) != 1 or not np.isfinite(list(counts)).all():
@@ -176,7 +173,7 @@ def read_point(place: str) -> Point:
         raise DataError(f"{place}: {known} devices in its batches; a table needs runs on one count each")
     tokens = config.global_train_batch_size * config.max_seq_len
     with np.errstate(divide="ignore", invalid="ignore"):
-        peaks = (log[FLOPS] / log[MFU])[timed]
+        peaks = (log.numbers(FLOPS) / log.numbers(MFU))[timed]
     last = found.segments[-1] if found.segments else None
     size = last.device_train_microbatch_size if last else config.device_train_microbatch_size
     planned = replace(config, device_train_microbatch_size=size, environment={}, run_folder="")
@@ -193,7 +190,7 @@ def read_point(place: str) -> Point:
         },
         flops_per_step=count_flops_per_token(config.model, config.max_seq_len) * tokens,
         tokens_per_step=tokens,
-        seconds=float(np.median(log[SECONDS][timed])),
+        seconds=float(np.median(log.numbers(SECONDS)[timed])),
         peak_flops=float(np.median(peaks)) if np.isfinite(peaks).all() else None,
         config=as_dict(planned),
     )

@@ -30,6 +30,7 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.models.products import multiply
+from llmfoundry_lite.ranks.start import use_loopback
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512},
@@ -139,6 +140,7 @@ def be_rank(rank: int, num_ranks: int, measure: Callable[[], Any], folder: str) 
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= num_ranks else "gloo"
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+    use_loopback()
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(minutes=10))
     found = measure()

@@ -19,6 +19,7 @@ from llmfoundry_lite.errors import (
     IncompleteCheckpointError,
     UnreadableCheckpointError,
     UnsoundCheckpointError,
+    is_masked,
 )
 
 T = TypeVar("T")
@@ -114,6 +115,14 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
 
     text = os.fspath(url)
     protocol, separator, rest = text.partition("://")
+    if "${oc." in text:
+        raise CheckpointError(
+            f"{text}: recorded as it was written, and only a launch resolves it; give the folder itself"
+        )
+    if is_masked(text):
+        raise CheckpointError(
+            f"{text}: credentials are not recorded; give the URL with them, in a YAML by ${{oc.env:NAME}}"
+        )
     if not separator:
         return LocalFolder(Path(os.path.expanduser(text)))
     if protocol in ("file", "local"):

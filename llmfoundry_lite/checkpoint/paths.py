@@ -4,6 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES
 from llmfoundry_lite.checkpoint.commit import COMMITTED, Checkpoint
 from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
@@ -15,7 +16,6 @@ from llmfoundry_lite.files import check_is_path
 INSIDE_A_RUN = "checkpoints"
 TOKENIZER = "tokenizer"
 """Beside the checkpoints of a run: the files of the tokenizer it was trained with."""
-MAX_TOKENIZER_BYTES = 1 << 28
 
 
 def folder_of_checkpoints(url: str) -> str:
@@ -86,6 +86,7 @@ def read_tokenizer(checkpoint: Checkpoint, names: tuple[str, ...]) -> dict[str, 
     folder = checkpoint.folder.parent().child(TOKENIZER)
     try:
         here = folder.names()
-        return {name: folder.read(name, MAX_TOKENIZER_BYTES) for name in names if name in here}
+        files = {name: folder.read(name, MAX_TOKENIZER_BYTES) for name in names if name in here}
     except (OSError, DamagedCheckpointError):
         return {}
+    return files if all(len(content) <= MAX_TOKENIZER_BYTES for content in files.values()) else {}

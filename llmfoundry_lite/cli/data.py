@@ -47,6 +47,9 @@ def data_prepare(
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option(help="Stop at a document that cannot be read, or skip and count it.")
     ] = "stop",
+    max_lost_text: Annotated[
+        float, typer.Option(min=0, max=1, help="Most of the text, as a share, that the tokenizer may lose.")
+    ] = 0.01,
     size_limit: Annotated[int, typer.Option(help="Most bytes of a shard.")] = 64 * 1024 * 1024,
     compression: Annotated[str | None, typer.Option(help="Compression of shards: zstd, zstd:9, gz, … [none]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in --out.")] = False,
@@ -71,7 +74,13 @@ def data_prepare(
     )
     try:
         summary = prepare(
-            request, out, num_workers=num_workers, overwrite=overwrite, show_progress=True, notify=typer.echo
+            request,
+            out,
+            num_workers=num_workers,
+            max_lost_text=max_lost_text,
+            overwrite=overwrite,
+            show_progress=True,
+            notify=typer.echo,
         )
     except KeyboardInterrupt:
         print("interrupted: the same command carries on where this one stopped", file=sys.stderr)
@@ -117,8 +126,8 @@ def data_show(
 ) -> None:
     """Show the rows of a batch: their place, text and loss.
 
-    They are read again, in the order that the run had. Their digest must be the one in the log. Shards of a remote are
-    downloaded as in training.
+    They are read again, in the order that the run had. Their digest must be the one in the log. Folders that the run
+    recorded are only read. Name a remote to download from it: train_loader.dataset.remote=…
     """
     from rich.console import Console
 

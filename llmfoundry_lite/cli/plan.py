@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmfoundry_lite.cli.options import refuse_beside, takes
+from llmfoundry_lite.errors import printable
 
 if TYPE_CHECKING:
     from llmfoundry_lite.plan.plan import Plan
@@ -79,7 +80,7 @@ def plan_command(context: typer.Context, given: PlanOptions) -> None:
         from llmfoundry_lite.report.check import check_run
 
         refuse_beside(context, "--check", "a finished run says all of it itself")
-        print(check_run(given.check))
+        print(printable(check_run(given.check), keep="\n"))
         return
     if not (given.arguments and given.hardware and given.devices):
         raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")

@@ -86,7 +86,7 @@ def _run_here(module: str, main: Callable[[Sequence[str]], None], arguments: lis
 def generate(
     where: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|FOLDER", help="Also hf:NAME.")],
     prompt: Annotated[str | None, typer.Option(help="What the text starts with [asked for, again and again].")] = None,
-    num_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Among the k likeliest.")] = 50,
     top_p: Annotated[float | None, typer.Option(min=1e-9, max=1, help="Among the likeliest with this sum.")] = None,
@@ -103,14 +103,14 @@ def generate(
     device = torch.device(device_type())
     subject = load_subject(where, tokenizer=tokenizer, device=device)
     for note in subject.notes:
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     model = model_of(subject)
 
     def answer(text: str) -> None:
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         print(text, end="", flush=True)
-        for piece in generate_text(model, subject.tokenizer, text, num_tokens, device=device, **sampling):
-            print(piece, end="", flush=True)
+        for piece in generate_text(model, subject.tokenizer, text, max_new_tokens, device=device, **sampling):
+            print(printable(piece, keep="\n\t"), end="", flush=True)  # a model may have learned to write escape codes
         print(flush=True)
 
     if prompt is not None:
@@ -218,17 +218,23 @@ def replay_command(
         typer.Argument(metavar="[baN..baM] [key=value ...]", help="States; and what differs here, such as folders."),
     ] = None,
     num_ranks: Ranks = 1,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Run python: objects and set variables that the run recorded.")
+    ] = False,
+    use_recorded_remote: Annotated[
+        bool, typer.Option("--use-recorded-remote", help="Fetch data and checkpoints from URLs that the run recorded.")
+    ] = False,
 ) -> None:
     """Train batches of a run again, and compare with its log.
 
     Data, losses, norms and the state are compared. From its checkpoint at baN or before, until baM; by default from the
-    last checkpoint but one to the last. Nothing is saved. Exit code 0: bit-equal. 3: within a band that other devices
-    or kernels explain, or it does not fit.
+    last checkpoint but one to the last. Nothing is saved. A run may be anybody's: without --trust-code none of its code
+    runs. Exit code 0: bit-equal. 3: within a band that other devices or kernels explain, or it does not fit.
     """
-    from llmfoundry_lite.config.changes import find_changes
+    from llmfoundry_lite.config.replayed import find_callbacks, find_code
     from llmfoundry_lite.config.schema import as_dict
     from llmfoundry_lite.launch.launcher import Launcher, Program, refuse_other_launchers
-    from llmfoundry_lite.launch.replay import compare, plan_replay, write_replay
+    from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
     from llmfoundry_lite.ranks.rank import rank_variables
     from llmfoundry_lite.train import check, prepare_environment
     from llmfoundry_lite.training.lean_imports import HEAVY
@@ -238,20 +244,25 @@ def replay_command(
     changes = [argument for argument in arguments or () if argument not in states]
     if len(states) > 1 or not all("=" in change for change in changes):
         raise ConfigError(f"replay: {' '.join(arguments or ())} given, expected baN..baM once, and key=value pairs")
-    plan = plan_replay(where, *states) if states else plan_replay(where, None)
-    os.environ.update(rank_variables(0, num_ranks))
+    plan = plan_replay(where, states[0] if states else None, uses_recorded_remote=use_recorded_remote)
     with tempfile.TemporaryDirectory(prefix="llmfoundry-lite-replay-") as temporary:
         folder = Path(temporary) / "run"
-        path = write_replay(plan, folder, num_ranks)
-        config = check([path, *changes])[0].config
-        found = find_changes(as_dict(check([path])[0].config), as_dict(config)) if changes else {}
-        if other := [change for rule in ("never", "logged") for change in found.get(rule, ())]:
-            raise ConfigError(f"replay: {other[0]} would be another run; leave it out")
+        options = {"trusts_code": trust_code, "uses_recorded_remote": use_recorded_remote}
+        path = write_replay(plan, folder, num_ranks, changes, **options)
+        os.environ.update(rank_variables(0, num_ranks))
+        try:
+            config = check([path])[0].config
+        except UserError as error:
+            raise for_a_replay(error) from error.__cause__
         prepare_environment(config)
         start = "its seed" if plan.start is None else plan.start.name
         print(printable(f"training batches {plan.first_batch} to {plan.last_batch} of {where} again, from {start}"))
-        program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY)
-        code = Launcher(program, num_ranks, 0, Path(temporary) / "logs").run([path, *changes])
+        if trust_code and (code := ", ".join(find_code(as_dict(config)))):
+            print(printable(f"--trust-code lets the run's own code take part: {code}"))
+        if (callbacks := find_callbacks(plan.config)) and not trust_code:
+            print(printable(f"without its callbacks {', '.join(map(str, callbacks))}, which --trust-code runs"))
+        program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY, trust_code)
+        code = Launcher(program, num_ranks, 0, Path(temporary) / "logs").run([path])
         if code != EXIT_DONE:
             raise typer.Exit(code)
         verdict = compare(plan, folder)

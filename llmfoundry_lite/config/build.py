@@ -17,6 +17,7 @@ from typing import Any
 from llmfoundry_lite.config.fields import Key, Setting, is_number, keys_of, schema_keys
 from llmfoundry_lite.config.layers import Layer, naming_source, source_of
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.written import hint_at_number
 from llmfoundry_lite.errors import ConfigError, either
 
 
@@ -105,9 +106,13 @@ def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:
         return int(value)
     elif hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    elif type(value) is hint:
+    elif type(value) is hint or (hint is str and isinstance(value, str)):
         return value
-    raise _wrong(place, value, expected)
+    wrong = _wrong(place, value, expected)
+    raise ConfigError(f"{wrong}{hint_at_number(value)}") if isinstance(value, str) and hint in NUMBERS else wrong
+
+
+NUMBERS = (int, float, bool)
 
 
 def _describe(hint: Any) -> str:

@@ -168,7 +168,8 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
                 f"{block}.local: missing; expected the folder of an MDS data set (a remote one is cached there)"
             )
         if not is_own or dataset.streams:
-            _check_streams(streams, f"{block}.streams" if is_own else f"{block}.stages[{number}].streams")
+            key = f"{block}.streams" if is_own else f"{block}.stages[{number}].streams"
+            _check_streams(streams, key, has_epoch_size=dataset.epoch_size is not None)
     if dataset.stages:
         _check_stages(loader, block, config)
     if dataset.max_seq_len is not None and dataset.max_seq_len > model.max_seq_len:
@@ -190,13 +191,18 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
         )
 
 
-def _check_streams(streams: Streams, block: str) -> None:
+def _check_streams(streams: Streams, block: str, *, has_epoch_size: bool) -> None:
     for name, stream in streams.items():
         if not stream.local:
             raise ConfigError(f"{block}.{name}.local: missing; expected the folder this stream is read or cached in")
         given = [key for key in SHARES if getattr(stream, key) is not None]
         if len(given) > 1:
             raise ConfigError(f"{block}.{name}: {' and '.join(given)} given, expected one of them at most")
+        if has_epoch_size and given and given[0] != "proportion":
+            raise ConfigError(
+                f"{block}.{name}.{given[0]}: given with epoch_size, which proportions divide; use proportion, or "
+                "remove epoch_size"
+            )
     if len({stream.proportion is None for stream in streams.values()}) == 2:
         raise ConfigError(f"{block}: some streams have a proportion and some do not; give it to all or to none")
 
@@ -389,7 +395,7 @@ def _check_local_steps(config: TrainConfig) -> None:
             f"islands.sync.delay: {sync.delay} given, expected less than every / fragments, which is "
             f"{every // sync.fragments} batches"
         )
-    for key, value in {"max_duration": config.max_duration, "stop_after": config.stop_after}.items():
+    for key, value in {key: getattr(config, key) for key in ("max_duration", "stop_after", "stop_at")}.items():
         if value is not None and Duration.parse(value).unit in ("tok", "sp"):
             raise ConfigError(
                 f"{key}: {value} does not go with islands.sync: an island counts its own samples and tokens between "

@@ -1,8 +1,10 @@
 """The tokenizer and the data loaders of a training run's YAML, in LLM Foundry's words."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting, span
 
@@ -13,12 +15,30 @@ HASHES = (
 """Algorithms that streaming.base.hashing finds in hashlib and xxhash."""
 
 
-def _in_units(units: str, example: str) -> Any:
-    pattern = rf"(?=.*[1-9])[0-9][0-9_.]*[{units}]?b?"
-    return must_be(
-        f"a number above 0, such as {example}",
-        lambda value: re.fullmatch(pattern, value.lower()) if isinstance(value, str) else value > 0,
-    )
+REMOTES = "s3 gs hf azure azure-dl oci sftp dbfs alipan"
+"""Schemes of URLs that streaming.base.storage downloads from."""
+COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+SIZES = {"kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40, "b": 1}
+"""Units that streaming.base.util reads."""
+_REMOTE = must_be(
+    f"a folder, or a URL of one of: {REMOTES}", lambda value: urlsplit(value).scheme in ("", "file", *REMOTES.split())
+)
+
+
+def _in_units(units: Mapping[str, int], example: str) -> Any:
+    def is_one(value: int | str) -> bool:
+        if not isinstance(value, str):
+            return value > 0
+        found = re.fullmatch(rf"(\d+)b?|(\d+(?:\.\d+)?)({'|'.join(units)})", value.lower())
+        return found is not None and int(found[1] or float(found[2]) * units[found[3]]) > 0
+
+    return must_be(f"a number above 0, such as {example}", is_one)
+
+
+IS_WITHIN = must_be(
+    "a folder within local and remote, such as train",
+    lambda value: not value.startswith("/") and ".." not in value.split("/") and "\0" not in value,
+)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,18 +51,18 @@ class TokenizerConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StreamConfig:
     local: str | None = setting(None, hardware=True)
-    remote: str | None = setting(None, hardware=True)
-    split: str | None = None
+    remote: str | None = setting(None, _REMOTE, hardware=True)
+    split: str | None = setting(None, IS_WITHIN)
     proportion: float | None = setting(None, POSITIVE)
     """Share of this stream in an epoch; given for all streams or for none."""
     repeat: float | None = setting(None, POSITIVE)
     """Times this stream is seen in an epoch."""
     choose: int | None = setting(None, POSITIVE)
     """Samples of this stream in an epoch."""
-    download_retry: int | None = setting(None, hardware=True)
+    download_retry: int | None = setting(None, NON_NEGATIVE, hardware=True)
     """Default of this and the next three: the data set's."""
-    download_timeout: float | None = setting(None, hardware=True)
-    validate_hash: str | None = setting(None, change="freely")
+    download_timeout: float | None = setting(None, POSITIVE, hardware=True)
+    validate_hash: str | None = setting(None, choices=HASHES, change="freely")
     keep_zip: bool | None = setting(None, change="freely")
 
 
@@ -59,8 +79,8 @@ class StageConfig:
 class TextDatasetConfig:
     local: str | None = setting(None, hardware=True)
     """Folder of an MDS data set, or where a remote one is cached."""
-    remote: str | None = setting(None, hardware=True)
-    split: str | None = None
+    remote: str | None = setting(None, _REMOTE, hardware=True)
+    split: str | None = setting(None, IS_WITHIN)
     streams: dict[str, StreamConfig] = setting(dict)
     """Several data sets, mixed; keys are names of your choice."""
     stages: list[StageConfig] = setting(list, change="logged")
@@ -71,9 +91,9 @@ class TextDatasetConfig:
     """Samples shuffled together, over the whole world; default 4,000,000."""
     max_seq_len: int | None = setting(None, POSITIVE)
     """Tokens; default: the run's."""
-    epoch_size: int | str | None = setting(None, _in_units("kmb", "100k"))
+    epoch_size: int | str | None = setting(None, _in_units(COUNTS, "100k"))
     predownload: int | None = setting(None, POSITIVE, hardware=True)
-    cache_limit: int | str | None = setting(None, _in_units("kmgt", "100gb"), hardware=True)
+    cache_limit: int | str | None = setting(None, _in_units(SIZES, "100gb"), hardware=True)
     """Bytes, or 100gb. Only copies of a remote are removed."""
     download_retry: int = setting(2, NON_NEGATIVE, hardware=True)
     download_timeout: float = setting(60, POSITIVE, hardware=True)
@@ -82,6 +102,8 @@ class TextDatasetConfig:
     """Algorithm that checks shards; default: the fastest of those in index.json."""
     allow_unhashed_shards: bool = setting(False, change="freely")
     """Load shards that have no hash beside others that have one; their damage is not seen."""
+    allow_truncation: bool = setting(False, change="freely")
+    """Read the first max_seq_len tokens of samples that have more; the others are left out."""
     keep_zip: bool = setting(False, change="freely")
     token_encoding_type: str = setting("int64", choices="int8 int16 int32 int64 uint8 uint16 uint32 uint64")
     """Type of a column `tokens` of plain bytes; arrays say theirs themselves."""

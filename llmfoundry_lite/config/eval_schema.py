@@ -102,18 +102,34 @@ class GauntletConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Pretrained:
+    name: str
+    pretrained_model_name_or_path: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ListedModel:
+    """Text in an entry of LLM Foundry's list of models."""
+
+    model_name: str
+    model: Pretrained
+    tokenizer: Pretrained
+    load_path: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class EvalConfig:
     """An evaluation. Precedence: these defaults < YAML files, in order < key=value arguments."""
 
-    models: dict[str, str]
+    models: dict[str, str] = setting(written=dict[str, str] | list[ListedModel])
     """A name of your choice -> a run directory, a checkpoint (…/ba200, local or URL), the folder of a Hugging Face
     model, or hf:NAME."""
-    icl_tasks: list[Any] | str
+    icl_tasks: list[Any] | str = setting(written=list[TaskConfig | str] | str)
     """Names of files in task_folder (without .yaml), files, or tasks written out here;
     `{label: arc_easy, num_fewshot: [5]}` is the one of that name with other examples."""
     suite: str
     """Default: the first YAML file's name."""
-    eval_gauntlet: GauntletConfig | None = None
+    eval_gauntlet: GauntletConfig | None = setting(None, written=GauntletConfig | str | None)
     """LLM Foundry's Eval Gauntlet, or the name of a file of it: a second table, of categories and averages."""
     skip_missing_tasks: bool = False
     """Leave out, by name, tasks whose data file is not there, instead of refusing the evaluation."""

@@ -17,6 +17,9 @@ from llmfoundry_lite.config.spans import TIME_UNITS, Duration, describe_span
 Rule = Literal["freely", "logged", "never"]
 """How a key may change in mid-run. logged: it takes effect, is named, and is recorded in the new segment."""
 
+Replay = Literal["used", "trusted", "left out"]
+"""How `replay` treats the key of a recorded run. used: it decides arithmetic or data. trusted: it runs code."""
+
 REQUIRED = MISSING
 
 Check = Callable[[Any], Any]
@@ -40,8 +43,13 @@ class Setting:
     """The `name` of the block with which alone the key has a use."""
     shapes_dropout: bool = False
     """A change is logged in a run with attn_pdrop: attention draws masks for the heads and rows that it is given."""
+    written: Any = None
+    """The type by which its scalars are read, where the field's own takes anything; default: the field's own."""
     hardware: bool = False
     """A hardware overlay may set it. It changes freely: it says how and from where the run is computed."""
+
+    replay: Replay = "left out"
+    """Of a key of a run; blocks are taken whole."""
 
     @property
     def rule(self) -> Rule | None:

@@ -192,8 +192,9 @@ def refuse_fine_tuning(values: dict[str, Any]) -> None:
         if get(values, key)[1] in ("finetuning", "fine_tuning"):
             raise ConfigError(
                 f"{key}: {get(values, key)[1]}: fine-tuning is absent here: no loader of "
-                "prompts and responses, no loss on responses alone, no Hugging Face model or adapter to be trained. "
-                "Export a checkpoint (`llmfoundry-lite checkpoint export`) and fine-tune that with LLM Foundry or TRL"
+                "prompts and responses, no loss on responses alone, no adapter. Export a checkpoint "
+                "(`llmfoundry-lite checkpoint export`) and fine-tune that with LLM Foundry or TRL; "
+                "`llmfoundry-lite init DATA --like hf:NAME` trains a Hugging Face model on plain text"
             )
 
 

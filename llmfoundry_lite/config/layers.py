@@ -5,22 +5,28 @@ A layer keeps its source, so that every message can name the file. An overlay ma
 
 import contextlib
 import difflib
-import json
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.resolvers import oc
 from yaml import MarkedYAMLError, YAMLError
 
+from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_names, shipped_folder
+from llmfoundry_lite.config.written import FromEnvironment, choose_readings
+from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError
+
+OBJECTS = {"allow_objects": True}
+"""OmegaConf's flag with which it carries our PlainScalar."""
 
 
 class Layer(NamedTuple):
@@ -47,7 +53,7 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
         elif needs_file and argument in AUTO_NAMES:
             layers.append(_read_overlay("auto"))
         elif is_key_value(argument):
-            dotlist.append(_quote_run_name(argument))
+            dotlist.append(argument)
         elif is_yaml(argument):
             layers.append(_read_file(argument))
         else:
@@ -76,23 +82,22 @@ def is_yaml(argument: str) -> bool:
     return argument.endswith((".yaml", ".yml")) or find_yaml(argument) is not None
 
 
-def _quote_run_name(argument: str) -> str:
-    """Quote `{run_name}/x`, a folder, where YAML would read the beginning of a mapping."""
-    key, _, value = argument.partition("=")
-    return f"{key}={json.dumps(value)}" if value.startswith("{run_name}") else argument
-
-
 def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
+    tree = OmegaConf.create({}, flags=OBJECTS)
     for argument in arguments:
+        key, _, text = argument.partition("=")
         try:
-            OmegaConf.from_dotlist([argument])
+            # YAML would read the beginning of a mapping in `{run_name}/x`, a folder, and a comment in `a #1`.
+            value = text if re.match(r"\{run_name\}|#|[^\s\"'\[{].*\s#", text) else read_yaml(text)
+            OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)
         except (OmegaConfBaseException, YAMLError, UnicodeEncodeError) as error:
             raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
-    try:
-        return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments))))
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        key = getattr(error, "full_key", None) or "a key"
-        raise ConfigError(f"command line: {key}: given both as a list and as a block; remove one") from None
+        try:
+            OmegaConf.update(tree, key, value)
+        except (OmegaConfBaseException, TypeError, ValueError) as error:
+            key = getattr(error, "full_key", None) or "a key"
+            raise ConfigError(f"command line: {key}: given both as a list and as a block; remove one") from None
+    return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
 
 
 def _read_file(name: str) -> Layer:
@@ -105,14 +110,14 @@ def _read_file(name: str) -> Layer:
             meant = f"{shipped[0]}, which comes with the package"
         raise ConfigError(f"{name}: no such file" + (f"; did you mean {meant}?" if meant else ""))
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        values = read_yaml(read_at_most(path, MAX_YAML_BYTES, "a YAML file").decode())
+    except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid YAML: {_one_line(error)}") from None
     if not values:
         raise ConfigError(f"{name}: the file is empty")
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+    if not isinstance(values, dict):
         raise ConfigError(f"{name}: expected `key: value` at the top level, found {type(values).__name__}")
-    return Layer(name, typing.cast(dict[str, Any], values))
+    return Layer(name, values)
 
 
 def _one_line(error: BaseException) -> str:
@@ -225,15 +230,17 @@ def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ merging
 
 
-def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
-    """Lay later layers over earlier ones and resolve `${…}`. Raises ConfigError."""
+def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
+    """Lay later layers over earlier ones, resolve `${…}`, read scalars as `block` wants them. Raises ConfigError."""
     given = [layer.values for layer in layers]
     for number in range(len(given)):
         for later in given[number + 1 :]:
             given[number] = _without_other_kinds(given[number], later)
     try:
-        merged = OmegaConf.merge(*map(OmegaConf.create, given))
-        return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+        merged = OmegaConf.merge(*(OmegaConf.create(values, flags=OBJECTS) for values in given))
+        resolved = OmegaConf.to_container(merged, resolve=True)
+        if re.search(r"\$\{\s*oc\.", str(given)):
+            resolved = _mark(resolved, _resolve_as_written(merged))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
         problem = _one_line(error)
@@ -244,6 +251,68 @@ def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
         elif unset := re.search(r"Environment variable '(.+)' not found", str(error)):
             problem = f"the environment variable {unset[1]} is not set; export it"
         raise ConfigError(f"{source_of(key, layers)}: {key or 'configuration'}: {problem}") from None
+    with naming_source(layers):
+        return choose_readings(block, typing.cast(dict[str, Any], resolved))
+
+
+def _resolve_as_written(merged: Any) -> Any:
+    """Resolve all but `${oc.env:…}`. A variable that names a key, as in `${paths.${oc.env:CLUSTER}}`, is resolved."""
+    choosing: set[str] = set()
+    while True:
+        try:
+            with _variables_as_written(choosing):
+                return OmegaConf.to_container(merged, resolve=True)
+        except OmegaConfBaseException as error:
+            found = set(re.findall(r"\$\{oc\.env:([^,{}]+)", str(error))) - choosing
+            if not found:
+                raise
+            choosing |= found
+
+
+@contextlib.contextmanager
+def _variables_as_written(choosing: Collection[str]) -> Iterator[None]:
+    """Let `${oc.env:…}`, and `${oc.decode:…}` around it, resolve to themselves, but for variables in `choosing`."""
+    register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
+
+    def as_written(name: str) -> Callable[..., str | None]:
+        def resolve(*given: Any) -> str | None:
+            if name == "env" and given[0] in choosing:
+                return oc.env(*given)
+            return f"${{oc.{name}:{','.join(map(_argument, given))}}}"
+
+        return resolve
+
+    def select(key: str, *default: Any, _parent_: Any) -> Any:
+        if "${oc." in key:
+            raise InterpolationKeyError(f"oc.select: {key}")
+        return oc.select(key, *default, _parent_=_parent_)
+
+    try:
+        for name in ("env", "decode"):
+            register(f"oc.{name}", as_written(name), replace=True)
+        register("oc.select", select, replace=True)
+        yield
+    finally:
+        for name in ("env", "decode", "select"):
+            register(f"oc.{name}", getattr(oc, name), replace=True)
+
+
+def _argument(value: Any) -> str:
+    if value is None:
+        return "null"
+    is_plain = str(value).startswith("${oc.") or re.fullmatch(r"[\w./:@%+-]*", str(value))
+    return str(value) if is_plain else "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _mark(resolved: Any, written: Any) -> Any:
+    """Return `resolved` with its text from the environment marked, which `written` has as it was written."""
+    if isinstance(resolved, dict):
+        parts = written if isinstance(written, dict) else dict.fromkeys(resolved, written)
+        return {key: _mark(value, parts.get(key)) for key, value in resolved.items()}
+    if isinstance(resolved, list):
+        parts = written if isinstance(written, list) else [written] * len(resolved)
+        return [_mark(*pair) for pair in zip(resolved, parts, strict=True)]
+    return FromEnvironment(resolved, str(written)) if isinstance(resolved, str) and resolved != written else resolved
 
 
 def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
@@ -256,6 +325,15 @@ def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[
         elif isinstance(value, dict | list) and isinstance(other, dict | list) and type(value) is not type(other):
             continue
         kept[key] = value
+    return kept
+
+
+def lay_over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with those of `later` in their place. Nothing is resolved: what a run recorded is data."""
+    kept = {**values, **later}
+    for key in values.keys() & later.keys():
+        if isinstance(values[key], dict) and isinstance(later[key], dict):
+            kept[key] = lay_over(values[key], later[key])
     return kept
 
 

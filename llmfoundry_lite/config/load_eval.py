@@ -27,11 +27,16 @@ from llmfoundry_lite.config.layers import (
     source_of,
 )
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
+from llmfoundry_lite.config.written import EVAL_SYNONYMS, TASK_SYNONYMS
 from llmfoundry_lite.errors import ConfigError
 
-TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
-"""Keys of older task lists."""
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
+THEIR_METRICS = {
+    "InContextLearningMultipleChoiceAccuracy",
+    "InContextLearningLMAccuracy",
+    "InContextLearningGenerationExactMatchAccuracy",
+}
+"""LLM Foundry's names of what every task of a type has here."""
 PRECISIONS = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
 """LLM Foundry's word -> ours."""
 
@@ -61,7 +66,7 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
             f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
         )
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
-    values = merge_layers(layers) if layers else {}
+    values = merge_layers(layers, EvalConfig) if layers else {}
     refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
     notes = _translate(values, layers)
     drop_variables(values, layers, EvalConfig)
@@ -84,7 +89,7 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
         _check(config)
     tasks = [
         replace(task, dataset_uri=_find(task.dataset_uri, config.data_root))
-        for task in load_tasks(config.icl_tasks, config.task_folder, layers)
+        for task in load_tasks(config.icl_tasks, config.task_folder, layers, notes)
     ]
     missing: list[str] = []
     if config.skip_missing_tasks:
@@ -138,7 +143,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     Raises ConfigError for a model that is not evaluated here.
     """
     notes = drop_keys(values, layers, EVAL_WITHOUT_EFFECT)
-    for theirs, ours in (("icl_tasks_str", "icl_tasks"), ("eval_gauntlet_str", "eval_gauntlet")):
+    for theirs, ours in EVAL_SYNONYMS.items():
         if theirs in values and values.get(ours) is None:
             values[ours] = values.pop(theirs)
     if values.get("precision") in PRECISIONS:
@@ -152,7 +157,9 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
                 raise ConfigError(f"{where}: {path} does not exist; data_root=FOLDER says where its path begins")
     if isinstance(values.get("eval_gauntlet"), str):
         layer = read_layers([values["eval_gauntlet"]])[0]
-        values["eval_gauntlet"] = layer.values.get("eval_gauntlet", layer.values)
+        is_block = "eval_gauntlet" not in layer.values
+        inside = merge_layers([layer], GauntletConfig if is_block else EvalConfig)
+        values["eval_gauntlet"] = inside if is_block else inside["eval_gauntlet"]
     if isinstance(values.get("model"), dict) and not values.get("models"):  # the one model of an older YAML
         keys = ["model", "load_path", *(["tokenizer"] if isinstance(values.get("tokenizer"), dict) else [])]
         values["models"] = [{key: values.pop(key) for key in keys if key in values}]
@@ -247,14 +254,23 @@ def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> l
 # -------------------------------------------------------------------------------------------------- tasks
 
 
-def load_tasks(entries: Sequence[Any] | str, task_folder: str, layers: Sequence[Layer] = ()) -> list[TaskConfig]:
+def load_tasks(
+    entries: Sequence[Any] | str, task_folder: str, layers: Sequence[Layer] = (), notes: list[str] | None = None
+) -> list[TaskConfig]:
     """Load tasks written out, or named: `arc_easy` is `<task_folder>/arc_easy.yaml`, and a .yaml file is itself.
 
     A file holds one task, or a list of them under `icl_tasks`. An entry with a label but no type, such as
-    `{label: arc_easy, num_fewshot: [5], dataset_uri: my.jsonl}`, is laid over the task that the label names. Raises
-    ConfigError.
+    `{label: arc_easy, num_fewshot: [5], dataset_uri: my.jsonl}`, is laid over the task that the label names.
+    `notes` gets a line for metrics that are not computed. Raises ConfigError.
     """
-    tasks = _load_entries([entries] if isinstance(entries, str) else entries, task_folder, layers)
+    metrics = dict[str, list[str]]()
+    tasks = _load_entries([entries] if isinstance(entries, str) else entries, task_folder, layers, metrics)
+    if notes is not None:
+        notes += [
+            f"icl_tasks: metric_names: {name} is not computed ({labels[0]}"
+            f"{f' and {len(labels) - 1} more' if len(labels) > 1 else ''}); metric has acc_per_token, acc or acc_norm"
+            for name, labels in metrics.items()
+        ]
     asked: set[str] = set()
     for task in tasks:
         for name in (f"{task.label}/{shots}-shot" for shots in task.num_fewshot):
@@ -291,25 +307,33 @@ def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
     return Layer(folder, {"icl_tasks": names})
 
 
-def _load_entries(entries: Sequence[Any], task_folder: str, layers: Sequence[Layer]) -> list[TaskConfig]:
+def _load_entries(
+    entries: Sequence[Any], task_folder: str, layers: Sequence[Layer], metrics: dict[str, list[str]]
+) -> list[TaskConfig]:
+    """Load tasks; note in `metrics` the labels of those that ask for one that is not computed."""
     tasks: list[TaskConfig] = []
     for number, entry in enumerate(entries):
         path = f"icl_tasks[{number}]"
         if isinstance(entry, str):
             layer = _read_task_file(entry, task_folder)
-            inside = layer.values.get("icl_tasks")
-            values = [merge_layers([layer])] if inside is None else inside
+            is_list = "icl_tasks" in layer.values
+            inside = merge_layers([layer], EvalConfig if is_list else TaskConfig)
+            values = inside["icl_tasks"] if is_list else [inside]
             if not isinstance(values, list):
                 raise ConfigError(f"{layer.source}: icl_tasks: {values!r} given, expected a list of tasks")
-            tasks += _load_entries(values, task_folder, [layer])
-        elif isinstance(entry, dict) and "label" in entry and "icl_task_type" not in entry:
+            tasks += _load_entries(values, task_folder, [layer], metrics)
+            continue
+        if isinstance(entry, dict) and "label" in entry and "icl_task_type" not in entry:
             layer = _read_named_task(str(entry["label"]), path, task_folder, layers)
             if "icl_tasks" in layer.values:
                 raise ConfigError(f"{layer.source} holds a list of tasks; {path}: change them there")
             changes = {key: value for key, value in entry.items() if key != "label"}
-            tasks.append(_build_task({**merge_layers([layer]), **changes}, path, layers))
-        else:
-            tasks.append(_build_task(entry, path, layers))
+            entry = {**merge_layers([layer], TaskConfig), **changes}
+        tasks.append(_build_task(entry, path, layers))
+        asked = entry.get("metric_names") or [] if isinstance(entry, dict) else []
+        for name in [asked] if isinstance(asked, str) else asked:
+            if name not in THEIR_METRICS:
+                metrics.setdefault(str(name), []).append(tasks[-1].label)
     return tasks
 
 

@@ -48,7 +48,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
                 f"command line: unknown option {flag}; expected YAML files, key=value pairs, {either([*DRY_RUNS])}"
             )
     layers = read_layers([argument for argument in arguments if argument not in flags])
-    values = merge_layers(layers)
+    values = merge_layers(layers, TrainConfig)
     with naming_source(layers):
         refuse_fine_tuning(values)
         refuse_other_kinds(values)
@@ -75,7 +75,7 @@ def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.en
     """Return the run folder of these arguments, even if they are refused; None if they do not tell it."""
     try:
         layers = read_layers([a for a in arguments if not a.startswith("-")], check_overlays=False)
-        values = merge_layers(layers)
+        values = merge_layers(layers, TrainConfig)
         _fill_in_names(values, layers, environ)
     except ConfigError:
         return None
@@ -83,10 +83,13 @@ def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.en
 
 
 def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Mapping[str, str]) -> None:
-    """Name the run and its folders, in place. Every rank must come to the same names, so nothing here is random."""
+    """Name the run and its folders, in place. Every rank must come to the same names, so nothing here is random.
+
+    Name and run folder are recorded as they came out, whatever variables they were made of: the record lies there.
+    """
     names = (values.get("run_name"), environ.get("RUN_NAME"), Path(layers[0].source).stem)
     name = next(name for name in names if name not in (None, ""))  # an array's first task is 0
-    if isinstance(name, bool) or not re.fullmatch(r"\w[\w.\-]*", str(name)):
+    if not re.fullmatch(r"\w[\w.\-]*", str(name)):
         raise ConfigError(
             f"{source_of('run_name', layers)}: run_name: {name!r} given, expected the name of a folder: "
             f"letters and digits, and . _ - after the first"
@@ -95,8 +98,8 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
     island = values["islands"].get("name") if isinstance(values.get("islands"), dict) else None
     folder = "runs/{run_name}" + (f"/{island}" if island else "")
     values["run_folder"] = str(values.get("run_folder") or folder).replace("{run_name}", str(name))
-    if values.get("save_folder"):
-        values["save_folder"] = str(values["save_folder"]).replace("{run_name}", str(name))
+    if isinstance(values.get("save_folder"), str):
+        values["save_folder"] = values["save_folder"].replace("{run_name}", str(name))
 
 
 def _gather_extras(values: dict[str, Any]) -> None:

@@ -145,7 +145,8 @@ class ModelConfig:
     name: str = setting(
         "mpt_causal_lm",
         choices="mpt_causal_lm",
-        instead="LLM Foundry's Hugging Face models cannot be training targets here; use mpt_causal_lm",
+        instead="expected mpt_causal_lm; for a Hugging Face model `llmfoundry-lite init DATA --like hf:NAME` writes "
+        "YAML and weights",
     )
     d_model: int = setting(2048, POSITIVE)
     n_heads: int = setting(16, POSITIVE)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import (
     LOCAL,
     NON_NEGATIVE,
@@ -20,6 +21,8 @@ from llmfoundry_lite.config.fields import (
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
+from llmfoundry_lite.config.written import FromEnvironment
+from llmfoundry_lite.errors import mask_credentials
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
 """Larger models are sharded by default. With gradients and AdamW so many parameters take 24 GB in fp32."""
@@ -232,7 +235,7 @@ class CallbacksConfig:
     runtime_estimator: NoOptions | None = None
     """These three are always on; naming them is allowed."""
     profiler: ProfilerConfig | None = None
-    extra: dict[str, dict[str, Any]] = setting(dict)
+    extra: dict[str, dict[str, Any]] = setting(dict, replay="trusted")
     """python:package.module:Class -> keyword arguments."""
 
 
@@ -323,16 +326,16 @@ def _is_all_or_count(value: int) -> bool:
 class TrainConfig:
     """A training run. Precedence: these defaults < YAML files, in order < key=value arguments."""
 
-    model: ModelConfig = setting(change="never")
-    tokenizer: TokenizerConfig = setting(change="freely")
-    train_loader: LoaderConfig = setting(change="never")
-    optimizer: OptimizerConfig = setting(change="never")
-    scheduler: SchedulerConfig = setting(change="logged")
-    max_duration: str | int = span(change="logged")
+    model: ModelConfig = setting(change="never", replay="used")
+    tokenizer: TokenizerConfig = setting(change="freely", replay="used")
+    train_loader: LoaderConfig = setting(change="never", replay="used")
+    optimizer: OptimizerConfig = setting(change="never", replay="used")
+    scheduler: SchedulerConfig = setting(change="logged", replay="used")
+    max_duration: str | int = span(change="logged", replay="used")
     """4800ba, 1ep, 2.5e9tok or 1000sp; a bare integer counts epochs."""
-    global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never")
+    global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Samples, over all devices."""
-    max_seq_len: int = setting(REQUIRED, POSITIVE, change="never")
+    max_seq_len: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Tokens."""
 
     run_name: str = setting(change="freely")
@@ -344,12 +347,14 @@ class TrainConfig:
         NON_NEGATIVE,
         must_be(f"at most {MAX_SEED}: a rank adds its number, within 32 bits", lambda value: value <= MAX_SEED),
         change="never",
+        replay="used",
     )
     precision: str = setting(
         "amp_bf16",
         choices="fp32 tf32 amp_bf16 amp_fp16",
         instead="expected fp32, tf32, amp_bf16 or amp_fp16; fp8 is left out",
         hardware=True,
+        replay="used",
     )
     """tf32 is fp32 with products in TF32 where the device has it; nothing else uses TF32."""
     eval_loader: LoaderConfig | None = setting(None, change="logged")
@@ -360,15 +365,15 @@ class TrainConfig:
     """A span; a bare integer counts epochs; 0 never evaluates."""
     eval_first: bool = setting(False, change="freely")
     eval_subset_num_batches: int = setting(-1, must_be("-1 (all) or a count", _is_all_or_count), change="logged")
-    """Global batches of device_eval_batch_size times the devices (groups of them with tp_config or cp_config); -1 for
-    all."""
-    loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True)
+    """Batches of global_train_batch_size samples, the first ones of each validation set, on any number of devices; -1
+    for all."""
+    loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True, replay="used")
     """Size of the fp32 logits that the loss computes at a time; it takes two and a half times as much. More make larger
     products, and add up the embedding's gradient in fewer parts."""
     device_eval_batch_size: int | None = setting(None, POSITIVE, hardware=True)
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
-    8,192 tokens hold; 1 with eval_subset_num_batches, which counts such batches. The loss does not depend on it."""
-    icl_tasks: list[Any] | str = setting(list, change="logged")
+    8,192 tokens hold. The loss does not depend on it."""
+    icl_tasks: list[Any] | str = setting(list, change="logged", written=list[TaskConfig | str] | str)
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
     icl_task_folder: str = setting("evals", change="freely")
     icl_limit: int | None = setting(None, change="logged")
@@ -378,29 +383,31 @@ class TrainConfig:
         must_be("a number of samples, or auto", lambda value: value > 0 if isinstance(value, int) else value == "auto"),
         hardware=True,
         shapes_dropout=True,
+        replay="used",
     )
     """Samples, or auto: the most that fits, measured before the first batch. Default: the device's whole batch."""
-    accumulate_train_batch_on_tokens: bool = setting(True, change="never")
-    exact_sums: bool = setting(False, change="logged")
+    accumulate_train_batch_on_tokens: bool = setting(True, change="never", replay="used")
+    """The loss is the mean over a batch's tokens; false: over the means of its rows that have a loss."""
+    exact_sums: bool = setting(False, change="logged", replay="used")
     """Bit-identical on any number of ranks whose devices compute a microbatch alike: gradients are added in float64, as
     multiples of 2^-46. The size of a microbatch is then part of the run."""
-    algorithms: AlgorithmsConfig = setting(AlgorithmsConfig, change="logged")
+    algorithms: AlgorithmsConfig = setting(AlgorithmsConfig, change="logged", replay="used")
     callbacks: CallbacksConfig = setting(CallbacksConfig, change="freely")
     loggers: LoggersConfig = setting(LoggersConfig, change="freely")
-    fsdp_config: FSDPConfig | None = setting(None, hardware=True)
+    fsdp_config: FSDPConfig | None = setting(None, hardware=True, replay="used")
     """null: every device holds the whole model (NO_SHARD) up to 1.5 billion parameters, and a share (FULL_SHARD) of
     larger ones."""
-    tp_config: TensorParallelConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    tp_config: TensorParallelConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: no layer is divided."""
-    cp_config: ContextParallelConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    cp_config: ContextParallelConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: every device has whole samples."""
-    pp_config: PipelineConfig | None = setting(None, hardware=True, shapes_dropout=True)
+    pp_config: PipelineConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: every device computes all blocks."""
     islands: IslandsConfig | None = setting(None, hardware=True)
     """null: this launch trains alone."""
-    on_non_finite: str = setting("stop", choices="stop skip", change="logged")
+    on_non_finite: str = setting("stop", choices="stop skip", change="logged", replay="used")
     """Policy for a batch whose loss or gradient is not finite."""
-    max_skipped_batches: int = setting(100, POSITIVE, change="freely")
+    max_skipped_batches: int = setting(100, POSITIVE, change="freely", replay="used")
     """skip gives up after this many batches of one launch."""
     save_folder: str | None = setting(
         None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), change="freely"
@@ -431,20 +438,22 @@ class TrainConfig:
     """Permit tensors of load_path in another dtype."""
     stop_after: str | int | None = span(None, change="freely")
     """End this launch (not the run) after this span, saved."""
+    stop_at: str | int | None = span(None, change="freely")
+    """End this launch, saved, at this point of the run, such as 210ba; at once if the run is there already."""
     max_wall_time: str | int | float | None = setting(None, parse_seconds, hardware=True)
     """Save and exit with code 75 after this much time: 3h55m, 90s, 1d, 3:55:00, or seconds."""
     preemption_grace_seconds: float = setting(20.0, POSITIVE, hardware=True)
-    """From SIGTERM, SIGUSR1, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
+    """From a signal, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
     retry_for: str | int | float = setting("30m", parse_seconds, hardware=True)
     """How long a fault that may pass is waited for without progress, such as a full disk, a server's 5xx or an expired
     token: by the last save of a launch, and by `llmfoundry-lite train -n`, which starts ranks again. 0 never waits."""
-    compile_config: dict[str, Any] | None = setting(None, hardware=True)
+    compile_config: dict[str, Any] | None = setting(None, hardware=True, replay="used")
     """Arguments of torch.compile, which is applied to each block and to the loss; {} for its defaults."""
-    deterministic: bool = setting(False, change="freely")
+    deterministic: bool = setting(False, change="freely", replay="used")
     """Only kernels that give the same digits every time; slower, and an error where torch has none."""
     dist_timeout: float = setting(600.0, POSITIVE, hardware=True)
     """Seconds a collective may take."""
-    environment: dict[str, str] = setting(dict, hardware=True)
+    environment: dict[str, str] = setting(dict, hardware=True, replay="trusted")
     """Environment variables of NCCL, RCCL and torch for this hardware; what the shell has set already stands."""
     progress_bar: bool = setting(False, change="freely")
     log_to_console: bool = setting(True, change="freely")
@@ -502,11 +511,15 @@ class TrainConfig:
         """Samples of one device in one forward pass of an evaluation."""
         if self.device_eval_batch_size is not None:
             return self.device_eval_batch_size
-        if self.eval_subset_num_batches > 0:
-            return 1  # which samples are evaluated must not follow from a setting of the hardware's
         if isinstance(self.device_train_microbatch_size, int):
             return self.device_train_microbatch_size
         return max(1, DEFAULT_EVAL_TOKENS // self.max_seq_len)
+
+    @property
+    def eval_subset_samples(self) -> int | None:
+        """Samples of an evaluation; None for all. They follow from no setting of the hardware's."""
+        count = self.eval_subset_num_batches
+        return count * self.global_train_batch_size if count > 0 else None
 
     @property
     def has_own_components(self) -> bool:
@@ -537,11 +550,16 @@ def data_label(key: str) -> str:
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as YAML and JSON have it: dictionaries, lists, numbers and text."""
+    """Return the configuration as it is recorded: dictionaries, lists, numbers and text, without anyone's secrets.
+
+    Text of an environment variable stands as it was written, `${oc.env:…}`; credentials in URLs are masked.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, str):
+            return mask_credentials(value.written if isinstance(value, FromEnvironment) else value)
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     values = plain(asdict(config))

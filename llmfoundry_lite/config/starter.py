@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.config.auto_hardware import find_devices
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.shipped import shipped_yamls
@@ -77,7 +78,7 @@ def check_places(data: Path, out: Path) -> Facts:
             f"--source {data} --out data/{data.resolve().name} --tokenizer train:32768 --max-seq-len 2048"
         )
     try:
-        summary = json.loads(summary_file.read_text())
+        summary = read_json(summary_file, "a summary")
         splits, tokenizer = summary["splits"], summary["tokenizer"]
         numbers = (summary["max_seq_len"], tokenizer["vocab_size"], splits["train"]["samples"])
         length, vocab_size, num_train, num_val = map(int, (*numbers, splits.get("val", {}).get("samples", 0)))

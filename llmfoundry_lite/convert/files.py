@@ -15,15 +15,26 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from llmfoundry_lite import bounded
+from llmfoundry_lite.data.tokenizer import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TOKENIZER_FILE,
+    read_config,
+    read_folder,
+    read_generation,
+    token_text,
+)
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.files import lock_folder, sync, sync_folder
 
 T = TypeVar("T")
 
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+VOCABULARY_FILES = (
+    *("tokenizer.json", "added_tokens.json", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
 )
+"""Files of a tokenizer that are carried as they are; `data/tokenizer.py` reads the others."""
 ADAPTER_FILE = "adapter_config.json"
 LISTING = "export.json"
 """Name of the file with the hash of every other file: it tells an export from a folder of somebody else."""
@@ -86,7 +97,7 @@ def _alone_in(work: Path, folder: Path) -> Iterator[None]:
 def _find_foreign(folder: Path) -> str | None:
     """Describe the first thing in `folder` that no export has written; None for an unchanged export."""
     try:
-        hashes = json.loads((folder / LISTING).read_text(encoding="utf-8"))["files"]
+        hashes = bounded.read_json(folder / LISTING, "a listing")["files"]
         names = {path.name for path in folder.iterdir()} - {LISTING}
         for name in sorted(names | set(hashes)):
             path = folder / name
@@ -228,32 +239,45 @@ def _read_safetensors(path: Path, read: Callable[[Any, str], T]) -> dict[str, T]
         raise ExportError(f"{path}: damaged: {error}") from None
 
 
-def read_special_tokens(tokenizer_folder: str | Path | None) -> dict[str, int]:
-    """Read bos_token_id and eos_token_id, as far as the tokenizer's files name them."""
-    if tokenizer_folder is None:
+def write_tokenizer(folder: Path, draft: Path, model_max_length: int) -> dict[str, Any]:
+    """Copy a tokenizer, with generation_config.json. Returns the ids of its special tokens, for config.json.
+
+    Those that generation_config.json names count more than the tokenizer's own: a chat model may stop at several.
+    Raises ExportError, or DataError for files that cannot be read.
+    """
+    files = read_folder(folder)
+    config, generation = read_config(files, str(folder)), read_generation(files, str(folder))
+    for name in VOCABULARY_FILES:
+        if (folder / name).is_file():
+            content = bounded.read_at_most(folder / name, bounded.MAX_TOKENIZER_BYTES, "a tokenizer")
+            (draft / name).write_bytes(content)
+    # Without the length, evaluation harnesses take 2,048 tokens for MPT.
+    write_json(draft / CONFIG_FILE, config | {"model_max_length": model_max_length})
+    ids, special = _ids_of(folder / TOKENIZER_FILE), {}
+    for kind in ("bos_token", "eos_token", "pad_token"):
+        found = generation.get(f"{kind}_id", ids.get(token_text(config.get(kind))))
+        special |= {} if found is None else {f"{kind}_id": found}
+    if special or generation:
+        write_json(draft / GENERATION_FILE, special | generation)
+    return special
+
+
+def _ids_of(path: Path) -> dict[str | None, int]:
+    """Return token -> id, as a tokenizer.json has them; empty without the file."""
+    if not path.is_file():
         return {}
-    folder = Path(tokenizer_folder)
-    if not (folder / "tokenizer_config.json").is_file() or not (folder / "tokenizer.json").is_file():
-        return {}
-    names, tokenizer = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
+    tokenizer = read_json(path)
     vocab = tokenizer.get("model", {}).get("vocab", {})
     # Unigram models keep [token, score] pairs in the order of their ids.
     ids = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
-    ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
-    special_tokens = {}
-    for kind in ("bos_token", "eos_token"):
-        token = names.get(kind)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token in ids:
-            special_tokens[f"{kind}_id"] = ids[token]
-    return special_tokens
+    return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ExportError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = bounded.read_json(path, "a JSON file")
+    except (OSError, ValueError) as error:
         raise ExportError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ExportError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -5,7 +5,6 @@ pickle is refused unless the caller brings its own reader. `transformers` itself
 and tests hold them against it.
 """
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +16,11 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_model
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import (
-    TOKENIZER_FILES,
     published,
     read_json,
-    read_special_tokens,
     read_weights,
     write_json,
+    write_tokenizer,
     write_weights,
 )
 from llmfoundry_lite.convert.layout import (
@@ -71,7 +69,6 @@ def export_model(
     if dtype not in DTYPES:
         raise ExportError(f"{folder}: dtype {dtype!r} given, expected {' or '.join(DTYPES)}")
     check_tensors(state_dict, our_shapes(config), str(folder))
-    special_tokens = read_special_tokens(tokenizer_folder)
     sources, torch_dtype = layout_sources(config), DTYPES[dtype]
     sizes_bytes = {name: shape.numel() * torch_dtype.itemsize for name, shape in layout_shapes(config, sources).items()}
 
@@ -80,17 +77,11 @@ def export_model(
 
     with published(Path(folder)) as draft:
         write_weights(sizes_bytes, build_tensor, draft, max_shard_bytes)
+        special_tokens = {}
+        if tokenizer_folder is not None:
+            special_tokens = write_tokenizer(Path(tokenizer_folder), draft, config.max_seq_len)
         long_name = str(torch_dtype).removeprefix("torch.")
         write_json(draft / "config.json", {**build_hf_config(config), **special_tokens, "dtype": long_name})
-        if special_tokens:
-            write_json(draft / "generation_config.json", special_tokens)
-        if tokenizer_folder is not None:
-            for name in TOKENIZER_FILES:
-                if (Path(tokenizer_folder) / name).is_file():
-                    shutil.copyfile(Path(tokenizer_folder) / name, draft / name)
-            # Without the length, evaluation harnesses take 2,048 tokens for MPT.
-            file = draft / "tokenizer_config.json"
-            write_json(file, {**(read_json(file) if file.is_file() else {}), "model_max_length": config.max_seq_len})
 
 
 def import_model(
@@ -164,7 +155,7 @@ def from_hugging_face(
     except ExportError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
-        reason = str(error).split("\n")[0].removeprefix("configuration: ")
+        reason = layout.in_their_words(str(error).split("\n")[0].removeprefix("configuration: "))
         raise ExportError(f"{where}: config.json describes a model that cannot be: {reason}") from error
     # LLM Foundry's folders have every tensor of ours, under our names.
     is_mpt = layout is MPT_LAYOUT

@@ -1,6 +1,7 @@
 """The description of a layout, and its use: config.json from a model, a model from config.json."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig
+from llmfoundry_lite.data.tokenizer import GENERATION_KEYS
 from llmfoundry_lite.errors import ExportError
 
 HFConfig = dict[str, Any]
@@ -72,6 +74,14 @@ class Layout:
     """Beginning of the name of every tensor but the output embedding; files of the bare model lack it."""
     buffers: tuple[str, ...] = ()
     """Ends of the names of tensors that old files hold and no model needs."""
+
+    def in_their_words(self, reason: str) -> str:
+        """Name the key of config.json where an error names the option of ours that it was read into."""
+        fields = {**self.fields, **self.also_read}
+        theirs = {source.ours: key for key, source in fields.items() if isinstance(source, Field)}
+        # One key of Qwen3 is read into two options.
+        theirs = {f"attn_config.{ours}": key for ours, key in theirs.items()} | theirs
+        return re.sub(r"\bmodel\.([\w.]+)", lambda found: theirs.get(found[1], found[0]), reason)
 
     @property
     def known(self) -> set[str]:
@@ -180,11 +190,8 @@ BESIDE_THE_MODEL = keys(
     "_attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled",
     "chunk_size_feed_forward gradient_checkpointing is_decoder tie_encoder_decoder cross_attention_hidden_size",
     # Of special tokens and of generation.
-    "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id",
-    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty",
-    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences",
-    "encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate remove_invalid_values",
-    "forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty suppress_tokens begin_suppress_tokens",
+    "sep_token_id unk_token_id",
+    *GENERATION_KEYS,
     # Of other tasks, and of training.
     "id2label label2id _num_labels num_labels problem_type finetuning_task task_specific_params initializer_range",
     "is_encoder_decoder add_cross_attention pruned_heads tie_word_embeddings",
@@ -237,9 +244,14 @@ def look_up(hf_config: HFConfig, key: str, default: Any) -> Any:
 
 def needed(hf_config: HFConfig, key: str, where: str) -> int:
     value = hf_config.get(key)
-    if not isinstance(value, int) or value <= 0:
+    if type(value) is not int or value <= 0:
         raise ExportError(f"{where}: {key} is {json.dumps(value)} in config.json; expected a whole number above 0")
     return value
+
+
+def given_or(hf_config: HFConfig, key: str, default: int, where: str) -> int:
+    """Return a whole number above 0, or `default` for none. Raises ExportError."""
+    return default if hf_config.get(key) is None else needed(hf_config, key, where)
 
 
 def ffn_values(ffn_dim: int, d_model: int) -> Values:

@@ -30,6 +30,7 @@ from llmfoundry_lite.convert.layout import (
     attention_types,
     check_values,
     ffn_values,
+    given_or,
     keys,
     needed,
     plain_attention,
@@ -117,7 +118,7 @@ def read_gpt2(values: Values, hf_config: HFConfig, state: State, where: str) -> 
     values["learned_pos_emb"] = hf_config.get("learned_pos_emb", True) or (wpe is not None and bool(wpe.any()))
     values["attn_config.softmax_scale"] = None if hf_config.get("scale_attn_weights", True) else 1.0
     values["ffn_config.ffn_act_fn"] = ACTIVATIONS[hf_config.get("activation_function", "gelu_new")]
-    values |= ffn_values(hf_config.get("n_inner") or 4 * values["d_model"], values["d_model"])
+    values |= ffn_values(given_or(hf_config, "n_inner", 4 * values["d_model"], where), values["d_model"])
 
 
 GPT2 = Layout(
@@ -275,7 +276,10 @@ def read_mpt(values: Values, hf_config: HFConfig, _state: State, where: str) -> 
 def check_code(hf_config: HFConfig, where: str) -> None:
     """Raise ExportError for a folder that brings code, except LLM Foundry's, which is known and not run."""
     theirs = ("MPTConfig", "MPTForCausalLM")
-    for kind, name in (hf_config.get("auto_map") or {}).items():
+    found = hf_config.get("auto_map") or {}
+    if not isinstance(found, dict):
+        raise ExportError(f"{where}: auto_map is {json.dumps(found)[:60]} in config.json; expected an object")
+    for kind, name in found.items():
         if kind.startswith("AutoTokenizer") or str(name).rpartition(".")[2] in theirs:
             continue
         raise ExportError(
@@ -288,7 +292,8 @@ MPT = Layout(
     title="MPT, the layout for ALiBi models",
     can_be=mpt_can_be,
     fields=MPT_FIELDS,
-    also_read={key: Field(key, default) for key, default in MPT_READ.items()},
+    also_read={"layer_norm_epsilon": Field("norm_eps", 1e-5)}
+    | {key: Field(key, default) for key, default in MPT_READ.items()},
     must_be=MPT_MUST_BE,
     sources=mpt_sources,
     read_others=read_mpt,
@@ -405,8 +410,8 @@ def llama_sources(config: ModelConfig) -> dict[str, Source]:
 def read_common(values: Values, hf_config: HFConfig, where: str) -> None:
     """Read what is no plain Field. A width that config.json leaves out, and that is another one, shows in a shape."""
     d_model, n_heads = values["d_model"], values["n_heads"]
-    head_dim = hf_config.get("head_dim") or d_model // n_heads
-    num_kv_heads = hf_config.get("num_key_value_heads") or n_heads
+    head_dim = given_or(hf_config, "head_dim", d_model // n_heads, where)
+    num_kv_heads = given_or(hf_config, "num_key_value_heads", n_heads, where)
     attn_type = {n_heads: "multihead_attention", 1: "multiquery_attention"}.get(num_kv_heads, "grouped_query_attention")
     values["attn_config.head_dim"] = None if head_dim * n_heads == d_model else head_dim
     values["attn_config.attn_type"] = attn_type
@@ -460,11 +465,17 @@ def rope_layout(name: str, fields: Mapping[str, Any], must_be: Options, *known: 
 # -------------------------------------------------------------------------------- Llama, Mistral, Qwen2 and Qwen3
 
 
+BIASES = ("attention_bias", "mlp_bias")
+
+
 def read_llama(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    has_bias = hf_config.get("mlp_bias", False)
-    check_values({"attention_bias": False, **hf_config}, {"attention_bias": (has_bias,)}, where)
+    check_values(hf_config, dict.fromkeys(BIASES, (False, True)), where)
+    has_biases = {key for key in BIASES if hf_config.get(key)}
+    if len(has_biases) == 1:
+        (key,), (other,) = has_biases, set(BIASES) - has_biases
+        raise ExportError(f"{where}: {key} is true in config.json and {other} is not; this model has both or neither")
     read_common(values, hf_config, where)
-    values["no_bias"] = not has_bias
+    values["no_bias"] = not has_biases
 
 
 LLAMA = rope_layout(
@@ -480,8 +491,8 @@ LLAMA = rope_layout(
 
 def read_mistral(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
     read_common(values, hf_config, where)
-    window = hf_config.get("sliding_window", 4096)  # transformers' default, which no shape shows
-    values["attn_config.sliding_window_size"] = -1 if window is None else max(0, window - 1)
+    window = {"sliding_window": 4096, **hf_config}  # transformers' default, which no shape shows
+    values["attn_config.sliding_window_size"] = given_or(window, "sliding_window", 0, where) - 1
 
 
 MISTRAL = rope_layout(

@@ -16,7 +16,7 @@ import re
 import types
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import IO, Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 import torch._utils
@@ -26,6 +26,10 @@ from torch.distributed._shard.sharded_tensor import metadata as older_dcp
 
 from llmfoundry_lite.checkpoint.folders import first_line
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.files import open_regular
+
+MAX_REPEATED_BYTES = 1 << 20
+"""Bytes that a tensor may have beyond those stored, such as a mask that was expanded."""
 
 
 class Unpickled(NamedTuple):
@@ -43,18 +47,21 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Un
     refuses.
     """
     try:
-        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb", opener=open_regular) as file:
             first_byte, is_zip = file.read(1), zipfile.is_zipfile(file)
+            packed = _packed_member(file) if is_zip else None
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror or error}") from error
     if not is_zip and first_byte != b"\x80":
         raise CheckpointError(f"{where}: not a file of torch.save, or cut off; if it is compressed, unpack it first")
+    if packed is not None:  # torch takes the packed bytes of a tensor for its values, and unpacks others to any size
+        raise CheckpointError(f"{where}: {packed} in it is packed, which torch.save never does; save it again")
 
     is_mapped = is_zip and not isinstance(source, bytes)
     try:
         try:
             content = torch.load(_reopen(source), map_location="cpu", mmap=is_mapped, weights_only=True)
-            return Unpickled(content, None)
+            return Unpickled(_with_stored_values(content, where), None)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             refused = named[1] if named else "something in it"
@@ -66,7 +73,8 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Un
             # With --trust-pickle: not torch's unpickler but ours, which imports and calls nothing.
             ours: Any = _TensorsOnlyModule
             options = {"mmap": is_mapped, "weights_only": False, "pickle_module": ours}
-            return Unpickled(torch.load(_reopen(source), map_location="cpu", **options), refused)
+            content = torch.load(_reopen(source), map_location="cpu", **options)
+            return Unpickled(_with_stored_values(content, where), refused)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged or hostile pickle raises whatever it likes
@@ -77,10 +85,35 @@ def _reopen(source: Path | bytes) -> Any:
     return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
 
+def _packed_member(file: IO[bytes]) -> str | None:
+    """Name a member of a ZIP archive that is not stored as it is; None if all are, or if it is no whole archive."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return next((one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
+    except zipfile.BadZipFile:
+        return None
+
+
+def _with_stored_values(content: Any, where: str) -> Any:
+    """Return what a file holds. Raises CheckpointError for a tensor of far more values than it has: with a stride of 0,
+    four bytes have the shape of terabytes, which whoever copies it needs."""
+    seen, waiting = set[int](), [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            if value.layout == torch.strided and value.nbytes > MAX_REPEATED_BYTES + value.untyped_storage().nbytes():
+                size = f"{value.nbytes:,} bytes, and {value.untyped_storage().nbytes():,} are stored"
+                raise CheckpointError(f"{where}: a tensor of shape {list(value.shape)} has {size}; save its values")
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    return content
+
+
 def read_dcp_metadata(path: Path) -> dcp.Metadata:
     """Read the `.metadata` of a checkpoint of torch.distributed.checkpoint. Raises CheckpointError."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             metadata = TensorsOnly(file).load()
     except Exception as error:
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from None
@@ -161,6 +194,7 @@ class TensorsOnly(pickle._Unpickler):
             )
 
     dispatch[pickle.BUILD[0]] = load_build
+    del dispatch[pickle.BYTEARRAY8[0]]  # fills as much memory as its first bytes ask for, and no checkpoint has one
 
 
 class _TensorsOnlyModule:

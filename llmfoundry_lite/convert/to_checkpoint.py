@@ -13,9 +13,10 @@ torch.distributed.checkpoint (DCP: `.metadata`, `*.distcp`) is imported whole. N
 
 import json
 import math
+import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
 from llmfoundry_lite.checkpoint.dcp import Held, hold, publish, write_pieces
 from llmfoundry_lite.checkpoint.folders import Folder
@@ -33,10 +35,12 @@ from llmfoundry_lite.checkpoint.state import Tensors, clean_name
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert.huggingface import TOKENIZER_FILES, fit_weights, from_hugging_face, import_model
+from llmfoundry_lite.convert.files import VOCABULARY_FILES, read_json, write_json
+from llmfoundry_lite.convert.huggingface import fit_weights, from_hugging_face, import_model
 from llmfoundry_lite.convert.pickles import read_dcp_metadata, read_torch_file
 from llmfoundry_lite.data import tokenizer as tokenizers
 from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.ranks.codec import encode_value
 
@@ -207,8 +211,25 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
         return unpickled.content
 
     model_config, tensors = import_model(folder, read_pickle if trust_pickle else None)
-    tokenizer = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-    return Weights("Hugging Face", model_config, tensors, tokenizer, notes)
+    files = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
+    tokenizer = {path.name: read_at_most(path, MAX_TOKENIZER_BYTES, "a tokenizer") for path in files}
+    generation = tokenizers.read_folder(folder)
+    notes += describe_generation(read_json(folder / "config.json"), generation, has_tokenizer=bool(tokenizer))
+    return Weights("Hugging Face", model_config, tensors, tokenizer | (generation if tokenizer else {}), notes)
+
+
+def describe_generation(hf_config: dict[str, Any], files: Mapping[str, bytes], *, has_tokenizer: bool) -> list[str]:
+    """Name what of a folder says how to generate, and is not carried. Raises DataError."""
+    file, found = tokenizers.GENERATION_FILE, tokenizers.read_generation(files, "to import")
+    if found and not has_tokenizer:
+        return [f"{file} and the stop tokens are not carried, as they lie with a tokenizer and there is none"]
+    others = tokenizers.generation_of(hf_config)
+    return [
+        f"{key} is {json.dumps(value)[:60]} in config.json and {json.dumps(found.get(key))[:60]} in {file}, which is "
+        "what generate obeys; config.json's is not carried"
+        for key, value in others.items()
+        if found.get(key) != value
+    ]
 
 
 def download(name: str, trust_pickle: bool) -> Path:
@@ -216,7 +237,8 @@ def download(name: str, trust_pickle: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
+    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *VOCABULARY_FILES]
+    patterns += [*tokenizers.FILES, f"{tokenizers.NAMED_TEMPLATES}*.jinja"]
     try:
         # Asked first because it fails at once without a network, where a download tries for half a minute.
         files = [entry.rfilename for entry in huggingface_hub.HfApi().model_info(name, timeout=20).siblings or []]
@@ -281,6 +303,8 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
         for name, value in contents.items()
         if isinstance(value, dict)
     }
+    if tokenizer and (generation := tokenizers.generation_of(stored)):
+        tokenizer[tokenizers.GENERATION_FILE] = json.dumps(generation).encode()
     return Weights("LLM Foundry / Composer", model_config, tensors, tokenizer, notes)
 
 
@@ -403,7 +427,9 @@ def read_item(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
         raise CheckpointError(f"{folder}/{name}: compressed by an extension; save it without, or as one file")
     if Path(name).name != name or not (folder / name).is_file():
         raise CheckpointError(f"{folder}/{name}: missing; all files of the checkpoint must be in one folder")
-    with open(folder / name, "rb") as file:
+    with open(folder / name, "rb", opener=open_regular) as file:
+        if place.length > os.fstat(file.fileno()).st_size:
+            raise EOFError(f"{name} has fewer than {place.length:,} bytes")
         file.seek(place.offset)
         raw = file.read(place.length)  # os.pread would stop at 2 GiB
     return read_torch_file(raw, f"{folder}/{name}: {index.fqn}", is_trusted=True).content
@@ -433,14 +459,20 @@ def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> str:
     if out.path_here is None:
         return "its tokenizer is not carried to a URL"
     folder = out.path_here.resolve() / TOKENIZER
-    folder.mkdir(parents=True)
+    (folder / tokenizers.NAMED_TEMPLATES).mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     try:
-        fingerprint = tokenizers.load_tokenizer(folder).fingerprint
+        loaded = tokenizers.load_tokenizer(folder)
     except DataError as error:
         shutil.rmtree(folder)
         return f"its tokenizer is left out: {error}"
-    about.fingerprints["tokenizer"] = fingerprint
+    # Special tokens and chat templates, which may stand in files of their own, all in one: as a run keeps them.
+    shutil.rmtree(folder / tokenizers.NAMED_TEMPLATES)
+    (folder / tokenizers.CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
+    for name, content in ((tokenizers.CONFIG_FILE, loaded.config), (tokenizers.GENERATION_FILE, loaded.generation)):
+        if content:
+            write_json(folder / name, content)
+    about.fingerprints["tokenizer"] = loaded.fingerprint
     about.config["tokenizer"] = {"name": str(folder)}
     return ""

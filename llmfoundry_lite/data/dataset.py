@@ -33,7 +33,7 @@ from llmfoundry_lite.data.order import (
     SampleOrder,
     share_of_worker,
 )
-from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer
+from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer, check_length, length_in
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.shared_memory import (
     Registration,
@@ -44,7 +44,8 @@ from llmfoundry_lite.data.shared_memory import (
 )
 from llmfoundry_lite.data.stages import StagedOrder
 from llmfoundry_lite.data.streams import build_stages
-from llmfoundry_lite.errors import DataError, TransientDataError, UserError, one_line
+from llmfoundry_lite.errors import DataError, OtherDataError, TransientDataError, UserError, list_names, one_line
+from llmfoundry_lite.files import open_own
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
@@ -69,12 +70,14 @@ class TextDataset(IterableDataset):
         tokenizer: Tokenizer | None = None,
         share: tuple[int, int] | None = None,
         max_duration: str | int | None = None,
+        max_samples: int | None = None,
     ) -> None:
         """Open the data on all ranks together.
 
         `share` is this rank's part of each batch and the number of parts, where some ranks read the same samples. With
         `evaluation`, samples come in file order, each exactly once, and rows of `PAD_TOKEN` fill up the last batch.
-        `max_duration` is the run's, which a stage's `until: 0.8dur` is a part of.
+        `max_duration` is the run's, which a stage's `until: 0.8dur` is a part of. `max_samples` of an evaluation: the
+        first so many, on any number of ranks.
 
         Raises `DataError` for everything that is wrong with the data or with the arguments.
         """
@@ -89,8 +92,10 @@ class TextDataset(IterableDataset):
         self.max_seq_len = config.max_seq_len or max_seq_len
         self.global_batch_size = global_batch_size
         self.device_batch_size = global_batch_size // self.num_parts
-        self.same_every_epoch = evaluation
-        self.reader = RowReader(self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type)
+        self.same_every_epoch, self.max_samples = evaluation, max_samples
+        self.reader = RowReader(
+            self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type, config.allow_truncation
+        )
         self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
         self._lanes: Sequence[int] | None = None
         self._again: tuple[Sequence[int], int] = ((), 0)
@@ -149,7 +154,12 @@ class TextDataset(IterableDataset):
             allow_unhashed_shards=self.config.allow_unhashed_shards,
         )
         try:
-            np.save(self.registration.table_path, rows)
+            with open(self.registration.table_path, "xb", opener=open_own) as file:
+                np.save(file, rows)
+        except FileExistsError as error:
+            raise DataError(
+                f"{self.registration.table_path} is there already, and not this run's; try again"
+            ) from error
         except OSError:
             raise DataError(
                 f"no space left in {self.registration.path.parent} for the table of shards, about 150 bytes for each; "
@@ -167,6 +177,7 @@ class TextDataset(IterableDataset):
             seed=self.config.shuffle_seed,
             shuffle=self.config.shuffle and not self.same_every_epoch,
             drop_last=drop_last,
+            max_samples=self.max_samples,
             window_samples=self.config.shuffle_block_size or DEFAULT_WINDOW_SAMPLES,
         )
         if not order.num_batches:
@@ -204,11 +215,15 @@ class TextDataset(IterableDataset):
             for columns in self.cache.table.columns_of_stream(i):
                 if "tokens" not in columns and "text" not in columns:
                     raise DataError(
-                        f"{folder.path} has no column tokens or text, only {', '.join(columns)}; "
+                        f"{folder.path} has no column tokens or text, only {list_names(columns)}; "
                         "prepare it with `llmfoundry-lite data prepare`, or write one of the two columns"
                     )
                 if "tokens" not in columns and self.reader.tokenizer is None:
                     raise DataError(f"{folder.path} holds text, not tokens: name a tokenizer to read it")
+            for token_type in self.cache.table.token_types_of_stream(i):
+                if (length := length_in(token_type)) is not None:
+                    allow = self.config.allow_truncation
+                    check_length(length, self.max_seq_len, f"samples of {folder.path} have", allow_truncation=allow)
 
     def _describe(self) -> dict[str, Any]:
         """Describe the data that must be the same on all nodes, and its place on this one."""
@@ -321,9 +336,10 @@ class TextDataset(IterableDataset):
                 for folder, ours, name, theirs in zip(self.folders, here, names, there, strict=True)
                 if ours != theirs
             )
-        raise DataError(
+        raise OtherDataError(
             f"the data is not what the checkpoint was trained with: {what}; restore the data, "
-            "or begin a new run (load_weights_only=true takes the weights along)"
+            "or begin a new run (load_weights_only=true takes the weights along)",
+            difference=what,
         )
 
     def continue_with(

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 _under_way: "weakref.WeakSet[Generator[dict[str, Tensor]]]" = weakref.WeakSet()
 """Iterations that nobody has ended: their threads end before the interpreter takes its modules apart."""
@@ -136,7 +137,8 @@ def _prepare_worker(worker: int) -> None:
     gc.freeze()
     # SLURM sends a signal to every process of a step, not to the ranks alone. Only the first SIGTERM is ignored: torch
     # and multiprocessing end workers that way, each with one of its own.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in set(LEAVING_SIGNALS) - {signal.SIGTERM, signal.SIGINT}:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     # torch's workers look for their parent only between two batches. One that waits for another's download, when that
     # process was killed as well, would wait for ever.

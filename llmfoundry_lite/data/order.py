@@ -21,6 +21,7 @@ streams between releases (NEP 19), which would change the order of a run that mo
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,17 +71,21 @@ class SampleOrder:
     drop_last: bool = True
     """False keeps the incomplete last batch; the places it lacks hold `NO_SAMPLE`."""
 
+    max_samples: int | None = None
+    """The first so many, in file order; None: all."""
+
     window_samples: int = DEFAULT_WINDOW_SAMPLES
     """Samples that batches are drawn from at any time. A larger window mixes better and reads more shards."""
 
     def __post_init__(self) -> None:
         assert self.num_lanes > 0 and self.window_samples > 0 and self.seed >= 0
         assert len(self.shard_sizes_per_stream) == len(self.choose_per_stream)
+        assert self.max_samples is None or not self.shuffle
 
     @cached_property
     def num_samples(self) -> int:
         """Samples in an epoch, before the remainder is dropped."""
-        return int(sum(self.choose_per_stream))
+        return min(int(sum(self.choose_per_stream)), self.max_samples or sys.maxsize)
 
     @property
     def max_units(self) -> int:

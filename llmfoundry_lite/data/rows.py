@@ -1,5 +1,6 @@
 """Decoding of samples: columns -> a row of token ids. Shapes: t = max_seq_len."""
 
+import re
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,11 +24,45 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-class RowReader:
-    """Decoder of rows of one length. Raises DataError for one that is too short or has impossible ids."""
+def length_in(encoding: str) -> int | None:
+    """Return the tokens of each sample, where the type of the column tokens says it: `ndarray:uint16:2048`."""
+    found = re.fullmatch(r"ndarray:\w+:(\d+)", encoding)
+    return int(found[1]) if found else None
 
-    def __init__(self, max_seq_len: int, vocab_size: int | None, tokenizer: Tokenizer | None, token_type: str) -> None:
+
+def check_length(num_tokens: int, max_seq_len: int, what: str, *, allow_truncation: bool) -> None:
+    """Raise DataError for samples shorter than `max_seq_len`, and for longer ones, of which the rest would be lost."""
+    if num_tokens < max_seq_len:
+        raise DataError(
+            f"{what} {num_tokens} tokens, but max_seq_len is {max_seq_len}; set max_seq_len={num_tokens}, or prepare "
+            f"the data again with --max-seq-len {max_seq_len}"
+        )
+    if num_tokens > max_seq_len and not allow_truncation:
+        left_out = share_left_out(num_tokens, max_seq_len)
+        raise DataError(
+            f"{what} {num_tokens} tokens, and max_seq_len {max_seq_len} leaves {left_out} of the text out; set "
+            f"max_seq_len={num_tokens}, prepare the data again with --max-seq-len {max_seq_len}, or set "
+            "allow_truncation: true in the loader's dataset"
+        )
+
+
+def share_left_out(num_tokens: int, max_seq_len: int) -> str:
+    return f"{100 * (1 - max_seq_len / num_tokens):.3g} %"
+
+
+class RowReader:
+    """Decoder of rows of one length. Raises DataError for one of another length or with impossible ids."""
+
+    def __init__(
+        self,
+        max_seq_len: int,
+        vocab_size: int | None,
+        tokenizer: Tokenizer | None,
+        token_type: str,
+        allow_truncation: bool = False,
+    ) -> None:
         self.max_seq_len = max_seq_len
+        self.allow_truncation = allow_truncation
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.token_dtype = np.dtype(token_type)
@@ -45,11 +80,7 @@ class RowReader:
         if isinstance(tokens, bytes):
             tokens = self._numbers_of(tokens)
         check_whole_numbers(tokens)
-        if len(tokens) < self.max_seq_len:
-            raise DataError(
-                f"the sample has {len(tokens)} tokens, but max_seq_len is {self.max_seq_len}; set max_seq_len="
-                f"{len(tokens)}, or prepare the data again with --max-seq-len {self.max_seq_len}"
-            )
+        check_length(len(tokens), self.max_seq_len, "the sample has", allow_truncation=self.allow_truncation)
         tokens = tokens[: self.max_seq_len].astype(np.int64)
         self._check_vocabulary(tokens)
         return tokens

@@ -5,6 +5,8 @@ The index of 1.5 million shards (100 TB) takes about 12 s and 1.2 GB to read. It
 
 import hashlib
 import json
+import os
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from streaming.base.format.mds import MDSReader
 from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from streaming.base.hashing import is_hash
 
+from llmfoundry_lite.bounded import MAX_INDEX_BYTES, too_large
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.training.lean_imports import no_collection
@@ -29,6 +32,11 @@ NODE_COLUMNS = (("state", np.uint8), ("has_come", np.bool_), ("verified", np.uin
 SHARED = ("column_encodings", "column_names", "column_sizes", "compression", "format", "version")
 """Keys of a record that have the same value in most records."""
 NO_FILE = {"basename": "", "bytes": 0, "hashes": {}}
+MAX_QUOTED = 60
+RAW_NAME = re.compile(r"([^/.\0][^/\0]*/)*[^/.\0][^/\0]*\.mds")
+ZIP_NAME = re.compile(RAW_NAME.pattern + r"\.(br|bz2|gz|snappy|zstd)")
+"""Names of files that lie beside an index, or in folders there, as in a merged one. They become paths that are written:
+no part begins with a dot."""
 
 
 class ShardTable:
@@ -59,6 +67,12 @@ class ShardTable:
     def columns_of_stream(self, stream: int) -> list[list[str]]:
         """Name the columns of a stream's shards, for each kind of shard that it has."""
         return [self.kinds[kind]["column_names"] for kind in np.unique(self.of_stream(stream)["kind"])]
+
+    def token_types_of_stream(self, stream: int) -> set[str]:
+        """Return the types of the column tokens, as the index has them."""
+        kinds = [self.kinds[kind] for kind in np.unique(self.of_stream(stream)["kind"])]
+        types = [dict(zip(kind["column_names"], kind["column_encodings"], strict=True)) for kind in kinds]
+        return {names["tokens"] for names in types if "tokens" in names}
 
     def name(self, shard: int) -> str:
         return self.rows["raw_name"][shard].decode()
@@ -133,13 +147,15 @@ class _Index:
         self.kinds: list[dict[str, Any]] = []
         try:
             with no_collection(), open(path, encoding="utf-8", opener=open_regular) as file:
+                if os.fstat(file.fileno()).st_size > MAX_INDEX_BYTES:
+                    raise too_large(path, MAX_INDEX_BYTES, "an index")
                 # Each record becomes a tuple as soon as it is parsed: as dictionaries they take gigabytes.
                 content = json.load(file, object_hook=self._read_object)
             self.records: list[_Record] = content["shards"]
             is_index = content["version"] == 2 and all(isinstance(record, _Record) for record in self.records)
         except DataError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._wrong(f"is not an index of MDS version 2 ({error!r})") from error
         if not is_index or not self.records:
             raise self._wrong("is not an index of MDS version 2, or lists no shards")
@@ -205,12 +221,16 @@ class _Index:
         if not all(hashes.values()):  # an empty text is none
             hashes = {}
         sizes = record["samples"], raw["bytes"], zipped["bytes"]
-        for name, value in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, strict=True):
-            if type(value) is not int or not 0 <= value < 2**62:
-                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0")
-        for name in (raw["basename"], zipped["basename"]):
-            if name.startswith("/") or ".." in name:
-                raise self._wrong("names shards outside of its own folder")
+        for name, value, bits in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, (32, 32, 33), strict=True):
+            if type(value) is not int or not 0 <= value < 2**bits:  # places in a shard are 32-bit numbers
+                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0 and below 2^{bits}")
+        names = [(RAW_NAME, raw["basename"]), *([(ZIP_NAME, zipped["basename"])] if zipped is not NO_FILE else ())]
+        for pattern, name in names:
+            if not pattern.fullmatch(name):
+                raise self._wrong(
+                    f"names a shard {name[:MAX_QUOTED]!r}, expected a file beside it that ends in .mds, or in .mds and "
+                    "the name of a compression"
+                )
         return _Record(
             sizes[0],
             self._number_of_kind(record, [*hashes]),

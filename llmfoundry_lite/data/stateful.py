@@ -4,8 +4,10 @@
 adds the place, as torchdata's and torchtitan's loaders have it: `state_dict()` and `load_state_dict()`.
 """
 
+import json
 import os
 from collections.abc import Iterator
+from operator import index
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -14,10 +16,13 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import TextLoader, build_text_loader
-from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.exchange import rank_and_size
 from llmfoundry_lite.ranks.rank import this_rank
+
+OTHER_WORDS = {"batch_size": "global_batch_size, of all ranks together", "seed": "shuffle_seed", "path": "local"}
+"""Other libraries' words, too far from ours for spelling to find."""
 
 
 class StatefulLoader(TextLoader):
@@ -68,7 +73,7 @@ def open_dataset(
     num_workers: int = 0,
     pin_memory: bool = False,
     drop_last: bool = True,
-    tokenizer: str | None = None,
+    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
     **dataset: Any,
 ) -> StatefulLoader:
     """Open MDS shards as this rank's batches, for any training loop.
@@ -77,7 +82,8 @@ def open_dataset(
     [`train_loader.dataset`](data.md): `split`, `shuffle`, `shuffle_seed`, `streams`, `stages`, `remote`. Ranks are
     those of torch.distributed, all of which call this together. `rank` and `world_size` are for meshes whose ranks
     share data.
-    `drop_last=False` fills the last batch with rows of -100. `tokenizer` is for shards of text.
+    `drop_last=False` fills the last batch with rows of -100. `tokenizer` is for shards of text, each cut after
+    `max_seq_len` tokens: a folder, a Hub name, or a loaded model's `tokenizer`.
 
     >>> loader = lf.open_dataset("data/mine", split="train", shuffle=True, global_batch_size=8, max_seq_len=32)
     >>> for batch in loader:
@@ -97,21 +103,22 @@ def open_dataset(
     True
 
     Raises ConfigError for unknown words and impossible ranks. Raises DataError for data that cannot be read, and for a
-    batch that the ranks do not divide.
+    batch that the ranks do not divide. So it does for samples of another length. `allow_truncation=True` reads the
+    beginning of longer ones.
     """
-    for name, value in (("global_batch_size", global_batch_size), ("max_seq_len", max_seq_len)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"open_dataset: {name} is {value!r}, expected a whole number from 1 on")
-    words = {**dataset, **({} if local is None else {"local": os.fspath(local)})}
+    if word := next((one for one in dataset if one in OTHER_WORDS), None):
+        raise ConfigError(f"open_dataset: {word}: unknown word; did you mean {OTHER_WORDS[word]}?")
+    words = plain_words(dataset if local is None else {**dataset, "local": local})
     config = build_block(TextDatasetConfig, words, "open_dataset")
     opened = TextDataset(
         config,
-        max_seq_len=max_seq_len,
-        global_batch_size=global_batch_size,
+        max_seq_len=whole_number("open_dataset: max_seq_len", max_seq_len),
+        global_batch_size=whole_number("open_dataset: global_batch_size", global_batch_size),
         drop_last=drop_last,
-        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
+        tokenizer=tokenizer if isinstance(tokenizer, Tokenizer | None) else load_tokenizer(os.fspath(tokenizer)),
         share=_share(rank, world_size),
     )
+    num_workers = whole_number("open_dataset: num_workers", num_workers, least=0)
     return build_text_loader(opened, num_workers=num_workers, pin_memory=pin_memory, kind=StatefulLoader)
 
 
@@ -128,6 +135,24 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if rank is not None or world_size is not None:
             raise ConfigError("open_dataset: rank and world_size belong together; give both or neither")
         return here, size
-    if not 0 <= rank < world_size:
+    rank, world_size = whole_number("open_dataset: rank", rank, 0), whole_number("open_dataset: world_size", world_size)
+    if rank >= world_size:
         raise ConfigError(f"open_dataset: rank {rank} of {world_size} given, expected 0 to {world_size - 1}")
     return rank, world_size
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of any library's, as Python's. Raises ConfigError."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"{name} is {value!r}, expected a whole number from {least} on")
+    return number
+
+
+def plain_words(words: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a program as a YAML file would have them: paths as text, numpy's numbers as Python's."""
+    plain = lambda value: value.item() if hasattr(value, "item") else os.fsdecode(value)  # noqa: E731
+    return json.loads(json.dumps(words, default=plain))

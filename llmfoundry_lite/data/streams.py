@@ -18,12 +18,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from streaming import Stream
-from streaming.base.compression import decompress
 from streaming.base.format import FileInfo
 from streaming.base.format.mds import MDSReader
 from streaming.base.storage import CloudDownloader
 from streaming.base.util import retry
 
+from llmfoundry_lite.bounded import unpack_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import streams_of_stages
 from llmfoundry_lite.data.shared_memory import are_one_place
@@ -119,7 +119,7 @@ class ShardFolder:
         if damage:
             os.replace(self._download_whole(zipped), zip_path)
         part = os.path.join(self.path, part_name(raw.basename))
-        Path(part).write_bytes(decompress(reader.compression, Path(zip_path).read_bytes()))
+        unpack_shard(zip_path, reader, part)
         os.replace(part, raw_path)
         if self.remote and not self.stream.keep_zip and not self.why_only_copy(zipped, has_come=bool(damage)):
             _remove(zip_path)
@@ -276,6 +276,15 @@ def find_damage(path: str, info: FileInfo) -> str:
                 return f"its {name} is not the one in index.json"
             file.seek(0)
     return ""
+
+
+def unpack_shard(zip_path: str | Path, reader: MDSReader, path: str | Path) -> None:
+    """Unpack a shard into a new file, which is as `index.json` says. Raises DataError, or OSError for damage."""
+    assert reader.compression
+    unpack_at_most(zip_path, reader.compression, path, reader.raw_data.bytes)
+    if damage := find_damage(str(path), reader.raw_data):
+        os.remove(path)
+        raise DataError(f"{zip_path} unpacks to something else: {damage}")
 
 
 def part_name(name: str) -> str:

@@ -4,9 +4,11 @@ Everything goes through the `tokenizers` library and `tokenizer.json`. Importing
 is imported only for a tokenizer that has no `tokenizer.json` yet.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.data.wordcache import WordCache, build_word_cache
 from llmfoundry_lite.errors import DataError
 
@@ -30,10 +33,32 @@ CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 """File of its own in transformers 5; kept as tokenizer_config.json's key, which every release reads."""
-FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, CHAT_TEMPLATE_FILE)
+NAMED_TEMPLATES = "additional_chat_templates/"
+"""Folder of further ones, `NAME.jinja`; kept in the same key."""
+GENERATION_FILE = "generation_config.json"
+"""Names the tokens at which a model stops. It travels with the tokenizer, because it holds ids."""
+FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, CHAT_TEMPLATE_FILE, GENERATION_FILE)
+OPTIONAL_FILES = (CHAT_TEMPLATE_FILE, GENERATION_FILE)
+MODEL_FILE = "config.json"
+GENERATION_KEYS = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "min_length"),
+    *("max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("num_return_sequences", "encoder_no_repeat_ngram_size", "bad_words_ids", "output_scores", "suppress_tokens"),
+    *("return_dict_in_generate", "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id"),
+    *("exponential_decay_length_penalty", "begin_suppress_tokens"),
+)
+"""Keys of config.json that say how to generate, where there is no generation_config.json."""
+MAX_GENERATION_BYTES = 1 << 20
+
 
 VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 """Files of a vocabulary, in the layouts that we and `transformers` read."""
+
+
+def find_fingerprints(name: str) -> dict[str, str]:
+    """Return the tokenizer's fingerprint as checkpoints record it; nothing if it is not on this machine."""
+    return {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
 
 
 def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
@@ -45,29 +70,103 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     name = str(name_or_folder)
     if Path(name).is_dir():
         check_has_vocabulary(Path(name))
-        files = {file: path for file in FILES if (path := Path(name) / file).is_file()}
+        files = read_folder(Path(name))
     elif looks_like_a_path(name):
         raise DataError(f"tokenizer folder {name} does not exist; give a folder with a {TOKENIZER_FILE}, or a Hub name")
     else:
-        files = download_from_hub(name)
+        files = {file: _read(path) for file, path in download_from_hub(name).items()}
     if TOKENIZER_FILE not in files:
-        return convert_with_transformers(name)
-    return tokenizer_from_files({file: path.read_bytes() for file, path in files.items()}, name)
+        return convert_with_transformers(name, files)
+    return tokenizer_from_files(files, name)
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Return name and content of a tokenizer's files in the Hugging Face layout.
+
+    Where nothing else says how to generate, the model's config.json does: that part stands for GENERATION_FILE.
+    """
+    names = [*FILES, *(f"{NAMED_TEMPLATES}{path.name}" for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")))]
+    files = {name: _read(folder / name) for name in names if (folder / name).is_file()}
+    if GENERATION_FILE not in files and (folder / MODEL_FILE).is_file():
+        with contextlib.suppress(ValueError, RecursionError):  # who reads the model says what is wrong with it
+            found = generation_of(json.loads(_read(folder / MODEL_FILE)))
+            files |= {GENERATION_FILE: json.dumps(found).encode()} if found else {}
+    return files
+
+
+def _read(path: Path) -> bytes:
+    return read_at_most(path, MAX_TOKENIZER_BYTES, "a tokenizer")
+
+
+def generation_of(hf_config: Any) -> dict[str, Any]:
+    """Return the part of a config.json that says how to generate."""
+    known = hf_config if isinstance(hf_config, dict) else {}
+    return {key: known[key] for key in GENERATION_KEYS if known.get(key) is not None}
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
     """Make a tokenizer of the contents of its files. Raises DataError."""
-    file = TOKENIZER_FILE
     try:
-        backend = tokenizers.Tokenizer.from_buffer(files[file])
-        contents = []
-        for file in (CONFIG_FILE, SPECIAL_TOKENS_FILE):
-            contents.append(dict(json.loads(files.get(file, b"{}"))))
-        if (file := CHAT_TEMPLATE_FILE) in files:
-            contents[0]["chat_template"] = files[file].decode()
+        backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
     except Exception as error:  # the Rust side raises a bare Exception for whatever is wrong with the file
+        raise DataError(f"tokenizer {name}: {TOKENIZER_FILE} cannot be read ({error})") from error
+    return build_tokenizer(name, backend, read_config(files, name), read_generation(files, name))
+
+
+def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return tokenizer_config.json with the special tokens and chat templates of the other files. Raises DataError.
+
+    As in transformers, special_tokens_map.json counts more, unless the tokens stand in tokenizer_config.json itself.
+    """
+    config, special = _read_object(files, CONFIG_FILE, name), _read_object(files, SPECIAL_TOKENS_FILE, name)
+    special = {key: _as_in_config(value) for key, value in special.items() if value is not None}
+    named = {key: value for key, value in config.items() if value is not None}
+    config |= special | named if "added_tokens_decoder" in config else special
+    templates = {
+        "default" if file == CHAT_TEMPLATE_FILE else file.removeprefix(NAMED_TEMPLATES).removesuffix(".jinja"): content
+        for file, content in files.items()
+        if file == CHAT_TEMPLATE_FILE or file.startswith(NAMED_TEMPLATES)
+    }
+    try:
+        texts = [{"name": key, "template": content.decode()} for key, content in templates.items()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"tokenizer {name}: a chat template is not UTF-8 ({error})") from error
+    if texts:
+        config["chat_template"] = texts[0]["template"] if list(templates) == ["default"] else texts
+    return config
+
+
+def _as_in_config(value: Any) -> Any:
+    """Write a token of special_tokens_map.json as tokenizer_config.json has it."""
+    if isinstance(value, list):
+        return [_as_in_config(one) for one in value]
+    return {"__type": "AddedToken", **value} if isinstance(value, dict) and "content" in value else value
+
+
+def read_generation(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return generation_config.json. Raises DataError for one that is none, or whose stop tokens are no ids."""
+    if len(files.get(GENERATION_FILE, b"")) > MAX_GENERATION_BYTES:
+        raise DataError(
+            f"tokenizer {name}: {GENERATION_FILE} has {len(files[GENERATION_FILE]):,} bytes, expected at most "
+            f"{MAX_GENERATION_BYTES:,}; remove it"
+        )
+    generation = _read_object(files, GENERATION_FILE, name)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = generation.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int and one >= 0 for one in ids):
+            raise DataError(
+                f"tokenizer {name}: {GENERATION_FILE}: {key} is {json.dumps(value)[:60]}, expected the number of a "
+                "token, or a list of them; repair it"
+            )
+    return generation
+
+
+def _read_object(files: Mapping[str, bytes], file: str, name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(files.get(file, b"{}")))
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"tokenizer {name}: {file} cannot be read ({error})") from error
-    return build_tokenizer(name, backend, *contents)
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -91,7 +190,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
         show_progress=False,
     )
     backend.train_from_iterator(documents, trainer)
-    return build_tokenizer(f"train:{vocab_size}", backend, {"eos_token": END_OF_TEXT}, {})
+    return build_tokenizer(f"train:{vocab_size}", backend, {"eos_token": END_OF_TEXT})
 
 
 def is_local_or_cached(name: str | Path) -> bool:
@@ -117,7 +216,9 @@ class Tokenizer:
     pad_token: str | None = None
     """Named by its files; nothing is padded with it here."""
     config: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The content of `tokenizer_config.json`, kept for `save`."""
+    """The content of `tokenizer_config.json`, with all special tokens and chat templates; kept for `save`."""
+    generation: dict[str, Any] = field(default_factory=dict, repr=False)
+    """The content of `generation_config.json`; only its stop tokens count here."""
 
     @property
     def bos_token_id(self) -> int | None:
@@ -125,13 +226,41 @@ class Tokenizer:
         token = token_text(self.config.get("bos_token"))
         return None if token is None else self.backend.token_to_id(token)
 
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Ids at which a text that a model writes ends: the end of text, and those that a chat model has besides."""
+        ids = self.generation.get("eos_token_id")
+        return frozenset([self.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])])
+
+    @cached_property
+    def unk_token_id(self) -> int | None:
+        """Id of the token that stands for characters without one, where its files name it or its model has it."""
+        model = json.loads(self.backend.to_str())["model"]
+        token = token_text(self.config.get("unk_token")) or model.get("unk_token")
+        return model.get("unk_id") if token is None else self.backend.token_to_id(token)
+
     def encode(self, text: str) -> list[int]:
         """Return token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with self._naming_what_has_no_token():
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of several texts; the same as `encode`, without the cost of tracking character offsets."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._naming_what_has_no_token():
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @contextlib.contextmanager
+    def _naming_what_has_no_token(self) -> Iterator[None]:
+        """Raise DataError where the library raises a bare Exception: for text without a token, or an unknown one."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) is not Exception:  # such as a TypeError for what is no text
+                raise
+            raise DataError(
+                f"tokenizer {self.name} cannot encode a text ({error}); name its unknown token in {TOKENIZER_FILE}, or "
+                "choose a tokenizer that spells every text"
+            ) from error
 
     def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return token ids of several texts as uint32 arrays, as fast as this tokenizer allows."""
@@ -180,17 +309,19 @@ class Tokenizer:
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def save(self, folder: str | Path) -> None:
-        """Write the three files of the Hugging Face layout; `transformers.AutoTokenizer` loads the folder."""
+        """Write the files of the Hugging Face layout; `transformers.AutoTokenizer` loads the folder."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             (Path(folder) / name).write_bytes(content)
 
     def files(self) -> dict[str, bytes]:
-        """Return name and content of those three files."""
+        """Return name and content of those files: three, and GENERATION_FILE where there was one."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.config | {"eos_token": self.eos_token}
         texts = {TOKENIZER_FILE: self.backend.to_str(pretty=True)}
-        for name, content in ((CONFIG_FILE, config), (SPECIAL_TOKENS_FILE, {"eos_token": self.eos_token})):
+        contents = {CONFIG_FILE: config, SPECIAL_TOKENS_FILE: {"eos_token": self.eos_token}}
+        contents |= {GENERATION_FILE: self.generation} if self.generation else {}
+        for name, content in contents.items():
             texts[name] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         return {name: text.encode() for name, text in texts.items()}
 
@@ -210,9 +341,9 @@ class LazyTokenizer:
 
 
 def build_tokenizer(
-    name: str, backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, Any]
+    name: str, backend: tokenizers.Tokenizer, config: dict[str, Any], generation: dict[str, Any] | None = None
 ) -> Tokenizer:
-    """Build a Tokenizer from a loaded backend and its configuration files. Raises DataError."""
+    """Build a Tokenizer from a loaded backend, `read_config` and `read_generation`. Raises DataError."""
     # A file may carry the padding and truncation of its last user; neither may touch our documents.
     backend.no_padding()
     backend.no_truncation()
@@ -225,7 +356,7 @@ def build_tokenizer(
             f"tokenizer {name} has no ids but those of special and added tokens, so no text can be spelled with it; "
             "is its vocabulary file missing?"
         )
-    eos_token = token_text(config.get("eos_token")) or token_text(special_tokens.get("eos_token"))
+    eos_token = token_text(config.get("eos_token"))
     added_tokens = backend.get_added_tokens_decoder().values()
     if eos_token is None and any(token.content == END_OF_TEXT and token.special for token in added_tokens):
         eos_token = END_OF_TEXT
@@ -237,16 +368,15 @@ def build_tokenizer(
     eos_token_id = backend.token_to_id(eos_token)
     if eos_token_id is None:
         raise DataError(f"tokenizer {name}: its eos_token {eos_token!r} is not in its vocabulary; repair {CONFIG_FILE}")
-    if config.get("bos_token") is None and (bos_token := token_text(special_tokens.get("bos_token"))):
-        config = {**config, "bos_token": bos_token}  # which `save` keeps
     return Tokenizer(
         name=name,
         eos_token=eos_token,
         eos_token_id=eos_token_id,
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
         backend=backend,
-        pad_token=token_text(config.get("pad_token")) or token_text(special_tokens.get("pad_token")),
+        pad_token=token_text(config.get("pad_token")),
         config=config,
+        generation=generation or {},
     )
 
 
@@ -267,12 +397,13 @@ def download_from_hub(name: str) -> dict[str, Path]:
 
     cached = cached_files(name)
     here = {file: path for file, path in cached.items() if isinstance(path, Path)}
-    if None not in (path for file, path in cached.items() if file != CHAT_TEMPLATE_FILE):  # old caches lack that one
+    if None not in (path for file, path in cached.items() if file not in OPTIONAL_FILES):  # old caches lack those
         return here
     try:
         # Asked first because it fails at once without a network, where a download tries for half a minute.
-        present = {entry.rfilename for entry in huggingface_hub.HfApi().model_info(name, timeout=20).siblings or []}
-        return {file: Path(huggingface_hub.hf_hub_download(name, file)) for file in FILES if file in present}
+        present = [entry.rfilename for entry in huggingface_hub.HfApi().model_info(name, timeout=20).siblings or []]
+        wanted = [file for file in present if file in FILES or file.startswith(NAMED_TEMPLATES)]
+        return {file: Path(huggingface_hub.hf_hub_download(name, file)) for file in wanted}
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise DataError(
             f"tokenizer {name} is neither a local folder nor a repository on the Hugging Face Hub that you may read; "
@@ -303,13 +434,17 @@ def cached_files(name: str) -> dict[str, Path | bool | None]:
     return found
 
 
-def convert_with_transformers(name: str) -> Tokenizer:
-    """Let `transformers` convert a tokenizer without `tokenizer.json` (SentencePiece and older layouts)."""
+def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer:
+    """Let `transformers` convert a tokenizer without `tokenizer.json` (SentencePiece and older layouts).
+
+    Of the files that were `read`, it leaves GENERATION_FILE out.
+    """
     try:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+        with tempfile.TemporaryDirectory() as folder:
+            AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
+            files = read_folder(Path(folder))
     except Exception as error:  # it raises almost anything for a folder that holds no tokenizer
         if "trust_remote_code" in str(error):
             raise DataError(
@@ -319,7 +454,13 @@ def convert_with_transformers(name: str) -> Tokenizer:
         raise DataError(
             f"tokenizer {name} has no {TOKENIZER_FILE} and transformers cannot load it: {reason}"
         ) from error
-    return build_tokenizer(name, backend, {"eos_token": loaded.eos_token}, {"pad_token": loaded.pad_token})
+    if TOKENIZER_FILE not in files:
+        raise DataError(
+            f"tokenizer {name} has no {TOKENIZER_FILE}, and transformers writes none for its kind; choose a tokenizer "
+            f"with a {TOKENIZER_FILE}"
+        )
+    files |= {file: content for file, content in read.items() if file == GENERATION_FILE}
+    return tokenizer_from_files(files, name)
 
 
 def looks_like_a_path(name: str) -> bool:

@@ -28,6 +28,7 @@ from llmfoundry_lite.doctor.folder import SET_CLOCK
 from llmfoundry_lite.doctor.speed import measure_seconds
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.ranks.exchange import all_gather_single
+from llmfoundry_lite.ranks.start import use_loopback
 
 READY = "process group"
 CLOCKS = "clocks of the ranks"
@@ -147,6 +148,7 @@ def run_rank(rank: int, num_ranks: int, size: int, folder: str, limit_seconds: f
         "world_size": num_ranks,
         "timeout": timedelta(seconds=limit_seconds),
     }
+    use_loopback()
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -5,12 +5,12 @@
 Failures are part of it: whatever did not pass is named below the table.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.report.tables import Table
 
@@ -35,7 +35,7 @@ def describe_proofs(paths: Sequence[Path]) -> list[str]:
 def read_proof(path: Path) -> dict[str, Any]:
     """Read one file. Raises ConfigError if it is not there, or not of this format."""
     try:
-        proof = json.loads(path.read_text())
+        proof = read_json(path, "a proof")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--verified: {path} cannot be read ({error}); name files of scripts/gpu_check.py") from None
     needed = {"format", "part", "device", "torch", "date", "problems"}

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.foreign import load_any
@@ -33,6 +34,7 @@ from llmfoundry_lite.evaluation.records import (
     by_document,
     cut_at,
     has_categories,
+    lost_share,
     num_unasked,
     text_row,
     weights_of,
@@ -79,6 +81,8 @@ class Paired:
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # at a level, such as 0.05 for 95 %
     counts: significance.Counts | None = field(default=None, repr=False)  # of accuracies
     is_detected: bool = False
+    lost_text: float = 0.0  # bits per byte that text may be worth which one of two tokenizers does not spell
+    is_comparable: bool = True
     stage: Stage | None = None  # the look at which a sequential comparison stopped
 
     @property
@@ -91,6 +95,10 @@ class Paired:
         self.p_corrected, self.confidence, self.is_detected = p_corrected, 1 - level, self.p < level
         if (found := self.interval(level)) is not None:
             self.low, self.high = found
+        low, high = found or (self.difference, self.difference)
+        room = min(abs(low), abs(high)) if self.is_detected else max(abs(self.difference), (high - low) / 2)
+        self.is_comparable = not self.lost_text or self.lost_text < room
+        self.is_detected = self.is_detected and self.is_comparable
 
     @property
     def is_better(self) -> bool:
@@ -114,6 +122,8 @@ class Paired:
 
     @property
     def verdict(self) -> str:
+        if not self.is_comparable:
+            return "not comparable: text is lost"
         if self.is_detected:
             return f"{'better' if self.is_better else 'worse'} by {self.margin}"
         if self.stage is not None and is_within(self.stage.plan.margin, self.low, self.high):
@@ -192,7 +202,7 @@ def compare_files(
     first: str | os.PathLike[str],
     other: str | os.PathLike[str],
     *,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     all_metrics: bool = False,
     cluster: str | None = None,
 ) -> Pair:
@@ -208,10 +218,12 @@ def compare_files(
     >>> task.task, task.n, task.wins, task.losses, task.verdict
     ('arc_easy/0-shot', 100, 20, 0, 'better by 0.200 ± 0.093')
 
-    Both may be logs of lm-evaluation-harness or of Inspect; `cluster` names a field that their related rows share.
-    `skip` leaves tasks out. Raises DataError for results that cannot be compared; it names task and reason.
+    Both may be logs of lm-evaluation-harness or of Inspect; `cluster` names a field that their related rows share. A
+    folder stands for the one result in it. `skip` leaves a task or several out. Raises DataError for results that
+    cannot be compared; it names task and reason.
     """
-    return compare(load_any([Path(first), Path(other)], cluster), skip=skip, all_metrics=all_metrics)[0]
+    left_out = [skip] if isinstance(skip, str) else skip or ()
+    return compare(load_any([Path(first), Path(other)], cluster), skip=left_out, all_metrics=all_metrics)[0]
 
 
 def _compare_two(
@@ -279,8 +291,12 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
     ours, theirs = a["settings"], b["settings"]
     facts = [key for key in ("type", "num_fewshot", "tokenization", "metric") if a.get(key) != b.get(key)]
     found = [f"{key} {a.get(key)!r} against {b.get(key)!r}" for key in facts]
+    other_rows = _first_different("row", task, first, other)
     for key in {**ours, **theirs}:
-        if ours.get(key) != theirs.get(key) and key not in facts:
+        if key == "prompts" and all(str(one.get(key)).startswith("sha256:") for one in (ours, theirs)):
+            if ours[key] != theirs[key] and not other_rows:  # other rows have other prompts
+                found.append(f"their prompts{_first_different('prompt', task, first, other)}")
+        elif ours.get(key) != theirs.get(key) and key not in facts and key != "stop_tokens":  # the model's own
             counts = f" ({a['n']:,} items against {b['n']:,})" if key == "limit" else ""
             # max_seq_len is a setting only where a prompt did not fit into it.
             found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}{counts}")
@@ -293,10 +309,10 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
     # What is beyond the limit of a text was not read, so that other limits make other data.
     is_cut_elsewhere = is_text and any(limits) and (limits[0] != limits[1] or other_tokenizer)
     if a["data_fingerprint"] != b["data_fingerprint"] and not is_cut_elsewhere:
-        found.append(f"the data ({a['n']:,} items against {b['n']:,}{_where_different(task, first, other)})")
+        found.append(f"the data ({a['n']:,} items against {b['n']:,}{other_rows})")
     same_fingerprint = a["fingerprint"] == b["fingerprint"]
     if not found and not same_fingerprint and not (is_text and other_tokenizer):
-        found.append(f"fingerprint {a['fingerprint']} against {b['fingerprint']}")
+        found.append(f"what no setting tells (fingerprint {a['fingerprint']} against {b['fingerprint']})")
     if found:
         remedy = "evaluate both with one task file" if same_limit else "evaluate both without limit"
         raise DataError(
@@ -313,12 +329,22 @@ def refuse_if_different(task: str, first: Results, other: Results, left_out_by: 
             )
 
 
-def _where_different(task: str, first: Results, other: Results) -> str:
-    """Name the first item whose row is another, where the items say what their rows are."""
+def _first_different(what: str, task: str, first: Results, other: Results) -> str:
+    """Name the first item whose row, or prompt, is another. Logs of other tools have a hash of either; items of ours
+    have the length, place or text of their answers."""
+
+    def facts_of(item: Record) -> object:
+        if what == "prompt" or "row" in item:
+            return item.get(what)
+        return [item.get(key) for key in ("gold", "num_characters", "answers", "category")]
+
+    is_text = first.tasks[task]["type"] == "perplexity"  # in windows, which are a tokenizer's
     theirs = {item["index"]: item for item in other.items.get(task, [])}
     for item in first.items.get(task, []):
-        if "row" in item and item["row"] != theirs.get(item["index"], item)["row"]:
-            return f"; {item['id']} is another question"
+        found = theirs.get(item["index"])
+        if found is not None and ("row" in item or not is_text) and facts_of(item) != facts_of(found):
+            noun = "question" if what == "row" else "prompt"
+            return f"; {item.get('id') or 'row ' + str(item['index'] + 1)} is the first with another {noun}"
     return ""
 
 
@@ -391,6 +417,8 @@ def _decide(plan: Plan, look: int, task: str, first: Results, other: Results, me
     if level < (1 / significance.NUM_RESAMPLES if metric == BITS else 0):  # no bootstrap could be as sure
         return ""
     paired = _pair_task(task, first, other, metric)
+    if paired.lost_text:  # all that is there may not be enough to tell
+        return ""
     if paired.p < level:
         return "better" if paired.is_better else "worse"
     interval = paired.interval(level) if plan.margin is not None and level > 0 else None
@@ -482,6 +510,10 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
         needed=significance.documents_needed(deviation) if len(a) > 1 and deviation else None,
         error=found.error,
         interval=found.interval,
+        # Equal tokenizers lose the same. A byte takes 8 bits where nothing is predicted.
+        lost_text=8
+        * (lost_share(first.tasks[task]) + lost_share(other.tasks[task]))
+        * has_other_tokenizer(first, other),
     )
 
 
@@ -518,7 +550,7 @@ def text_units(task: str, first: Results, other: Results) -> tuple[Floats, Float
         raise DataError(f"{task}: {first.name} and {other.name} did not read the same documents")
     same_windows = [row[1] for row in rows[0]] == [row[1] for row in rows[1]]
     if len(documents[0]) == 1 and same_windows and not has_other_tokenizer(first, other):
-        return np.array(rows[0]), np.array(rows[1]), "windows"
+        return np.maximum(rows[0], [-math.inf, 1]), np.maximum(rows[1], [-math.inf, 1]), "windows"
     return by_document(first.items[task]), by_document(other.items[task]), "documents"
 
 
@@ -573,6 +605,9 @@ def _notes_on_task(paired: Paired, first: Results, other: Results) -> list[str]:
     ours, theirs = a.get("num_trimmed", 0), b.get("num_trimmed", 0)
     if ours != theirs:
         notes.append(f"contexts cut to fit: {ours:,} of {first.name}, {theirs:,} of {other.name}")
+    for result in (first, other):
+        if share := lost_share(result.tasks[task]):
+            notes.append(f"warning: the tokenizer of {result.name} loses {percent(share)} of the text")
     if counts is None:
         found, _, unit = text_units(task, first, other)
         if len(found) < MIN_DOCUMENTS:

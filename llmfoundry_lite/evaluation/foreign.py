@@ -21,12 +21,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import zstandard
-
+from llmfoundry_lite.bounded import (
+    MAX_JSON_BYTES,
+    MAX_LOG_BYTES,
+    TooLargeError,
+    open_unpacked,
+    parse_json,
+    read_at_most,
+    read_file_at_most,
+    read_lines_at_most,
+    too_large,
+)
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation.records import BITS, Record, bits_per_byte, by_document, hash_of, mean_and_error
 from llmfoundry_lite.evaluation.results import Results, load_results, read_results
 from llmfoundry_lite.evaluation.tasks import fingerprint, join_rows
+from llmfoundry_lite.files import open_regular
 
 OURS, LM_EVAL, INSPECT = "llmfoundry-lite", "lm-eval", "Inspect"
 SAMPLES = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
@@ -37,6 +47,9 @@ NO_METRICS = {
 """Keys of a sample of lm-eval's that are no metric. Releases before `metrics` do not list those."""
 LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 """Inspect's values for correct, partial, incorrect and no answer, and the words that it counts as such."""
+IN_PARTS = (
+    "convert a log of Inspect, to be read sample by sample: inspect log convert --to eval --output-dir FOLDER FILE"
+)
 ZSTANDARD = 93
 """The ZIP format's number for it; Python's zipfile knows it from 3.14 on."""
 
@@ -58,6 +71,7 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
 
     Raises DataError for what cannot be read, or cannot be compared item by item.
     """
+    paths = [result_in(path) for path in paths]
     tools = {path: tool_of(path) for path in paths}
     first = paths[0]
     if other := next((path for path in paths if tools[path] != tools[first]), None):
@@ -82,6 +96,29 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
     return found
 
 
+def result_in(path: Path) -> Path:
+    """Return the one result within an output folder: lm_eval writes OUT/MODEL/samples_*, we SUITE/MODEL.json.
+
+    Any other path is returned as it is. Raises DataError for a folder with several, and for averages without samples.
+    """
+    if not path.is_dir() or tool_of(path) != OURS:
+        return path
+    files = [file for depth in ("", "*/", "*/*/") for file in sorted(path.glob(f"{depth}*")) if file.is_file()]
+    averages = [file for file in files if file.match("results_*.json")]
+    found = [file.parent for file in files if file.match("samples_*.jsonl") or file.suffix == ".eval"]
+    found += [file for file in files if file.with_name(f"{file.stem}.items.jsonl") in files and file.suffix == ".json"]
+    found = list(dict.fromkeys(found))
+    if len(found) > 1:
+        names = ", ".join(str(one.relative_to(path)) for one in found[:6]) + ", …" * (len(found) > 6)
+        raise DataError(f"{path} holds {len(found)} results: {names}; name one of them")
+    if not found and averages:
+        raise DataError(
+            f"{path}: {averages[0].relative_to(path)} has averages alone, and no samples_*.jsonl lies beside it; run "
+            "lm_eval again with --log_samples"
+        )
+    return found[0] if found else path
+
+
 def tool_of(path: Path) -> str:
     """Return the tool whose results are at `path`, by its names and keys; ours unless it is seen to be another's."""
     if path.is_dir():
@@ -93,9 +130,11 @@ def tool_of(path: Path) -> str:
     if path.suffix in (".jsonl", ".eval") and not path.name.endswith(".items.jsonl"):
         return LM_EVAL if path.suffix == ".jsonl" else INSPECT
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return OURS
+        facts = parse_json(read_at_most(path, MAX_JSON_BYTES, "results in JSON", IN_PARTS))
+    except TooLargeError:
+        raise
+    except (OSError, ValueError):
+        return OURS  # whose reader says why
     if not isinstance(facts, dict):
         return OURS
     if isinstance(facts.get("eval"), dict):
@@ -160,26 +199,23 @@ def _read_lm_eval(file: Path, cluster: str | None) -> Log:
     named, facts = SAMPLES.fullmatch(file.name), {}
     task = named["task"] if named else file.stem.removeprefix("samples_")
     if named and (about_all := sorted(file.parent.glob(f"*_{named['date']}.json"))):  # unless it was moved away
-        facts = _read_json(about_all[0].read_bytes(), str(about_all[0]))
-    try:
-        # Not splitlines(), which also splits at characters that JSON allows inside a text, such as U+2028.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    samples = [_read_json(line, f"{file}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
-    if not samples:
-        raise DataError(f"{file} has no samples; expected a line for each item, as lm_eval --log_samples writes them")
-    has_filters = len({str(sample.get("filter", "none")) for sample in samples}) > 1
+        facts = _read_json(read_at_most(about_all[0], MAX_JSON_BYTES, "results"), str(about_all[0]))
     directions = (facts.get("higher_is_better") or {}).get(task) or {}
     rows: dict[int, Row] = {}
     seen: set[tuple[int, str]] = set()
-    for sample in samples:
-        row = _lm_eval_row(sample, str(file), has_filters, directions, cluster)
+    for sample in _lm_eval_samples(file):  # one at a time: as objects, all take many times the file's bytes
+        row = _lm_eval_row(sample, str(file), directions, cluster)
         key = (row.index, str(sample.get("filter", "none")))
         if key in seen:
             raise DataError(f"{file} has {row.id} twice; is it two logs in one? Give a log of one evaluation")
         seen.add(key)
         rows[row.index] = row._replace(values={**(rows[row.index].values if row.index in rows else {}), **row.values})
+    if not rows:
+        raise DataError(f"{file} has no samples; expected a line for each item, as lm_eval --log_samples writes them")
+    if len(filters := {name for _, name in seen}) == 1:  # then metrics are not named after it
+        suffix = f",{filters.pop()}"
+        for index, row in rows.items():
+            rows[index] = row._replace(values={key.removesuffix(suffix): one for key, one in row.values.items()})
     sizes = (facts.get("n-samples") or {}).get(task) or {}
     settings = {
         "limit": sizes["effective"] if sizes.get("effective", 0) < sizes.get("original", 0) else None,
@@ -197,7 +233,18 @@ def _read_lm_eval(file: Path, cluster: str | None) -> Log:
     return Log(task, str(facts["model_name"]) if facts.get("model_name") else None, *built, model)
 
 
-def _lm_eval_row(sample: Record, where: str, names_filter: bool, directions: Record, cluster: str | None) -> Row:
+def _lm_eval_samples(file: Path) -> Iterator[Record]:
+    try:
+        for number, line in enumerate(read_lines_at_most(file, MAX_LOG_BYTES, "a log"), start=1):
+            if line.strip():
+                yield _read_json(line, f"{file}, line {number}")
+    except TooLargeError:
+        raise
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _lm_eval_row(sample: Record, where: str, directions: Record, cluster: str | None) -> Row:
     for key in ("doc_id", "doc", "doc_hash", "arguments"):
         if key not in sample:
             raise DataError(
@@ -213,7 +260,7 @@ def _lm_eval_row(sample: Record, where: str, names_filter: bool, directions: Rec
         if name == BITS and isinstance(value, list) and len(value) == 2 and all(map(_is_finite, value)):
             text = (-value[0], value[1])
         elif directions.get(name, True) and (number := _number(value)) is not None:
-            values[f"{name},{row_filter}" if names_filter else name] = number
+            values[f"{name},{row_filter}"] = number
     return Row(
         index=index,
         id=f"item {index}",
@@ -235,23 +282,27 @@ def _inspect_logs(path: Path) -> list[Path]:
     return [*sorted(path.glob("*.eval")), *(file for file in others if tool_of(file) == INSPECT)]
 
 
-def _open_inspect(file: Path) -> tuple[Record, list[Record]]:
-    """Return a finished log's header, and its samples. Raises DataError."""
+@contextmanager
+def _open_inspect(file: Path) -> Iterator[tuple[Record, Iterator[Record]]]:
+    """Yield a finished log's header, and its samples one by one. Raises DataError."""
     try:
         if file.suffix == ".json":
-            header = _read_json(file.read_bytes(), str(file))
-            samples = header.get("samples") or []
-        else:
-            with zipfile.ZipFile(file) as archive:
-                names = archive.namelist()
-                if "header.json" not in names:
-                    raise DataError(f"{file} has no header.json: the evaluation did not end; run it again")
-                read = partial(read_member, archive)
-                header = _read_json(read("header.json"), f"{file}: header.json")
-                found = [name for name in names if name.startswith("samples/")]
-                samples = [_read_json(read(name), f"{file}: {name}") for name in found]
-    except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile, zstandard.ZstdError) as error:
+            header = _read_json(read_at_most(file, MAX_JSON_BYTES, "a log in JSON"), str(file))
+            yield _check_header(header, file), iter(header.get("samples") or [])
+            return
+        with open(file, "rb", opener=open_regular) as packed, zipfile.ZipFile(packed) as archive:
+            names = archive.namelist()
+            if "header.json" not in names:
+                raise DataError(f"{file} has no header.json: the evaluation did not end; run it again")
+            header = _read_json(read_member(archive, "header.json"), f"{file}: header.json")
+            yield _check_header(header, file), _samples_of(archive, str(file))
+    except UserError:
+        raise
+    except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{file} cannot be read as a log of Inspect: {error}") from error
+
+
+def _check_header(header: Record, file: Path) -> Record:
     if not isinstance(header.get("eval"), dict):
         raise DataError(f"{file} is no log of Inspect: it has no 'eval'")
     if header.get("status") != "success":
@@ -259,36 +310,56 @@ def _open_inspect(file: Path) -> tuple[Record, list[Record]]:
             f"{file}: the evaluation has status {header.get('status')!r}, expected 'success'; finish it: inspect "
             "eval-retry"
         )
-    return header, samples
+    return header
+
+
+def _samples_of(archive: zipfile.ZipFile, where: str) -> Iterator[Record]:
+    room = MAX_LOG_BYTES
+    for name in archive.namelist():
+        if name.startswith("samples/"):
+            content = read_member(archive, name)
+            if (room := room - len(content)) < 0:
+                raise too_large(where, MAX_LOG_BYTES, "a log, unpacked")
+            yield _read_json(content, f"{where}: {name}")
 
 
 def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return the content of a file of a ZIP archive, which newer releases of Inspect compress with Zstandard."""
-    info = archive.getinfo(name)
+    """Return the content of a file of a ZIP archive, which newer releases of Inspect compress with Zstandard.
+
+    Raises DataError for more than MAX_JSON_BYTES, and for a compression that Inspect does not use: Python unpacks a
+    block of bzip2 whole, 4 kB of which may have gigabytes.
+    """
+    info, where = archive.getinfo(name), f"{archive.filename}: {name}"
+    if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with archive.open(info) as content:
+            return read_file_at_most(content, MAX_JSON_BYTES, where, "a sample")
     if info.compress_type != ZSTANDARD:
-        return archive.read(info)
+        raise DataError(f"{where} is compressed by ZIP's method {info.compress_type}, expected deflate or Zstandard")
     file = archive.fp
     assert file is not None
     file.seek(info.header_offset)
     local = file.read(30)  # whose name and extra field may be of other lengths than the directory's
     file.seek(int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little"), io.SEEK_CUR)
-    packed = file.read(info.compress_size)
-    return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True).read()
+    packed = file.read(min(info.compress_size, MAX_JSON_BYTES))
+    with open_unpacked(io.BytesIO(packed), "zstd") as content:
+        return read_file_at_most(content, MAX_JSON_BYTES, where, "a sample")
 
 
 def _read_inspect(file: Path, cluster: str | None) -> Log:
-    header, samples = _open_inspect(file)
-    spec, plan = header["eval"], header.get("plan") or {}
-    config = spec.get("config") or {}
-    if not samples:
-        raise DataError(f"{file} has no samples; log them: inspect eval without --no-log-samples")
-    reducers = config.get("epochs_reducer")
-    if reducers and "mean" not in reducers:
-        raise DataError(f"{file}: epochs_reducer is {', '.join(reducers)}; compare takes the mean of a sample's epochs")
     epochs: dict[str, list[Row]] = {}
-    for sample in samples:
-        row = _inspect_row(sample, str(file), cluster)
-        epochs.setdefault(json.dumps(sample["id"]), []).append(row)  # 1 and "1" are two samples
+    with _open_inspect(file) as (header, samples):
+        spec, plan = header["eval"], header.get("plan") or {}
+        config = spec.get("config") or {}
+        reducers = config.get("epochs_reducer")
+        if reducers and "mean" not in reducers:
+            raise DataError(
+                f"{file}: epochs_reducer is {', '.join(reducers)}; compare takes the mean of a sample's epochs"
+            )
+        for sample in samples:
+            row = _inspect_row(sample, str(file), cluster)
+            epochs.setdefault(json.dumps(sample["id"]), []).append(row)  # 1 and "1" are two samples
+    if not epochs:
+        raise DataError(f"{file} has no samples; log them: inspect eval without --no-log-samples")
     rows = [_mean_of(rows) for rows in epochs.values()]
     is_cut = config.get("limit") is not None and len(rows) < ((spec.get("dataset") or {}).get("samples") or math.inf)
     settings = {
@@ -359,7 +430,7 @@ def _build(
     has_clusters = any(groups) or first != list(range(len(rows)))
     items: list[Record] = []
     for row in scored:
-        item: Record = {"task": task, "index": row.index, "id": row.id, "row": row.row}
+        item: Record = {"task": task, "index": row.index, "id": row.id, "row": row.row, "prompt": row.prompt}
         item |= {"cluster": of_row[row.index]} if has_clusters else {}
         item |= {name: row.values[name] for name in metrics} if not is_text else {}
         if is_text and row.text is not None:
@@ -423,8 +494,8 @@ def _refuse_other_layouts(file: Path, tool: str) -> Iterator[None]:
 
 def _read_json(text: str | bytes, where: str) -> Record:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(text)
+    except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"{where} is no JSON object")

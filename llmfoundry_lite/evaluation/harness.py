@@ -179,9 +179,9 @@ class Asker:
         """Return a record for each item."""
         progress = partial(on_progress, task.name)
         if task.kind in GENERATION:
-            num_tokens, stops = task.config.max_new_tokens, task.config.early_stopping_criteria
-            assert num_tokens is not None, "tasks.prepare fills it in"
-            prompts = [Prompt(item.requests[0].context, num_tokens, stops) for item in task.items]
+            max_new_tokens, stops = task.config.max_new_tokens, task.config.early_stopping_criteria
+            assert max_new_tokens is not None, "tasks.prepare fills it in"
+            prompts = [Prompt(item.requests[0].context, max_new_tokens, stops) for item in task.items]
             texts = generate_answers(self.model, self.tokenizer, task.name, prompts, self.share, progress)
             return [
                 generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
@@ -233,7 +233,7 @@ class Prompt(NamedTuple):
     """Tokens after which the model writes greedily: up to so many, the end of text or one of the texts `stops`."""
 
     context: Sequence[int]
-    num_tokens: int
+    max_new_tokens: int
     stops: Sequence[str] = ()
 
 
@@ -272,7 +272,7 @@ def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> st
 
     Ranks go on until all are done or one has failed: those of a sharded model compute together, equally many tokens.
     """
-    tokens: Iterator[int] | None = islice(model.generate(prompt.context, prompt.num_tokens), prompt.num_tokens)
+    tokens: Iterator[int] | None = islice(model.generate(prompt.context, prompt.max_new_tokens), prompt.max_new_tokens)
     written: list[int] = []
     answer: str | None = None
     while True:
@@ -287,7 +287,7 @@ def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> st
             continue
         if answer is not None:
             continue
-        if token is None or token == tokenizer.eos_token_id:
+        if token is None or token in tokenizer.stop_token_ids:
             answer = tokenizer.decode(written)
             continue
         written.append(token)

@@ -106,6 +106,8 @@ class CheckpointLM(TemplateLM):
         self.batch_tokens = arguments.device_batch_tokens or BATCH_TOKENS[self._device.type]
         self._encode = lru_cache(4096)(subject.tokenizer.encode)  # the choices of an item share their context
         self._beginning = subject.tokenizer.beginning
+        self._asked: Any = []
+        """lm_eval's request of each pair of tokens that `_loglikelihood_tokens` gets."""
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
@@ -126,11 +128,20 @@ class CheckpointLM(TemplateLM):
         """Return token ids. A special token spelled out in the text is text; the template's beginning comes first."""
         return [*(self._beginning if add_special_tokens is not False else []), *self._encode(string)]
 
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return (nats, whether every token is the likeliest) of each request's answer. Raises DataError."""
+        self._asked = requests
+        for request in requests:
+            if not "".join(request.args):
+                raise DataError(f"{name_of(request)} has no text at all; leave the task out, or repair the item")
+        return super().loglikelihood(requests, disable_tqdm)
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Return (nats, whether every token is the likeliest) of each (texts, context, answer), in order."""
-        asked = [self._fit(context, answer) for _, context, answer in requests]
+        named = zip(self._asked, requests, strict=True)
+        asked = [self._fit(context, answer, name_of(request)) for request, (_, context, answer) in named]
         if num_cut := sum(request.num_trimmed > 0 for request in asked):
             _note(f"{num_cut:,} of {len(asked):,} contexts are cut from the left to fit {self.max_length:,} tokens")
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -143,27 +154,31 @@ class CheckpointLM(TemplateLM):
         found = dict(zip(order, scores, strict=True))
         return [(found[number].log_probability, found[number].is_greedy) for number in range(len(asked))]
 
-    def _fit(self, context: Sequence[int], answer: Sequence[int]) -> Request:
+    def _fit(self, context: Sequence[int], answer: Sequence[int], name: str) -> Request:
         context = context or [self.prefix_token_id]  # a text of spaces, which lm_eval counts to the answer
         room = self.max_length + 1 - len(answer)  # the last token is predicted and never read
         if not answer:
-            raise DataError("lm_eval: a request has an answer without tokens; expected text that is not in its context")
+            raise DataError(
+                f"{name}: the answer has no token of its own: it is empty, or one token joins it to its context; leave "
+                "the task out, or begin the answer with a space"
+            )
         if room < 1:
             raise DataError(
-                f"lm_eval: an answer has {len(answer):,} tokens, and the model reads {self.max_length:,}; leave the "
+                f"{name}: the answer has {len(answer):,} tokens, and the model reads {self.max_length:,}; leave the "
                 "task out"
             )
-        check_tokens(self.model, (*context, *answer), "lm_eval")
+        check_tokens(self.model, (*context, *answer), name)
         return Request(tuple(context[-room:]), tuple(answer), 0, max(0, len(context) - room))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability (nats) of each text, in windows as lm_eval's own models have them."""
-        windows, owners = [], []
+        windows, owners, self._asked = [], [], []
         for owner, (text,) in enumerate(request.args for request in requests):
             tokens = self.tok_encode(text)
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(owner)
+                self._asked.append(requests[owner])
         sums = [0.0] * len(requests)
         scores = self._loglikelihood_tokens(windows, disable_tqdm) if windows else []
         for owner, (nats, _) in zip(owners, scores, strict=True):
@@ -172,23 +187,23 @@ class CheckpointLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes greedily after each context. Raises DataError for settings that sample."""
-        prompts = [self._prompt(*request.args) for request in requests]
+        prompts = [self._prompt(name_of(request), *request.args) for request in requests]
         with self._progress("generate_until", len(prompts), disable_tqdm) as move:
             return generate_answers(self.model, self.subject.tokenizer, "lm_eval", prompts, self.share, move)
 
-    def _prompt(self, context: str, given: dict[str, Any]) -> Prompt:
+    def _prompt(self, name: str, context: str, given: dict[str, Any]) -> Prompt:
         settings: dict[str, Any] = normalize_gen_kwargs(given, self.max_gen_toks)
         for key, value in settings.items():
             if key not in WITHOUT_EFFECT and value not in GREEDY.get(key, ()):
                 raise DataError(
-                    f"lm_eval: generation_kwargs has {key} {value!r}, and answers are written greedily, a token at a "
+                    f"{name}: generation_kwargs has {key} {value!r}, and answers are written greedily, a token at a "
                     f"time; expected {', '.join((*WITHOUT_EFFECT, 'do_sample: false'))} alone"
                 )
         num_tokens = settings["max_gen_toks"]
         room = self.max_length - num_tokens
         if room < 1 or num_tokens < 1:
             raise DataError(
-                f"lm_eval: max_gen_toks is {num_tokens:,}, and the model reads {self.max_length:,} tokens, prompt "
+                f"{name}: max_gen_toks is {num_tokens:,}, and the model reads {self.max_length:,} tokens, prompt "
                 "included; set a smaller one: --gen_kwargs max_gen_toks=…"
             )
         stops = [stop for stop in handle_stop_sequences(settings.get("until"), eos=None) if stop]
@@ -216,6 +231,11 @@ class CheckpointLM(TemplateLM):
     def _progress(self, what: str, total: int, is_off: bool) -> Iterator[Callable[[int, int], Any]]:
         with tqdm(total=total, desc=f"Running {what} requests", disable=is_off or self.share[0] > 0) as bar:
             yield lambda done, _: bar.update(done - bar.n)
+
+
+def name_of(request: Any) -> str:
+    """Name a request of lm_eval by its task and item: all tasks' requests come at once."""
+    return f"lm_eval: {request.task_name}, item {request.doc_id}"
 
 
 def _device_type(asked: str | None, world_size: int) -> str:

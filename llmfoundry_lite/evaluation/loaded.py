@@ -2,9 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from operator import index
 from threading import Lock
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError, either
-from llmfoundry_lite.evaluation.models import DTYPES, Subject, TreeModel, load_subject
+from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
 from llmfoundry_lite.evaluation.packing import pack
 from llmfoundry_lite.evaluation.scoring import check_tokens, score_tokens, text_separator
 from llmfoundry_lite.evaluation.tasks import Request, document_of, windows_of
@@ -24,6 +25,9 @@ from llmfoundry_lite.models.mpt import MPT
 
 MAX_BATCH_TOKENS = 4096
 """Tokens of a forward pass, or one text's if that is longer."""
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+PRECISIONS = _DTYPES | {name: name for name in _DTYPES.values()}
+"""Names of a dtype -> its precision."""
 INCOMPLETE = "\ufffd"
 """A decoder's stand-in for a character whose bytes have not all arrived."""
 _one_at_a_time = Lock()
@@ -46,8 +50,13 @@ class LoadedModel:
     def __repr__(self) -> str:
         return f"<{type(self.model).__name__} from {self.source}>"
 
-    def logprobs(self, texts: Sequence[str]) -> list[NDArray[np.float32]]:
-        """Return the log-probability of each token of each text, in nats, given all before it.
+    @overload
+    def logprobs(self, texts: str) -> NDArray[np.float32]: ...
+    @overload
+    def logprobs(self, texts: Iterable[str]) -> list[NDArray[np.float32]]: ...
+
+    def logprobs(self, texts: str | Iterable[str]) -> NDArray[np.float32] | list[NDArray[np.float32]]:
+        """Return the log-probability of each token of a text, in nats, given all before it; of a list of texts, a list.
 
         Tokens are those of `tokenizer.encode(text)`. The first one follows the token that begins or ends a text. A text
         that is longer than the context is read in windows, as in rolling perplexity. An empty text has no tokens.
@@ -57,13 +66,11 @@ class LoadedModel:
         >>> len(short) == len(model.tokenizer.encode("def one():")), len(empty), bool((short < 0).all())
         (True, 0, True)
 
-        Raises DataError for tokens that the model does not have.
+        Raises ConfigError for what is no text, DataError for tokens that the model does not have.
         """
-        if isinstance(texts, str):
-            raise TypeError("logprobs takes a list of texts, not one text")
-        scorable, owners, requests = self._subject.model, list[int](), list[Request]()
-        for number, text in enumerate(texts):
-            document = document_of(_checked(text), self.tokenizer)
+        scorable, owners, requests, asked = self._subject.model, list[int](), list[Request](), _texts("logprobs", texts)
+        for number, text in enumerate(asked):
+            document = document_of(text, self.tokenizer)
             check_tokens(scorable, document.ids, self.source)
             for request in windows_of(document, self.tokenizer, scorable.max_seq_len):
                 owners.append(number)
@@ -74,56 +81,86 @@ class LoadedModel:
             for batch in pack([[request] for request in requests], MAX_BATCH_TOKENS, shares=False):
                 for number, value, _ in score_tokens(scorable, batch, separator):
                     values[number].append(value)
-        found: list[list[float]] = [[] for _ in texts]
+        found: list[list[float]] = [[] for _ in asked]
         for owner, some in zip(owners, values, strict=True):
             found[owner] += some
-        return [np.array(some, np.float32) for some in found]
+        arrays = [np.array(some, np.float32) for some in found]
+        return arrays[0] if isinstance(texts, str) else arrays
 
-    # The settings of sampling, each with a default.
+    @overload
     def generate(
         self,
         prompt: str = "",
-        num_tokens: int = 200,
+        max_new_tokens: int = 200,
         *,
         temperature: float = 0.8,
         top_k: int | None = 50,
         top_p: float | None = None,
         seed: int = 0,
-    ) -> str:
-        """Return the text that follows `prompt`: up to `num_tokens` tokens, or to the end of text.
+    ) -> str: ...
+    @overload
+    def generate(
+        self,
+        prompt: Iterable[str],
+        max_new_tokens: int = 200,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[str]: ...
 
-        Temperature 0 takes the likeliest token. The same seed gives the same text again.
+    # The settings of sampling, each with a default.
+    def generate(
+        self,
+        prompt: str | Iterable[str] = "",
+        max_new_tokens: int = 200,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> str | list[str]:
+        """Return the text that follows `prompt`: up to `max_new_tokens` tokens, or to the end of text.
+
+        Temperature 0 takes the likeliest token. The same seed gives the same text again. A list of prompts gives a
+        list, each text as if its prompt were given alone.
 
         >>> model = lf.load("runs/tiny")
-        >>> model.generate("def ", 8, seed=1) == model.generate("def ", 8, seed=1)
+        >>> model.generate("def ", max_new_tokens=8, seed=1) == model.generate("def ", max_new_tokens=8, seed=1)
         True
+        >>> len(model.generate(["def ", "import "], max_new_tokens=8))
+        2
 
-        Raises DataError for a model that transformers alone can run, ConfigError for numbers that cannot be.
+        Raises DataError for a model that transformers alone can run, ConfigError for settings that cannot be.
         """
-        if (
-            not temperature >= 0
-            or num_tokens < 0
-            or (1 if top_k is None else top_k) < 1
-            or not 0 < (1 if top_p is None else top_p) <= 1
-        ):
+        try:
+            num, draws, among = index(max_new_tokens), index(seed), None if top_k is None else index(top_k)
+            can_be = temperature >= 0 and num >= 0 and (among is None or among >= 1) and abs(draws) < 2**63
+            can_be = can_be and (top_p is None or 0 < top_p <= 1)
+        except TypeError:
+            can_be = False
+        if not can_be:
             raise ConfigError(
-                f"generate: num_tokens {num_tokens}, temperature {temperature}, top_k {top_k}, top_p {top_p} given, "
-                "expected 0 or more, 0 or more, 1 or more, and above 0 and up to 1"
+                f"generate: max_new_tokens {max_new_tokens!r}, temperature {temperature!r}, top_k {top_k!r}, top_p "
+                f"{top_p!r}, seed {seed!r} given, expected a whole number from 0 on, 0 or more, a whole number from 1 "
+                "on or None, above 0 and up to 1 or None, and a whole number"
             )
-        model = model_of(self._subject)
-        check_tokens(self._subject.model, self.tokenizer.encode(_checked(prompt)), self.source)
-        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        device = self._subject.model.device
+        model, device, asked = model_of(self._subject), self._subject.model.device, _texts("generate", prompt)
+        for text in asked:
+            check_tokens(self._subject.model, self.tokenizer.encode(text), self.source)
+        sampling = {"temperature": temperature, "top_k": among, "top_p": top_p, "seed": draws, "device": device}
         with _one_at_a_time:
-            return "".join(generate_text(model, self.tokenizer, prompt, num_tokens, device=device, **sampling))
+            texts = ["".join(generate_text(model, self.tokenizer, text, num, **sampling)) for text in asked]
+        return texts[0] if isinstance(prompt, str) else texts
 
 
 def load(
     where: str | os.PathLike[str],
     *,
-    tokenizer: str | None = None,
-    precision: str = "fp32",
-    device: str | torch.device | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype = "float32",
+    device: str | int | torch.device | None = None,
 ) -> LoadedModel:
     """Load a model from a run, a checkpoint, a Hugging Face folder or `hf:NAME`. Every block is verified as it is read.
 
@@ -136,27 +173,38 @@ def load(
     >>> model.manifest.timestamp.batch, sum(p.numel() for p in model.model.parameters())
     (6, ...)
 
-    `tokenizer` is a folder or a Hub name, by default the model's own. `precision` is fp32, bf16 or fp16.
+    `tokenizer` is a folder or a Hub name, by default the model's own. `dtype` is float32, bfloat16 or float16, as text
+    or as torch has it.
 
     Raises DataError if there is no model or no tokenizer, and CheckpointError for weights that do not verify.
     """
-    allowed = [name for name in DTYPES if name != "tf32"]  # which is a setting of the process, not of a model
-    if precision not in allowed:
-        raise ConfigError(f"load: precision {precision!r} given, expected {either(allowed)}")
-    chosen = torch.device(device or device_type())
-    subject = load_subject(os.fspath(where), tokenizer=tokenizer, precision=precision, device=chosen)
+    precision = PRECISIONS.get(str(dtype).removeprefix("torch."))
+    if precision is None:
+        raise ConfigError(f"load: dtype {dtype!r} given, expected {either([*_DTYPES])}")
+    try:
+        chosen = torch.empty(0, device=device_type() if device is None else device).device
+    except (RuntimeError, AssertionError) as error:  # torch's, for a name and for a device that is not here
+        raise ConfigError(f"load: device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    named = None if tokenizer is None else os.fspath(tokenizer)
+    subject = load_subject(os.fspath(where), tokenizer=named, precision=precision, device=chosen)
     for note in subject.notes:
         warnings.warn(note, stacklevel=2)
     return LoadedModel(subject)
 
 
-def _checked(text: str) -> str:
-    """Return `text`. Raises DataError for halves of surrogate pairs, which no UTF-8 has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"the text cannot be written in UTF-8: {error}") from error
-    return text
+def _texts(asked_for: str, given: str | Iterable[str]) -> list[str]:
+    """Return the texts. Raises ConfigError for another thing, DataError for halves of surrogate pairs."""
+    texts = [given] if isinstance(given, str | bytes) or not isinstance(given, Iterable) else list(given)
+    for text in texts:
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"{asked_for}: {text!r:.60} given ({type(text).__name__}), expected a text or a list of texts"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # which no UTF-8 has
+            raise DataError(f"the text cannot be written in UTF-8: {error}") from error
+    return texts
 
 
 def model_of(subject: Subject) -> MPT:
@@ -173,24 +221,29 @@ def generate_text(
     model: MPT,
     tokenizer: Tokenizer,
     prompt: str,
-    num_tokens: int,
+    max_new_tokens: int,
     *,
     device: torch.device | None = None,
     **sampling: Any,
 ) -> Iterator[str]:
-    """Yield pieces of text that follow `prompt`, up to `num_tokens` tokens or the end of text.
+    """Yield pieces of text that follow `prompt`, up to `max_new_tokens` tokens or the end of text.
 
     `sampling` is for `models.generate`: temperature, top_k, top_p and seed.
     """
-    asked = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
-    written: list[int] = []
-    shown = ""
-    for token in generate(model, torch.tensor(asked, device=device), num_tokens, **sampling):
-        if token == tokenizer.eos_token_id:
+    asked, written, shown = tokenizer.encode(prompt), list[int](), ""
+    before = tokenizer.decode(asked)
+    begins = torch.tensor(asked or [tokenizer.eos_token_id], device=device)
+
+    def text() -> str:
+        """Return all that is written. Beside the prompt, as a decoder may drop the space that a text begins with."""
+        whole = tokenizer.decode([*asked, *written])
+        return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(written)
+
+    for token in generate(model, begins, max_new_tokens, **sampling):
+        if token in tokenizer.stop_token_ids:
             break
         written.append(token)
-        text = tokenizer.decode(written)
-        if not text.endswith(INCOMPLETE):
-            yield text[len(shown) :]
-            shown = text
-    yield tokenizer.decode(written)[len(shown) :]
+        if not (now := text()).endswith(INCOMPLETE):
+            yield now[len(shown) :]
+            shown = now
+    yield text()[len(shown) :]

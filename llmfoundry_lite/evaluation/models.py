@@ -308,8 +308,8 @@ class TreeModel:
             head=partial(score_hidden, wanted=wanted),
         )
 
-    def generate(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
-        return generate(self.model, torch.tensor(context, device=self.device), num_tokens, temperature=0)
+    def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
+        return generate(self.model, torch.tensor(context, device=self.device), max_new_tokens, temperature=0)
 
 
 # -------------------------------------------------------------------------------------- models of transformers alone
@@ -442,9 +442,9 @@ class PlainModel:
         return (logits_cv if self.keeps_columns else logits_cv[columns_c]).float()
 
     @torch.no_grad()
-    def generate(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+    def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         tokens_1t, past = torch.tensor([context], device=self.device), None
-        for _ in range(num_tokens):
+        for _ in range(max_new_tokens):
             with for_any_width():
                 output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
             logits_11v = output.logits[:, -1:].float()

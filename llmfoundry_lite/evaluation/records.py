@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmfoundry_lite.data.spelling import KINDS
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.significance import Floats
 from llmfoundry_lite.evaluation.tasks import CHOICES, Item, Prepared
@@ -44,11 +45,12 @@ TASK = {
     "code": str,
     **dict.fromkeys(("fingerprint", "data_fingerprint", "items_hash"), str),
     **dict.fromkeys(("num_clusters", "num_documents"), int | None),
-    **dict.fromkeys(("skipped", "sequential"), dict | None),
+    **dict.fromkeys(("skipped", "sequential", "lost_text"), dict | None),
 }
 """Keys of a task. `n` counts items. `metric` names what tables and the average show; its number has that key, its
 standard error METRIC_stderr. `fingerprint` is of all that is asked and how, `data_fingerprint` of the rows or texts
-alone. `skipped` counts items by the reason why they could not be asked. Besides: `num_fewshot`, `tokenization`,
+alone. `skipped` counts items by the reason why they could not be asked. `lost_text` counts characters that the model's
+tokens do not spell, and that bits per byte therefore leave out. Besides: `num_fewshot`, `tokenization`,
 `chance`, `perplexity`, `categories`, `beginning` (tokens before each text), `seconds`, and counts of what was odd."""
 SEQUENTIAL = {
     **dict.fromkeys(("against", "against_items", "spending"), str),
@@ -60,6 +62,8 @@ SEQUENTIAL = {
 }
 """Keys of a task's `sequential`: how it was asked until its difference to a stored one was decided. Besides:
 `decision`."""
+LOST_TEXT = {**dict.fromkeys(("characters", "text_bytes", "lost_bytes", *KINDS), int), "examples": list}
+"""Keys of a task's `lost_text`, as in `data/spelling.py`."""
 ITEM = {
     "index": lambda value: type(value) is int and value >= 0,
     **dict.fromkeys(ACCURACIES, lambda value: _is_within(value, 0, 1)),
@@ -132,6 +136,7 @@ def asked_of(task: Prepared) -> Record:
         "data_fingerprint": task.data_fingerprint,
         "settings": task.settings,
         "metric": task.metric,
+        **({} if task.lost_text is None else {"lost_text": task.lost_text}),
     }
 
 
@@ -155,7 +160,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         nats = sum(row[0] for row in rows)
         record |= _perplexity(nats / sum(row[1] for row in rows), ratio_error(items, rows))
         record["num_documents"] = len({document_of(item) for item in items})
-        record[BITS] = nats / math.log(2) / sum(item["num_characters"][0] for item in items)
+        record[BITS] = nats / math.log(2) / float(by_document(items)[:, 1].sum())
         if (error := bits_per_byte_error(items)) is not None:
             record[f"{BITS}_stderr"] = error
     if has_categories(record):
@@ -207,6 +212,8 @@ def check_result(facts: Any, path: object) -> None:
         _check_kinds(record["settings"], {"limit": int | None}, whose)
         if record.get("sequential") is not None:
             _check_kinds(record["sequential"], SEQUENTIAL, whose)
+        if record.get("lost_text") is not None:
+            _check_kinds(record["lost_text"], LOST_TEXT, whose)
     if not facts["tasks"]:
         raise DataError(f"{path} has no finished task")
 
@@ -266,6 +273,15 @@ def num_unasked(record: Record) -> int:
     return max(0, (record.get("sequential") or {}).get("num_items", 0) - record["n"])
 
 
+def lost_share(record: Record) -> float:
+    """Return the share of a text that its tokens do not spell: of its bytes, or of its characters if that is more."""
+    lost = record.get("lost_text")
+    if lost is None:
+        return 0.0
+    changed = sum(lost[kind] for kind in KINDS) / max(lost["characters"], 1)
+    return max(lost["lost_bytes"] / max(lost["text_bytes"], 1), changed)
+
+
 def score_of(record: Record) -> tuple[float, float | None]:
     """Return the task's number, and its standard error if it has one."""
     return record[record["metric"]], record.get(f"{record['metric']}_stderr")
@@ -323,7 +339,7 @@ def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = Fal
 
 def text_row(item: Record) -> tuple[float, float]:
     """Return (nats, bytes) of a window."""
-    return -item["log_probability"][0], max(item["num_characters"][0], 1)
+    return -item["log_probability"][0], item["num_characters"][0]
 
 
 def document_of(item: Record) -> int | str:
@@ -332,9 +348,10 @@ def document_of(item: Record) -> int | str:
 
 
 def by_document(items: Sequence[Record]) -> Floats:
-    """Return (n, [nats, bytes]) of documents; equal documents are one."""
+    """Return (n, [nats, bytes]) of documents; equal documents are one. One without bytes has 1."""
     sums = _sum_by_document(items, map(text_row, items))
-    return np.array([sums[document] for document in sorted(sums)])  # pyright: ignore[reportArgumentType]
+    found = [sums[document] for document in sorted(sums)]  # pyright: ignore[reportArgumentType]
+    return np.maximum(found, [-math.inf, 1])
 
 
 def _sum_by_document(items: Sequence[Record], rows: Iterable[tuple[float, float]]) -> dict[int | str, Floats]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, num_unasked
@@ -103,10 +104,12 @@ def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None =
 
 def read_results(path: Path) -> Results:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = read_json(path, "a result")
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as JSON: {error}; expected a MODEL.json{LOGS * path.is_dir()}"
         ) from error
@@ -141,7 +144,8 @@ def _items_path(path: Path) -> Path:
 def _lines_by_task(path: Path) -> dict[str, list[str]]:
     """Return the lines of each task, without those that are torn."""
     found: dict[str, list[str]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for content in read_lines_at_most(path, MAX_LOG_BYTES, "a result's items"):
+        line = content.decode(errors="replace").rstrip("\r\n")
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             found.setdefault(json.loads(line)["task"], []).append(line)
     return found
@@ -202,7 +206,8 @@ def differences(record: Record, task: Outline | Prepared) -> list[str]:
     # How many windows a text has is known where it was evaluated.
     if asked.get("icl_task_type") == "perplexity" and not is_exact and stored.get("limit") is None:
         asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
-    keys = [key for key in {**stored, **asked} if is_exact or key != "max_seq_len"]  # unknown before tokenising
+    unknown = () if is_exact else ("max_seq_len", "stop_tokens")  # before tokenising
+    keys = [key for key in {**stored, **asked} if key not in unknown]
     found = [
         f"{key} {stored.get(key)!r}, not {asked.get(key)!r} as" for key in keys if stored.get(key) != asked.get(key)
     ]

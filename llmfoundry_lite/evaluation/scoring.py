@@ -57,7 +57,7 @@ class Scorable(Protocol):
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores: ...
 
-    def generate(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+    def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         """Yield the likeliest token each time."""
         ...
 

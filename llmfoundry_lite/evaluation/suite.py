@@ -22,6 +22,7 @@ from llmfoundry_lite.errors import (
     DataError,
     IncompleteCheckpointError,
     UserError,
+    mask_credentials,
     printable,
 )
 from llmfoundry_lite.evaluation.compare import compare
@@ -141,7 +142,7 @@ def find_models(
                 results = Results(
                     model=name,
                     suite=config.suite,
-                    source=subject.source,
+                    source=mask_credentials(subject.source),
                     save_id=subject.save_id,
                     num_tokens_trained=subject.num_tokens_trained,
                     tokenizer=subject.tokenizer.fingerprint,

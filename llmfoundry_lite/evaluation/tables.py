@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
@@ -18,7 +19,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
-from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.data.spelling import describe_loss
+from llmfoundry_lite.errors import DataError, mask_credentials, printable
 from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
@@ -27,6 +29,7 @@ from llmfoundry_lite.evaluation.records import (
     Record,
     cut_at,
     error_of_sum,
+    lost_share,
     num_unasked,
     score_of,
 )
@@ -199,6 +202,8 @@ def _oddities(record: Record) -> Iterator[str]:
     for key, text in ODD.items():
         if count := record.get(key):
             yield f"{text.format(f'{count:,}')}, {n}"
+    if lost_share(record):
+        yield f"bits per byte leave out text that its tokenizer loses: {describe_loss(record['lost_text'])}"
     for reason, count in (record.get("skipped") or {}).items():
         yield f"{count:,} skipped ({reason}); {record['n']:,} asked"
     if num_clusters := record.get("num_clusters"):
@@ -393,9 +398,7 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
     for pair in pairs:
         for title, rows in ((f"{pair.other} against {pair.first}", pair.rows), ("by the other metrics", pair.more)):
             if rows:
-                names = (
-                    "\n".join(name[i : i + 9] for i in range(0, len(name), 9)) for name in (pair.first, pair.other)
-                )
+                names = map(fold, (pair.first, pair.other))
                 columns = ["task", "items\n(needed)", *names, " difference [interval]", "p\nwon/lost"]
                 console.print(Text(printable(title), style="italic"))
                 table = Table(title, columns, [_console_row(paired, pair) for paired in rows], right={1, 2, 3, 5})
@@ -414,6 +417,16 @@ def text_of(pairs: Sequence[Pair]) -> str:
     with console.capture() as capture:
         print_comparison(pairs, console)
     return capture.get().rstrip()
+
+
+def fold(name: str) -> str:
+    """Break a name into lines of 9 characters or a little more, after its marks: never within a word of up to 16."""
+    lines = [""]
+    for part in re.findall(r"[^/_.:-]{1,16}[/_.:-]*|[/_.:-]+", name):
+        if lines[-1] and len(lines[-1]) + len(part) > 9:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _console_row(paired: Paired, pair: Pair) -> list[str]:
@@ -450,6 +463,9 @@ def _difference(paired: Paired) -> str:
 def legend(pairs: Sequence[Pair]) -> str:
     num, num_more = sum(len(pair.tasks) for pair in pairs), sum(len(pair.more) for pair in pairs)
     more = f", and for {num_more} by the other metrics" if num_more else ""
+    means = sum(pair.mean is not None for pair in pairs)
+    if means:
+        more += "; the mean's is one test more, not corrected" if means == 1 else f"; the means' for {means} tests"
     return (
         f"p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents; "
         f"corrected for {num} test{'' if num == 1 else 's'}{more} (Holm). Intervals are of the same tests, at the "
@@ -473,8 +489,8 @@ def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: 
     if pairs:
         lines += [legend(pairs), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
-    markdown.write_text("\n".join(lines))
-    facts.write_text(json.dumps(_as_json(results, pairs), indent=1) + "\n")
+    markdown.write_text(mask_credentials("\n".join(lines)))
+    facts.write_text(mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
     return [markdown, facts]
 
 

@@ -5,22 +5,31 @@ Two conventions exist and give different scores: LLM Foundry tokenises the examp
 """
 
 import bisect
+import contextlib
 import functools
 import hashlib
 import json
 import random
 import re
 import string
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from llmfoundry_lite.bounded import (
+    MAX_LINE_BYTES,
+    MAX_LOG_BYTES,
+    TooLargeError,
+    read_at_most,
+    read_json,
+    read_lines_at_most,
+)
 from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.data.spelling import Loss, Speller, loss_from_json
 from llmfoundry_lite.data.tokenizer import Tokenizer
-from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.files import open_regular, without_magic
+from llmfoundry_lite.errors import DataError, list_names
+from llmfoundry_lite.files import without_magic
 
 COLUMNS = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -76,6 +85,7 @@ class Prepared:
     beginning: list[int] = field(default_factory=list)  # token ids before every text
     num_repeated: int = 0  # items that ask the same as an earlier one, with which they are a cluster
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> items that could not be asked
+    lost_text: dict[str, Any] | None = None  # of held-out text that its tokens do not spell: `Loss.as_json`
     config: TaskConfig
 
     @property
@@ -115,8 +125,7 @@ def _strip(value: Any) -> Any:
 def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each row, and where it stands. Raises DataError."""
     label, path = config.label, config.dataset_uri
-    # Not splitlines(), which also splits at characters that JSON allows inside a text, such as U+2028.
-    for number, line in enumerate(read_text(config).split("\n"), start=1):
+    for number, line in enumerate(_read_lines(config), start=1):
         if not line.strip():
             continue
         where = f"{label}: {path}, line {number}"
@@ -134,16 +143,28 @@ def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
         yield row, where
 
 
+def _read_lines(config: TaskConfig) -> Iterator[str]:
+    with _naming_the_file(config):
+        for number, line in enumerate(read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task")):
+            yield line.decode("utf-8" if number else "utf-8-sig")
+
+
 def read_text(config: TaskConfig) -> str:
     """Return the task's file with every byte of it, those of line ends too. Raises DataError."""
+    with _naming_the_file(config):
+        return read_at_most(config.dataset_uri, MAX_LINE_BYTES, "a text").decode("utf-8-sig")
+
+
+@contextlib.contextmanager
+def _naming_the_file(config: TaskConfig) -> Iterator[None]:
     label, path = config.label, config.dataset_uri
     try:
-        with open(path, "rb", opener=open_regular) as file:
-            return file.read().decode("utf-8-sig")
+        yield
     except FileNotFoundError:
         raise DataError(
             f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
-            "`llmfoundry-lite data make-tasks` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's"
+            "`llmfoundry-lite data make-tasks` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's, "
+            "skip_missing_tasks=true leaves it out"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{label}: {path} cannot be read: {error}") from error
@@ -162,14 +183,14 @@ def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
         raise DataError(f"{config.label}: {config.dataset_uri} cannot be loaded: {error}") from error
     if not isinstance(found, datasets.Dataset):
         raise DataError(
-            f"{config.label}: {config.dataset_uri} has splits {', '.join(found)}; "
+            f"{config.label}: {config.dataset_uri} has splits {list_names(found)}; "
             "choose one: hf_loading_vars: {split: …}"
         )
     for ours, theirs in config.hf_parsing_map.items():
         if missing := [column for column in theirs if column not in found.column_names]:
             raise DataError(
                 f"{config.label}: hf_parsing_map: {ours}: {config.dataset_uri} has no column {missing[0]!r}; "
-                f"there are: {', '.join(found.column_names)}"
+                f"there are: {list_names(found.column_names)}"
             )
     if not config.hf_parsing_map:
         return rows
@@ -245,12 +266,15 @@ def prepare(
             f"{' in its largest category' if config.has_categories else ''}, "
             f"too few for {num_fewshot} examples and a question"
         )
+    config = replace(config, continuation_delimiter=delimiter_of(config, num_fewshot, tokenization))
     settings = settings_of(config, num_fewshot, tokenization, limit_that_cuts(limit, len(askable)))
+    if config.icl_task_type in GENERATION and (stops := stop_tokens_of(tokenizer)):
+        settings["stop_tokens"] = stops  # named only where there are any, so that results without them stay the same
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     clusters = find_clusters(config, rows)
     encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
-    items, skipped = [], Counter[str]()
+    items, skipped = [], dict[str, list[int]]()
     for index in askable[:limit]:
         examples = choose_examples(config, group_of[index], index, num_fewshot)
         try:
@@ -258,9 +282,9 @@ def prepare(
             missing = num_fewshot - len(examples)
             items.append(replace(item, num_missing_examples=missing, cluster=clusters.get(index)))
         except _Unaskable as reason:
-            skipped[str(reason)] += 1
+            skipped.setdefault(str(reason), []).append(index)
     if not items:
-        reasons = ", ".join(f"{count} with {reason}" for reason, count in skipped.items())
+        reasons = ", ".join(f"{len(rows)} with {reason}" for reason, rows in skipped.items())
         raise NothingToAsk(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
     if skipped or any(request.num_trimmed for item in items for request in item.requests):
         settings["max_seq_len"] = max_seq_len  # which otherwise has no part in what was asked
@@ -274,7 +298,7 @@ def prepare(
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
         num_repeated=len(items) - len({_question(config, rows[item.index]) for item in items}),
-        skipped=dict(skipped),
+        skipped={f"{reason}, first in row {rows[0] + 1}": len(rows) for reason, rows in skipped.items()},
         config=replace(config, tokenization=tokenization),
     )
 
@@ -328,6 +352,17 @@ def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: in
         return list(range(len(rows)))
     reserved = {index for group in groups_of(config, rows) for index in group[:num_fewshot]}
     return [index for index in range(len(rows)) if index not in reserved]
+
+
+def delimiter_of(config: TaskConfig, num_fewshot: int, tokenization: str) -> str:
+    """Return what stands between context and answer. LLM Foundry leaves it out of a schema task's question that
+    nothing precedes; where both are tokenised together, a space remains."""
+    delimiter = config.continuation_delimiter
+    if config.icl_task_type != "schema" or num_fewshot or config.prompt_string:
+        return delimiter
+    if tokenization == "separate":
+        return delimiter if config.strip_dataset and not delimiter.strip() else ""
+    return " " if delimiter.strip() else delimiter
 
 
 def limit_that_cuts(limit: int | None, num_items: int) -> int | None:
@@ -420,8 +455,9 @@ def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
 
 
 def _solution(config: TaskConfig, row: dict[str, Any], answer: str) -> str:
-    thought = row.get("chain_of_thought")
-    return f"{thought}{config.cot_delimiter}{answer}" if thought else answer
+    """Return an answer as an example shows it. Where the file has thoughts, the delimiter stands before each answer,
+    as in LLM Foundry: the model is to write it, and its own answer is read from there."""
+    return f"{row['chain_of_thought'] or ''}{config.cot_delimiter}{answer}" if "chain_of_thought" in row else answer
 
 
 def _accepted(row: dict[str, Any]) -> list[str]:
@@ -434,6 +470,12 @@ def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: To
     solutions = (_solution(config, row, answer) for row in rows for answer in _accepted(row))
     longest = max(len(tokenizer.encode(solution)) for solution in solutions)
     return len(tokenizer.beginning) + longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
+
+
+def stop_tokens_of(tokenizer: Tokenizer) -> list[str]:
+    """Return the texts of tokens, besides the end of text, at which an answer ends."""
+    others = sorted(tokenizer.stop_token_ids - {tokenizer.eos_token_id})
+    return [tokenizer.decode([token]) for token in others if token < tokenizer.vocab_size]
 
 
 def clean(config: TaskConfig, text: str) -> str:
@@ -486,7 +528,8 @@ class _Encoding:
             space = " " if self.needs_space and answer and not answer.startswith(" ") else ""
             ids, answer_ids = self._apart(preamble, context), self._encode(space + answer)
         if not answer_ids:
-            raise _Unaskable("an answer without tokens")
+            joined = "an answer that one token joins to its context (tokenization: separate has it apart)"
+            raise _Unaskable(joined if answer.strip() else "an answer without tokens")
         return self._fit(ids, answer_ids, len(answer_ids), len(answer))
 
     def prompt(self, preamble: str, context: str, num_tokens: int) -> Request:
@@ -515,7 +558,7 @@ class Document(NamedTuple):
 
     before: int
     ids: list[int]
-    num_bytes: int
+    num_bytes: int  # of the text that the tokens stand for
     source: str | list[int]
 
 
@@ -526,12 +569,12 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     A text file is one document; in a file of JSON lines each row's `text` is one. Both are predicted from the
     tokenizer's beginning, or its beginning-of-text or end-of-text token. In an MDS split each sample is one, and its
     first token is given. An item's `index` is its document's; equal documents are a cluster. The `num_characters` of a
-    request are bytes. `limit` counts windows. Raises DataError.
+    request are bytes, of the text that the tokens stand for. `limit` counts windows. Raises DataError.
     """
-    items: list[Item] = []
+    items, loss = list[Item](), Loss()
     first_of: dict[str, int] = {}
     digest, is_cut = hashlib.sha256(), False
-    for number, document in enumerate(_documents(config, tokenizer)):
+    for number, document in enumerate(_documents(config, tokenizer, loss)):
         if is_cut := limit is not None and len(items) >= limit:
             break
         source = json.dumps(document.source)
@@ -548,9 +591,12 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
     data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
     digest.update(json.dumps(settings).encode())
+    if not loss.is_none:  # other bytes are counted than by tokenizers that spell everything
+        digest.update(loss.stored().encode())
     return Prepared(
         label=config.label,
         kind="perplexity",
+        lost_text=None if loss.is_none else loss.as_json(),
         num_fewshot=0,
         items=tuple(items),
         fingerprint=f"sha256:{digest.hexdigest()[:16]}",
@@ -575,23 +621,38 @@ def windows_of(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> It
         yield Request(tuple(context), tuple(window), num_bytes, 0)
 
 
-def _documents(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Document]:
+def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator[Document]:
+    """Yield the documents, and add what their tokens do not spell to `loss`."""
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
-        from llmfoundry_lite.data.baselines import read_tokens  # imports mosaicml-streaming
+        from llmfoundry_lite.data.baselines import read_shards  # imports mosaicml-streaming
 
+        loss += loss_of_split(path)
+        silent = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)  # stand for no text
         try:
-            samples = read_tokens(path, tokenizer.vocab_size)
-        except (ValueError, KeyError, OSError) as error:
+            for before, *ids in (
+                row for tokens_nt in read_shards(path, tokenizer.vocab_size) for row in tokens_nt.tolist()
+            ):
+                written = tokenizer.decode([token for token in ids if token not in silent])
+                yield Document(before, ids, len(written.encode()), [before, *ids])
+        except TooLargeError as error:
+            raise DataError(f"{config.label}: {error}") from error
+        except (ValueError, LookupError, OSError) as error:
             raise DataError(f"{config.label}: {path} is no MDS split of tokens ({error})") from error
-        between = (tokenizer.eos_token_id, tokenizer.prefix_token_id)  # documents, and no text
-        for before, *ids in samples.tolist():
-            written = tokenizer.decode([token for token in ids if token not in between])
-            yield Document(before, ids, len(written.encode()), [before, *ids])
         return
+    speller = Speller(tokenizer)
     for text in _texts(config) if path.suffix in LINES else [read_text(config)]:
         if (document := document_of(text, tokenizer)).ids:
-            yield document
+            lost = speller.measure(text)
+            loss += lost
+            yield document._replace(num_bytes=document.num_bytes - lost.lost_bytes)
+
+
+def loss_of_split(split: Path) -> Loss:
+    """Return what `data prepare` wrote beside a split about text that its tokens do not spell; none without it."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return loss_from_json(read_json(split.parent / "summary.json", "a summary")["lost_text"])
+    return Loss()
 
 
 def document_of(text: str, tokenizer: Tokenizer) -> Document:

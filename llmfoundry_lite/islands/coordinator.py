@@ -22,7 +22,7 @@ from typing import Any
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.islands.division import Pace, Rate, divide, latest_seconds
 from llmfoundry_lite.islands.member import View
-from llmfoundry_lite.islands.messages import REPORT, BadMessageError, Message, check_fields, check_hello
+from llmfoundry_lite.islands.messages import FROM_RANK, BadMessageError, Message, check_message
 from llmfoundry_lite.islands.owners import busy_seconds, divide_sum
 
 WORTH_MOVING = 0.95
@@ -142,7 +142,7 @@ class Coordinator:
 
     def hello(self, connection: int, message: Message, now: float) -> None:
         """Register a rank. Raises BadMessageError."""
-        check_hello(message)
+        check_message(message, {"hello": FROM_RANK["hello"]})
         self.greet(connection)
         name, launch, rank, size = (message[key] for key in ("island", "launch", "rank", "size"))
         present = self.islands.get(name)
@@ -180,16 +180,14 @@ class Coordinator:
         found = self.senders.get(connection)
         if found is None:
             return  # evicted in the meantime
+        check_message(message, FROM_RANK)
         island, rank = found
         island.received_at[rank] = now
         if message["kind"] == "beat":
-            check_fields(message, {"phase": str, "bytes": int})
             island.phases[rank] = (message["phase"], message["bytes"])
         elif message["kind"] == "prepared":
-            check_fields(message, REPORT)
             self._prepare(island, message, now)
         elif message["kind"] == "state":
-            check_fields(message, {"epoch": int, "state": dict})
             if message["epoch"] == self.epoch and island.name == self.scribe:
                 for name in self.joiners:
                     self._send(self.islands[name], message, rank_0_only=True)
@@ -200,7 +198,7 @@ class Coordinator:
                 return
             self._lose(island.name, f"{island.name} " + ("has finished" if self.is_over else "leaves"))
         else:
-            raise BadMessageError(f"unknown kind {message['kind'][:40]!r}")
+            raise BadMessageError("a second hello")
 
     def lose(self, connection: int) -> None:
         """Note the end of a connection."""
@@ -234,8 +232,6 @@ class Coordinator:
             return  # of an earlier view
         if message["batch"] != self.batch:
             raise BadMessageError(f"{island.name} prepares batch {message['batch']}, not {self.batch}")
-        if message["steps"] < 1:
-            raise BadMessageError(f"{island.name} prepares {message['steps']} batches")
         island.prepared = message
         present = [self.islands[name] for name in self.members]
         if any(one.prepared is None for one in present):
@@ -476,7 +472,7 @@ class Coordinator:
             # Rows of local steps are those of the view in which the first of them began.
             is_round = steps > 1 or one.prepared["again"]
             rows = one.prepared["samples"] / steps if is_round else len(self.lanes[one.name])
-            if MIN_BATCH_SECONDS < seconds < math.inf:
+            if MIN_BATCH_SECONDS < seconds < math.inf and rows:
                 one.rate.add(rows / seconds)
             if one.prepared["link"] > 0:
                 one.link.add(float(one.prepared["link"]))

@@ -1,7 +1,8 @@
 """The division of a global batch's rows among islands of different speeds. No torch."""
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ from llmfoundry_lite.errors import ConfigError
 
 SMOOTHING = 0.3
 """The weight of a new measurement."""
+MAX_REACH = 256
+"""Multiples of the islands' steps, of all together, that are tried on each side of the ideal numbers of rows."""
 LARGE_CHANGE = 1.25
 """A measurement that is off by this factor twice in a row is no noise."""
 
@@ -67,11 +70,16 @@ def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
     for name in names:
         pace = paces[name]
         found: dict[int, Choice] = {}
-        for rows in _candidates(num_rows, pace, num_rows * pace.rate / total_rate, len(names)):
-            seconds, least = pace.seconds(rows), rows / pace.rate
-            for before, (latest, longest, shares) in best.items():
-                choice = (max(latest, seconds), max(longest, least), (*shares, rows))
-                if before + rows <= num_rows and choice < found.get(before + rows, (math.inf, 0.0, ())):
+        if name == names[-1]:  # it takes the rest
+            pairs = [(before, num_rows - before) for before in best if (num_rows - before) % pace.step == 0]
+        else:
+            near = _candidates(num_rows, pace, num_rows * pace.rate / total_rate, len(names))
+            pairs = itertools.product(best, near)
+        for before, rows in pairs:
+            if before + rows <= num_rows and rows:
+                latest, longest, shares = best[before]
+                choice = (max(latest, pace.seconds(rows)), max(longest, rows / pace.rate), (*shares, rows))
+                if choice < found.get(before + rows, (math.inf, 0.0, ())):
                     found[before + rows] = choice
         best = found
     if num_rows not in best:
@@ -93,12 +101,14 @@ def latest_seconds(lanes: Mapping[str, range], paces: Mapping[str, Pace]) -> flo
     return max(paces[name].seconds(len(rows)) for name, rows in lanes.items())
 
 
-def _candidates(num_rows: int, pace: Pace, ideal: float, num_islands: int) -> list[int]:
-    """Return numbers of rows near the `ideal` one, in multiples of the step; all multiples if there are few."""
-    step = pace.step
-    count = num_rows // step
+def _candidates(num_rows: int, pace: Pace, ideal: float, num_islands: int) -> Iterable[int]:
+    """Return numbers of rows near the `ideal` one, in multiples of the step, and the full microbatches nearest to it;
+    all multiples if there are few."""
+    step, count = pace.step, num_rows // pace.step
     if count <= 256:
-        return [step * i for i in range(1, count + 1)]
-    reach = max(16, 2 * pace.microbatch) * num_islands
+        return range(step, step * count + 1, step)
+    reach = min(max(16, 2 * pace.microbatch) * num_islands, max(MAX_REACH // num_islands, 2))
     middle = round(ideal / step)
-    return [step * i for i in range(max(1, middle - reach), min(count, middle + reach) + 1)]
+    full = max(1, pace.microbatch * pace.num_ranks // step)
+    near = {full * (middle // full + i) for i in range(-2, 3)}
+    return [step * i for i in sorted({*range(middle - reach, middle + reach + 1), *near}) if 1 <= i <= count]

@@ -9,7 +9,9 @@ an exchange early. `summing` adds up gradients over these connections.
 import math
 import socket
 import struct
+import sys
 import threading
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -18,22 +20,27 @@ import torch
 
 from llmfoundry_lite.islands.boxes import Box, Boxes, Tensors, common_boxes
 from llmfoundry_lite.islands.messages import (
+    FROM_PEER,
+    HANDSHAKE_SECONDS,
     BadMessageError,
-    check_fields,
+    check_message,
     dial,
     pack,
     receive,
     receive_exactly,
     welcome,
 )
+from llmfoundry_lite.islands.strangers import Remarks, Strangers, describe_refusal
 
 CHUNK_BYTES = 1 << 18
 """Bytes sent between two updates of `num_bytes`: 2 s at 1 Mbit/s."""
 HEADING = struct.Struct("!4sQIQd")
 """Precedes numbers: magic, label, part, number of bytes, weight."""
 MAGIC = b"isle"
-MAX_STRANGERS = 64
-"""Simultaneous handshakes."""
+MAX_STRANGERS = 256
+"""Simultaneous handshakes. Each has a thread."""
+ACCEPT_PAUSE_SECONDS = 0.5
+"""Between two tries where no connection can be accepted."""
 MAX_ARRIVED = 4096
 """Connections of peers that no exchange has used yet."""
 
@@ -59,7 +66,7 @@ class Ranks(NamedTuple):
 class Exchange:
     """One rank's connections to ranks of other islands."""
 
-    def __init__(self, island: str, rank: int, host: str, token: bytes):
+    def __init__(self, island: str, rank: int, host: str, token: bytes, handshake_seconds: float = HANDSHAKE_SECONDS):
         self.island = island
         self.rank = rank
         self.token = token
@@ -79,7 +86,9 @@ class Exchange:
         self._broken: OSError | None = None
         self._news = threading.Condition()
         self._counting = threading.Lock()
-        self._strangers = threading.Semaphore(MAX_STRANGERS)
+        self._handshake_seconds = handshake_seconds
+        self._strangers = Strangers[socket.socket](MAX_STRANGERS)
+        self._is_closed = threading.Event()
         threading.Thread(target=self._listen, name="islands-listen", daemon=True).start()
 
     # ------------------------------------------------------------------------------------------------ connections
@@ -144,30 +153,37 @@ class Exchange:
 
     def close(self) -> None:
         self.abort(math.inf)
+        self._is_closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # else the thread would keep accepting
         self._listener.close()
         self.part()
 
     def _listen(self) -> None:
-        while True:
+        remark = Remarks(lambda line: print(f"islands: {line}", file=sys.stderr, flush=True))
+        while not self._is_closed.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
+                connection, (host, *_) = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed.is_set():
+                    remark(describe_refusal(error))
+                    self._is_closed.wait(ACCEPT_PAUSE_SECONDS)
                 continue
+            dropped = self._strangers.add(connection, host)
+            if dropped is not None:
+                with suppress(OSError):
+                    dropped.shutdown(socket.SHUT_RDWR)  # its thread closes it
             threading.Thread(target=self._admit, args=(connection,), name="islands-admit", daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
         """Accept a peer's connection. Closes it if the handshake fails or its first message is malformed."""
+        end_by = time.monotonic() + self._handshake_seconds
         try:
-            welcome(connection, self.token)
-            hello = receive(connection, 4096)
-            check_fields(hello, {"epoch": int, "island": str, "rank": int})
-            if hello["kind"] != "peer":
-                raise BadMessageError("no peer")
+            welcome(connection, self.token, end_by)
+            hello = receive(connection, 4096, end_by)
+            check_message(hello, FROM_PEER)
+            if not self._strangers.remove(connection):
+                raise BadMessageError("dropped")
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._news:
@@ -176,9 +192,8 @@ class Exchange:
                 self._arrived[hello["epoch"], hello["island"], hello["rank"]] = connection
                 self._news.notify_all()
         except OSError:
+            self._strangers.remove(connection)
             connection.close()
-        finally:
-            self._strangers.release()
 
     # ---------------------------------------------------------------------------------------------------- tensors
 

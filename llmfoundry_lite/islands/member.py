@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError
 from llmfoundry_lite.islands.messages import (
+    FROM_COORDINATOR,
     HANDSHAKE_SECONDS,
     BadMessageError,
     Message,
+    check_message,
     dial,
     format_address,
     pack,
@@ -215,12 +217,13 @@ class Member:
         try:
             while True:
                 message = receive(self._connection)
+                check_message(message, FROM_COORDINATOR)
                 kind = message["kind"]
                 if kind in ("evicted", "refused"):
-                    lost = Lost(str(message["reason"]), kind)
+                    lost = Lost(message["reason"], kind)
                     break
                 if kind == "waits":
-                    self.on_waiting(str(message["reason"]))
+                    self.on_waiting(message["reason"])
                 elif kind == "member":
                     with self._news:
                         known = self._described.setdefault((message["name"], message["launch"]), {})
@@ -232,6 +235,8 @@ class Member:
                     self._put(message)
         except TimeoutError:
             lost = Lost("the coordinator is silent", "gone")
+        except BadMessageError as error:
+            lost = Lost(f"the coordinator sent a malformed message ({error})", "gone")
         except OSError:
             pass
         if self._is_closed:

@@ -13,7 +13,8 @@ import re
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
@@ -83,9 +84,9 @@ def size_of(header: bytes, limit: int = MAX_BYTES) -> int:
 def unpack(raw: bytes) -> Message:
     """Parse a message. Raises BadMessageError for anything but a JSON object with a `kind`."""
     try:
-        text = raw.decode()
-        message = json.loads(text)
-        if "\\u" in text:  # a lone surrogate cannot be printed or sent on
+        said = raw.decode()
+        message = json.loads(said)
+        if "\\u" in said:  # a lone surrogate cannot be printed or sent on
             json.dumps(message, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadMessageError(f"not JSON: {error}") from None
@@ -94,22 +95,27 @@ def unpack(raw: bytes) -> Message:
     return message
 
 
-def receive_exactly(connection: socket.socket, target: memoryview) -> None:
-    """Fill `target`. Raises OSError if the other end closes or times out."""
+def receive_exactly(connection: socket.socket, target: memoryview, end_by: float | None = None) -> None:
+    """Fill `target`. Raises OSError if the other end closes or times out.
+
+    `end_by`: monotonic time at which all of it has to be here; a timeout of the socket is for each part that comes.
+    """
     done = 0
     while done < len(target):
+        if end_by is not None:
+            connection.settimeout(max(end_by - time.monotonic(), 1e-3))
         count = connection.recv_into(target[done:])
         if not count:
             raise ConnectionError("closed by the other end")
         done += count
 
 
-def receive(connection: socket.socket, limit: int = MAX_BYTES) -> Message:
+def receive(connection: socket.socket, limit: int = MAX_BYTES, end_by: float | None = None) -> Message:
     """Return the next message. Raises OSError, of which BadMessageError is one."""
     header = bytearray(HEADER.size)
-    receive_exactly(connection, memoryview(header))
+    receive_exactly(connection, memoryview(header), end_by)
     raw = bytearray(size_of(bytes(header), limit))
-    receive_exactly(connection, memoryview(raw))
+    receive_exactly(connection, memoryview(raw), end_by)
     return unpack(bytes(raw))
 
 
@@ -137,21 +143,22 @@ def text_of(message: Message, key: str) -> str:
 
 
 def greet(connection: socket.socket, token: bytes) -> None:
-    """Run the handshake as the client. Raises OSError."""
-    connection.settimeout(HANDSHAKE_SECONDS)
+    """Run the handshake as the client, in HANDSHAKE_SECONDS. Raises OSError."""
+    end_by = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_hex(32)
-    theirs = text_of(receive(connection, MAX_STRANGER_BYTES), "challenge")
+    theirs = text_of(receive(connection, MAX_STRANGER_BYTES, end_by), "challenge")
     proof = prove(token, "client", theirs, mine)
     connection.sendall(pack({"kind": "answer", "challenge": mine, "proof": proof}, MAX_STRANGER_BYTES))
-    check_proof(token, "server", theirs, mine, receive(connection, MAX_STRANGER_BYTES))
-
-
-def welcome(connection: socket.socket, token: bytes) -> None:
-    """Run the handshake as the server. Raises OSError."""
+    check_proof(token, "server", theirs, mine, receive(connection, MAX_STRANGER_BYTES, end_by))
     connection.settimeout(HANDSHAKE_SECONDS)
+
+
+def welcome(connection: socket.socket, token: bytes, end_by: float | None = None) -> None:
+    """Run the handshake as the server, until `end_by`, by default in HANDSHAKE_SECONDS. Raises OSError."""
+    end_by = end_by or time.monotonic() + HANDSHAKE_SECONDS
     mine, asking = challenge()
     connection.sendall(asking)
-    connection.sendall(answer(token, mine, receive(connection, MAX_STRANGER_BYTES)))
+    connection.sendall(answer(token, mine, receive(connection, MAX_STRANGER_BYTES, end_by)))
 
 
 def challenge() -> tuple[str, bytes]:
@@ -184,80 +191,182 @@ def dial(address: tuple[str, int], token: bytes) -> socket.socket:
 
 # ------------------------------------------------------------------------------------------------- fields and ranges
 
-MAX_INTEGER = 1 << 70
-"""Integers of a valid message are smaller, digests included."""
+MAX_COUNT = 1 << 62
+"""Counts of a valid message are smaller: the sum of two fits in int64."""
+MAX_INTEGER = 1 << 96
+"""Sums of digests are smaller."""
+MAX_ROWS = 1 << 31
+MAX_RANKS = 1 << 20
+MAX_STEPS = 1 << 31
+MAX_DIMENSIONS = 16
+MAX_DEPTH = 100
+"""Nesting of a state, which is passed on as it came: json refuses what is nested deeper than Python calls."""
 WEIGHTS = (1e-6, 1e6)
 """Range of `islands.weight`, the same as in `config.check`."""
 
-Fields = Mapping[str, type | tuple[type, ...]]
-
-FACTS: Fields = {
-    **dict.fromkeys(("island", "launch"), str),
-    "address": list,
-    **dict.fromkeys(("boxes", "fingerprints", "machine"), dict),
-    **dict.fromkeys(("rank", "size", "data_ranks", "batch", "rows", "microbatch", "unit"), int),
-    "weight": (int, float),
-}
-"""Fields of a rank's hello. `data_ranks`: the island's shares of its rows, each for one or more of its `size` ranks.
-`unit`: each share is a multiple of it."""
-REPORT: Fields = {
-    **dict.fromkeys(
-        ("epoch", "batch", "steps", "bad", "weight", "samples", "tokens", "losses", "digest", "link", "again"), int
-    ),
-    **dict.fromkeys(("ok", "leaving", "out_of_range", "asks_for_whole"), bool),
-    **dict.fromkeys(("seconds", "loss", "norm"), (int, float)),
-    "weights": str,
-}
-"""Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
-gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell.
-`again`: samples that had been lost. `asks_for_whole`: it has to save, so the next exchange should be of all weights."""
+Check = Callable[[Any], bool]
+Fields = Mapping[str, Check]
 
 
-def check_fields(message: Message, fields: Fields) -> None:
-    """Check the types and sizes of a message's fields. Raises BadMessageError."""
-    for key, kind in fields.items():
-        value = message.get(key)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise BadMessageError(f"{message['kind']}: {key} is {str(value)[:40]!r}")
-        if isinstance(value, int) and abs(value) >= MAX_INTEGER:
-            raise BadMessageError(f"{message['kind']}: {key} has {value.bit_length()} bits")
+def integer(least: int, most: int) -> Check:
+    return lambda value: type(value) is int and least <= value <= most
 
 
-def check_hello(message: Message) -> None:
-    """Check a rank's hello, which all islands receive. Raises BadMessageError."""
-    check_fields(message, FACTS)
-    rank, size, address = message["rank"], message["size"], message["address"]
-    is_valid = {
-        "island": re.fullmatch(r"\w[\w.\-]{0,63}", message["island"]),
-        "launch": re.fullmatch(r"\w{1,64}", message["launch"]),
-        "rank": 0 <= rank < size,
-        "data_ranks": 1 <= message["data_ranks"] <= size,
-        "rows": message["rows"] >= 1,
-        "microbatch": message["microbatch"] >= 1,
-        "unit": message["unit"] >= 1,
-        "batch": message["batch"] >= 0,
-        "weight": WEIGHTS[0] <= message["weight"] <= WEIGHTS[1],
-        "address": len(address) == 2 and _is_host(address[0]) and _is_count(address[1]) and address[1] < 1 << 16,
-        "boxes": all(_is_box(box) for box in message["boxes"].values()),
-    }
-    for key, holds in is_valid.items():
-        if not holds:
-            raise BadMessageError(f"hello of rank {rank} of {size}: {key} is {str(message[key])[:40]!r}")
+def text(pattern: str) -> Check:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
-def _is_host(value: Any) -> bool:
+def list_of(item: Check, most: int | None = None) -> Check:
+    """Accept tuples too: a message that was not sent has them."""
+    return lambda value: (
+        isinstance(value, (list, tuple)) and (most is None or len(value) <= most) and all(map(item, value))
+    )
+
+
+def dict_of(item: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(item, value.values()))
+
+
+def record(fields: Fields) -> Check:
+    return lambda value: isinstance(value, dict) and all(holds(value.get(key)) for key, holds in fields.items())
+
+
+def optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether it is a number; a loss may be infinite, or none at all."""
+    return type(value) is float or integer(-MAX_INTEGER, MAX_INTEGER)(value)
+
+
+def is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_host(value: Any) -> bool:
     """Return whether it is a numeric address. Host names may resolve differently elsewhere."""
     with suppress(ValueError):
         return isinstance(value, str) and bool(ip_address(value))
     return False
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62  # the sum of two fits in int64
+def is_address(value: Any) -> bool:
+    return list_of(lambda part: True)(value) and len(value) == 2 and is_host(value[0]) and integer(0, 65535)(value[1])
 
 
-def _is_box(value: Any) -> bool:
+def is_box(value: Any) -> bool:
     """Return whether it is (offset, lengths) of a part of a tensor."""
-    if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, (list, tuple)) for v in value)):
-        return False
-    return len(value[0]) == len(value[1]) and all(_is_count(number) for part in value for number in part)
+    is_pair = list_of(list_of(is_count, MAX_DIMENSIONS))(value) and len(value) == 2
+    return is_pair and len(value[0]) == len(value[1])
+
+
+def is_tree(value: Any, depth: int = 0) -> bool:
+    """Return whether it is nested no deeper than MAX_DEPTH."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth <= MAX_DEPTH and all(is_tree(one, depth + 1) for one in inner)
+
+
+is_count = integer(0, MAX_COUNT - 1)
+is_text = text(r"(?s:.*)")
+is_name = text(r"\w[\w.\-]{0,63}")
+is_launch = text(r"\w{1,64}")
+is_batch_count = integer(1, MAX_STEPS)
+
+FACTS: Fields = {
+    "island": is_name,
+    "launch": is_launch,
+    "size": integer(1, MAX_RANKS),
+    "rank": integer(0, MAX_RANKS - 1),
+    "data_ranks": integer(1, MAX_RANKS),
+    "address": is_address,
+    "boxes": dict_of(is_box),
+    "machine": dict_of(lambda value: is_text(value) or is_number(value)),
+    "fingerprints": dict_of(is_text),
+    "batch": is_count,
+    **dict.fromkeys(("rows", "microbatch", "unit"), integer(1, MAX_ROWS)),
+    "weight": lambda value: is_number(value) and WEIGHTS[0] <= value <= WEIGHTS[1],
+}
+"""Fields of a rank's hello. `data_ranks`: the island's shares of its rows, each for one or more of its `size` ranks.
+`unit`: each share is a multiple of it."""
+REPORT: Fields = {
+    **dict.fromkeys(("epoch", "batch", "bad", "weight", "samples", "tokens", "losses", "link", "again"), is_count),
+    **dict.fromkeys(("ok", "leaving", "out_of_range", "asks_for_whole"), is_flag),
+    **dict.fromkeys(("seconds", "loss", "norm"), is_number),
+    "steps": is_batch_count,
+    "digest": integer(-MAX_INTEGER, MAX_INTEGER),
+    "weights": is_text,
+}
+"""Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
+gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell.
+`again`: samples that had been lost. `asks_for_whole`: it has to save, so the next exchange should be of all weights."""
+STATE: Fields = {
+    "epoch": is_count,
+    "state": record(
+        {
+            "kinds": dict_of(list_of(is_text)),
+            "optimizer": is_tree,
+            "scalars": is_tree,
+            "segments": lambda value: isinstance(value, list) and is_tree(value),
+        }
+    ),
+}
+VIEW: Fields = {
+    "epoch": is_count,
+    "batch": is_count,
+    "members": dict_of(is_launch),
+    "lanes": dict_of(lambda value: list_of(integer(0, MAX_ROWS))(value) and len(value) == 2),
+    "scribe": is_name,
+    "donor": lambda value: value == "" or is_name(value),
+    "joiners": list_of(is_name),
+    "shares": dict_of(is_count),
+    "is_whole": is_flag,
+}
+COMMIT: Fields = {
+    **dict.fromkeys(("epoch", "batch", "bad", "samples", "tokens", "losses", "again"), is_count),
+    **dict.fromkeys(("loss", "loss_sum", "norm"), is_number),
+    **dict.fromkeys(("out_of_range", "next_is_whole"), is_flag),
+    "digest": integer(-MAX_INTEGER, MAX_INTEGER),
+    "rows": dict_of(is_count),
+    "drifted": list_of(is_name),
+    "next": optional(record(VIEW)),
+}
+REASON: Fields = {"reason": is_text}
+
+FROM_RANK: Mapping[str, Fields] = {
+    "beat": {"phase": text(r"\w{1,32}"), "bytes": is_count},
+    "hello": FACTS,
+    "prepared": REPORT,
+    "state": STATE,
+    "leave": {"finished": optional(is_flag), "asks": optional(is_flag)},
+}
+"""Kinds of messages that a rank sends to the coordinator, and their fields."""
+FROM_COORDINATOR: Mapping[str, Fields] = {
+    "beat": {},
+    "member": {
+        "name": is_name,
+        "launch": is_launch,
+        **{key: FACTS[key] for key in ("machine", "size", "rank", "address", "boxes", "data_ranks")},
+    },
+    "view": VIEW,
+    "commit": COMMIT,
+    "state": STATE,
+    "left": {"epoch": is_count, "is_last": is_flag},
+    **dict.fromkeys(("waits", "refused", "evicted"), REASON),
+}
+FROM_PEER: Mapping[str, Fields] = {
+    "peer": {"epoch": is_count, "island": is_name, "rank": integer(0, MAX_RANKS - 1)},
+}
+
+
+def check_message(message: Message, kinds: Mapping[str, Fields]) -> None:
+    """Check that a message is of one of these kinds, and each field's type, range and size. Raises BadMessageError."""
+    kind = message["kind"]
+    if kind not in kinds:
+        raise BadMessageError(f"unknown kind {kind[:40]!r}")
+    for key, holds in kinds[kind].items():
+        if not holds(message.get(key)):
+            raise BadMessageError(f"{kind}: {key} is {str(message.get(key))[:40]!r}")
+    if kind == "hello" and not message["rank"] < message["size"] >= message["data_ranks"]:
+        places = ", ".join(f"{key} {message[key]}" for key in ("rank", "size", "data_ranks"))
+        raise BadMessageError(f"hello: {places}; expected rank < size, data_ranks <= size")

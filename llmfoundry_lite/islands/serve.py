@@ -9,10 +9,10 @@ than wait for ever.
 
 import asyncio
 import itertools
-import signal
 import time
+from typing import Any
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.islands.coordinator import Coordinator
 from llmfoundry_lite.islands.messages import (
     HANDSHAKE_SECONDS,
@@ -28,7 +28,11 @@ from llmfoundry_lite.islands.messages import (
     size_of,
     unpack,
 )
+from llmfoundry_lite.islands.strangers import Remarks, Strangers, describe_refusal
+from llmfoundry_lite.ranks.signals import listened_to
 
+MAX_STRANGERS = 1024
+"""Simultaneous handshakes. All ranks of an island come at once."""
 TICK_SECONDS = 0.25
 ALONE_SECONDS = 10.0
 """Time without connections after which the coordinator ends: an island may be launched again."""
@@ -42,7 +46,7 @@ HEARTBEAT = pack({"kind": "beat"})
 def serve(
     address: tuple[str, int], token: bytes, num_founders: int, silence_seconds: float, *, until_alone: bool = False
 ) -> None:
-    """Coordinate until SIGTERM or Ctrl-C, or until nobody is left. Raises ConfigError for an unusable address."""
+    """Coordinate until a signal asks to leave, or until nobody is left. Raises ConfigError for an unusable address."""
     coordinator = Coordinator(num_founders, silence_seconds, log)
     try:
         asyncio.run(Server(token, coordinator, until_alone=until_alone).run(address))
@@ -52,7 +56,7 @@ def serve(
 
 
 def log(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {printable(line)}", flush=True)
 
 
 class Server:
@@ -67,8 +71,10 @@ class Server:
         self.coordinator = coordinator
         self.until_alone = until_alone
         self.attended: set[int] = set()
-        """Open connections, including those of ranks that build their model and have sent no hello yet."""
+        """Connections that know the token. Ranks that build their model have sent no hello yet."""
         self.alone_since = time.monotonic()
+        self.strangers = Strangers[asyncio.StreamWriter](MAX_STRANGERS)
+        self.remark_on_strangers, self.remark_on_refusal = Remarks(log), Remarks(log)
         self.writers: dict[int, asyncio.StreamWriter] = {}
         self.numbers = itertools.count()
         self.stopped = asyncio.Event()
@@ -76,10 +82,11 @@ class Server:
         """The internal error that ends the coordinator."""
 
     async def run(self, address: tuple[str, int]) -> None:
+        asyncio.get_running_loop().set_exception_handler(self.note_loop_error)
         server = await asyncio.start_server(self.attend, *address)
         where = format_address(server.sockets[0].getsockname()[:2])
         log(f"coordinating at {where}, beginning with {self.coordinator.num_founders} islands")
-        for number in (signal.SIGTERM, signal.SIGINT) if self.handles_signals else ():
+        for number in listened_to() if self.handles_signals else ():
             asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
         while not self.stopped.is_set():
             if self.until_alone and not self.attended and time.monotonic() - self.alone_since > ALONE_SECONDS:
@@ -101,12 +108,18 @@ class Server:
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until its end."""
         number = next(self.numbers)
-        self.attended.add(number)
+        host = (writer.get_extra_info("peername") or ("?",))[0]
+        dropped = self.strangers.add(writer, host)
+        if dropped is not None:
+            dropped.transport.abort()
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 mine, asking = challenge()
                 writer.write(asking)
                 writer.write(answer(self.token, mine, await receive(reader, MAX_STRANGER_BYTES)))
+            if not self.strangers.remove(writer):
+                return
+            self.attended.add(number)
             self.writers[number] = writer
             self.coordinator.greet(number)
             hello = {"kind": "beat"}
@@ -125,15 +138,17 @@ class Server:
                 self.coordinator.receive(number, message, time.monotonic())
                 self.deliver()
         except BadMessageError as error:
-            peer = writer.get_extra_info("peername") or ("?",)
-            log(f"closed a connection from {peer[0]}: {error}")
+            say = self.remark_on_strangers if self.strangers.remove(writer) else log
+            say(f"closed a connection from {host}: {error}")
         except (OSError, EOFError, TimeoutError):
             pass
         except Exception as error:
             self.fail(error)
         finally:
-            self.attended.discard(number)
-            self.alone_since = time.monotonic()
+            self.strangers.remove(writer)
+            if number in self.attended:
+                self.attended.remove(number)
+                self.alone_since = time.monotonic()
             self.writers.pop(number, None)
             self.end(writer)
             try:
@@ -141,6 +156,15 @@ class Server:
                 self.deliver()
             except Exception as error:
                 self.fail(error)
+
+    def note_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say seldom that no connection can be accepted, after which asyncio pauses for a second. Say nothing of
+        connections that are open at the end, of each of which asyncio would print a traceback."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and "socket" in context:
+            self.remark_on_refusal(describe_refusal(error))
+        elif not isinstance(error, asyncio.CancelledError):
+            loop.default_exception_handler(context)
 
     def fail(self, error: Exception) -> None:
         self.failure = self.failure or error

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_lines_at_most
+from llmfoundry_lite.errors import ConfigError, mask_credentials
 
 JOURNAL = "relay.jsonl"
 DONE, STOPPED, PREEMPTED, FAILED, REFUSED, LOST = "done", "stopped", "preempted", "failed", "refused", "lost"
@@ -66,7 +67,7 @@ def read_legs(folder: Path) -> list[Leg]:
     its launch might be launched again.
     """
     try:
-        lines = (folder / JOURNAL).read_text(errors="replace").splitlines()
+        lines = list(read_lines_at_most(folder / JOURNAL, MAX_JSON_BYTES, JOURNAL))
     except FileNotFoundError:
         return []
     events: dict[int, dict[str, Any]] = {}
@@ -101,6 +102,6 @@ def append(folder: Path, **event: Any) -> None:
         file.seek(0, os.SEEK_END)
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")  # after a line that was cut off
-        file.write(json.dumps(event).encode() + b"\n")
+        file.write(mask_credentials(json.dumps(event)).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

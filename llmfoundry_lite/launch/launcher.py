@@ -37,10 +37,12 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.launch.processes import Ending, is_running, rendezvous
 from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
-from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, LEAVING_SIGNALS, RANK_LOGS
+from llmfoundry_lite.launch.status import SAVES_STAND
+from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import rank_variables
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses before restarts in a row without progress; the last one repeats."""
@@ -61,6 +63,8 @@ as EXIT_BUG. Preempted ranks save, and end themselves when that takes too long."
 SILENCE_SECONDS = 10.0
 """Time without a beat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
+CLONE = Path(__file__).parents[2]
+"""The package itself is found in the working directory, where it is a clone that is not installed."""
 
 
 class Program(NamedTuple):
@@ -72,6 +76,8 @@ class Program(NamedTuple):
     """The module that takes long to import, which the server does once for all ranks."""
     packages: tuple[str, ...] = ()
     """Packages to import before it, lean."""
+    finds_modules_here: bool = True
+    """Whether a module in the working directory is imported, as `python -m` does."""
 
 
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
@@ -144,7 +150,7 @@ class Launcher:
         """
         make_room_for_logs(self.logs)
         ignore_output_errors()
-        self._ending = Ending(LEAVING_SIGNALS, self._forward)
+        self._ending = Ending(self._forward)
         environment = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
         restarts, again = Restarts(self.max_restarts, self.retry_seconds, self.progress()), []
         try:
@@ -154,7 +160,7 @@ class Launcher:
                 code = CODES.get(outcome.code, outcome.code)
                 if (outcome.code != EXIT_BUG and not is_transient) or self._ending.num_asked:
                     if outcome.was_killed:
-                        say(f"{outcome.culprit}; what was saved stands")
+                        say(f"{outcome.culprit}; {SAVES_STAND}")
                     return code
                 pause = restarts.pause(is_transient, self.progress(), time.monotonic())
                 if pause is None:
@@ -193,9 +199,10 @@ class Launcher:
         if self._server is not None:
             return self._server
         mine, its = open_channel()
-        module, imports, packages = self.program
+        module, imports, packages, finds_modules_here = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
-        command = [sys.executable, "-m", "llmfoundry_lite.launch.server", *names]
+        options = [] if finds_modules_here or Path.cwd() == CLONE else ["-P"]
+        command = [sys.executable, *options, "-m", "llmfoundry_lite.launch.server", *names]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
         try:
             process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)

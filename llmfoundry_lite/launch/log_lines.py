@@ -12,6 +12,9 @@ from llmfoundry_lite.config.spans import Duration
 
 Record = dict[str, Any]
 
+METRICS = "metrics.jsonl"
+SAVED = "checkpoint/bytes"
+"""Key in the record of the batch after which a save was found to be published."""
 MAX_NUMBER = 2**128
 """Above the range of fp32."""
 

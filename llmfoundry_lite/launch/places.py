@@ -88,19 +88,13 @@ class Relay:
 def load_relay(path: str) -> Relay:
     """Read relay.yaml. Raises ConfigError, in one line: the file, the key, what was given, what was expected."""
     layers = read_layers([path])
-    values = merge_layers(layers)
+    values = merge_layers(layers, Relay)
     if isinstance(policy := values.get("policy"), str):
         if policy != ON_PREEMPTION:
             raise ConfigError(
                 f"{path}: policy: {policy!r} given, expected {ON_PREEMPTION} or, as a block, every: 200ba"
             )
         values["policy"] = {}
-    if isinstance(places := values.get("places"), dict):
-        for name in places:
-            if not isinstance(name, str | int) or isinstance(name, bool):
-                word = "on, yes or y" if name is True else "off, no or n" if name is False else repr(name)
-                raise ConfigError(f"{path}: places: YAML does not read {word} as a name; put it in quotes")
-        values["places"] = {str(name): place for name, place in places.items()}
     relay: Relay = build_block(Relay, values, "", layers)
     for key, problem in _problems(relay):
         raise ConfigError(f"{path}: {key}: {problem}")

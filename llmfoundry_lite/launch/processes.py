@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import psutil
 
+from llmfoundry_lite.bounded import MAX_NOTE_BYTES
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
+
 LAUNCH = "LLMFOUNDRY_LITE_RELAY_LAUNCH"
 SHELL = """trap 'echo $? > "$2.part" && mv "$2.part" "$2"' EXIT; trap : TERM INT; (trap : TERM INT; eval "$1")"""
 """The shell outlives signals, to write the exit code. A copy of it runs the command, which may be `exec`."""
@@ -49,7 +52,7 @@ def ask(command: str, seconds: float) -> Answer:
             process.wait()
         for file in (output, errors):
             file.seek(0)
-        return Answer(code, output.read().decode(errors="replace"), errors.read().decode(errors="replace"))
+        return Answer(code, *(file.read(MAX_NOTE_BYTES).decode(errors="replace") for file in (output, errors)))
 
 
 def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes]:
@@ -130,19 +133,20 @@ class Ending:
 
     def __init__(
         self,
-        numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
         forward: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.num_asked = self._num_seen = 0
         self._forward = forward
-        self._handlers = {number: signal.signal(number, self._count) for number in numbers}
+        self._handlers = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+        listen(self._count)
 
     def __enter__(self) -> "Ending":
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:
+                signal.signal(number, handler)
 
     def sleep(self, seconds: float, process: psutil.Process | None = None) -> None:
         """Sleep until the time is over, the process has ended, or a signal comes; one since the last sleep counts."""

@@ -6,23 +6,42 @@ reads what it found. Nothing of the run is changed.
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from llmfoundry_lite.checkpoint.manifest import Segment, encode_segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
-from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.launch.log_lines import Record, read_lines
-from llmfoundry_lite.report.reading import LOSS, METRICS, Run, folder_of_checkpoints, read_run
+from llmfoundry_lite.config.changes import find_changes
+from llmfoundry_lite.config.layers import leaf_keys, read_layers
+from llmfoundry_lite.config.layout import Layout, divisors, layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.replayed import as_given, select_recorded
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.yaml_text import dump_record
+from llmfoundry_lite.data.recorded import Places, given_places
+from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
+from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
+from llmfoundry_lite.launch.log_lines import Record, number_of, read_lines
+from llmfoundry_lite.report.reading import LOSS, METRICS, OBJECT_STORES, Run, read_recorded, say_not_opened
 
 NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"
 QUANTITIES = (DATA, RATE, LOSS, NORM, STATE)
 """In the order in which a batch makes them."""
 RECORDED, BEGUN = "recorded-segments.json", "begun.json"
 """Files in the replay's folder: the run's segments, and what the ranks say before the first batch."""
+OWN: dict[str, Any] = {
+    "save_folder": None,
+    "autoresume": False,
+    "export_at_end": False,
+    "digest_interval": "1ba",
+    "eval_interval": 0,
+    "load_weights_only": False,
+    "load_ignore_keys": [],
+    "load_cast": False,
+}
+"""Keys that are the replay's own: it saves nothing, evaluates nothing, and digests the state of each batch."""
 WITHOUT_EFFECT = ("devices ", "sharding ", "shard degree ", "pipeline ")
 """Differences that change no bit with exact_sums."""
 MAX_BAND = {"fp32": 1e-4}
@@ -61,9 +80,10 @@ class Misfit(NamedTuple):
     @property
     def relative(self) -> float:
         """Return the relative difference of two numbers; infinite for anything else."""
-        there, here = self.there, self.here
-        are_numbers = isinstance(there, int | float) and isinstance(here, int | float)
-        return abs(there - here) / max(abs(there), abs(here)) if are_numbers else float("inf")
+        there, here = number_of(self.there), number_of(self.here)
+        if there is None or here is None or there == here:  # the last: as numbers that fp32 holds
+            return float("inf")
+        return abs(there - here) / max(abs(there), abs(here))
 
     def __str__(self) -> str:
         return f"batch {self.batch}: {self.quantity} is {self.here} here and {self.there} in the run"
@@ -78,7 +98,7 @@ class Verdict(NamedTuple):
 # ------------------------------------------------------------------------------------------------------ what to train
 
 
-def plan_replay(where: str, states: str | None) -> Plan:
+def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = False) -> Plan:
     """Choose the checkpoint, and read what the run recorded. Raises ConfigError, DataError and CheckpointError.
 
     `states` is ba100..ba110; None: from the last checkpoint but one to the last.
@@ -86,8 +106,12 @@ def plan_replay(where: str, states: str | None) -> Plan:
     bounds = re.fullmatch(r"ba(\d+)\.\.ba(\d+)", states or "ba0..ba1")
     if bounds is None or int(bounds[1]) >= int(bounds[2]):
         raise ConfigError(f"{states} given, expected two states of the run, the earlier first: ba100..ba110")
-    run = read_run(where)
-    store = CheckpointStore(folder_of_checkpoints(run.folder, run.config))
+    run = read_recorded(where, OBJECT_STORES if uses_recorded_remote else ())
+    if run.saved_in is None:
+        is_url = "://" in str((run.config or {}).get("save_folder")) and not uses_recorded_remote
+        option = ", or read it with --use-recorded-remote" if is_url else ""
+        raise ConfigError(f"{where}: {say_not_opened(run.config)}{option}")
+    store = CheckpointStore(run.saved_in)
     saves = sorted((one for one in store.candidates() if one.head is not None), key=lambda one: one.batch)
     first, last = int(bounds[1]), int(bounds[2])
     if states is None:
@@ -95,14 +119,15 @@ def plan_replay(where: str, states: str | None) -> Plan:
     start = next((one.open() for one in reversed(saves) if one.batch <= first), None)
     begin = start.manifest.timestamp.batch if start is not None else 0
     records = {record["batch"]: record for _, record in read_lines(run.log.lines)}
-    missing = [batch for batch in range(begin + 1, last + 1) if LOSS not in records.get(batch, {})]
-    if missing:
-        raise DataError(f"{where}: {METRICS} has no loss of batch {missing[0]}; it ends with {int(run.log.batch[-1])}")
+    missing = next((batch for batch in range(begin + 1, last + 1) if LOSS not in records.get(batch, {})), None)
+    if missing is not None:
+        raise DataError(f"{where}: {METRICS} has no loss of batch {missing}; it ends with {int(run.log.batch[-1])}")
     later = [one.open() for one in saves if one.batch > begin]
     config = later[0].manifest.config if later else run.config
     if not isinstance(config, dict):
         raise DataError(f"{where}: the run's configuration is not there")
-    digests = {record["state/batch"]: record[STATE] for record in records.values() if STATE in record}
+    logged = [record for record in records.values() if STATE in record and "state/batch" in record]
+    digests = {record["state/batch"]: record[STATE] for record in logged}
     saved = {one.manifest.timestamp.batch: one.manifest.state_digest for one in [*later, *([start] if start else [])]}
     digests |= {batch: digest for batch, digest in saved.items() if digest is not None}
     return Plan(
@@ -136,29 +161,119 @@ def _segments_of(run: Run, later: list[Checkpoint], first: int, last: int) -> tu
     return tuple(found)
 
 
-def write_replay(plan: Plan, folder: Path, num_ranks: int) -> str:
-    """Write the configuration of a replay, and what its ranks need to know. Returns the path of the YAML."""
-    values = dict(plan.config)
-    values |= {"run_folder": str(folder), "save_folder": None, "autoresume": False}
-    values |= {"digest_interval": "1ba", "export_at_end": False, "loggers": {}, "max_wall_time": None, "islands": None}
-    values |= {"eval_interval": 0, "eval_first": False, "icl_tasks": []}
-    values["stop_after"] = f"{plan.last_batch - plan.first_batch + 1}ba"
+def write_replay(
+    plan: Plan,
+    folder: Path,
+    num_ranks: int,
+    changes: Sequence[str] = (),
+    *,
+    trusts_code: bool = False,
+    uses_recorded_remote: bool = False,
+) -> str:
+    """Write the configuration of a replay, and what its ranks need to know. Returns the path of the YAML, which is all
+    that they are given.
+
+    `changes`: `key=value` of the command line. Raises ConfigError and DataError, before anything heavy starts.
+    """
+    given = [key for layer in read_layers(changes, needs_file=False) for key in leaf_keys(layer.values)]
+    own = {"run_folder": str(folder), **OWN, "stop_after": f"{plan.last_batch - plan.first_batch + 1}ba"}
     if plan.start is not None:
-        values |= {"load_path": plan.start.url, "load_weights_only": False, "load_ignore_keys": []}
-    last = plan.segments[-1] if plan.segments else None
-    if last is not None:
-        values["device_train_microbatch_size"] = last.device_train_microbatch_size
-    if last is None or last.world_size != num_ranks:
-        fsdp = values.get("fsdp_config") or {}
-        is_grouped = fsdp.get("sharding_strategy") == "HYBRID_SHARD"
-        values |= {"tp_config": None, "cp_config": None, "pp_config": None}
-        if is_grouped:
-            values["fsdp_config"] = fsdp | {"sharding_strategy": "FULL_SHARD", "data_parallel_shard_degree": None}
+        own |= {"load_path": plan.start.url}
+    if fixed := [key for key in given if key in own or key in ("load_path", "islands")]:
+        raise ConfigError(f"replay: {fixed[0]} is set by the replay itself; leave it out")
+    values = select_recorded(plan.config, given, trusts_code=trusts_code)
+    values |= _layout_for(plan, values, num_ranks)
     folder.mkdir(parents=True)
+    recorded = folder / "recorded.yaml"
+    recorded.write_text(dump_record(values, keep_variables=False))
+    try:
+        config = load_train_config([str(recorded), *changes]).config
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(recorded), f"{plan.where}: its configuration")) from None
+    _refuse_another_run(plan, as_dict(config), given)
+    layout = _check_ranks(plan, config, num_ranks)
+    _check_tokenizer(plan, config)
+    values = asdict(config)  # with the text of variables, and credentials: the folder is this user's alone
+    if isinstance(size := config.device_train_microbatch_size, int):
+        values["device_train_microbatch_size"] = min(size, config.global_train_batch_size // layout.num_data_ranks)
+    if config.train_loader.name == "text":
+        places = Places(
+            own=folder.with_name("data"),
+            given=given_places(values, given),
+            uses_recorded_remote=uses_recorded_remote,
+            advice=", or use what it recorded with --use-recorded-remote",
+        )
+        values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
     (folder / RECORDED).write_text(json.dumps([encode_segment(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    path.write_text(dump_record(as_given(values | own), keep_variables=False))
     return str(path)
+
+
+def _layout_for(plan: Plan, values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Return keys that the number of ranks here decides, and the size of the run's microbatches."""
+    last = plan.segments[-1] if plan.segments else None
+    found: dict[str, Any] = {}
+    if last is not None:
+        found["device_train_microbatch_size"] = last.device_train_microbatch_size
+    if last is None or last.world_size != num_ranks:
+        found |= {"tp_config": None, "cp_config": None, "pp_config": None}
+        fsdp = values.get("fsdp_config")
+        if isinstance(fsdp, dict) and fsdp.get("sharding_strategy") == "HYBRID_SHARD":
+            found["fsdp_config"] = fsdp | {"sharding_strategy": "FULL_SHARD", "data_parallel_shard_degree": None}
+    return found
+
+
+def _refuse_another_run(plan: Plan, here: dict[str, Any], given: Sequence[str]) -> None:
+    """Raise ConfigError for a key of the command line that makes it another run."""
+    found = find_changes(plan.config, here)
+    for change in (*found["never"], *found["logged"]):
+        is_given = any(f"{change.key}.".startswith(f"{key}.") or key.startswith(f"{change.key}.") for key in given)
+        if is_given and "${" not in str(change.there):
+            raise ConfigError(f"replay: {change} would be another run; leave it out")
+
+
+def _check_ranks(plan: Plan, config: TrainConfig, num_ranks: int) -> Layout:
+    """Return the layout. Raises ConfigError for ranks that cannot share a batch, or not in the run's microbatches."""
+    batch, size = config.global_train_batch_size, 1
+    if config.exact_sums and plan.segments:
+        size = plan.segments[-1].device_train_microbatch_size or 1
+        if (here := config.device_train_microbatch_size) not in (size, "auto", None):
+            raise ConfigError(
+                f"replay: device_train_microbatch_size {size} -> {here} would be another run, for exact_sums makes it "
+                "a part of the run; leave it out"
+            )
+        if size < 1 or batch % size:
+            raise DataError(f"{plan.where}: its microbatches of {size} samples do not divide its batches of {batch}")
+    layout = layout_of(config, num_ranks, num_ranks)
+    if batch % (layout.num_data_ranks * size):
+        parts = f"microbatches of {size} samples, which exact_sums keeps" if size > 1 else "samples"
+        counts = [number * layout.ranks_per_data_rank for number in divisors(batch // size)]
+        raise ConfigError(
+            f"replay: -n {num_ranks}: the run's batches of {batch} cannot be shared evenly in {parts}; start "
+            f"{either([count for count in counts if count <= 4 * num_ranks] or counts)} ranks"
+        )
+    return layout
+
+
+def _check_tokenizer(plan: Plan, config: TrainConfig) -> None:
+    """Raise ConfigError for a tokenizer here that is not the run's."""
+    name, there = config.tokenizer.name, plan.start and plan.start.manifest.fingerprints.get("tokenizer")
+    if there and is_local_or_cached(name) and (here := load_tokenizer(name).fingerprint) != there:
+        raise ConfigError(
+            f"replay: {name} is not the run's tokenizer ({here} here, {there} there); give the one that it was trained "
+            "with: tokenizer.name=FOLDER"
+        )
+
+
+def for_a_replay(error: UserError) -> UserError:
+    """Replace advice to prepare data again or to change the run by what a replay takes."""
+    text = str(error)
+    if not isinstance(error, DataError) and not text.startswith("model.vocab_size"):
+        return error
+    found = text.rpartition("; ")[0] or text
+    own = "train_loader.dataset.local=FOLDER tokenizer.name=FOLDER"
+    return type(error)(f"replay: {found}; give the data and the tokenizer that the run was trained with: {own}")
 
 
 # --------------------------------------------------------------------------------------------------- what came of it
@@ -167,6 +282,8 @@ def write_replay(plan: Plan, folder: Path, num_ranks: int) -> str:
 def compare(plan: Plan, folder: Path) -> Verdict:
     """Compare the records of a replay that has ended well with the run's."""
     begun = json.loads((folder / BEGUN).read_text())
+    if other := begun.get("other_data"):
+        return Verdict(f"does not fit: the data is not what the run was trained with: {other}", False)
     differences, is_exact = begun["differences"], bool(plan.config.get("exact_sums"))
     here = {record["batch"]: record for _, record in read_lines((folder / METRICS).read_bytes())}
     start = plan.start.manifest.state_digest if plan.start is not None else None

@@ -23,7 +23,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmfoundry_lite.ranks.ending import LEAVING_SIGNALS, run_and_exit
+from llmfoundry_lite.ranks import ending
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.training.lean_imports import import_lean, no_collection
 
 BEAT_SECONDS = 1.0
@@ -109,7 +110,7 @@ def main() -> None:
         entry(arguments)
 
     sys.argv = [module, *start.arguments]
-    run_and_exit(run)
+    ending.run_and_exit(run)
 
 
 def die_with_parent(parent: int) -> None:
@@ -157,6 +158,7 @@ def become(start: Start, channel: socket.socket) -> None:
     threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()
     if start.output is not None:
         Path(start.output).parent.mkdir(parents=True, exist_ok=True)
+        ending.shown = open(os.dup(2), "w", errors="backslashreplace")  # noqa: SIM115 - for the rank's life
         file = os.open(start.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(file, 1)
         os.dup2(file, 2)

@@ -14,23 +14,34 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_NOTE_BYTES, parse_json, read_at_most, read_lines_at_most
+from llmfoundry_lite.errors import UserError, mask_credentials
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.ranks import ending, siblings
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
+from llmfoundry_lite.ranks.rank import step_over_nodes, this_rank
+from llmfoundry_lite.ranks.siblings import FirstError
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 STATUS = "status.json"
+SAVES_STAND = "the newest save stands, if there is one"
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
 `has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot."""
 
 
-def write_status(folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True) -> None:
-    """Write both files. `reason` of a run that is `running`: why it has been asked to leave."""
-    content: dict[str, Any] = {"status": status, "batch": batch, "reason": reason}
+def write_status(
+    folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True, **more: Any
+) -> None:
+    """Write both files, `more` into the first. `reason` of a run that is `running`: why it has been asked to leave."""
+    content: dict[str, Any] = {"status": status, "batch": batch, "reason": mask_credentials(reason or "") or None}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
+    content |= more
     is_known = False
     if status == "running":
         content["process"] = describe_this_process()
@@ -50,7 +61,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     if content is None or content.get("status") != "running" or is_running(content):
         return content
     asked = content.get("reason")
-    gone = "the process of rank 0 is gone without a word, killed or aborted; what was saved stands"
+    gone = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
     status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
     return {"status": status, "batch": content.get("batch", 0), "reason": reason}
 
@@ -62,8 +73,8 @@ def seconds_between_failures(folder: Path) -> float | None:
     """
     seconds, num_failures, begun = 0.0, 0, None
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        for line in (folder / LAUNCHES).read_text().splitlines():
-            event = json.loads(line)
+        for line in read_lines_at_most(folder / LAUNCHES, MAX_LOG_BYTES, LAUNCHES):
+            event = parse_json(line)
             if event["status"] == "running":
                 num_failures += begun is not None
                 begun = event
@@ -86,7 +97,7 @@ def start_guard(folder: Path) -> None:
 
 def guard(folder: Path, pid: int) -> None:
     """Wait until process `pid` has ended, and write its status if it has not."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in LEAVING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # meant for the process that is guarded
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(pid)], [], [])
@@ -95,7 +106,7 @@ def guard(folder: Path, pid: int) -> None:
         write_status(folder, found["status"], found["batch"], found["reason"])
 
 
-def write_ended_early(folder: Path, status: str, reason: str) -> None:
+def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> None:
     """Write the status of a launch that ended before it carried on; the batch stays.
 
     A script that reads `preempted` would launch a refused run again for ever. The status of another launch that still
@@ -104,7 +115,48 @@ def write_ended_early(folder: Path, status: str, reason: str) -> None:
     before = read_status(folder) or {}
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
         return
-    write_status(folder, status, before.get("batch", 0), reason, has_begun=False)
+    write_status(folder, status, before.get("batch", 0), reason, has_begun=False, **more)
+
+
+@contextlib.contextmanager
+def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
+    """Record why a launch fails in a block before its run is there, in the status of an earlier launch of the run.
+
+    The first rank to fail on a node does so: it may be alone, and rank 0 is then ended by the launcher. Over several
+    nodes it does so in a new folder too: `srun` ends the ranks of the others, which read here why.
+    """
+    try:
+        yield
+    except (Exception, ending.AnotherFailedError) as error:
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = find_folder() if ending.first_error(error).rank == this_rank().rank else None
+            step = step_over_nodes()
+            if folder is not None and (step or (folder / STATUS).exists()) and not failure_on_another_node(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                may_pass = isinstance(error, UserError) and error.is_transient
+                more = {"step": step, "rank": this_rank().rank, "exit_code": ending.exit_code_of(error)} if step else {}
+                write_ended_early(folder, "preempted" if may_pass else "failed", ending.cause_of(error), **more)
+        raise
+
+
+def hear_of_other_nodes(folder: Path) -> None:
+    """Let this rank, when it is asked to leave, look whether a rank of another node has recorded a failure here.
+
+    That rank records it before it ends, and `srun` ends the others afterwards: nobody has to wait for the record.
+    """
+    siblings.failure_elsewhere = lambda: failure_on_another_node(folder)
+
+
+def failure_on_another_node(folder: Path) -> FirstError | None:
+    """Return the failure that a rank of this very step has recorded."""
+    step = step_over_nodes()
+    content = _read(folder) if step is not None else None
+    if content is None or content["status"] != "failed" or content.get("step") != step:
+        return None
+    rank, code = content.get("rank"), content.get("exit_code")
+    if not (isinstance(rank, int) and isinstance(code, int)):
+        return None
+    return FirstError(rank, code, f"error: {content.get('reason')}")
 
 
 def is_running(content: dict[str, Any]) -> bool:
@@ -125,8 +177,8 @@ def is_sound(content: Any) -> bool:
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads((folder / STATUS).read_text())
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_at_most(folder / STATUS, MAX_NOTE_BYTES, STATUS))
+    except (OSError, ValueError):
         return None
     return content if is_sound(content) else None
 

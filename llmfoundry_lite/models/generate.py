@@ -15,14 +15,14 @@ from llmfoundry_lite.models.products import logits_in_parts
 def generate(
     model: MPT,
     prompt_t: Tensor,
-    num_tokens: int,
+    max_new_tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yield `num_tokens` tokens that follow the prompt (int64 [t], at least one), each as soon as it is chosen.
+    """Yield `max_new_tokens` tokens that follow the prompt (int64 [t], at least one), each as soon as it is chosen.
 
     Temperature 0 takes the likeliest token; `top_k` samples among the k likeliest, `top_p` among the fewest whose
     probabilities add up to p (Holtzman et al. 2020). Beyond the model's context length the window slides, and all of
@@ -31,9 +31,9 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     length = model.config.max_seq_len
     tokens_t = prompt_t[-length:]
-    cache = KeyValueCache(model, 1, min(length, tokens_t.numel() + num_tokens))
+    cache = KeyValueCache(model, 1, min(length, tokens_t.numel() + max_new_tokens))
     new_t = tokens_t
-    for _ in range(num_tokens):
+    for _ in range(max_new_tokens):
         if cache.length + new_t.numel() > length:
             cache.length, new_t = 0, tokens_t[-length:]
         with for_any_width():

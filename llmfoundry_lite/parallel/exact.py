@@ -35,9 +35,6 @@ class ExactSums:
 
     def watch(self, module: nn.Module) -> None:
         """Collect the gradients of the parameters that the module sees when it runs. After `fully_shard`, if at all."""
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
         module.register_forward_pre_hook(self._prepare)
 
     def begin(self, parameters: Iterable[nn.Parameter], num_microbatches: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig
@@ -132,13 +132,17 @@ def shard_model(
             block.compile(**compile_config)
         shard(block, mesh=data_mesh, reshard_after_forward=reshard)
     shard(model, mesh=data_mesh, reshard_after_forward=False)
-    if sums:
-        for module in (model, *model.transformer.blocks):
+    modules: list[Any] = [model, *model.transformer.blocks]  # of FSDP
+    for module in modules:
+        if sums or precision.loss_scaling:  # no mean over ranks, whose size would follow from their number
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if sums:
             sums.watch(module)
     if data_mesh.size() > 1:
         # FSDP2 gathers a block's parameters when the block begins. Each block also prefetches its successor's, so that
         # the gather overlaps with computation. Backward passes prefetch by default.
-        for module, following in itertools.pairwise(cast(list[FSDPModule], [model, *model.transformer.blocks])):
+        for module, following in itertools.pairwise(modules):
             module.set_modules_to_forward_prefetch([following])
 
 

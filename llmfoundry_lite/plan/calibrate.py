@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
@@ -155,7 +156,7 @@ def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], di
     """Return constants by name, and steps. Raises DataError for neither, ConfigError for another device's."""
     accelerator = hardware.accelerator
     try:
-        report = json.loads(path.read_text())
+        report = read_json(path, "a report")
         findings, rows, schema = report.get("findings"), report.get("rows"), report.get("schema", REPORT_SCHEMA)
         if schema != REPORT_SCHEMA:
             again = f"llmfoundry-lite bench {report['bench']} --out FOLDER"

@@ -29,20 +29,28 @@ def simulate_bubble(
     """Return the time that a device waits over the time that it computes, without time for sending.
 
     `loads`: time of each run of blocks, through the model, as a multiple of one unit. The result is for the device that
-    computes the longest. `in_few_rounds`: only the first microbatches are played. Once all devices are busy, each
-    further one adds its own time alone.
+    computes the longest. `in_few_rounds`: only the first microbatches are played, twice. Once all devices are busy,
+    each round waits as long as the one before: not at all where runs are even.
     """
     check_schedule(schedule, num_stages, num_microbatches, virtual_stages)
     num_runs = {"interleaved": virtual_stages, "zero_bubble": virtual_stages, "zbv": 2}.get(schedule, 1)
     loads = tuple(loads or [1.0] * num_stages * num_runs)
-    num_played = few_rounds(num_stages, num_microbatches) if in_few_rounds else num_microbatches
-    return _play(schedule, num_stages, num_played, num_runs, loads) * num_played / num_microbatches
+
+    def wait(count: int) -> float:
+        """In units of what one microbatch computes."""
+        return _play(schedule, num_stages, count, num_runs, loads) * count
+
+    few, more = (few_rounds(num_stages, num_microbatches, rounds) for rounds in (4, 6))
+    if not in_few_rounds or more == num_microbatches:
+        return wait(num_microbatches) / num_microbatches
+    each = (wait(more) - wait(few)) / (more - few)
+    return (wait(more) + each * (num_microbatches - more)) / num_microbatches
 
 
-def few_rounds(num_stages: int, num_microbatches: int) -> int:
+def few_rounds(num_stages: int, num_microbatches: int, rounds: int = 4) -> int:
     """Return so many microbatches that a schedule only repeats itself with more of them."""
     num_rounds = max(1, num_microbatches // num_stages)
-    return min(num_microbatches, num_microbatches // num_rounds * 4)
+    return min(num_microbatches, num_microbatches // num_rounds * rounds)
 
 
 @cache

@@ -1,13 +1,13 @@
 """Readers of one input file: whole text, lines, rows of CSV, rows of parquet and arrow.
 
-A small file may decompress to any size. So no document of a compressed file may exceed MAX_DOCUMENT_BYTES.
+A small file may decompress to any size. So no document of a compressed file may exceed MAX_DOCUMENT_BYTES, nor may a
+compressed table have MAX_RATIO times the bytes of its file.
 """
 
 import csv
 import errno
 import gzip
 import io
-import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +16,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from llmfoundry_lite.bounded import BLOCK_BYTES, MAX_LINE_BYTES, MAX_LOG_BYTES, open_unpacked
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import open_regular
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-BLOCK_BYTES = 1024 * 1024
-MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
+MAX_DOCUMENT_BYTES = MAX_LINE_BYTES
 """Bytes of one document in a compressed file: 60 KB of .zst can hold gigabytes of the same letter."""
+MAX_PLAIN_BYTES = MAX_LOG_BYTES
+"""Bytes of one document in a file that is not compressed: it is read whole."""
+MAX_RATIO = 100
+"""A .parquet is packed inside: packed again, it loses little."""
 OTHER_ENCODING = "; --encoding names another encoding"
 
 
@@ -40,6 +45,8 @@ TOO_LARGE = Bad(
     "file may have (decompress the file if that is meant)",
 )
 
+TOO_LARGE_PLAIN = Bad("too_large", f" has more than {MAX_PLAIN_BYTES // 2**30} GiB, the most that a document may have")
+
 
 @contextmanager
 def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
@@ -47,16 +54,14 @@ def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
     Raises DataError for a compressed file that is damaged or cut short.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         try:
             if path.suffix == ".gz":
                 with gzip.open(file) as content:
                     yield io.BufferedReader(content, BLOCK_BYTES), file.tell  # pyright: ignore[reportArgumentType]
             elif path.suffix == ".zst":
-                import pyarrow as pa
-
-                with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as content:
-                    yield io.BufferedReader(content, BLOCK_BYTES), file.tell  # pyright: ignore[reportArgumentType]
+                with open_unpacked(file, "zst") as content:
+                    yield content, file.tell
             else:
                 yield file, file.tell
         except (EOFError, OSError, ValueError, zlib.error) as error:
@@ -81,6 +86,8 @@ def read_text(path: Path, encoding: str | None) -> str | Bad:
     """Read a whole file as text, less its byte order mark."""
     with open_content(path) as (file, _):
         is_compressed = path.suffix in COMPRESSED_SUFFIXES
+        if not is_compressed and path.stat().st_size > MAX_PLAIN_BYTES:
+            return TOO_LARGE_PLAIN
         content = file.read(MAX_DOCUMENT_BYTES + 1 if is_compressed else -1)
     if is_compressed and len(content) > MAX_DOCUMENT_BYTES:
         return TOO_LARGE
@@ -128,12 +135,14 @@ def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterato
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
     with open_content(path) as (file, position), named_encoding(path, encoding):
         text = io.TextIOWrapper(file, encoding or "utf-8", "surrogateescape", newline="")
-        rows = csv.reader(csv_lines(path, text), delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",", strict=True)
-        header = next_row(rows, path)
+        rows = csv.reader(
+            lines := CsvLines(path, text), delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",", strict=True
+        )
+        header = next_row(rows, lines)
         if isinstance(header, Bad):
             raise DataError(f"{path}: its header{header.sentence}; repair the file")
         check_names_differ(path, header or [], wanted)
-        while header is not None and (row := next_row(rows, path)) is not None:
+        while header is not None and (row := next_row(rows, lines)) is not None:
             if isinstance(row, Bad):
                 yield row, position()
             elif len(row) == len(header):
@@ -143,15 +152,29 @@ def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterato
                 yield Bad("invalid_csv", sentence), position()
 
 
-def csv_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: text.readline(MAX_DOCUMENT_BYTES), ""), start=1):
-        if len(line) == MAX_DOCUMENT_BYTES:
-            raise DataError(f"{path}, line {number} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB")
-        yield line.removeprefix("\ufeff") if number == 1 else line
+class CsvLines:
+    """Lines of a file. A row may have several: quotes keep the end of a line in a field."""
+
+    def __init__(self, path: Path, text: io.TextIOWrapper) -> None:
+        self.path, self._text, self._number = path, text, 0
+        self.row_characters = 0
+        """Characters of the row so far."""
+
+    def __iter__(self) -> "CsvLines":
+        return self
+
+    def __next__(self) -> str:
+        self._number += 1
+        if not (line := self._text.readline(MAX_DOCUMENT_BYTES)):
+            raise StopIteration
+        self.row_characters += len(line)
+        if self.row_characters >= MAX_DOCUMENT_BYTES:
+            raise DataError(f"{self.path}, line {self._number} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB")
+        return line.removeprefix("\ufeff") if self._number == 1 else line
 
 
-def next_row(rows: Any, path: Path) -> list[str] | Bad | None:
-    first_line = rows.line_num + 1
+def next_row(rows: Any, lines: CsvLines) -> list[str] | Bad | None:
+    first_line, path, lines.row_characters = rows.line_num + 1, lines.path, 0
     try:
         return next(rows, None)
     except csv.Error as error:
@@ -250,12 +273,19 @@ def decompressed_copy(path: Path) -> BinaryIO:
     """Decompress a file into a temporary one without a name."""
     copy: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's, and gone when it is
     try:
+        room = max(MAX_DOCUMENT_BYTES, MAX_RATIO * path.stat().st_size)
         with open_content(path) as (file, _):
-            shutil.copyfileobj(file, copy, BLOCK_BYTES)
+            while piece := file.read(BLOCK_BYTES):
+                if (room := room - len(piece)) < 0:
+                    raise DataError(
+                        f"{path} decompresses to more than {MAX_RATIO} times its size, as no table does; "
+                        "decompress it, if that is meant"
+                    )
+                copy.write(piece)
         copy.seek(0)
-    except OSError as error:
+    except (OSError, DataError) as error:
         copy.close()
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DataError(
             f"{path}: no space left in {tempfile.gettempdir()} to decompress it; free some, or set TMPDIR"

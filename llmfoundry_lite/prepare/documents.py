@@ -22,8 +22,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare.contents import BLOCK_BYTES, OTHER_ENCODING, Bad, read_table, read_text
+from llmfoundry_lite.errors import DataError, list_names
+from llmfoundry_lite.files import open_regular
+from llmfoundry_lite.prepare.contents import (
+    BLOCK_BYTES,
+    MAX_PLAIN_BYTES,
+    OTHER_ENCODING,
+    TOO_LARGE_PLAIN,
+    Bad,
+    read_table,
+    read_text,
+)
 from llmfoundry_lite.prepare.request import Request
 
 T = TypeVar("T")
@@ -146,15 +155,18 @@ def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) ->
             yield from enumerate(unit.content or ())
 
 
-def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes]]:
+def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes | Bad]]:
     """Yield the lines that start in [start, end) with their offsets in the file; the last may reach beyond the end."""
-    with Path(unit.names[0]).open("rb") as file:
+    with open(unit.names[0], "rb", opener=open_regular) as file:
         offset = unit.start
         if unit.start > 0:  # a line that starts before belongs to the range before
             file.seek(unit.start - 1)
             # No further than the range: a file of one long line would be read once for each of its ranges.
             offset += len(file.readline(unit.end - unit.start + 1)) - 1
-        while offset < unit.end and (line := file.readline()):
+        while offset < unit.end and (line := file.readline(MAX_PLAIN_BYTES + 1)):
+            if len(line) > MAX_PLAIN_BYTES:
+                yield offset, TOO_LARGE_PLAIN
+                return  # with the range: the next one begins behind the next line's end
             yield offset, line
             offset += len(line)
 
@@ -193,12 +205,12 @@ def text_of_row(row: Mapping[str, Any] | Bad, text_keys: tuple[str, ...]) -> str
     for key in text_keys:
         value = value_of(row, key)
         if value is MISSING:
-            names = ", ".join(name for column, item in row.items() for name in names_within(column, item))
+            names = list_names(name for column, item in row.items() for name in names_within(column, item))
             there = f"there are: {names or 'none'} (choose one with --text-key)"
             return Bad("missing_text_key", f" has no {key!r}; {there}")
         if not isinstance(value, str):
             found = "null" if value is None else f"a {type(value).__name__}"
-            return Bad("not_text", f": {key} is {found}, expected a string")
+            return Bad("not_text", f": {list_names([key])} is {found}, expected a string")
         values.append(value)
     return FIELD_SEPARATOR.join(values)
 

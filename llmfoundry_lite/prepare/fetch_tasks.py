@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.files import write_atomically
 
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ def convert_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise DataError(
                 f"{name}: row {number} of {ORIGINS[name].repository} is not of the expected shape "
-                f"({type(error).__name__}: {error}); its columns are {', '.join(row)}"
+                f"({type(error).__name__}: {error}); its columns are {list_names(row)}"
             ) from error
 
 

@@ -5,13 +5,13 @@ link to a folder is followed, once, so that a circle of links ends.
 """
 
 import glob
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES
 
@@ -219,7 +219,7 @@ def num_files(path: Path) -> int:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty for what is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, "a JSON file")
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -26,6 +26,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
@@ -80,8 +81,7 @@ def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
 def is_replaceable(path: Path, row: Mapping[str, Any]) -> bool:
     """Return whether nothing is there, or rows of this kind."""
     try:
-        with path.open(encoding="utf-8") as file:
-            found = json.loads(file.readline())
+        found = json.loads(next(read_lines_at_most(path, MAX_LOG_BYTES, "a task"), b""))
     except FileNotFoundError:
         return True
     except (OSError, ValueError, RecursionError):

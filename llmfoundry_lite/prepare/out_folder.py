@@ -22,7 +22,7 @@ from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
 
 PARTIAL = ".partial"
-LAYOUT = 3
+LAYOUT = 4
 """Version of `.partial`: another number is another way to cut units or to keep their tokens. Part of no result."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNUSABLE = (

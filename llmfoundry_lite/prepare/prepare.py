@@ -45,7 +45,13 @@ from llmfoundry_lite.prepare.request import TRAIN_PREFIX, Request
 from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
 from llmfoundry_lite.prepare.sources import Source, open_source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
-from llmfoundry_lite.prepare.token_files import leave_if_imported_by_worker, origin_of_tokens, token_dtype, tokenize
+from llmfoundry_lite.prepare.token_files import (
+    MAX_LOST_TEXT,
+    leave_if_imported_by_worker,
+    origin_of_tokens,
+    token_dtype,
+    tokenize,
+)
 from llmfoundry_lite.ranks.rank import count_usable_cores
 
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
@@ -59,6 +65,7 @@ def prepare(
     out: str | Path,
     *,
     num_workers: int | None = None,
+    max_lost_text: float = MAX_LOST_TEXT,
     overwrite: bool = False,
     show_progress: bool = False,
     notify: Callable[[str], None] = lambda line: None,
@@ -66,7 +73,8 @@ def prepare(
     """Tokenise documents into samples and write them as MDS; carry on where a killed launch stopped.
 
     `num_workers` processes, by default one per core this process may use (a script that calls this needs the usual
-    `if __name__ == "__main__":` unless it is 1). `overwrite` discards what an earlier preparation left in `out`.
+    `if __name__ == "__main__":` unless it is 1). `max_lost_text` is the share of characters that the tokenizer may
+    lose, as `data/spelling.py` counts them. `overwrite` discards what an earlier preparation left in `out`.
     `notify` gets a sentence when work is skipped or taken up again. Raises DataError for everything that is wrong
     with input, request or disk, and then `out` holds nothing that looks finished.
     """
@@ -91,7 +99,8 @@ def prepare(
         partial = open_partial(out, record, given, notify)
         with progress_bars(show_progress) as bars:
             tokenizer = provide_tokenizer(partial, given, request, source, bars)
-            work = tokenize(source, request, tokenizer, partial, num_workers or count_usable_cores(), bars, notify)
+            workers = num_workers or count_usable_cores()
+            work = tokenize(source, request, tokenizer, partial, workers, bars, max_lost_text, notify)
             splits, skipped, named = pack(partial, work.num_units, request, token_dtype(tokenizer), bars)
         check_unchanged(source, record)
         seconds = time.monotonic() - started
@@ -116,6 +125,7 @@ def prepare(
             skipped_examples=tuple(named),
             unreadable=tuple(listing.unreadable),
             repeated=tuple(listing.repeated),
+            lost_text=work.loss.as_json(),
         )
         publish(partial, out, summary)
     return summary

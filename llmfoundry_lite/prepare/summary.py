@@ -1,12 +1,13 @@
 """The summary that a preparation ends with: `summary.json`, and the table that is shown of it."""
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from llmfoundry_lite.bounded import read_json
+from llmfoundry_lite.data.spelling import describe_loss
 from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.report.tables import Table
 
@@ -78,13 +79,16 @@ class Summary:
     """A sentence for each file or folder left out because it could not be read."""
     repeated: tuple[str, ...] = ()
     """A sentence for each name of a file or folder that was read under another name."""
+    lost_text: dict[str, Any] = field(default_factory=dict)
+    """Characters at the beginning of every unit that do not come back from their tokens: their `share`, and the number
+    of each kind in `data/spelling.py`. Empty in older summaries."""
 
 
 def load_summary(folder: str | Path) -> Summary:
     """Read `summary.json` of a prepared folder. Raises DataError when it is missing or not one of ours."""
     path = Path(folder) / SUMMARY_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, "a summary")
         content["tokenizer"] = TokenizerSummary(**content["tokenizer"])
         content["splits"] = {split: SplitSummary(**counts) for split, counts in content["splits"].items()}
         for name in ("skipped_examples", "unreadable", "repeated"):
@@ -115,6 +119,8 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
     if summary.unreadable:
         lines.append(f"files and folders left out because they cannot be read: {len(summary.unreadable):,}")
         lines += some_of(summary.unreadable, len(summary.unreadable))
+    if summary.lost_text and (sentence := describe_loss(summary.lost_text)):
+        lines.append(f"text: {printable(sentence)}")
     if "val" not in summary.splits:
         lines.append("no validation split: none was asked for, or too little text to hold out a sample")
     lines.append(

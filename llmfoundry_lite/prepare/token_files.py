@@ -6,6 +6,7 @@ again.
 
 import contextlib
 import inspect
+import math
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
+from llmfoundry_lite.data.spelling import Loss, Speller, describe_loss, load_loss
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
@@ -33,11 +35,19 @@ from llmfoundry_lite.prepare.sources import Source
 
 ENCODE_BATCH_BYTES = 512 * 1024
 """Bounds what encodings take in memory."""
+SPELLED_CHARACTERS = 16 * 1024
+"""Characters of every unit, its first ones, that are looked up in their tokens."""
+ENOUGH_CHARACTERS = 1024 * 1024
+"""Characters after which a tokenizer that loses text is refused without reading the rest."""
+MAX_LOST_TEXT = 0.01
+"""Share of characters. Stray symbols of ordinary text are rarer; its capitals, or words of another script, are not."""
 VERDICT = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 IN_GIGATOKEN = " in gigatoken"
 PROOF = Unit(kind="rows", names=(), num_bytes=0)
 """Stands for the fast encoder's proof among the units."""
+BEFORE_ALL = -1
+"""Its number. It has no token file, so nothing is judged with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +68,8 @@ class TokenUnit:
     """Sentences that name the first of them; str."""
     made_of: np.ndarray
     """One str: the unit and the tokenizer."""
+    loss: np.ndarray
+    """One str: characters of the unit's beginning that the tokens do not spell, as `Loss.stored` has it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,6 +80,8 @@ class Work:
     """Units of the whole source, those of earlier launches included."""
     documents: int = 0
     text_bytes: int = 0
+    loss: Loss = field(default_factory=Loss)
+    """Text of all units that the tokens do not spell."""
 
 
 def tokenize(
@@ -77,23 +91,29 @@ def tokenize(
     partial: Path,
     num_workers: int,
     bars: Progress,
+    max_lost_text: float,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Work:
     """Make the missing token files, by the tokenizer in `.partial`. On an error the first failing unit's is raised.
 
     The fast encoder is used where it is worth while. If it proves unequal, all it has made is made again without it.
+    Raises DataError for a tokenizer that loses more than `max_lost_text` of the text.
     """
     if may_be_used(source.total_bytes, partial / VERDICT):
+        files = TokenFiles(request, partial, tokenizer, is_fast=True)
         try:
-            return make_token_files(source, TokenFiles(request, partial, tokenizer, is_fast=True), num_workers, bars)
+            return make_token_files(source, files, num_workers, bars, max_lost_text)
         except Unequal as error:
             notify(f"{error}: tokenising by tokenizers alone, and again what was not")
-    return make_token_files(source, TokenFiles(request, partial, tokenizer, is_fast=False), num_workers, bars)
+    files = TokenFiles(request, partial, tokenizer, is_fast=False)
+    return make_token_files(source, files, num_workers, bars, max_lost_text)
 
 
-def make_token_files(source: Source, files: "TokenFiles", num_workers: int, bars: Progress) -> Work:
-    """Make the missing token files by the encoder that `files` has. Raises Unequal."""
-    work, total = Work(), source.total_bytes
+def make_token_files(
+    source: Source, files: "TokenFiles", num_workers: int, bars: Progress, max_lost_text: float
+) -> Work:
+    """Make the missing token files by the encoder that `files` has. Raises Unequal, and DataError for lost text."""
+    work, total, num_judged = Work(), source.total_bytes, 0
     task = bars.add_task("tokenising", total=total)
     done = {path.name for path in files.folder.glob("*.npz")}
 
@@ -103,30 +123,60 @@ def make_token_files(source: Source, files: "TokenFiles", num_workers: int, bars
             work.num_units = number + 1
             if files.path(number).name not in done or not files.is_of(number, unit):
                 yield number, unit
-            elif total is not None:  # shrink the work rather than advance, or the ETA believes the old speed
+                continue
+            if number == num_judged:
+                judge(number + 1)
+            if total is not None:  # shrink the work rather than advance, or the ETA believes the old speed
                 total -= unit.num_bytes
                 bars.update(task, total=total)
 
+    def judge(end: int) -> None:
+        """Add up what the first units lost, in their order, so that each launch refuses the same."""
+        nonlocal num_judged
+        while num_judged < end:
+            work.loss += files.loss(num_judged)
+            num_judged += 1
+            if work.loss.characters >= ENOUGH_CHARACTERS:
+                refuse_loss(work.loss, files.request, max_lost_text)
+
     units = missing_units()
     made = make_here(files, units) if num_workers == 1 else make_in_processes(files, units, num_workers)
-    for unit, (documents, text_bytes) in made:
+    for number, unit, (documents, text_bytes) in made:
         work.documents += documents
         work.text_bytes += text_bytes
         bars.advance(task, unit.num_bytes)
+        judge(number + 1)
+    judge(work.num_units)
+    refuse_loss(work.loss, files.request, max_lost_text)
     return work
 
 
-def make_here(files: "TokenFiles", units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[Unit, tuple[int, int]]]:
+def refuse_loss(loss: Loss, request: Request, max_lost_text: float) -> None:
+    """Raise DataError where a tokenizer loses more of the text than is allowed."""
+    if loss.share > max_lost_text:
+        raise DataError(
+            f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_loss(loss.as_json())}; choose a "
+            f"tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
+            f"{allowing(loss.share):g}"
+        )
+
+
+def allowing(share: float) -> float:
+    """Return a round number that allows this share."""
+    return math.ceil(100 * share) / 100
+
+
+def make_here(files: "TokenFiles", units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[int, Unit, tuple[int, int]]]:
     """Make the token files of units in this process. Yields each unit with its documents and their bytes."""
     with one_thread_per_process():
         files.prove()
         for number, unit in units:
-            yield unit, files.make(number, unit)
+            yield number, unit, files.make(number, unit)
 
 
 def make_in_processes(
     files: "TokenFiles", units: Iterator[tuple[int, Unit]], num_workers: int
-) -> Iterator[tuple[Unit, tuple[int, int]]]:
+) -> Iterator[tuple[int, Unit, tuple[int, int]]]:
     """Do the same in worker processes, two units under way for each: enough to keep all busy; streams wait in memory.
 
     Results are taken in order, so that every launch over the same input names the same bad document.
@@ -138,17 +188,17 @@ def make_in_processes(
         initializer=start_worker,
         initargs=(files.request, files.partial, files.is_fast),
     )
-    running: deque[tuple[Unit, Future[tuple[int, int]]]] = deque()
+    running: deque[tuple[int, Unit, Future[tuple[int, int]]]] = deque()
     try:
         if files.is_fast:  # nothing is kept unless it succeeds
-            running.append((PROOF, workers.submit(prove_in_worker)))
+            running.append((BEFORE_ALL, PROOF, workers.submit(prove_in_worker)))
         for number, unit in units:
-            running.append((unit, workers.submit(make_in_worker, number, unit)))
+            running.append((number, unit, workers.submit(make_in_worker, number, unit)))
             if len(running) > 2 * num_workers:
-                first, future = running.popleft()
-                yield first, future.result()
-        for unit, future in running:
-            yield unit, future.result()
+                first, its_unit, future = running.popleft()
+                yield first, its_unit, future.result()
+        for number, unit, future in running:
+            yield number, unit, future.result()
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
@@ -222,6 +272,14 @@ class TokenFiles:
         """The fast encoder if there is one, built by the first task, where an error can be reported."""
         return FastEncoder(self.tokenizer, self.partial / VERDICT) if self.is_fast else None
 
+    @cached_property
+    def speller(self) -> Speller:
+        return Speller(self.tokenizer)
+
+    def loss(self, number: int) -> Loss:
+        with np.load(self.path(number)) as stored:
+            return load_loss(str(stored["loss"]))
+
     def prove(self) -> tuple[int, int]:
         """Compare the two encoders, if there are two. Returns no documents and no bytes. Raises Unequal."""
         if self.encoder:
@@ -250,7 +308,7 @@ class TokenFiles:
         skipped = Skipped()
         documents: list[tuple[int, int, int]] = []
         pieces: list[np.ndarray] = []
-        end_of_text = np.array([self.tokenizer.eos_token_id], dtype)
+        end_of_text, loss = np.array([self.tokenizer.eos_token_id], dtype), Loss()
         read = read_documents(unit, self.request, skipped)
         for batch, _ in group_by_size(read, lambda document: document.num_bytes, ENCODE_BATCH_BYTES):
             if self.encoder:
@@ -260,6 +318,8 @@ class TokenFiles:
             for document, ids in zip(batch, encoded, strict=True):
                 pieces += ids.astype(dtype), end_of_text
                 documents.append((len(ids) + 1, document.num_bytes, document.split_key))
+                if loss.characters < SPELLED_CHARACTERS:
+                    loss += self.speller.measure(document.text[: SPELLED_CHARACTERS - loss.characters])
         doc_tokens, doc_bytes, doc_keys = zip(*documents, strict=True) if documents else ((), (), ())
         made = TokenUnit(
             tokens=np.concatenate(pieces) if pieces else np.empty(0, dtype),
@@ -269,6 +329,7 @@ class TokenFiles:
             skipped=np.array([skipped.counts[reason] for reason in SKIP_REASONS], np.int64),
             named=np.array(skipped.named, str),
             made_of=np.array(self.origin(unit) + IN_GIGATOKEN * self.is_fast),
+            loss=np.array(loss.stored()),
         )
         content = BytesIO()
         np.savez(content, **{name: getattr(made, name) for name in TokenUnit.__slots__})

@@ -9,11 +9,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError, printable
+from llmfoundry_lite.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_USER,
+    UserError,
+    printable,
+)
+from llmfoundry_lite.ranks import early_exit, siblings
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
+from llmfoundry_lite.ranks.siblings import FirstError
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen
 
 # For a lost connection the exception is enough; the stack traces of torch's C++ bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -30,10 +41,17 @@ class Preempted(BaseException):
         """All ranks have agreed to leave, and nobody waits for anybody."""
 
 
+class AnotherFailedError(BaseException):
+    """The launcher ends this rank because another has failed, which has said why."""
+
+    def __init__(self, failure: FirstError):
+        super().__init__(failure.text)
+        self.failure = failure
+
+
 EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
 """From a rank to our launcher alone: a fault that may pass. The launch ends with 75, or with 1 where batches are lost
 (`UserError.has_lost`), when the launcher has tried again for long enough."""
-LEAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ECHO_SECONDS = 2.0
 """One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM."""
 
@@ -41,41 +59,80 @@ ECHO_SECONDS = 2.0
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run a script's `main(arguments)` and exit; print one line for a user's error, a traceback for a bug."""
     ignore_output_errors()
-    raise_when_interrupted()
+    if signal.getsignal(signal.SIGINT) is not early_exit.leave:
+        raise_when_interrupted()
     try:
-        adopt_srun()
-        main(sys.argv[1:])
+        try:
+            adopt_srun()
+            siblings.enrol()
+            main(sys.argv[1:])
+        except BaseException:
+            ignore_signals()
+            raise
     except Preempted as error:
         if this_rank().rank == 0:
             print(describe(error), file=sys.stderr, flush=True)
         if not error.is_orderly:
-            _leave(error.exit_code)
+            leave(error.exit_code)
+        siblings.note_end(error.exit_code)
         sys.exit(error.exit_code)
     except BaseException as error:
         report(error)
-        _leave(exit_code_of(error))
+        leave(exit_code_of(error))
+    siblings.note_end(EXIT_DONE)
     sys.exit(EXIT_DONE)
 
 
+def ignore_signals() -> None:
+    """Ignore signals from now on: this rank ends, and a launcher that asks it to knows of what it is about to say."""
+    listen(lambda number, frame: None)
+    early_exit.limit.cancel()
+
+
+@contextmanager
+def checks() -> Iterator[None]:
+    """Put SIGTERM off until the end of a block that checks what is the same for all ranks: when it comes because
+    another rank has failed, this one fails likewise. After the block, signals raise Preempted."""
+    if this_rank().world_size > 1:
+        signal.signal(signal.SIGTERM, early_exit.leave)
+    yield
+    raise_when_interrupted()
+    if early_exit.was_put_off.is_set():
+        signal.raise_signal(signal.SIGTERM)
+
+
+@contextmanager
+def imports() -> Iterator[None]:
+    """Leave at once when a signal comes in a block that imports, and nobody else hears it: modules swallow exceptions
+    while they are imported, and Composer's installs handlers that exit with 143. After the block, raise Preempted."""
+    listen(early_exit.leave_now)
+    install: Any = signal.signal
+    signal.signal = lambda number, handler: signal.getsignal(number)
+    try:
+        yield
+    finally:
+        signal.signal = install
+    raise_when_interrupted()
+
+
 def raise_when_interrupted() -> None:
-    """Let the first Ctrl-C, SIGTERM or SIGUSR1 raise Preempted: nothing has been trained yet that could be saved. Call
-    this again after Composer, which installs its own handlers."""
+    """Let the first signal that asks to leave raise Preempted: nothing has been trained yet that could be saved."""
     pressed_at: list[float] = []
 
-    def leave(number: int, frame: Any) -> None:
+    def leave_soon(number: int, frame: Any) -> None:
         name = signal.Signals(number).name
-        for other in LEAVING_SIGNALS:
-            signal.signal(other, leave_at_once)
+        listen(leave_at_once)
         leave_at_once(number, frame)
+        if failure := known_failure():
+            raise AnotherFailedError(failure)
         announce_preemption(name)
         raise Preempted(f"{leaving_because(name)}; run the same command again")
 
     def leave_at_once(number: int, frame: Any) -> None:
         if number == signal.SIGINT and is_second_press(pressed_at):
-            _leave(EXIT_INTERRUPTED)
+            leave(EXIT_INTERRUPTED)
 
-    for number in LEAVING_SIGNALS:
-        signal.signal(number, leave)
+    listen(leave_soon)
 
 
 @contextmanager
@@ -84,7 +141,7 @@ def ending_after(seconds: float, text: str, exit_code: int) -> Iterator[None]:
 
     def end() -> None:
         print(text, file=sys.stderr, flush=True)
-        _leave(exit_code)
+        leave(exit_code)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -106,11 +163,16 @@ def leaving_within(seconds: float) -> Iterator[None]:
 
     def watch() -> None:
         while number := os.read(reader, 1):
-            if number[0] in LEAVING_SIGNALS and not is_over.wait(seconds):
+            if number[0] not in LEAVING_SIGNALS:
+                continue
+            if failure := known_failure():
+                report(AnotherFailedError(failure))
+                leave(failure.code)
+            if not is_over.wait(seconds):
                 if this_rank().rank == 0:
                     because = leaving_because(signal.Signals(number[0]).name)
                     print(f"{because}; run the same command again", file=sys.stderr, flush=True)
-                _leave(EXIT_PREEMPTED)
+                leave(EXIT_PREEMPTED)
 
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -131,10 +193,6 @@ def is_second_press(pressed_at: list[float]) -> bool:
     now = time.monotonic()
     pressed_at.append(now)
     return now - pressed_at[0] > ECHO_SECONDS
-
-
-def leaving_because(reason: str) -> str:
-    return "interrupted by Ctrl-C" if reason == "SIGINT" else f"preempted by {reason}"
 
 
 PREEMPTED = "llmfoundry_lite/preempted"
@@ -160,6 +218,8 @@ def describe(error: BaseException) -> str:
     """Return one line for a user's error, the traceback for a bug."""
     if isinstance(error, Preempted):
         return printable(str(error))
+    if isinstance(error, AnotherFailedError):
+        return str(error)
     if isinstance(error, UserError):
         again = "; this may pass: run the same command again" if error.is_transient else ""
         return f"error: {printable(str(error))}{again}"
@@ -182,35 +242,43 @@ def exit_code_of(error: BaseException) -> int:
     code = error.exit_code if isinstance(error, UserError) else EXIT_BUG
     if isinstance(error, UserError) and error.is_transient and RANK_LOGS in os.environ:
         code = EXIT_RETRY_LOST if error.has_lost else EXIT_RETRY
+    if isinstance(error, AnotherFailedError):
+        return error.failure.code
     if is_lost_peer(error):
         with suppress(RuntimeError):
-            first = first_error(error)
-            code = first.code if first is not None else code
+            code = first_error(error).code
     return code
 
 
 def report(error: BaseException) -> None:
-    """Print the launch's first error: on the rank that had it, and on rank 0, whose output the user watches.
+    """Print the launch's first error, on the rank that had it. With a process group rank 0, whose output the user
+    watches, prints it too.
 
     When one rank fails the others fail after it, with words that hide the reason: rank 0 prints those of the first.
-    A traceback is always printed where it happened: a rank that failed after it may have been noted first.
+    Another traceback is always printed where it happened: a rank that failed after it may have been noted first.
     """
-    here, text, first, said = this_rank(), describe(error), None, ""
-    is_bug = text.startswith("Traceback")
+    here, text, said = this_rank(), describe(error), ""
+    is_bug = text.startswith("Traceback") and not isinstance(error, AnotherFailedError)
     try:
         first = first_error(error)
-        if first is None:
-            said = text if here.local_rank == 0 or is_bug else ""
-        elif first.rank == here.rank or (here.rank == 0 and first.text == text):
+        if first.rank == here.rank:
             said = text
-        elif here.rank == 0:
-            said = f"rank {first.rank}: {first.text}"
-        elif is_bug and first.text != text:
+        elif here.rank == 0 and _process_group_store() is not None:
+            said = text if first.text == text else f"rank {first.rank}: {first.text}"
+        elif is_bug and _last_line(first.text) != _last_line(text):  # the same one may have been noted further within
             said = text
     except RuntimeError:  # rank 0, which keeps the store, is gone and has said why
         said = text if is_bug else ""
     if said:
         print(said, file=sys.stderr, flush=True)
+        if shown is not None and _process_group_store() is None and exit_code_of(error) == EXIT_USER:
+            with suppress(OSError):
+                print(f"rank {here.rank}: {said}", file=shown, flush=True)
+
+
+shown: TextIO | None = None
+"""Our launcher's standard error, on a rank whose own is a file. The launcher itself quotes the file for codes that it
+would try again."""
 
 
 def cause_of(error: BaseException) -> str:
@@ -218,29 +286,46 @@ def cause_of(error: BaseException) -> str:
     text = describe(error)
     with suppress(RuntimeError):
         first = first_error(error)
-        if first is not None and first.rank != this_rank().rank and first.text != text:
-            return f"rank {first.rank}: {_last_line(first.text)}"
+        if first.rank != this_rank().rank and first.text != text:
+            return describe_failure(first)
     return _last_line(text)
 
 
-class FirstError(NamedTuple):
-    """The first failure of a launch."""
-
-    rank: int
-    code: int
-    text: str
+FIRST_ERROR = "llmfoundry_lite/first_error"
 
 
-def first_error(error: BaseException) -> FirstError | None:
-    """Return the first failure of any rank, from the process group's store: `error` if this rank is the first. None
-    without a process group. Raises RuntimeError when the store is gone."""
-    if _process_group_store() is None:
-        return None
+def first_error(error: BaseException) -> FirstError:
+    """Return the first failure of any rank, `error` if this rank is the first: from the process group's store, or this
+    node's without one. Raises RuntimeError when the store is gone."""
     code = EXIT_BUG if is_lost_peer(error) else exit_code_of(error)
-    mine = f"{this_rank().rank} {code} {describe(error)}"
-    told = _ask_store(lambda store: store.compare_set("llmfoundry_lite/first_error", "", mine).decode(), STORE_SECONDS)
-    rank, code, first = (mine if told is None else told).split(" ", 2)
-    return FirstError(int(rank), int(code), first)
+    text = describe(error)
+    first = siblings.note_end(code, text)
+    if _process_group_store() is None:
+        return first
+    mine = f"{this_rank().rank} {code} {text}"
+    told = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", mine).decode(), STORE_SECONDS)
+    return _parse(mine if told is None else told)
+
+
+def known_failure() -> FirstError | None:
+    """Return the first failure of another rank, unless a rank has been preempted before: the reason why a launcher ends
+    this one, then."""
+    failure = siblings.failure_of_another()
+    with suppress(RuntimeError):  # rank 0, which keeps the store, is gone
+        if _ask_store(lambda store: store.compare_set(PREEMPTED, "", "").decode(), 1.0):
+            return None
+        told = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", "").decode(), 1.0)
+        failure = failure or (_parse(told) if told else None)
+    return failure
+
+
+def describe_failure(failure: FirstError) -> str:
+    return f"rank {failure.rank}: {_last_line(failure.text)}"
+
+
+def _parse(told: str) -> FirstError:
+    rank, code, text = told.split(" ", 2)
+    return FirstError(int(rank), int(code), text)
 
 
 def _ask_store(ask: Callable[[Any], Any], seconds: float) -> Any:
@@ -292,8 +377,9 @@ def _process_group_store() -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Exit without waiting: exit handlers of a rank that failed may sit in a collective no one else will join."""
+    siblings.note_end(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -13,8 +13,11 @@ from typing import Any
 
 
 def describe_this_process() -> dict[str, Any]:
-    """Return host, boot, pid namespace, pid and start of this process, as `lives` takes them."""
-    pid = os.getpid()
+    return describe_process(os.getpid())
+
+
+def describe_process(pid: int) -> dict[str, Any]:
+    """Return host, boot, pid namespace, pid and start of a process of this machine, as `lives` takes them."""
     return {
         "host": socket.gethostname(),
         "boot": boot_id(),

@@ -1,7 +1,7 @@
 """Standard output and error of a process that must not fail when no one reads them.
 
 A run's records are in its files. Its screen may be lost: Ctrl-C ends `| tee` before the run has saved, a log's disk is
-full, a batch system closes all three. Neither the run nor its exit code may change for that.
+full, a terminal closes (EIO), a batch system closes all three. Neither the run nor its exit code may change for that.
 """
 
 import io

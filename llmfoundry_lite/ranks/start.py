@@ -4,6 +4,7 @@ import datetime
 import os
 import socket
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from llmfoundry_lite.ranks.rank import count_usable_cores, rank_variables, this_
 
 RENDEZVOUS_GRACE_SECONDS = 5.0
 """How long a rank that is asked to leave still waits for others: they may have left without it."""
+
+LOOPBACK = "127.0.0.1"
 
 
 def start_process_group(device_type: str, timeout_seconds: float, exit_code: int = EXIT_BUG) -> None:
@@ -35,13 +38,37 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
             f"{os.environ.get('MASTER_ADDR')} does not answer: it is frozen, or its node is out of reach; look there"
         )
         with leaving_within(RENDEZVOUS_GRACE_SECONDS), ending_after(2 * timeout_seconds, apart, exit_code):
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, **loopback_store(timeout))
             if backend != "gloo":
                 open_host_group(timeout)
         return
     for name, value in rank_variables(0, 1).items():
         os.environ.setdefault(name, value)  # Composer and StreamingDataset look there
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def loopback_store(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Return the options by which the ranks of one node meet on loopback; none where ranks are on several nodes.
+
+    torch's own store listens on every address. Whoever reaches it can write what ranks read.
+    """
+    here = this_rank()
+    if here.local_world_size < here.world_size:
+        return {}
+    use_loopback()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return {}  # torchrun has opened it already
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    listener = socket.create_server((LOOPBACK, port)).detach() if here.rank == 0 else None  # the store closes it
+    store = dist.TCPStore(LOOPBACK, port, here.world_size, here.rank == 0, timeout, master_listen_fd=listener)
+    return {"store": store, "rank": here.rank, "world_size": here.world_size}
+
+
+def use_loopback() -> None:
+    """Let gloo and NCCL (or RCCL) listen on loopback alone, unless the environment names an interface: all ranks are on
+    this node."""
+    for backend in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
 
 
 def check_address(address: str) -> None:

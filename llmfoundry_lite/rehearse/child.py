@@ -125,6 +125,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         load_path=None,
         max_wall_time=None,
         islands=None,
+        stop_at=None,
         stop_after=f"{num_batches + request['counts_operations']}ba",
         callbacks=dataclasses.replace(config.callbacks, extra={**config.callbacks.extra, **measure}, profiler=None),
     )
@@ -145,7 +146,7 @@ def replace_the_world() -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
     from llmfoundry_lite.parallel import fsdp
-    from llmfoundry_lite.ranks import exchange
+    from llmfoundry_lite.ranks import exchange, start
     from llmfoundry_lite.ranks.rank import this_rank
 
     real_init, real_backend, real_all_to_all = dist.init_process_group, dist.get_backend, dist.all_to_all_single
@@ -172,11 +173,11 @@ def replace_the_world() -> None:
     replace(dist, init_process_group=init_process_group, get_backend=get_backend, all_to_all_single=all_to_all_single)
     replace(
         exchange,  # there is no other rank
-        open_host_group=lambda timeout: None,
         _device=lambda group: torch.device("cpu"),
         broadcast_json=lambda value, group=None, *, source=0: value,
         raise_on_all_ranks=raise_on_all_ranks,
     )
+    replace(start, loopback_store=lambda timeout: {}, open_host_group=lambda timeout: None)
     replace(fsdp, initialise_weights=lambda model, seed: None)
     replace(torch.cuda, _is_in_bad_fork=lambda: False)  # nothing of a device that is not there is lost in a fork
     # cuDNN's library asks the device for more than a device that is not there can say.

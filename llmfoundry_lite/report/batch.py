@@ -5,11 +5,14 @@ it is the one that was trained.
 """
 
 import itertools
-import json
 import math
 import os
+import secrets
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +23,16 @@ from numpy.typing import NDArray
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
-from llmfoundry_lite.config.layers import Layer, merge_layers, read_layers
+from llmfoundry_lite.config.layers import Layer, lay_over, leaf_keys, merge_layers, read_layers
+from llmfoundry_lite.config.replayed import refuse_unresolved, without
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
+from llmfoundry_lite.data.recorded import Places, given_places
 from llmfoundry_lite.data.shared_memory import wait_for_folders
-from llmfoundry_lite.data.stateful import StatefulLoader
+from llmfoundry_lite.data.stateful import StatefulLoader, plain_words, whole_number
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -36,6 +42,9 @@ from llmfoundry_lite.evaluation.scoring import score
 from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.report.reading import METRICS, Run, read_run
+
+OF_DATA = ("train_loader", "global_train_batch_size", "max_seq_len", "max_duration", "tokenizer", "model")
+"""Blocks of a configuration that say which rows a batch has, and what they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +147,13 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
 
     Raises DataError if the data is not there, or is not what the run was trained on.
     """
-    last = first if last is None else last
-    if not 1 <= first <= last:
+    first = whole_number("batches: first", first)
+    last = first if last is None else whole_number("batches: last", last)
+    if first > last:
         raise ConfigError(f"batches {first} to {last} given, expected two numbers from 1 on, the smaller first")
     found = read_run(run)
-    words = json.loads(json.dumps(dataset, default=os.fspath))
-    opened, *_ = open_data(found, [Layer("batches", {"train_loader": {"dataset": words}})])
+    words = {"train_loader": {"dataset": plain_words(dataset)}}
+    opened, *_ = open_data(found, [Layer("batches", words)] if dataset else [])  # an empty block would stand for all
     loader = build_text_loader(opened, kind=StatefulLoader)
     epoch, num_batches = opened.stages.locate(first - 1)
     loader.move_to(epoch, num_batches * opened.global_batch_size)
@@ -166,7 +176,10 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
     """
     if run.config is None:
         raise DataError(f"{run.where}: the run's configuration is not there")
-    config, checkpoint = merge_layers([Layer(run.where, run.config), *changes]), None
+    given = [key for layer in changes for key in leaf_keys(layer.values)]
+    recorded = without(given, {key: run.config[key] for key in OF_DATA if key in run.config})
+    recorded = refuse_unresolved(recorded, run.where)
+    config, checkpoint = lay_over(recorded, merge_layers(changes, TrainConfig) if changes else {}), None
     if run.segments_from is not None:
         checkpoint = open_checkpoint(run.segments_from)
     moved_to = next((name for layer in changes if (name := layer.values.get("tokenizer", {}).get("name"))), None)
@@ -174,9 +187,11 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
     loader = build_block(LoaderConfig, config["train_loader"], "train_loader")
     if loader.name != "text":
         raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
-    wait_for_folders([folder.path for folder in build_folders(loader.dataset) if folder.remote], timeout_seconds=0)
+    own = Path(tempfile.gettempdir(), f"llmfoundry-lite-data-{secrets.token_hex(8)}")
+    placed = Places(own=own, given=given_places(config, given)).place(loader.dataset)
+    wait_for_folders([folder.path for folder in build_folders(placed) if folder.remote], timeout_seconds=0)
     dataset = TextDataset(
-        loader.dataset,
+        replace(placed, allow_truncation=True),  # as the run read it
         max_seq_len=config["max_seq_len"],
         global_batch_size=config["global_train_batch_size"],
         drop_last=loader.drop_last,
@@ -185,6 +200,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
         share=(0, 1),
         max_duration=config.get("max_duration"),
     )
+    weakref.finalize(dataset, shutil.rmtree, own, ignore_errors=True)
     state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
     if isinstance(state, dict):
         dataset.load_state_dict(state)

@@ -1,25 +1,23 @@
 """`llmfoundry-lite plan --check RUN`: a finished run's rates beside those that `plan` predicts. No torch."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.layout import divide_devices
-from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import ContextParallelConfig, PipelineConfig, TrainConfig
-from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
 from llmfoundry_lite.plan.step import find_hardware, step_time
-from llmfoundry_lite.report.reading import read_run
+from llmfoundry_lite.report.reading import config_of, read_run
 from llmfoundry_lite.report.segments import accelerator_of, measure
 
 
 def check_run(where: str) -> str:
-    """Return a line for each span of the run's batches, and one for each that has no prediction. Raises DataError."""
-    run, path = read_run(where), Path(where) / "config.yaml"
-    if not path.is_file():
-        raise DataError(f"--check: {path} is not there; it says what was trained")
-    config = load_train_config([str(path)]).config
+    """Return a line for each span of the run's batches, and one for each that has no prediction.
+
+    Raises DataError and ConfigError.
+    """
+    run = read_run(where)
+    config = config_of(run)
     lines = [f"{config.run_name}: tokens/s of each device", "   batches  devices             measured  predicted"]
     left_out = []
     for segment in run.segments:
@@ -33,7 +31,7 @@ def check_run(where: str) -> str:
             continue
         try:
             predicted = predict(config, segment, row, segment.num_devices)
-        except ConfigError as error:
+        except (ValueError, ArithmeticError) as error:  # a layout that cannot be, or words that no run of ours records
             lines.append(f"{segment.span}: no prediction: {error}")
             continue
         devices = f"{segment.num_devices} x {row.name}"

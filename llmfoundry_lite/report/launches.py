@@ -58,7 +58,7 @@ def describe_failures(run: Run) -> dict[str, Any]:
     failures = [launch for launch in launches if launch.is_failure]
     hours = sum(launch.hours for launch in launches)
     between = hours / len(failures) if failures and hours else None
-    stalls, seconds = run.log[STALL], run.log[SECONDS]
+    stalls, seconds = run.log.numbers(STALL), run.log.numbers(SECONDS)
     save_seconds = float(np.nanmedian(stalls)) if np.isfinite(stalls).any() else None
     every = suggest_save_interval(save_seconds, between * 3600) if save_seconds and between else None
     batch_seconds = float(np.nanmedian(seconds)) if np.isfinite(seconds).any() else None
@@ -81,9 +81,9 @@ def find_logged(log: Log) -> list[Launch]:
     """Return each launch that logged batches, in order."""
     branches: list[Rows] = [log, *log.dead]
     batch, number = (np.concatenate([getattr(rows, name) for rows in branches]) for name in ("batch", "launch"))
-    clock = np.concatenate([rows[ELAPSED] for rows in branches])
+    clock = np.concatenate([rows.numbers(ELAPSED) for rows in branches])
     devices = np.concatenate([rows.num_devices for rows in branches])
-    device_seconds = devices * np.concatenate([rows[SECONDS] for rows in branches])
+    device_seconds = devices * np.concatenate([rows.numbers(SECONDS) for rows in branches])
     is_lost = np.arange(len(batch)) >= len(log.batch)
     launches = []
     for here in (number == launch for launch in np.unique(number)):
@@ -175,7 +175,7 @@ def hold(run: Run, leg: Leg, start: float) -> dict[str, Any]:
         "last_batch": last_batch,  # before the first one if nothing came of it
         "began_hours": (leg.began - start) / 3600,
         "hours": hours,
-        "training_hours": float(np.nansum(run.log[SECONDS][here])) / 3600,
+        "training_hours": float(np.nansum(run.log.numbers(SECONDS)[here])) / 3600,
         "cost": None if leg.price is None else leg.price * hours,
         "ended": leg.ended,  # None: it runs
         "reason": leg.reason,

@@ -3,75 +3,107 @@
 A run is a run directory (runs/mpt-1b), here or behind a URL, or a folder of checkpoints that carry the log with them.
 """
 
+import difflib
+import math
 import os
+from array import array
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import InitVar, dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, MAX_YAML_BYTES, TooLargeError, too_large
 from llmfoundry_lite.checkpoint.folders import Folder, open_folder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
-from llmfoundry_lite.errors import CheckpointError, DataError
-from llmfoundry_lite.launch.log_lines import Record, merge_logs, number_of, read_lines, validation_losses
+from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.yaml_text import read_record
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
+from llmfoundry_lite.launch.log_lines import METRICS, Record, merge_logs, number_of, read_lines, validation_losses
 from llmfoundry_lite.launch.status import LAUNCHES
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
-MAX_BYTES = 4 << 30
+CONFIG = "config.yaml"
+OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "hf", "s3", "s3a")
+"""Protocols of a recorded `save_folder` that are opened unasked: only the service itself is asked, not a server of the
+author's choice."""
+MAX_NAMES = 1000
+"""Names of numbers in a log. A run has some tens; each takes 8 bytes of memory for each line."""
 
-LOSS, VALIDATION = "loss/train/total", "eval/loss"
+LOSS = "loss/train/total"
 TOKENS, SECONDS, ELAPSED = "time/token", "time/batch_seconds", "time/elapsed_seconds"
 RATE, DEVICE_RATE = "throughput/tokens_per_sec", "throughput/device/tokens_per_sec"
 FLOPS, MFU = "throughput/device/flops_per_sec", "throughput/device/mfu"
 STALL, JOULES = "checkpoint/stall_seconds", "energy/joules"
-COLUMNS = (LOSS, VALIDATION, TOKENS, SECONDS, ELAPSED, RATE, DEVICE_RATE, FLOPS, MFU, STALL, JOULES)
 
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Lines of a log, as columns."""
+@dataclass(eq=False, repr=False, kw_only=True)
+class Rows(dict[str, NDArray[Any]]):
+    """Lines of a log, as columns: each number that some line of the file has, NaN in the others.
 
-    batch: NDArray[np.int64]
-    launch: NDArray[np.int64]
-    """Numbered again from 1 in the log's order: in several folders, launches may have the same number."""
-    columns: dict[str, Floats]
+    `batch` and `launch` are int64. Launches are numbered again from 1 in the log's order: in several folders, they may
+    have the same number. A dictionary, as pandas takes no other mapping for columns.
+    """
 
-    def __getitem__(self, column: str) -> Floats:
-        return self.columns[column]
+    columns: InitVar[dict[str, NDArray[Any]]]
+
+    def __post_init__(self, columns: dict[str, NDArray[Any]]) -> None:
+        self.update(columns)
+
+    def __missing__(self, name: object) -> NoReturn:
+        near = [one for one in self if one.endswith(f"/{name}")] or difflib.get_close_matches(str(name), self, n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise KeyError(f"the log has no {name}{hint}; it has {', '.join(self)}")
+
+    def __repr__(self) -> str:
+        return f"<{span(self.batch[0], self.batch[-1]) if len(self.batch) else 'no batch'}: {', '.join(self)}>"
+
+    def numbers(self, name: str) -> Floats:
+        """Return a column, NaN throughout if the log has none of that name."""
+        return self[name] if name in self else np.full(len(self.batch), np.nan)
+
+    @property
+    def batch(self) -> NDArray[np.int64]:
+        return self["batch"]
+
+    @property
+    def launch(self) -> NDArray[np.int64]:
+        return self["launch"]
 
     @property
     def num_devices(self) -> Floats:
         """Devices of each batch: the rate of all over the rate of one."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.round(self[RATE] / self[DEVICE_RATE])
+            return np.round(self.numbers(RATE) / self.numbers(DEVICE_RATE))
 
     @property
     def seconds(self) -> float:
         """Seconds of training."""
-        return float(np.nansum(self[SECONDS]))
+        return float(np.nansum(self.numbers(SECONDS)))
 
     def as_dict(self) -> dict[str, Any]:
         first, last = int(self.batch[0]), int(self.batch[-1])
         return {"launch": int(self.launch[0]), "first_batch": first, "last_batch": last, "seconds": self.seconds}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Log(Rows):
-    """metrics.jsonl in order of batch: batches that the newest state comes from, the last line of each.
-
-    NaN stands for a line without a number.
-    """
+    """metrics.jsonl in order of batch: batches that the newest state comes from, the last line of each."""
 
     num_launches: int
     """Including launches whose every batch was lost."""
     digest: list[str | None]
+    validation: Floats
+    """The loss of the first of eval_loaders."""
     tokens: Floats
     """Tokens of each batch; NaN if the log does not have the batch before it."""
     not_finite: list[int]
@@ -95,6 +127,8 @@ class Run:
     log: Log
     config: dict[str, Any] | None
     segments: tuple[Segment, ...]
+    saved_in: str | None
+    """Folder of its checkpoints; None where the recorded one is not opened."""
     segments_from: str | None
     """The checkpoint whose manifest has them."""
     state_digest: str | None
@@ -104,6 +138,9 @@ class Run:
     notes: list[str]
     """A line for each thing that is missing or not whole."""
 
+    def __fspath__(self) -> str:
+        return self.where
+
     def __repr__(self) -> str:
         return f"<{self.where}: {span(self.log.batch[0], self.log.batch[-1])}>"
 
@@ -111,33 +148,46 @@ class Run:
 def read_run(where: str | os.PathLike[str]) -> Run:
     """Read a run's log, configuration and history, from a run directory, its URL or a folder of its checkpoints.
 
-    A column of `log` has a number for each batch, NaN where there is none. Batches that a later launch trained again
-    stand in `log.dead`. `segments` say where each span of batches ran. No torch is needed.
+    `log` is a dictionary of every number in metrics.jsonl: name -> column, with a number for each batch, NaN where
+    there is none; the last line of a batch counts. `pandas.DataFrame(run.log)` is the table. `log.digest` has the
+    digests of the data. Batches that a later launch trained again stand in `log.dead`. `segments` say where each span
+    of batches ran. A run stands for its place wherever a path is asked for. No torch is needed.
 
     >>> run = lf.read_run("runs/tiny")
     >>> run
     <runs/tiny: batches 1 to 6>
     >>> run.log["loss/train/total"].round(1)
     array([...])
+    >>> list(run.log)
+    ['batch', 'launch', ...]
     >>> run.segments[0].first_batch, run.segments[0].last_batch, run.segments[0].world_size
     (1, 6, 1)
 
     Raises DataError if there is no log, CheckpointError if a URL cannot be reached.
     """
-    where = os.fspath(where)
+    return read_recorded(os.fspath(where))
+
+
+def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
+    """Read a run as `read_run` does. `opens` are the protocols of a recorded `save_folder` that may be opened."""
     notes: list[str] = []
     folder = open_folder(where)
     try:
         names = folder.names()
-        content = folder.read(METRICS, MAX_BYTES) if METRICS in names else b""
-        statuses = folder.read(LAUNCHES, MAX_BYTES) if LAUNCHES in names else b""
+        content = read_part(folder, METRICS, MAX_LOG_BYTES) if METRICS in names else b""
+        statuses = read_part(folder, LAUNCHES, MAX_JSON_BYTES) if LAUNCHES in names else b""
         config = read_config(folder, notes) if CONFIG in names else None
+    except TooLargeError:
+        raise
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from error
     launches = [record for _, record in read_lines(statuses) if isinstance(record.get("status"), str)]
     lines = content.splitlines(keepends=True)
     is_run = METRICS in names or CONFIG in names
-    newest = find_newest(folder_of_checkpoints(folder, config) if is_run else folder.url, notes)
+    saved_in = folder_of_checkpoints(folder, config, opens) if is_run else folder.url
+    if saved_in is None:
+        notes.append(f"where it ran is not known: {say_not_opened(config)}")
+    newest = find_newest(saved_in, notes) if saved_in is not None else None
     if newest is not None:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(content, newest, notes)
@@ -151,6 +201,8 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     if len(labels := [*((config or {}).get("eval_loaders") or {})]) > 1:
         others = ", ".join(f"eval/{label}/loss" for label in labels[1:])
         notes.append(f"validation: eval/{labels[0]}/loss, the first of eval_loaders; {METRICS} has {others} too")
+    if len(log) >= MAX_NAMES:
+        notes.append(f"{METRICS} has {MAX_NAMES:,} names of numbers or more: later ones are passed over")
     if CONFIG not in names:
         notes.append(f"no {CONFIG} here" + ("" if config is None else ": read from the newest checkpoint"))
     if log.num_unreadable:
@@ -164,7 +216,7 @@ def read_run(where: str | os.PathLike[str]) -> Run:
     segments = newest.manifest.segments if newest is not None else ()
     segments_from = newest.url if newest is not None else None
     digest = newest.manifest.state_digest if newest is not None else None
-    return Run(where, folder, name, log, config, segments, segments_from, digest, launches, notes)
+    return Run(where, folder, name, log, config, segments, saved_in, segments_from, digest, launches, notes)
 
 
 def runs_within(where: Path) -> str:
@@ -179,10 +231,19 @@ def runs_within(where: Path) -> str:
     return f"its folders {names} are runs, such as islands of one; give {found[0].parent}, which has the longest log"
 
 
+def read_part(folder: Folder, name: str, max_bytes: int) -> bytes:
+    """Read a file of a run. Raises TooLargeError, and OSError."""
+    if len(content := folder.read(name, max_bytes)) > max_bytes:
+        raise too_large(f"{folder.url}/{name}", max_bytes, name)
+    return content
+
+
 def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
     try:
-        config = yaml.safe_load(folder.read(CONFIG, MAX_BYTES))
-    except yaml.YAMLError:
+        config = read_record(read_part(folder, CONFIG, MAX_YAML_BYTES))
+    except TooLargeError:  # a ValueError, too
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError):
         config = None
     if isinstance(config, dict):
         return config
@@ -190,12 +251,40 @@ def read_config(folder: Folder, notes: list[str]) -> dict[str, Any] | None:
     return None
 
 
+def config_of(run: Run) -> TrainConfig:
+    """Return the configuration of a run, which may be anybody's: nothing in it is resolved. Raises UserError."""
+    if run.config is None:
+        raise DataError(f"{run.where}/{CONFIG} is not there; it says what was trained")
+    try:
+        return build_block(TrainConfig, run.config, "")
+    except ConfigError as error:
+        raise ConfigError(f"{run.where}/{CONFIG}: {error}") from None
+
+
 # ----------------------------------------------------------------------------------------------- checkpoints
 
 
-def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None) -> str:
-    """Return the configuration's `save_folder`, else the run directory's own, wherever that was moved to."""
-    return str((config or {}).get("save_folder") or folder.child("checkpoints").url)
+def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None, opens: Collection[str]) -> str | None:
+    """Return the configuration's `save_folder`, else the run directory's own, wherever that was moved to.
+
+    A recorded URL counts if its protocol is one that `opens`, or if it lies in the run's own. None if it does not count
+    and the run directory has no checkpoints.
+    """
+    own = folder.child("checkpoints")
+    recorded = str((config or {}).get("save_folder") or own.url)
+    protocol, separator, _ = recorded.partition("://")
+    is_local = not separator or protocol in ("file", "local")
+    may_open = is_local or protocol in opens or recorded.startswith(f"{folder.url.rstrip('/')}/")
+    if may_open and "${" not in recorded:
+        return recorded
+    return own.url if own.exists() else None
+
+
+def say_not_opened(config: dict[str, Any] | None) -> str:
+    """Say why the recorded `save_folder` is not opened, and what to give."""
+    recorded = str((config or {}).get("save_folder"))
+    reason = "not resolved here" if "${" in recorded else "not opened unasked"
+    return f"its checkpoints are in {recorded}, which is {reason}; give that folder instead"
 
 
 def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
@@ -232,21 +321,19 @@ def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> lis
 
 
 class Line(NamedTuple):
-    """A line of the log, without what no report uses."""
+    """A line of the log, without its numbers."""
 
+    index: int
+    """Its place in their columns."""
     batch: int
     launch: int
     """Numbered as in `Rows`."""
     launch_in_file: int
     digest: str | None
+    clock: float | None
+    validation: float | None
     is_not_finite: bool
-    values: tuple[float | None, ...]
-    """Values in the order of COLUMNS."""
     content: bytes
-
-    @property
-    def clock(self) -> float | None:
-        return self.values[COLUMNS.index(ELAPSED)]
 
     @property
     def training(self) -> tuple[int, int, float | None]:
@@ -260,10 +347,12 @@ def parse_log(lines: list[bytes]) -> Log:
     lines = [*reversed(dict.fromkeys(line for line in reversed(lines) if line.strip()))]
     live: list[Line] = []  # batches ascend
     dead: list[list[Line]] = []
+    columns: dict[str, array[float]] = {}
     num_launches, num_whole, last = 0, 0, None
     for content, record in read_lines(lines):
+        line = parse_line(num_whole, content, record)
+        add_numbers(columns, num_whole, record)
         num_whole += 1
-        line = parse_line(content, record)
         at = len(live)
         if live and line.batch <= live[-1].batch:
             at = bisect_left(live, line.batch, key=lambda other: other.batch)
@@ -280,32 +369,55 @@ def parse_log(lines: list[bytes]) -> Log:
             dead.append(tail)
         live[at:] = [line]
         last = line
-    rows = build_rows(live)
+    found = columns_of(live, columns)
     return Log(
-        batch=rows.batch,
-        launch=rows.launch,
-        columns=rows.columns,
+        columns=found,
         num_launches=num_launches,
         digest=[line.digest for line in live],
-        tokens=count_tokens([line.batch for line in live], rows[TOKENS]),
+        validation=np.array([line.validation for line in live], np.float64),
+        tokens=count_tokens(found["batch"].tolist(), found.get(TOKENS, np.full(len(live), np.nan))),
         not_finite=[line.batch for line in live if line.is_not_finite],
         num_unreadable=len(lines) - num_whole,
-        dead=[build_rows(branch) for branch in dead],
+        dead=[Rows(columns=columns_of(branch, columns)) for branch in dead],
         lines=[line.content for line in live],
     )
 
 
-def parse_line(content: bytes, record: Record) -> Line:
-    validation = next(iter(validation_losses(record).values()), None)
-    values = tuple(number_of(validation if key == VALIDATION else record.get(key)) for key in COLUMNS)
-    is_not_finite = LOSS in record and values[COLUMNS.index(LOSS)] is None
-    return Line(record["batch"], 0, record.get("launch", 0), record.get("data/digest"), is_not_finite, values, content)
+def parse_line(index: int, content: bytes, record: Record) -> Line:
+    return Line(
+        index=index,
+        batch=record["batch"],
+        launch=0,
+        launch_in_file=record.get("launch", 0),
+        digest=record.get("data/digest"),
+        clock=number_of(record.get(ELAPSED)),
+        validation=number_of(next(iter(validation_losses(record).values()), None)),
+        is_not_finite=LOSS in record and number_of(record[LOSS]) is None,
+        content=content,
+    )
 
 
-def build_rows(lines: list[Line]) -> Rows:
-    values = np.array([line.values for line in lines], dtype=np.float64).reshape(len(lines), len(COLUMNS))
-    batch, launch = (np.array([getattr(line, name) for line in lines], np.int64) for name in ("batch", "launch"))
-    return Rows(batch, launch, {key: values[:, i] for i, key in enumerate(COLUMNS)})
+def add_numbers(columns: dict[str, "array[float]"], index: int, record: Record) -> None:
+    """Add the numbers of line `index`. Columns grow as far as the last line that has a number of theirs."""
+    for name, value in record.items():
+        is_number = value is None or isinstance(value, int | float)  # null was not finite
+        if is_number and (name in columns or len(columns) < MAX_NAMES):
+            column = columns.setdefault(name, array("d"))
+            number = number_of(value)
+            column.extend((*repeat(math.nan, index - len(column)), math.nan if number is None else number))
+
+
+def columns_of(lines: list[Line], columns: dict[str, "array[float]"]) -> dict[str, NDArray[Any]]:
+    """Take the numbers of some lines."""
+    at = np.array([line.index for line in lines], np.int64)
+    found: dict[str, NDArray[Any]] = {"batch": np.array([line.batch for line in lines], np.int64)}
+    found["launch"] = np.array([line.launch for line in lines], np.int64)
+    for name, column in columns.items():
+        if name not in found:
+            values = np.frombuffer(column)
+            is_there = at < len(values)
+            found[name] = np.where(is_there, values[np.where(is_there, at, 0)], np.nan)
+    return found
 
 
 def count_tokens(batches: list[int], so_far: Floats) -> Floats:

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.bounded import read_json
+from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_relay, plot_run
 from llmfoundry_lite.report.launches import describe_failures, describe_relay
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
-from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, VALIDATION, Run, read_run
+from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, Run, read_run
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
 from llmfoundry_lite.report.to_loss import measure_to_loss
 
@@ -91,8 +92,9 @@ def report(
     draw_figures(folder, runs, facts, x, None if smooth_batches is None else smooth_batches // 2)
     sections = build_sections(facts)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
-    (folder / "report.md").write_text(markdown(sections, facts["figure"], facts["relay_figure"]), encoding="utf-8")
-    (folder / "report.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    text = markdown(sections, facts["figure"], facts["relay_figure"])
+    (folder / "report.md").write_text(mask_credentials(text), encoding="utf-8")
+    (folder / "report.json").write_text(mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     if facts["relay_figure"]:
         print(printable(f"plot: {folder / facts['relay_figure']}"))
     print(printable(f"plot: {folder / facts['figure']}"))
@@ -142,7 +144,8 @@ def compare(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, A
     """Compare losses and data digests over the batches that both have. Signed differences are `other` less `first`."""
     a, b = first.log, other.log
     batches, in_a, in_b = np.intersect1d(a.batch, b.batch, assume_unique=True, return_indices=True)
-    differences, validation = (b[key][in_b] - a[key][in_a] for key in (LOSS, VALIDATION))
+    differences = b.numbers(LOSS)[in_b] - a.numbers(LOSS)[in_a]
+    validation = b.validation[in_b] - a.validation[in_a]
     absolute = np.abs(differences)
     finite, evaluated = np.flatnonzero(np.isfinite(absolute)), np.flatnonzero(np.isfinite(validation))
     at = finite[np.argmax(absolute[finite])] if len(finite) else None
@@ -176,9 +179,9 @@ def compare(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, A
 def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
     log = run.log
     trained = log.batch > 0
-    losses, validation = finite(log[LOSS]), finite(log[VALIDATION])
-    tokens, rates = finite(log[TOKENS]), finite(log[RATE])
-    evaluated = log.batch[np.isfinite(log[VALIDATION])]
+    losses, validation = finite(log.numbers(LOSS)), finite(log.validation)
+    tokens, rates = finite(log.numbers(TOKENS)), finite(log.numbers(RATE))
+    evaluated = log.batch[np.isfinite(log.validation)]
     try:
         baselines, bytes_per_token = measure_data(run)
     except (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
@@ -196,7 +199,7 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "num_launches": log.num_launches,
         "tokens": int(tokens[-1]) if len(tokens) else None,
         "tokens_per_second": float(rates[-1]) if len(rates) else None,
-        "training_seconds": float(np.nansum(log[SECONDS])),
+        "training_seconds": float(np.nansum(log.numbers(SECONDS))),
         "training_loss": float(losses[-TAIL:].mean()) if len(losses) else None,
         "training_loss_batches": len(losses[-TAIL:]),
         "validation_loss": float(validation[-1]) if len(validation) else None,
@@ -223,16 +226,16 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 def curve_of(run: Run, name: str, x: str, *, with_dead: bool) -> Curve:
     log = run.log
-    evaluated = np.isfinite(log[VALIDATION])
+    evaluated = np.isfinite(log.validation)
     return Curve(
         name=name,
         batches=log.batch,
-        losses=log[LOSS],
-        tokens_per_second=log[RATE],
+        losses=log.numbers(LOSS),
+        tokens_per_second=log.numbers(RATE),
         eval_batches=log.batch[evaluated],
-        eval_losses=log[VALIDATION][evaluated],
+        eval_losses=log.validation[evaluated],
         not_finite=log.not_finite,
-        dead=[(branch.batch, branch[LOSS]) for branch in log.dead] if with_dead else (),
+        dead=[(branch.batch, branch.numbers(LOSS)) for branch in log.dead] if with_dead else (),
         axis=axis_of(run, x),
     )
 
@@ -242,10 +245,10 @@ def axis_of(run: Run, x: str) -> Axis:
     log = run.log
     if x == "batch":
         return Axis()
-    totals, key = log[TOKENS], TOKENS
+    totals, key = log.numbers(TOKENS), TOKENS
     if x == "flops":
         with np.errstate(divide="ignore", invalid="ignore"):
-            of_a_token = finite(log[FLOPS] / log[DEVICE_RATE])
+            of_a_token = finite(log.numbers(FLOPS) / log.numbers(DEVICE_RATE))
         totals, key = totals * (np.median(of_a_token) if len(of_a_token) else np.nan), FLOPS
     if not np.isfinite(totals).any():
         raise ConfigError(f"--x {x}: the log of {run.where} has no {key}; --x batch needs none")
@@ -271,31 +274,38 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | N
     vocab_size = config["model"]["vocab_size"]
     try:
         baselines = measure_baselines(folder / train["split"], folder / validation["split"], vocab_size)
-    except (OSError, ValueError, KeyError) as error:  # its shards are gone, or damaged
+    except (OSError, ValueError, LookupError) as error:  # its shards are gone, or damaged
         run.notes.append(f"no baselines: {folder} cannot be read ({error})")
         return None, bytes_per_token
     return {"bigram": baselines.bigram, "unigram": baselines.unigram}, bytes_per_token
 
 
 def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
-    """Count bytes of the text that was tokenised for this split."""
+    """Count bytes of the text that was tokenised for this split, less those that its tokenizer loses."""
     if not dataset or not dataset.get("local"):
         return None
-    counts = splits_of(Path(dataset["local"])).get(dataset.get("split") or "")
+    folder = Path(dataset["local"])
+    counts, loss = splits_of(folder).get(dataset.get("split") or ""), summary_of(folder).get("lost_text")
     if not counts:
         return None
-    return counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
+    kept = 1 - loss["lost_bytes"] / max(loss["text_bytes"], 1) if loss else 1
+    return kept * counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
 
 
 def splits_of(folder: Path) -> dict[str, Any]:
+    return summary_of(folder)["splits"]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return what `data prepare` wrote beside the splits; without it, that there are none."""
     file = folder / "summary.json"
-    return json.loads(file.read_text())["splits"] if file.is_file() else {}
+    return read_json(file, "a summary") if file.is_file() else {"splits": {}}
 
 
 # ------------------------------------------------------------------------------------------- samples of text
 
 
-def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
+def samples(run: Run, prompts: Sequence[str], max_new_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
     """Return what the exported model writes after each prompt, and what it wrote before; nothing if none was exported.
 
     `sampling`: temperature, top_k.
@@ -314,7 +324,7 @@ def samples(run: Run, prompts: Sequence[str], num_tokens: int = 80, **sampling: 
     found = [{"prompt": prompt, "texts": [], **sampling} for prompt in prompts]
     for batch, model in [*earlier_models(run, model_of(subject)), (int(run.log.batch[-1]), model_of(subject))]:
         for sample in found:
-            pieces = generate_text(model, subject.tokenizer, sample["prompt"], num_tokens, **sampling)
+            pieces = generate_text(model, subject.tokenizer, sample["prompt"], max_new_tokens, **sampling)
             sample["texts"].append({"batch": batch, "text": sample["prompt"] + "".join(pieces)})
     return found
 
@@ -330,7 +340,7 @@ def first_words(run: Run, tokenizer: Any) -> list[str]:
 
     try:
         tokens_nt = read_tokens(folder)
-    except (OSError, ValueError, KeyError):  # no shards of tokens, or damaged ones
+    except (OSError, ValueError, LookupError):  # no shards of tokens, or damaged ones
         return []
     found = []
     for part in np.array_split(tokens_nt[:, :PROMPT_TOKENS], min(NUM_PROMPTS, len(tokens_nt))):

@@ -44,7 +44,7 @@ def segment_facts(run: Run, prices: Mapping[str, float]) -> list[Facts]:
 def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
     """Return the facts of one segment."""
     here = log.within(segment.first_batch, segment.last_batch)
-    tokens, seconds = log.tokens[here], log[SECONDS][here]
+    tokens, seconds = log.tokens[here], log.numbers(SECONDS)[here]
     hours, num_devices = elapsed_hours(log, here), segment.num_devices
     timed = np.isfinite(tokens) & np.isfinite(seconds)
     rate = None
@@ -53,7 +53,7 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
     row = accelerator_of(log, segment)
     price = next((prices[name] for name in names_of(segment, row) if name in prices), None)
     device_hours = hours * num_devices if hours is not None and num_devices else None
-    joules, source = float(log[JOULES][here].sum()), "measured"
+    joules, source = float(log.numbers(JOULES)[here].sum()), "measured"
     if not joules > 0 or segment.islands:  # NaN: some batch has none. The log has the energy of its own island alone.
         joules, source = None, None
         if row and device_hours is not None:
@@ -99,7 +99,7 @@ def per_token(fact: Facts) -> Facts:
 
 def elapsed_hours(log: Log, here: slice) -> float | None:
     """Sum the hours of each launch from the start of its first batch here; None where no clock was logged."""
-    launches, elapsed, seconds = log.launch[here], log[ELAPSED][here], log[SECONDS][here]
+    launches, elapsed, seconds = log.launch[here], log.numbers(ELAPSED)[here], log.numbers(SECONDS)[here]
     hours = 0.0
     for launch in np.unique(launches):
         clock, batches = elapsed[launches == launch], seconds[launches == launch]
@@ -115,7 +115,7 @@ def elapsed_hours(log: Log, here: slice) -> float | None:
 def accelerator_of(log: Log, segment: Segment) -> Accelerator | None:
     """Find the row of the table by whose peak the run computed its MFU."""
     here = log.within(segment.first_batch, segment.last_batch)
-    flops, mfu = log[FLOPS][here], log[MFU][here]
+    flops, mfu = log.numbers(FLOPS)[here], log.numbers(MFU)[here]
     known = np.flatnonzero(np.isfinite(flops) & np.isfinite(mfu) & (mfu > 0))
     if not len(known) or segment.device is None or segment.precision is None:
         return None
@@ -129,7 +129,7 @@ def accelerator_of(log: Log, segment: Segment) -> Accelerator | None:
 
 def mfu_per_rate(log: Log, here: slice, num_devices: int) -> float:
     """Return the MFU of one token per second and device: the same for all batches of a model on a device."""
-    mfu, rate = log[MFU][here], log[RATE][here]
+    mfu, rate = log.numbers(MFU)[here], log.numbers(RATE)[here]
     known = np.flatnonzero(np.isfinite(mfu) & (rate > 0))
     return float(mfu[known[-1]] / (rate[known[-1]] / num_devices))
 

@@ -17,7 +17,7 @@ import numpy as np
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.changes import Change, find_changes
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.report.reading import VALIDATION, Run
+from llmfoundry_lite.report.reading import Run
 from llmfoundry_lite.report.segments import Facts, measure, total
 
 VALIDATION_KEYS = ("eval_loader", "eval_subset_num_batches", "max_seq_len", "tokenizer")
@@ -41,14 +41,14 @@ def measure_to_loss(runs: Sequence[Run], names: Sequence[str], loss: float, pric
         pair = f"--to-loss {loss:g}: {facts[0]['name']} and {fact['name']}"
         check_same_data(runs[0], run, until, pair)
         changes = find_differences(runs[0], run)
-        check_same_validation(runs[0], changes, pair)
+        check_same_validation(changes, pair)
         differences.append({"name": fact["name"], "keys": [str(change) for change in changes]})
     return {"loss": loss, "runs": facts, "differences": differences}
 
 
 def reach(run: Run, name: str, loss: float, prices: Mapping[str, float]) -> Facts:
     """Return when a run reached the loss, and what it took; None for what is not known, or was not reached."""
-    log, found = run.log, run.log[VALIDATION]
+    log, found = run.log, run.log.validation
     evaluated = np.flatnonzero(np.isfinite(found) & (log.batch > 0))
     reached = evaluated[found[evaluated] <= loss]
     at = int(reached[0]) if len(reached) else None
@@ -84,7 +84,7 @@ def segments_until(run: Run, batch: int) -> list[Segment]:
 def check_whole(run: Run, name: str, loss: float) -> None:
     """Raise DataError unless the log has every batch from the first on, evaluations, and all devices."""
     batches, why = run.log.batch[run.log.batch > 0], None
-    if not np.isfinite(run.log[VALIDATION][run.log.batch > 0]).any():
+    if not np.isfinite(run.log.validation[run.log.batch > 0]).any():
         why = "its log has no validation loss; train with eval_loader and eval_interval"
     elif batches[0] != 1 or len(batches) != batches[-1]:
         first = 1 + int(np.argmax(np.append(batches, 0) != np.arange(1, len(batches) + 2)))
@@ -104,14 +104,11 @@ def check_same_data(first: Run, other: Run, until: int, pair: str) -> None:
             raise DataError(f"{pair} are not comparable: batch {batch:,} {why}; give runs of the same data and order")
 
 
-def check_same_validation(first: Run, changes: Sequence[Change], pair: str) -> None:
+def check_same_validation(changes: Sequence[Change], pair: str) -> None:
     """Raise DataError if the validation losses are of other samples, by the configurations."""
     others = [str(change) for change in changes if change.key.startswith(VALIDATION_KEYS)]
     if others:
         raise DataError(f"{pair} are not comparable: their validation differs in {', '.join(others)}")
-    if int((first.config or {}).get("eval_subset_num_batches") or -1) > 0:
-        why = "eval_subset_num_batches counts batches, whose samples depend on the number of devices"
-        raise DataError(f"{pair} are not comparable: {why}")
 
 
 def find_differences(first: Run, other: Run) -> list[Change]:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_YAML_BYTES, read_at_most, read_lines_at_most
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import CheckpointError, DataError, printable
 from llmfoundry_lite.launch.log_lines import (
     Record,
@@ -69,25 +71,30 @@ class Watched:
         if self.max_duration is None:
             self.max_duration = self._read_duration()
         try:
-            with (self.folder / METRICS).open("rb") as file:
-                file.seek(self._offset)
-                content = file.read()
+            for _, record in read_lines(self._new_lines()):
+                self.last = {key: value for key, value in record.items() if number_of(value) is not None}
+                if losses := [*validation_losses(self.last).values()]:
+                    self.validation = (record["batch"], losses[0])
         except OSError:
             return
-        content = content[: content.rfind(b"\n") + 1]  # a line that is being written is for the next look
-        self._offset += len(content)
-        for _, record in read_lines(content):
-            self.last = {key: value for key, value in record.items() if number_of(value) is not None}
-            if losses := [*validation_losses(self.last).values()]:
-                self.validation = (record["batch"], losses[0])
+
+    def _new_lines(self) -> Iterator[bytes]:
+        """Yield lines of the log since the last look. One that is being written is for the next."""
+        for line in read_lines_at_most(self.folder / METRICS, MAX_LOG_BYTES, METRICS, begin=self._offset):
+            if line.endswith(b"\n"):
+                self._offset += len(line)
+                yield line
 
     def _read_duration(self) -> Duration | None:
         try:
-            config = yaml.safe_load((self.folder / CONFIG).read_text())
+            config = read_record(read_at_most(self.folder / CONFIG, MAX_YAML_BYTES, CONFIG))
             self.config = config if isinstance(config, dict) else {}
             return Duration.parse(self.config["max_duration"])
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):  # not written yet, or not by us
             return None
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
     def __repr__(self) -> str:
         facts = [f"{label} {text}" for label, text in facts_of(self) if label in ("loss", "validation")]
@@ -121,6 +128,8 @@ class Watched:
     def last_checkpoint(self) -> str | None:
         """Return `ba200`; None if there is none, or if they lie behind a URL."""
         where = str(self.config.get("save_folder") or self.folder / "checkpoints")
+        if "${" in where:  # nothing recorded is resolved
+            where = str(self.folder / "checkpoints")
         if "://" in where:
             return None
         with contextlib.suppress(CheckpointError):  # a disk that does not answer now
@@ -131,7 +140,8 @@ class Watched:
 def runs(folder: str | os.PathLike[str] = "runs") -> list[Watched]:
     """List the runs in a folder by name, with what `llmfoundry-lite watch` knows of each. No torch is needed.
 
-    A run that is still written stands as it is now; `look()` reads what has come since.
+    A run that is still written stands as it is now; `look()` reads what has come since. It stands for its folder
+    wherever a path is asked for, as in `lf.load(run)`.
 
     >>> lf.runs("runs")
     [<runs/tiny: done at batch 6, loss ..., saved ba6>]
@@ -231,6 +241,6 @@ def facts_of(run: Watched) -> list[tuple[str, str]]:
         facts.append(
             ("last save", f"{saved}, {ago:,} batch{'es' if ago != 1 else ''} ago" if ago else f"{saved}, this batch")
         )
-    elif "://" in str(run.config.get("save_folder") or ""):
+    elif any(part in str(run.config.get("save_folder") or "") for part in ("://", "${")):
         facts.append(("saves", f"in {run.config['save_folder']}"))
     return facts

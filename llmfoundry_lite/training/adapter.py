@@ -49,7 +49,7 @@ class LanguageModel(ComposerModel):
         self.separator_begins = separator_begins
         """The separator is a document's first token instead."""
         self.by_rows = by_rows
-        """Each row of a training batch has the same weight, not each token. A row counts as full."""
+        """Each row of a training batch that has a loss has the same weight, not each token. It counts as full."""
         self.drop_seed: int | None = None
         """Seed of this batch's dropout, where the residual stream is dropped."""
         self.sums: ExactSums | None = None
@@ -97,7 +97,7 @@ class LanguageModel(ComposerModel):
         options: dict[str, Any] = {"documents_bt": self.documents(tokens_bt), "drop_keys_b": self.drop_keys(tokens_bt)}
         sum_loss = self.sum_loss
         if self.by_rows and self.training:
-            num_tokens = (tokens_bt >= 0).any(1).sum() * (tokens_bt.size(1) - 1)
+            num_tokens = (labels_bt != IGNORED).any(1).sum() * (tokens_bt.size(1) - 1)
             sum_loss = partial(sum_loss, weights_bt=self.part(row_weights(labels_bt)))
         if self.context is not None:
             options |= self.context.options(tokens_bt.size(1), tokens_bt.device)

@@ -29,10 +29,16 @@ class Upcoming(NamedTuple):
     num_tokens: int
     num_losses: int
     """Tokens that have a loss."""
+    num_rows: int
+    """Samples that have a loss. One with a single token has none."""
     digest: int
 
+    def weight(self, *, by_tokens: bool) -> int:
+        """Return what the batch's loss is a mean over: tokens or samples."""
+        return self.num_losses if by_tokens else self.num_rows
 
-NOTHING = Upcoming(False, 0, 0, 0, 0)
+
+NOTHING = Upcoming(False, 0, 0, 0, 0, 0)
 
 
 @dataclass(eq=False)
@@ -109,8 +115,9 @@ class Agreement(Callback):
             self._error = error
         if self._batch is None:
             return NOTHING._replace(is_there=self._error is not None)
-        count, digest = count_tokens(self._batch), batch_digest(self._batch["input_ids"])
-        return Upcoming(True, count_filled(self._batch), count["total"], count["loss_generating"], digest)
+        batch, count = self._batch, count_tokens(self._batch)
+        tokens, losses, digest = count["total"], count["loss_generating"], batch_digest(batch["input_ids"])
+        return Upcoming(True, count_filled(batch), tokens, losses, count_rows(batch), digest)
 
     def _agree(
         self, counted: Upcoming, reason: int = 0, wants_save: bool = False, energy: tuple[int, int] = (0, 1)
@@ -118,10 +125,12 @@ class Agreement(Callback):
         """Sum over ranks. Returns the highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        missing, filled, tokens, losses, digest, writing, wanting, millijoules, unmetered, *having = all_reduce_sum(
-            [int(not counted.is_there), *counts, int(self.is_writing()), int(wants_save), *energy, *reasons]
+        sums = all_reduce_sum(
+            [*counts, int(not counted.is_there), int(self.is_writing()), int(wants_save), *energy, *reasons]
         )
-        self.upcoming = Upcoming(missing == 0, filled, tokens, losses, digest % (1 << 64))
+        filled, tokens, losses, rows, digest = sums[: len(counts)]
+        missing, writing, wanting, millijoules, unmetered, *having = sums[len(counts) :]
+        self.upcoming = Upcoming(missing == 0, filled, tokens, losses, rows, digest % (1 << 64))
         self.all_written, self.save_is_due = writing == 0, wanting > 0
         self.joules = None if unmetered else millijoules / 1000
         return max((index for index, count in enumerate(having, 1) if count), default=0)
@@ -136,3 +145,8 @@ def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
 def count_filled(batch: dict[str, torch.Tensor]) -> int:
     """Count the samples that are not all padding. Computes on the host."""
     return int((batch["input_ids"].cpu().numpy() >= 0).any(1).sum())
+
+
+def count_rows(batch: dict[str, torch.Tensor]) -> int:
+    """Count the samples that have a loss. Computes on the host."""
+    return int((batch["input_ids"].cpu().numpy()[:, 1:] >= 0).any(1).sum())

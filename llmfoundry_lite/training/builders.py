@@ -91,7 +91,6 @@ def build_trainer(
         train_dataloader=train_data,
         eval_dataloader=evaluators or None,
         eval_interval=is_due if evaluators else 0,
-        eval_subset_num_batches=config.eval_subset_num_batches if evaluators else -1,
         optimizers=build_optimizer(config, model, layout),
         max_duration=str(Duration.parse(config.max_duration)),
         callbacks=callbacks,
@@ -234,13 +233,18 @@ def build_optimizer_of(
 
 
 def build_evaluators(config: TrainConfig, layout: Layout) -> list[Evaluator]:
-    """Build one for each block of validation data, with its label; none where nothing is ever evaluated."""
-    batch_size = config.eval_batch_size * layout.num_data_ranks
+    """Build one for each block of validation data, with its label; none where nothing is ever evaluated.
+
+    A subset is of samples, whatever the devices are. Of a user's own loader it is of as many whole batches of
+    `device_eval_batch_size`, which it is given as `device_batch_size`; a batch of another size counts as one too.
+    """
+    batch_size, subset = config.eval_batch_size * layout.num_data_ranks, config.eval_subset_samples
     return [
         Evaluator(
             label=data_label(key),
             dataloader=build_data(key, loader, config, batch_size, layout, evaluation=True),
             metric_names=["loss"],
+            subset_num_batches=-1 if subset is None or loader.name == "text" else -(-subset // batch_size),
         )
         for key, loader in config.validation.items()
         if config.eval_interval != 0
@@ -278,6 +282,7 @@ def build_data(
             tokenizer=LazyTokenizer(config.tokenizer.name),
             share=(ranks.rank, ranks.size),
             max_duration=config.max_duration,
+            max_samples=config.eval_subset_samples if evaluation else None,
         )
         batches = build_text_loader(
             dataset,

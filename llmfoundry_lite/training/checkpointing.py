@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from composer.core import Callback, State
@@ -20,33 +20,29 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints, put_tokenizer
+from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.save import About, Saved, Saver
+from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch
 from llmfoundry_lite.checkpoint.store import (
-    Candidate,
-    Checkpoint,
     CheckpointStore,
     Lease,
-    is_checkpoint,
     open_checkpoint,
-    refuse_newer,
 )
 from llmfoundry_lite.checkpoint.verify import check_present
-from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes, refuse_changes
-from llmfoundry_lite.config.layout import layout_here
+from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_seconds
-from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, is_local_or_cached, load_tokenizer
+from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
-from llmfoundry_lite.launch.log_lines import read_lines
+from llmfoundry_lite.launch.log_lines import METRICS, SAVED
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
-from llmfoundry_lite.training.run_folder import METRICS, SAVED, log_until
+from llmfoundry_lite.training.run_folder import log_until
 from llmfoundry_lite.training.run_state import RunState, build_segment, chosen_options, find_differences
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.schedule import has_passed
@@ -54,20 +50,6 @@ from llmfoundry_lite.training.trainer import GradientStep
 
 RETRY_PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
-
-
-class Start(NamedTuple):
-    """Where a launch starts: at a checkpoint, or at batch 1."""
-
-    is_own: bool = False
-    """Carry on from the newest intact checkpoint in the run's own folder."""
-    url: str | None = None
-    """A checkpoint, or a folder of checkpoints, whose newest intact one is used; None: batch 1."""
-    is_one: bool = False
-    """`url` is one checkpoint, not a folder of them."""
-    note: str = ""
-    """Tells the user why a launch with `autoresume` starts at batch 1."""
-    fingerprints: dict[str, str] = {}  # noqa: RUF012 - read only
 
 
 @dataclass(eq=False)
@@ -146,6 +128,23 @@ class Checkpointing(Callback):
         self.published_batch = self.last_saved_batch if self.begins.is_own else -1
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
+        self.preemption.what_stands = self.what_stands
+
+    def is_at_stop(self, state: State) -> bool:
+        """Return whether there is nothing to train for this launch, though the run is not done; and print it."""
+        is_there = self.policy.is_launch_over(state) and not self.policy.is_last(state)
+        if is_there:
+            self.print_on_rank_0(
+                f"the run has reached stop_at, {self.config.stop_at}: it is at batch {int(state.timestamp.batch)}"
+            )
+        return is_there
+
+    def what_stands(self) -> str:
+        """Say what is left of the run when this launch leaves and has saved nothing."""
+        if self.published_batch > 0 or not self.partners.saves_here:
+            return "what was saved stands"
+        again = "" if self.config.autoresume else " with autoresume=true"
+        return f"nothing was saved yet, and the same command{again} starts over"
 
     def _restore(self, state: State) -> Restored | None:
         url, is_own = self.begins.url, self.begins.is_own
@@ -172,7 +171,7 @@ class Checkpointing(Callback):
         return restored
 
     def _carry_on(self, url: str, manifest: Manifest, state: State) -> None:
-        self.print_on_rank_0(*self.run_state.restore(manifest.scalars, state))
+        self.run_state.restore(manifest.scalars, state)
         log: Log | None = None
         with raising_on_all_ranks(CheckpointError):
             log = read_log(open_checkpoint(url)) if dist.get_rank() == 0 else None
@@ -405,127 +404,8 @@ class Checkpointing(Callback):
 
 def find_start(config: TrainConfig) -> Start:
     """Choose on rank 0 where this launch starts, and broadcast it. Raises CheckpointError on all ranks."""
-    name = config.tokenizer.name
-    fingerprints = {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
     found = Start()
     with raising_on_all_ranks(CheckpointError):
         if dist.get_rank() == 0:
-            found = choose_start(config, fingerprints)
+            found = choose_start(config, find_fingerprints(config.tokenizer.name))
     return Start(*broadcast_json(found))
-
-
-def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
-    """Raise CheckpointError if the run cannot carry on with another model, tokenizer or batch size.
-
-    Tensors and the place in the data are checked when they are restored.
-    """
-    if manifest.optimizer is None:  # imported
-        raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
-    if manifest.config is None or "timestamp" not in manifest.scalars:
-        raise CheckpointError(
-            "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
-        )
-    changes = find_changes(manifest.config, as_dict(config))
-    # A default that differs between releases is not a change that the user asked for.
-    unsaid = [] if config.optimizer.weight_decay is not None else ["optimizer.weight_decay"]
-    refuse_changes(changes["never"] + [change for change in changes["logged"] if change.key in unsaid])
-    find_microbatch(config, manifest)
-    here, there = fingerprints.get("tokenizer"), manifest.fingerprints.get("tokenizer")
-    if here is not None and there is not None and here != there:
-        raise CheckpointError(
-            f"tokenizer is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was: name "
-            "that tokenizer, or begin a new run with its weights (load_weights_only=true)"
-        )
-
-
-def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
-    """Return the size of the checkpoint's microbatches, if this launch must have the same; else None.
-
-    Raises CheckpointError if it cannot.
-    """
-    if not (config.exact_sums and (manifest.config or {}).get("exact_sums") and manifest.segments):
-        return None
-    size, here = manifest.segments[-1].device_train_microbatch_size, config.device_train_microbatch_size
-    num_samples = config.global_train_batch_size // layout_here(config).num_data_ranks
-    if here not in ("auto", size):
-        raise CheckpointError(
-            f"device_train_microbatch_size is {here} here and {size} in the checkpoint, and exact_sums makes it a part "
-            f"of the run: set it to {size} or auto, or exact_sums=false from here on"
-        )
-    if size is not None and config.islands is None and num_samples % size:
-        raise CheckpointError(
-            f"the run's microbatches have {size} samples, which exact_sums keeps, and that does not divide the "
-            f"{num_samples} samples of a device here; start another number of devices, or exact_sums=false"
-        )
-    return size
-
-
-def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
-    """Choose the checkpoint that a launch begins from. Raises CheckpointError."""
-    store = CheckpointStore(config.checkpoint_folder)
-    candidates = store.candidates()
-    if candidates:
-        if not config.autoresume:
-            raise CheckpointError(
-                f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
-                "choose another run_name"
-            )
-        newest = newest_of(candidates)
-        if newest is not None:
-            check_fit(config, fingerprints, newest.manifest)
-        return Start(is_own=True, url=store.root.url, fingerprints=fingerprints)
-    store.check_is_new()
-    note = _check_log(config, store.root.url)
-    url, is_one = None, False
-    if config.load_path is not None:
-        url, is_one = _check_load_path(config, config.load_path, fingerprints)
-    elif config.autoresume:
-        note = note or f"no checkpoint in {store.root.url} yet; starting at batch 1"
-    return Start(url=url, is_one=is_one, note=note, fingerprints=fingerprints)
-
-
-def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
-    """Return the newest checkpoint that can be read. Raises CheckpointError for one of a newer release."""
-    refuse_newer(candidates)
-    return next((found.checkpoint for found in candidates if found.checkpoint is not None), None)
-
-
-def _check_log(config: TrainConfig, checkpoints: str) -> str:
-    """Return a note about trained batches that have no checkpoint; empty if there are none.
-
-    Raises CheckpointError if checkpoints have disappeared, or if `autoresume` does not allow to train them again.
-    """
-    log = Path(config.run_folder) / METRICS
-    records = [record for _, record in read_lines(log.read_bytes())] if log.exists() else []
-    last_batch = max((record["batch"] for record in records), default=0)
-    if last_batch < 1:
-        return ""
-    trained = f"{log} has batches of this run up to {last_batch}"
-    over = f"to start over, choose another run_name or remove {config.run_folder}"
-    if any(SAVED in record for record in records):
-        raise CheckpointError(
-            f"{trained} and says that it was saved, but {checkpoints} holds no checkpoint; is its disk mounted, is "
-            f"save_folder the same? {over}"
-        )
-    if not config.autoresume:
-        raise CheckpointError(f"{trained}, and {checkpoints} holds no checkpoint to carry on from; {over}")
-    return f"{trained}, none of them saved yet: they are trained again"
-
-
-def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, str]) -> tuple[str, bool]:
-    """Return the URL of a checkpoint or of a folder of them, and whether it is one. Raises CheckpointError."""
-    try:
-        check_not_foreign(where)
-        is_one = is_checkpoint(where)
-        url = where if is_one else folder_of_checkpoints(where)
-        newest = open_checkpoint(url) if is_one else newest_of(CheckpointStore(url).candidates())
-    except CheckpointError as error:
-        raise type(error)(f"load_path: {error}") from error
-    if newest is None:
-        raise CheckpointError(
-            f"load_path: {where} holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run "
-            "directory"
-        )
-    if not config.load_weights_only:
-        check_fit(config, fingerprints, newest.manifest)
-    return url, is_one

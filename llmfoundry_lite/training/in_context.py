@@ -75,9 +75,9 @@ class InTraining(TreeModel):
         with self._precision():
             return super().score(inputs, wanted)
 
-    def generate(self, context: Sequence[int], num_tokens: int) -> Iterator[int]:
+    def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         with self._precision():
-            yield from super().generate(context, num_tokens)
+            yield from super().generate(context, max_new_tokens)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()

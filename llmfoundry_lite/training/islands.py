@@ -351,7 +351,7 @@ class Islands(Partners):
         islands' gradients."""
         self.began_at = now()
         here = self.agreement.current
-        self.weight = here.num_losses if self.by_tokens else here.num_filled
+        self.weight = here.weight(by_tokens=self.by_tokens)
         label = int(state.timestamp.batch) * LABELS_PER_BATCH
         is_exact, self.num_bytes_before = self.gradient_step.sums is not None, self.exchange.num_bytes
         self.summing = Summing(self.exchange, self.plan, label, float(self.weight), is_exact=is_exact)
@@ -494,7 +494,7 @@ class Islands(Partners):
         self.member.phase = "compute"
         self.held.write_state(kinds, pieces, decode_value(content["optimizer"]))
         here = self.checkpointing
-        here.print_on_rank_0(*here.run_state.restore(decode_value(content["scalars"]), state))
+        here.run_state.restore(decode_value(content["scalars"]), state)
         here.segments = tuple(decode_segment(Item(one, "segment")) for one in content["segments"])
         here.begin(state)
 

@@ -143,7 +143,7 @@ class LocalIslands(Islands):
         if self.has_left:
             return None
         here = self.agreement.current
-        weight = here.num_losses if self.by_tokens else here.num_filled
+        weight = here.weight(by_tokens=self.by_tokens)
         counts = {"samples": here.num_filled, "tokens": here.num_tokens, "losses": here.num_losses}
         counts["again"] = len(self.again.lanes)
         self.round.count(weight=weight, **counts, digest=here.digest, loss=float(state.total_loss_dict[LOSS]))

@@ -2,6 +2,7 @@
 
 import secrets
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError, TransientError
+from llmfoundry_lite.errors import ConfigError, TransientError, mask_credentials
 from llmfoundry_lite.launch.log_lines import Record, console_line, read_lines, validation_losses
 
 WANDB_ID = "wandb_id"
@@ -121,6 +122,7 @@ class WandbMirror(Mirror):
 
         run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
         (run_folder / WANDB_ID).write_text(run_id + "\n")
+        sys.argv[1:] = map(mask_credentials, sys.argv[1:])  # wandb records them
         try:
             self.run = wandb.init(
                 project=config.project,

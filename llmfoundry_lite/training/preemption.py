@@ -1,17 +1,17 @@
-"""Reasons to leave early, and leaving in time: Ctrl-C, SIGTERM and SIGUSR1, a deadline, a file named STOP.
+"""Reasons to leave early, and leaving in time: Ctrl-C, SIGTERM and its like, a deadline, a file named STOP.
 
 Python's signal handlers do not run while the main thread sits in a collective, so a thread listens: signals reach it
 through a pipe that the interpreter's C handler writes into, and on rank 0 it looks for the file. It notes the reason
 and starts the clock. The main threads of all ranks agree at the next end of a batch, save, and leave; if they cannot
 in time, because a batch, a collective or a disk takes longer, the thread ends the process and the last periodic save
-stands. A scheduler that sends a signal kills soon after. Nobody kills after writing the file, so it allows the time of
+stands. A launcher sends SIGTERM too, when another rank has failed: then the launch has failed, and is not preempted.
+A scheduler that sends a signal kills soon after. Nobody kills after writing the file, so it allows the time of
 two batches more. A second Ctrl-C, more than two seconds after the first, ends the process at once.
 """
 
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,20 +22,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llmfoundry_lite.errors import EXIT_PREEMPTED
+from llmfoundry_lite.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from llmfoundry_lite.ranks.ending import (
-    EXIT_INTERRUPTED,
     LAUNCHED_AT,
-    LEAVING_SIGNALS,
     announce_preemption,
     announced_preemption,
+    describe_failure,
     is_second_press,
-    leaving_because,
+    known_failure,
+    leave,
 )
 from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
+from llmfoundry_lite.ranks.siblings import FirstError
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen
 
-REASONS = ("", "SIGTERM", "SIGUSR1", "max_wall_time", "the file STOP", "SIGINT")
+REASONS = (
+    "",
+    *(signal.Signals(number).name for number in LEAVING_SIGNALS if number != signal.SIGINT),
+    *("max_wall_time", "the file STOP", "SIGINT"),
+)
 """Ranks exchange an index of these; the highest wins."""
 STOP = "STOP"
 BY_FILE = REASONS.index("the file STOP")
@@ -57,11 +63,17 @@ class Preemption:
     agreed: int = 0
     saved: str | None = None
     """The save that has been published since there is a reason; on rank 0."""
+    has_saved: bool = False
+    """This launch has published a save; on rank 0."""
+    what_stands: Callable[[], str] = lambda: "nothing was trained yet"
+    """Says what is left of a run that leaves without a save, where this launch has published none."""
 
     def __post_init__(self) -> None:
         self.stop_file, wall = self.run_folder / STOP, self.max_wall_seconds
         self.deadline = time.monotonic() - age_of_launch() + wall if wall is not None else None
         self.leave_by: float | None = None
+        self.failure: FirstError | None = None
+        """The failure of another rank, because of which the launcher has asked this one to leave."""
         self._pressed_at: list[float] = []
         self._seconds_left = self.grace_seconds
         self._longest_step_seconds = 0.0
@@ -80,8 +92,7 @@ class Preemption:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # A forked child that is terminated must neither survive nor tell its parent's thread.
         os.register_at_fork(after_in_child=_forget)
-        for number in LEAVING_SIGNALS:
-            signal.signal(number, lambda number, frame: None)  # the pipe has it
+        listen(lambda number, frame: None)  # the pipe has it
         threading.Thread(target=self._listen, name="preemption", daemon=True).start()
         threading.Thread(target=self._ask, name="preemption-of-others", daemon=True).start()
 
@@ -112,8 +123,12 @@ class Preemption:
 
     def note_saved(self, name: str) -> None:
         """Note from any thread that `name` has been published."""
+        self.has_saved = True
         if self.reason:
             self.saved = name
+
+    def stands(self) -> str:
+        return "what was saved stands" if self.has_saved else self.what_stands()
 
     def stop_polling_store(self) -> None:
         """Stop asking torch: the process is about to end. Python ends daemon threads without unwinding them, and one
@@ -139,21 +154,33 @@ class Preemption:
             timeout = 1.0 if wake_at is None else min(max(0.0, wake_at - time.monotonic()), 1.0)
             ready, _, _ = select.select([self._pipe], [], [], timeout)
             for number in os.read(self._pipe, 64) if ready else b"":
-                if number == signal.SIGINT and is_second_press(self._pressed_at):
-                    text = "interrupted by Ctrl-C a second time: nothing more was saved; what was saved stands"
-                    self._leave("failed", text, EXIT_INTERRUPTED)
-                if number in LEAVING_SIGNALS:
-                    self._request(REASONS.index(signal.Signals(number).name))
+                self._hear(number)
             self._look_for_file()
             now = time.monotonic()
-            if self.leave_by is not None and now >= self.leave_by:
-                because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
-                text = f"{because}: nothing could be saved within {seconds}; what was saved stands"
-                if self.saved is not None:
-                    text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
-                self._leave("preempted", text, EXIT_PREEMPTED)
+            self._leave_if_late(now)
             if self.deadline is not None and now >= self.deadline:
                 self._request(REASONS.index("max_wall_time"))
+
+    def _hear(self, number: int) -> None:
+        if number == signal.SIGINT and is_second_press(self._pressed_at):
+            text = f"interrupted by Ctrl-C a second time: nothing more was saved; {self.stands()}"
+            self._leave("failed", text, EXIT_INTERRUPTED)
+        if number in LEAVING_SIGNALS:
+            if number != signal.SIGINT and not self.reason:
+                self.failure = known_failure()
+            self._request(REASONS.index(signal.Signals(number).name))
+
+    def _leave_if_late(self, now: float) -> None:
+        if self.leave_by is None or now < self.leave_by:
+            return
+        if self.failure is not None:
+            self._leave("failed", describe_failure(self.failure), self.failure.code)
+            return
+        because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
+        text = f"{because}: nothing could be saved within {seconds}; {self.stands()}"
+        if self.saved is not None:
+            text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
+        self._leave("preempted", text, EXIT_PREEMPTED)
 
     def _ask(self) -> None:
         """Poll what other ranks have announced. In a thread of its own: when the rank that keeps the store is frozen
@@ -181,6 +208,8 @@ class Preemption:
         if self.leave_by is None:
             self.leave_by = time.monotonic() + self._seconds_left
         self.reason = reason
+        if self.failure is not None:
+            return
         with suppress(Exception):
             self.on_request(REASONS[reason])
         announce_preemption(REASONS[reason])
@@ -190,9 +219,7 @@ class Preemption:
             self.on_leave(status, text)
             if self._is_main and status == "preempted" and self.reason == BY_FILE:
                 self.stop_file.unlink(missing_ok=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+        leave(exit_code)
 
 
 def age_of_launch() -> float:
@@ -203,11 +230,12 @@ def age_of_launch() -> float:
 
 
 def _forget() -> None:
-    """Reset signals in a forked child to their defaults, except Ctrl-C, which a terminal sends to children too: the
-    parent leaves, and loader workers must serve it until then."""
+    """Reset signals in a forked child to their defaults, except those that a terminal sends to children too: the parent
+    leaves, and loader workers must serve it until then."""
     with suppress(ValueError):  # forked from another thread than the main one, which has no handlers to lose
         signal.set_wakeup_fd(-1)
         for number in LEAVING_SIGNALS:
             handler: Any = signal.getsignal(number)
             if callable(handler) and getattr(handler, "__module__", "") == __name__:
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+                is_for_all = number in (signal.SIGINT, signal.SIGHUP)
+                signal.signal(number, signal.SIG_IGN if is_for_all else signal.SIG_DFL)

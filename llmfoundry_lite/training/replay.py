@@ -14,8 +14,10 @@ import torch.distributed as dist
 from composer import Trainer
 
 from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
+from llmfoundry_lite.errors import OtherDataError
 from llmfoundry_lite.launch.replay import BEGUN, RECORDED
 from llmfoundry_lite.ranks.codec import Item
+from llmfoundry_lite.ranks.ending import checks
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 from llmfoundry_lite.train import check, prepare_environment
 from llmfoundry_lite.training.partners import Partners
@@ -49,14 +51,19 @@ class Replay(Partners):
 
 
 def main(arguments: Sequence[str]) -> None:
-    config = check(arguments)[0].config
+    with checks():
+        config = check(arguments)[0].config
     prepare_environment(config)
     folder = Path(config.run_folder)
     # On as many threads as the run, if there are cores for them: each thread sums a part of its own.
     threads = next((segment.num_threads for segment in reversed(_read_segments(folder))), None)
-    if threads is not None and threads * this_rank().local_world_size <= count_usable_cores():
+    if threads is not None and 0 < threads * this_rank().local_world_size <= count_usable_cores():
         torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(threads))))
-    train(config, Replay(folder))
+    try:
+        train(config, Replay(folder))
+    except OtherDataError as error:  # a finding, on every rank
+        if this_rank().rank == 0:
+            (folder / BEGUN).write_text(json.dumps({"other_data": error.difference}))
 
 
 def _read_segments(folder: Path) -> list[Segment]:

@@ -17,23 +17,20 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-import yaml
 from composer import Trainer
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.config.yaml_text import dump_record
+from llmfoundry_lite.errors import UserError, mask_credentials, printable
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.launch.log_lines import Record, missing_lines, read_lines
+from llmfoundry_lite.launch.log_lines import METRICS, Record, missing_lines, read_lines
 from llmfoundry_lite.launch.status import start_guard, write_ended_early, write_status
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
 
-METRICS = "metrics.jsonl"
-SAVED = "checkpoint/bytes"
-"""Key in the record of the batch after which a save was found to be published."""
 STATUS_SECONDS = 5.0
 """Minimum time between two updates of status.json."""
 
@@ -77,7 +74,7 @@ class RunFolder(LoggerDestination):
             with clear_disk_errors(self.folder):
                 if wandb_run_id is not None:
                     (self.folder / WANDB_ID).write_text(wandb_run_id + "\n")
-                write_atomically(self.folder / "config.yaml", yaml.safe_dump(as_dict(self.config), sort_keys=False))
+                write_atomically(self.folder / "config.yaml", dump_record(as_dict(self.config)))
                 write_status(self.folder, "running", int(trainer.state.timestamp.batch), self.asked_by)
                 start_guard(self.folder)
                 duration = Duration.parse(self.config.max_duration)
@@ -145,7 +142,7 @@ class RunFolder(LoggerDestination):
         assert self.file is not None
         plain = {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in record.items()}
         with clear_disk_errors(self.log):
-            self.file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self.file.write(mask_credentials(json.dumps(plain, allow_nan=False)) + "\n")
             self.file.flush()
 
     # ---------------------------------------------------------------------------------------------------- the status
@@ -183,7 +180,7 @@ class RunFolder(LoggerDestination):
         """Print and write why the process ends, from another thread while the main thread hangs."""
         self._stop_noting()
         if self.is_main:
-            print(reason, file=sys.stderr, flush=True)
+            print(printable(reason), file=sys.stderr, flush=True)
             self._write_reason(status, reason)
 
     def _stop_noting(self) -> None:

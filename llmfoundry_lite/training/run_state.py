@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from composer.core import Callback, Evaluator, State, Timestamp
+from composer.core import Callback, State, Timestamp
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import Segment
@@ -39,8 +39,6 @@ class RunState:
     gradient_step: GradientStep
     owes_evaluation: bool = False
     """The evaluation due after the checkpoint's batch is missing or incomplete."""
-    eval_subset_samples: int | None = None
-    """Samples of an evaluation in earlier launches; None: as many as the configuration gives here."""
 
     def collect(self, state: State) -> dict[str, Any]:
         stamp = state.timestamp
@@ -53,13 +51,12 @@ class RunState:
             "loss_scaler": self.gradient_step.scaler.state_dict() if self.gradient_step.scaler else None,
             "seed": self.config.seed,
             "owes_evaluation": self.owes_evaluation,
-            "eval_subset": self._eval_subset(state),
             "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
             "callbacks": {name: callback.state_dict() for name, callback in self._users_callbacks(state).items()},
         }
 
-    def restore(self, scalars: dict[str, Any], state: State) -> list[str]:
-        """Restore `scalars` into Composer's state. Returns lines for the user about what differs from before."""
+    def restore(self, scalars: dict[str, Any], state: State) -> None:
+        """Restore `scalars` into Composer's state."""
         clocks = {name: datetime.timedelta(seconds=scalars["timestamp"][name]) for name in CLOCKS}
         counts = {name: scalars["timestamp"][name] for name in COUNTS}
         state.timestamp = Timestamp(**counts, **clocks)  # pyright: ignore[reportArgumentType]
@@ -74,31 +71,6 @@ class RunState:
         for name, callback in self._users_callbacks(state).items():
             if scalars["callbacks"].get(name):
                 callback.load_state_dict(scalars["callbacks"][name])
-        return self._restore_eval_subset(scalars["eval_subset"], state)
-
-    def _restore_eval_subset(self, saved: list[int] | None, state: State) -> list[str]:
-        """Evaluate as many samples as before, although a batch depends on the number of devices."""
-        here = self._eval_subset(state)
-        if saved is None or here is None or saved[0] != here[0]:  # the user has changed eval_subset_num_batches
-            return []
-        (count, num_samples), batch_size = saved, here[1] // here[0]
-        self.eval_subset_samples = num_samples
-        num_batches = max(1, round(num_samples / batch_size))
-        for evaluator in state.evaluators:
-            if _rows_of_batch(evaluator):
-                evaluator.subset_num_batches = num_batches
-        if num_batches * batch_size == num_samples:
-            return []
-        return [
-            f"eval_subset_num_batches: {count} were {num_samples} samples, here {num_batches * batch_size} are "
-            f"evaluated, until device_eval_batch_size x devices divides {num_samples}"
-        ]
-
-    def _eval_subset(self, state: State) -> list[int] | None:
-        """Return [eval_subset_num_batches, samples of so many batches]; None if all are evaluated."""
-        count = self.config.eval_subset_num_batches
-        batch_size = next(filter(None, map(_rows_of_batch, state.evaluators)), None)  # the same for each
-        return [count, self.eval_subset_samples or count * batch_size] if count > 0 and batch_size else None
 
     def _users_callbacks(self, state: State) -> dict[str, Callback]:
         wanted = {name.rsplit(":", 1)[-1] for name in self.config.callbacks.extra}
@@ -111,12 +83,6 @@ def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
     chosen = {key: group[key] for key in ("lr", "weight_decay") if key in group}
     values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in chosen.items()}
     return {**values, "initial_lr": values["lr"]}
-
-
-def _rows_of_batch(evaluator: Evaluator) -> int | None:
-    """Return the rows of a global batch; None for a user's own loader."""
-    loader = getattr(evaluator.dataloader, "dataloader", None)
-    return getattr(getattr(loader, "dataset", None), "global_batch_size", None)
 
 
 def _data_state(state: State) -> dict[str, Any] | None:

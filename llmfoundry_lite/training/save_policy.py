@@ -30,7 +30,7 @@ class Decision(NamedTuple):
     preempted_by: str
     """Why the launch leaves early; empty if it does not."""
     stops: bool
-    """The launch has reached `stop_after`, before the end of the run."""
+    """The launch has reached `stop_after` or `stop_at`, before the end of the run."""
     owes_evaluation: bool
     """The launch leaves without the evaluation that is due."""
 
@@ -52,6 +52,7 @@ class SavePolicy:
         self.digest_span = Duration.parse(config.digest_interval) if config.digest_interval is not None else None
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
+        self.stop_at = Duration.parse(config.stop_at) if config.stop_at is not None else None
 
     def start(self, at: Timestamp) -> None:
         """Note that this launch begins `at` that time of the run."""
@@ -64,8 +65,10 @@ class SavePolicy:
         return progress_of(state, self.end) >= 1
 
     def is_launch_over(self, state: State) -> bool:
-        """Return whether `stop_after` is reached."""
-        span = self.stop_after
+        """Return whether `stop_after` or `stop_at` is reached."""
+        span, point = self.stop_after, self.stop_at
+        if point is not None and elapsed(state, point.unit) >= point.value:
+            return True
         if span is None:
             return False
         return elapsed(state, span.unit) - elapsed(state, span.unit, self.started_at) >= span.value

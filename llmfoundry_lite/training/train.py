@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,17 +18,19 @@ from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import EXIT_PREEMPTED, UserError
+from llmfoundry_lite.launch.status import refusals_recorded
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
     Preempted,
     announced_preemption,
     cause_of,
     exit_code_of,
+    ignore_signals,
     is_lost_peer,
-    leaving_because,
     raise_when_interrupted,
 )
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
+from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.training.builders import build_trainer
 from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
@@ -50,11 +53,10 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     raise_when_interrupted()  # Composer has installed its own handlers when it was imported
     devices.keep_freed_memory()
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
-        torch.use_deterministic_algorithms(True)
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
-    choose_device(devices.device_type())
-    start_process_group(devices.device_type(), config.dist_timeout)
+        use_deterministic_algorithms()
+    with refusals_recorded(lambda: Path(config.run_folder)):
+        choose_device(devices.device_type())
+        start_process_group(devices.device_type(), config.dist_timeout)
     run, partners = RunFolder(config), partners or find_partners(config)
     wall_seconds = parse_seconds(config.max_wall_time) if config.max_wall_time is not None else None
     preemption = Preemption(run.folder, config.preemption_grace_seconds, wall_seconds, run.note_request, run.leave)
@@ -69,12 +71,14 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         if size is None:
             size = choose_microbatch(config, checkpointing.model, state.optimizers[0])
         state.device_train_microbatch_size = size
-        if progress_of(state, max_duration) < 1:
+        checkpointing.was_stopped = checkpointing.is_at_stop(state)
+        trains = progress_of(state, max_duration) < 1 and not checkpointing.was_stopped
+        if trains:
             partners.enter(trainer, checkpointing, run.leave)
         with user_errors_on_all_ranks():  # of a logger, which rank 0 alone has
             run.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
         run_missed_evaluation(trainer, run, checkpointing)
-        if progress_of(state, max_duration) < 1:
+        if trains:
             if config.eval_first and run.batch == 0 and evaluate(trainer) and run.is_main:
                 run.write(state)
             trainer.fit()
@@ -85,6 +89,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
             export(config, run, checkpointing)
         partners.close(has_finished=not checkpointing.was_stopped)
     except BaseException as error:
+        ignore_signals()
         partners.close()
         reported = report(error, config, run, preemption, trainer, checkpointing)
         if not isinstance(reported, Preempted):
@@ -101,6 +106,13 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     preemption.stop_polling_store()
 
 
+def use_deterministic_algorithms() -> None:
+    """Let torch compute the same digits in every run on the same devices, or refuse to."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
+    torch.use_deterministic_algorithms(True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
+
+
 def report(
     error: BaseException,
     config: TrainConfig,
@@ -111,8 +123,10 @@ def report(
 ) -> BaseException:
     """Write to status.json how this launch ends. Returns what to raise for `error`."""
     reported, reason = error, REASONS[preemption.reason] or announced_preemption()
-    if reason and is_lost_peer(error):  # a peer that was asked to leave has left without waiting for us
-        reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; what was saved stands")
+    if (
+        reason and preemption.failure is None and is_lost_peer(error)
+    ):  # a peer that was asked to leave has left without waiting for us
+        reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; {preemption.stands()}")
     elif is_out_of_memory(error):
         size = config.first_microbatch_size(config.global_train_batch_size // layout_here(config).num_data_ranks)
         when = "while the run was built"
@@ -163,6 +177,8 @@ def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) ->
     for rank 0 without a timeout, in no collective.
     """
     folder, reason, newest = run.folder / "huggingface", can_export(config.model), checkpointing.newest_url
+    if newest is not None:  # whoever leaves late from here has saved all
+        checkpointing.preemption.saved = newest.rsplit("/", 1)[-1]
     if reason is None and not checkpointing.partners.saves_here:
         reason = "another launch of this run has its last save"
     if run.is_main:

@@ -35,7 +35,7 @@ from llmfoundry_lite.parallel.exact import (
     sum_squares,
 )
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
-from llmfoundry_lite.training.agreement import Agreement, count_filled
+from llmfoundry_lite.training.agreement import Agreement, count_rows
 from llmfoundry_lite.training.optimizers import clear_gradients, local, whole_parameters
 from llmfoundry_lite.training.partners import Partners
 
@@ -119,14 +119,14 @@ class ParallelTrainer(Trainer):
         assert spec is not None and isinstance(state.device_train_microbatch_size, int)
         batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
         by_tokens, sums = self.accumulate_train_batch_on_tokens, step.sums
-        total = agreed.num_losses if by_tokens else agreed.num_filled
+        total = agreed.weight(by_tokens=by_tokens)
         share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
         is_pipeline = isinstance(model, PipelinedLanguageModel)
         device = state.device._device
         assert device is not None
         self.partners.begin_batch(state)
         microbatches = [batch] if is_pipeline else spec.split_batch(batch, size)
-        step.begin(len(microbatches), device)
+        step.begin(len(microbatches), device, num_ranks=self.ranks.size * model.num_parts)
         run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
         if sums:  # no means over ranks, and a weight that does not depend on the rows of other launches
@@ -159,7 +159,7 @@ class ParallelTrainer(Trainer):
                 elif by_tokens:
                     losses = state.loss * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / share)
                 else:
-                    losses = state.loss * (count_filled(microbatch) / share)
+                    losses = state.loss * (count_rows(microbatch) / share)
                 losses.backward()
             run_event(Event.AFTER_BACKWARD)
             loss_sum = loss_sum + (round_loss(losses.detach()) if sums else losses.detach()).sum()
@@ -194,8 +194,9 @@ class Measured(NamedTuple):
 class LossScaler:
     """Dynamic loss scaling for fp16: halves on overflow, doubles after 2,000 finite batches in a row.
 
-    Starting value, factors and interval are those of torch's GradScaler, which keeps its state on the device. This
-    state is two numbers on the host, the same on all ranks.
+    It multiplies the global batch's loss: what overflows does not depend on the number of ranks. Starting value,
+    factors and interval are those of torch's GradScaler, which keeps its state on the device. This state is two numbers
+    on the host, the same on all ranks.
     """
 
     scale: float = 2.0**16
@@ -244,9 +245,11 @@ class GradientStep:
     agreed: Measured | None = None
     """Measured by `partners` over all launches; None: `finish` measures."""
 
-    def begin(self, num_microbatches: int, device: torch.device) -> None:
+    def begin(self, num_microbatches: int, device: torch.device, *, num_ranks: int = 1) -> None:
+        """Begin a batch. Losses are means over `num_ranks`, so each rank's is that many times its part of the batch's;
+        a scaled gradient is only its part, and FSDP sums it."""
         self.bad_losses = torch.zeros((), device=device)
-        self.model.loss_scale = self.scaler.scale if self.scaler else 1.0
+        self.model.loss_scale = self.scaler.scale / num_ranks if self.scaler else 1.0
         self.num_microbatches_left = num_microbatches
 
     def before_forward(self) -> None:

@@ -3,7 +3,10 @@ import fcntl
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar
 
 import fsspec
@@ -24,6 +27,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.errors import CheckpointError
 from tests.checkpoint.saves import names, save
+from tests.helpers.bombs import MIB, little_memory
 
 
 @pytest.fixture
@@ -175,3 +179,30 @@ def test_an_url_that_a_client_reads_as_another_folder_is_refused_in_a_line(name)
     with pytest.raises(CheckpointError, match=r"is not possible in the URL of a folder; give another name") as refused:
         open_folder(f"s3://bucket/{name}")
     assert "\n" not in str(refused.value)
+
+
+class WholeFile(BaseHTTPRequestHandler):
+    """A server that answers any range with the whole file, as many do."""
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.send_header("Content-Length", str(64 * MIB))
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD()
+        with suppress(OSError):  # the reader has had enough
+            for _ in range(64):
+                self.wfile.write(bytes(MIB))
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_an_answer_of_a_web_server_is_read_up_to_the_limit():
+    with ThreadingHTTPServer(("127.0.0.1", 0), WholeFile) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        folder = open_folder(f"http://127.0.0.1:{server.server_port}")
+        with little_memory(16):
+            assert len(folder.read("manifest.json", MIB)) == MIB + 1
+        server.shutdown()

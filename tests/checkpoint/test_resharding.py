@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -140,8 +140,15 @@ def worlds(draw):
     return whole, sides
 
 
+def by_columns_and_whole(rows):
+    """A matrix that two ranks save by columns and one loads whole: what it reads is not in one piece where it goes."""
+    layouts = [((2,), {"model/t0": (Shard(1),)}), ((1,), {"model/t0": (Replicate(),)})]
+    return {"model/t0": torch.arange(6.0 * rows).reshape(rows, 6)}, layouts
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds())
+@example(by_columns_and_whole(5))
 def test_any_tensors_survive_any_change_of_mesh_and_sharding(tmp_path_factory, world):
     whole, ((saved_mesh, saved_layouts), (loaded_mesh, loaded_layouts)) = world
     checkpoint, _ = save_simulated(tmp_path_factory.mktemp("save"), whole, saved_layouts, saved_mesh)
@@ -296,3 +303,15 @@ def test_the_hull_of_a_box_is_the_run_that_holds_it(data):
         numbers = numbers.narrow(dim, begin, length)
     first, count = hull(shape, offset, lengths)
     assert (first, first + count - 1) == (int(numbers.min()), int(numbers.max()))
+
+
+BOXES = {(0, 2): [7], (1, 3): [7, 8], (2, 5): [8], (2, 6): [8, 9], (5, 6): [9], (0, 6): [7, 8, 9]}
+"""First row and last + 1 -> the files of rows 0-1, 2-4 and 5 that are read."""
+
+
+def test_slices_of_uneven_cuts_are_those_that_reach_into_a_box():
+    grid = Grid(((2, 5),), (7, 8, 9))
+    files = {(at, end): [one.file for one in grid.overlapping((6, 3), (at, 0), (end - at, 3))] for at, end in BOXES}
+    assert files == BOXES
+    found = [grid.at((6, 3), (at, 0)) for at in (0, 2, 4, 5)]
+    assert [one and one.file for one in found] == [7, 8, None, 9]

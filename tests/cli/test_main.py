@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import check_answer_replaceable
 
 
@@ -102,3 +103,11 @@ def test_an_earlier_answer_is_replaced(tmp_path, content):
     for name in ("mfu.json", "mfu.md", "notes.md"):
         (tmp_path / name).write_text(content)
     check_answer_replaceable(tmp_path, "mfu")
+
+
+def test_an_answer_is_not_written_through_a_link(tmp_path):
+    """The folder of `report` is by default the run's, which may be somebody else's."""
+    (tmp_path / "mfu.json").write_text('{"rows": []}')
+    (tmp_path / "mfu.md").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"mfu\.md: a link, which would be written through; name another folder"):
+        check_answer_replaceable(tmp_path, "mfu")

@@ -72,6 +72,17 @@ def test_amd_devices_have_their_overlay(tmp_path, pci, units, count, overlay, na
     assert note == f"hardware=auto: {overlay}, for {count} x {name}"
 
 
+def test_an_overlay_is_named_by_cards_of_which_two_devices_are_one(tmp_path, monkeypatch):
+    own = tmp_path / "yamls/hardware"
+    own.mkdir(parents=True)
+    for cards in (1, 2, 4, 8):
+        (own / f"mi250-{cards}.yaml").write_text("overlay: hardware\n")
+    monkeypatch.chdir(tmp_path)
+    for devices, cards in ((2, 1), (4, 2), (8, 4)):
+        values, _ = choose_overlay(amd(tmp_path / str(devices), *[(0x740C, 104)] * devices), {})
+        assert values == own / f"mi250-{cards}.yaml"
+
+
 def test_every_amd_row_is_found_by_one_number_and_its_compute_units(tmp_path):
     rows = [row for row in ACCELERATORS.values() if row.vendor == "amd"]
     for row in rows:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.checkpoint.manifest import Segment
-from llmfoundry_lite.config.changes import Change, find_changes, refuse_changes, rule_of
+from llmfoundry_lite.config.changes import Change, find_changes, refuse_changes, rule_of, trained_values
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import hardware_keys
 from llmfoundry_lite.config.load_train import load_train_config
@@ -34,7 +34,8 @@ TABLE = {
         **in_loaders(
             "dataset.",
             """local remote predownload cache_limit download_retry download_timeout validate_hash
-            allow_unhashed_shards keep_zip override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error""",
+            allow_unhashed_shards allow_truncation keep_zip
+            override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error""",
         ),
         **in_loaders("dataset.streams.*.", "local remote download_retry download_timeout validate_hash keep_zip"),
         **in_loaders(
@@ -44,9 +45,9 @@ TABLE = {
         "": """run_name run_folder precision eval_first loss_chunk_mib device_eval_batch_size icl_task_folder
             device_train_microbatch_size fsdp_config tp_config cp_config pp_config islands max_skipped_batches
             save_folder save_num_checkpoints_to_keep save_keep_every_batches autoresume load_path load_weights_only
-            load_ignore_keys load_cast stop_after max_wall_time preemption_grace_seconds compile_config deterministic
-            digest_interval dist_timeout environment progress_bar log_to_console console_log_interval export_at_end
-            python_log_level variables metadata retry_for""",
+            load_ignore_keys load_cast stop_after stop_at max_wall_time preemption_grace_seconds compile_config
+            deterministic digest_interval dist_timeout environment progress_bar log_to_console console_log_interval
+            export_at_end python_log_level variables metadata retry_for""",
         "callbacks.speed_monitor.": "window_size",
         "callbacks.": "lr_monitor memory_monitor runtime_estimator profiler extra",
         "callbacks.profiler.": """skip_first wait warmup active repeat folder all_ranks record_shapes profile_memory
@@ -139,6 +140,8 @@ def test_a_microbatch_is_free_unless_attention_draws_its_dropout_for_it():
     assert not find_changes(resolved(*residual), resolved(*residual, *layout))["logged"]
     said = find_changes(resolved(*drawn), resolved(*drawn, *layout))["logged"]
     assert [change.key for change in said] == ["device_train_microbatch_size", "tp_config"]
+    begun = find_changes(resolved(), resolved(*drawn, *layout))["logged"]
+    assert {"device_train_microbatch_size", "tp_config"} <= {change.key for change in begun}
 
 
 def test_one_of_several_validation_loaders_may_come_move_and_change():
@@ -197,3 +200,9 @@ def test_a_change_is_told_without_the_keys_that_were_left_out():
     assert str(change) == f"train_loader.dataset.stages {told}"
     segment = Segment(first_batch=1, last_batch=2, changes={change.key: [change.there, change.here]})
     assert segment.computed_with == [str(change)]
+
+
+def test_launches_of_one_run_share_what_may_change_by_being_said_and_not_what_may_freely():
+    here, there = (trained_values(resolved(*more)) for more in ([], ["optimizer.lr=1e-5", "seed=4", "run_name=b"]))
+    assert {key for key in here if here[key] != there[key]} == {"optimizer.lr", "seed"}
+    assert not {"run_name", "precision", "device_train_microbatch_size", "save_folder"} & here.keys()

@@ -104,7 +104,7 @@ def test_a_model_of_another_kind_is_named_before_options_that_are_left_out():
     """Without the options the file would be refused all the same."""
     own = ["model.name=hf_causal_lm", "expandable_segments=true", "eval_gauntlet=x.yaml"]
     with pytest.raises(
-        ConfigError, match=r"^command line: model\.name: 'hf_causal_lm' is not known; LLM Foundry's Hug"
+        ConfigError, match=r"^command line: model\.name: 'hf_causal_lm' is not known; .*init DATA --like hf:NAME"
     ):
         load_train_config([str(YAML), *own], {})
 

@@ -115,6 +115,13 @@ def test_what_does_not_divide_is_named_with_what_would(options, message):
     assert str(error.value).startswith(message)
 
 
+def test_a_copy_is_shared_by_the_data_ranks_that_fit_into_a_node():
+    hybrid = FSDPConfig(sharding_strategy="HYBRID_SHARD")
+    layout = divide_devices(hybrid, 32, 8, tensor=2, context=2)
+    assert (layout.replicate, layout.shard, layout.context, layout.tensor) == (4, 2, 2, 2)
+    assert not layout.spans_nodes("shard")
+
+
 @pytest.mark.parametrize(
     "layout",
     [

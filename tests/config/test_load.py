@@ -253,6 +253,13 @@ def test_a_hardware_overlay_sets_how_the_run_is_computed():
     assert load("overlay.yaml", "precision=amp_fp16").config.precision == "amp_fp16"
 
 
+def test_an_overlay_named_by_hardware_lies_over_all_files_wherever_it_stands():
+    Path("more.yaml").write_text("device_train_microbatch_size: 2\n")
+    for arguments in (("hardware=overlay.yaml", "more.yaml"), ("more.yaml", "hardware=overlay.yaml")):
+        assert load(*arguments).config.device_train_microbatch_size == 4
+    assert load("overlay.yaml", "more.yaml").config.device_train_microbatch_size == 2
+
+
 def test_an_overlay_may_not_change_what_is_trained():
     Path("overlay.yaml").write_text(OVERLAY + "optimizer: {lr: 1}\n")
     message = refusal("run.yaml", "overlay.yaml")
@@ -551,7 +558,14 @@ def test_evaluation_reads_as_many_samples_as_fit_unless_the_batch_counts():
     assert load("device_train_microbatch_size=auto").config.eval_batch_size == 8192 // 128
     assert load("device_train_microbatch_size=4").config.eval_batch_size == 4
     assert load("device_train_microbatch_size=4", "device_eval_batch_size=3").config.eval_batch_size == 3
-    assert load("device_train_microbatch_size=4", "eval_subset_num_batches=2").config.eval_batch_size == 1
+    assert load("device_train_microbatch_size=4", "eval_subset_num_batches=2").config.eval_batch_size == 4
+
+
+def test_an_evaluation_of_a_subset_counts_batches_of_the_run_whatever_the_hardware():
+    assert load().config.eval_subset_samples is None
+    for device in ("device_eval_batch_size=3", "device_train_microbatch_size=2"):
+        config = load("eval_subset_num_batches=2", "global_train_batch_size=16", device).config
+        assert config.eval_subset_samples == 32
 
 
 def test_a_microbatch_that_is_measured_is_not_said_to_be_known():
@@ -668,6 +682,7 @@ def test_packed_documents_of_llm_foundry_load_with_its_words():
         (["train_loader.dataset.token_encoding_type=float16"], "'float16' is not known; expected int8, int16,"),
         (["train_loader.dataset.eos_token_id=0", "train_loader.dataset.bos_token_id=1"], "both eos_token_id and bos"),
         (["train_loader.dataset.eos_token_id=999999"], "999999 is outside model.vocab_size"),
+        (["model.vocab_size=300", "train_loader.dataset.eos_token_id=300"], "300 is outside model.vocab_size, 300"),
         (
             ["train_loader.dataset.eos_token_id=0", "eval_loader={dataset: {local: x, eos_token_id: 1}}"],
             "eval_loader.dataset.eos_token_id: 1 is not that of train_loader.dataset, 0; the model divides "

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.model_schema import FFNConfig, ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import divide_blocks, stages_of, takes_microbatches
+from llmfoundry_lite.config.stages import block_and_head, divide_blocks, stages_of, takes_microbatches
 
 MPT_7B = ModelConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432)
 SCHEDULES = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3), "zero_bubble": (1, 2), "zbv": (2,)}
@@ -32,6 +32,12 @@ def test_the_ends_get_fewer_blocks_for_their_embedding_and_head():
     assert divide_blocks(MPT_7B, 2) == [16, 16]
     assert divide_blocks(MPT_7B, 4) == [7, 9, 9, 7]
     assert divide_blocks(ModelConfig(n_layers=4, vocab_size=1), 2) == [2, 2]
+
+
+@pytest.mark.parametrize(("ffn_type", "num_matrices"), [("mptmlp", 2), ("mptglu", 3)])
+def test_a_block_costs_the_parameters_of_its_matrices(ffn_type, num_matrices):
+    model = ModelConfig(d_model=64, n_heads=4, vocab_size=95, ffn_config=FFNConfig(ffn_type=ffn_type))
+    assert block_and_head(model) == (4 * 64**2 + num_matrices * 64 * 256, 64 * 95)
 
 
 def test_blocks_are_divided_as_given():

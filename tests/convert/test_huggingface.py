@@ -3,15 +3,19 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -25,7 +29,14 @@ from transformers import (
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert import files, huggingface
 from llmfoundry_lite.convert.files import published, write_json
-from llmfoundry_lite.convert.huggingface import can_export, export_model, from_hugging_face, import_model
+from llmfoundry_lite.convert.huggingface import (
+    build_hf_config,
+    can_export,
+    export_model,
+    from_hugging_face,
+    import_model,
+    layout_of,
+)
 from llmfoundry_lite.errors import ExportError
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.models import (
@@ -134,6 +145,8 @@ def test_several_shards_hold_the_same_weights(exported, tmp_path):
     _, _, folder = export(config, tmp_path, max_shard_bytes=40_000)
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2 and not (folder / "model.safetensors").exists()
+    sizes = [[t.nbytes for t in load_file(shard).values()] for shard in shards]
+    assert all(sum(held) <= 40_000 or len(held) == 1 for held in sizes), sizes
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {shard.name for shard in shards}
     one, many = import_model(one_folder)[1], import_model(folder)[1]
@@ -162,6 +175,28 @@ def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("config", [SMALL, ALIBI, LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda it: layout_of(it).title[:7])
+def test_every_refusal_names_the_key_that_is_at_fault(config):
+    """Each key alone, with values that it cannot have. Where a width is another, a tensor's shape shows it."""
+    config = replace(config, n_layers=1)
+    state, described, layout = to_hugging_face(random_model(config)), build_hf_config(config), layout_of(config)
+    num_refused = 0
+    for key in [*sorted(layout.known), "brand_new", "attn_config.brand_new"]:
+        *blocks, name = key.split(".")
+        for value in ("no such", {"brand_new": 1}, True):
+            changed = block = json.loads(json.dumps(described))
+            for part in blocks:
+                block[part] = block.get(part) or {}
+                block = block[part]
+            block[name] = value
+            try:
+                from_hugging_face(state, changed, "here")
+            except ExportError as error:
+                num_refused += 1
+                assert re.search(rf"\b{name}\b|brand_new|here: tensor ", str(error)), (key, value, str(error))
+    assert num_refused > len(layout.fields)
 
 
 @pytest.mark.parametrize(
@@ -384,14 +419,19 @@ ROPE = "rope_parameters"
         (SMALL, {"n_layer": 2}, "tensor transformer.h.2.ln_1.weight has no place"),
         (SMALL, {"n_layer": 4}, "tensor transformer.h.3.ln_1.weight is missing"),
         (SMALL, {"n_layer": 10**9}, "config.json has 1,000,000,000 layers, and there are 40 tensors"),
-        (SMALL, {"n_inner": "x"}, IMPOSSIBLE),
+        (SMALL, {"n_inner": "x"}, 'n_inner is "x" in config.json; expected a whole number above 0'),
         (SMALL, {"resid_pdrop": None}, IMPOSSIBLE),
         (SMALL, {"embd_pdrop": 1.5}, IMPOSSIBLE),
-        (LLAMA, {"attention_bias": True}, "attention_bias is true in config.json; this model only has false"),
+        (LLAMA, {"attention_bias": True}, "attention_bias is true in config.json and mlp_bias is not; this model has"),
+        (
+            LLAMA,
+            {"mlp_bias": True},
+            "mlp_bias is true in config.json and attention_bias is not; this model has both or",
+        ),
         (LLAMA, {"head_dim": 16}, "tensor model.layers.0.self_attn.q_proj.weight has shape [48, 48], the model's con"),
         (QWEN3, {"attention_bias": True}, "attention_bias is true in config.json; this model only has false"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window is true in config.json; this model only has false"),
-        (MISTRAL, {"sliding_window": 0}, f"{IMPOSSIBLE}model.attn_config.sliding_window_size: 0 given, expected a n"),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window is 0 in config.json; expected a whole number above 0"),
         (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "layer_types is ["),
         (
             LLAMA,
@@ -419,8 +459,8 @@ ROPE = "rope_parameters"
             'rope_scaling.rope_type is "yarn" in config.json; this model only has',
         ),
         (LLAMA, {ROPE: {"rope_type": "linear"}}, f"{ROPE}.factor is missing in config.json; rope_type linea"),
-        (LLAMA, {"rms_norm_eps": "8"}, f"{IMPOSSIBLE}model.norm_eps: '8' given, expected a number"),
-        (LLAMA, {"rms_norm_eps": -1.0}, f"{IMPOSSIBLE}model.norm_eps: -1.0 given, expected a number above 0"),
+        (LLAMA, {"rms_norm_eps": "8"}, f"{IMPOSSIBLE}rms_norm_eps: '8' given, expected a number"),
+        (LLAMA, {"rms_norm_eps": -1.0}, f"{IMPOSSIBLE}rms_norm_eps: -1.0 given, expected a number above 0"),
         (
             LLAMA,
             {ROPE: {"rope_theta": float("inf")}},
@@ -472,6 +512,41 @@ def test_a_model_that_transformers_made_and_saved_computes_the_same_here(name, t
     ours.load_state_dict(state_dict)
     tokens_bt = random_tokens(config)
     assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
+
+
+def test_what_config_json_leaves_out_is_transformers_default():
+    """Older writers leave out what has the default of their class."""
+    for config, keys in (
+        (LLAMA, {"rms_norm_eps": "norm_eps", "attention_dropout": "attn_config.attn_pdrop"}),
+        (
+            SMALL,
+            {
+                "layer_norm_epsilon": "norm_eps",
+                "attn_pdrop": "attn_config.attn_pdrop",
+                "resid_pdrop": "resid_pdrop",
+                "embd_pdrop": "emb_pdrop",
+            },
+        ),
+    ):
+        hf_config = huggingface.build_hf_config(config)
+        theirs = CONFIG_MAPPING[hf_config["model_type"]]()
+        for key in keys:
+            del hf_config[key]
+        read, _ = from_hugging_face(to_hugging_face(random_model(config)), hf_config)
+        assert {key: attrgetter(ours)(read) for key, ours in keys.items()} == {
+            key: getattr(theirs, key) for key in keys
+        }
+
+
+def test_marks_that_only_our_exports_have_are_not_believed_of_others():
+    """Norms of transformers are in fp32, and its GPT-2 has positions, also where they are still zeros."""
+    hf_config = huggingface.build_hf_config(LLAMA)
+    del hf_config["norm_type"]
+    assert from_hugging_face(to_hugging_face(random_model(LLAMA)), hf_config)[0].norm_type == "rmsnorm"
+    hf_config, state = huggingface.build_hf_config(SMALL), to_hugging_face(random_model(SMALL))
+    del hf_config["learned_pos_emb"]
+    state["transformer.wpe.weight"] = torch.zeros_like(state["transformer.wpe.weight"])
+    assert from_hugging_face(state, hf_config)[0].learned_pos_emb
 
 
 def test_a_window_that_config_json_leaves_out_is_transformers_default():
@@ -620,6 +695,17 @@ def test_a_config_that_lacks_no_bias_has_its_writers_default(architecture, has_b
         foundry["layer_norm_epsilon"] = foundry.pop("norm_eps")
     imported_config, _ = from_hugging_face(random_model(config).state_dict(), foundry)
     assert imported_config.no_bias is not has_biases
+
+
+def test_rope_in_an_llm_foundry_folder_is_dails_unless_said_and_has_no_scaling():
+    attention = {"rope": True, "rope_hf_config": {"type": "linear", "factor": 4.0}}
+    model = random_model(replace(SMALL, learned_pos_emb=False))
+    foundry = {**FOUNDRY_SIZES, "learned_pos_emb": False, "attn_config": attention}
+    config, _ = from_hugging_face(model.state_dict(), foundry)
+    assert (config.attn_config.rope_impl, config.attn_config.rope_hf_config) == ("dail", RopeScaling())
+    attention["rope_impl"] = "hf"
+    config, _ = from_hugging_face(model.state_dict(), foundry)
+    assert config.attn_config.rope_hf_config == RopeScaling(type="linear", factor=4.0)
 
 
 def test_llm_foundry_folders_of_the_whole_family_are_read():

@@ -1,9 +1,11 @@
 """Weights from elsewhere become a checkpoint like any other; pickles are read only when trusted, and never run."""
 
 import io
+import os
 import pickle
 import re
 import shutil
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,13 +27,14 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
-from llmfoundry_lite.convert.pickles import StandIn, TensorsOnly
+from llmfoundry_lite.convert.pickles import StandIn, TensorsOnly, read_torch_file
 from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError
 from llmfoundry_lite.evaluation.models import find_subject
 from llmfoundry_lite.models.mpt import MPT
 from tests import composer_saves
+from tests.helpers.bombs import MIB, little_memory
 from tests.helpers.launch import launch, train
 from tests.helpers.models import ALIBI, LLAMA, SMALL, random_model
 from tests.helpers.tiny import (
@@ -506,6 +509,51 @@ def test_weights_without_values_of_their_own_are_refused(tmp_path, kind):
     yaml = write_config(tmp_path / "run.yaml", tiny_config(tmp_path) | {"model": asdict(SMALL)})
     message = refusal(tmp_path / "ep0-ba1-rank0.pt", tmp_path / "out", trust_pickle=True, config=[yaml])
     assert "is a tensor without values of its own" in message
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("trust_pickle", [False, True])
+def test_a_tensor_with_the_shape_of_terabytes_and_four_stored_is_refused(tmp_path, trust_pickle):
+    huge = {name: torch.zeros(1).expand(1 << 20, 1 << 20) for name in random_model(SMALL).state_dict()}
+    torch.save(huge if not trust_pickle else {"state": {"model": huge}}, path := tmp_path / "ep0-ba1-rank0.pt")
+    with pytest.raises(CheckpointError) as caught:
+        read_torch_file(path, str(path), is_trusted=trust_pickle)
+    size = f"has {1 << 42:,} bytes, and 4 are stored; save its values"
+    assert str(caught.value) == f"{path}: a tensor of shape [1048576, 1048576] {size}"
+
+
+def test_a_mask_that_was_expanded_and_tensors_that_share_memory_are_read(tmp_path):
+    weight = torch.arange(6.0)
+    content = {"mask": torch.ones(1).expand(64, 64), "tied": [weight, {"again": weight[2:].view(2, 2)}]}
+    content["itself"] = [content["tied"]] * 2
+    torch.save(content, tmp_path / "a.pt")
+    found = read_torch_file(tmp_path / "a.pt", "a.pt", is_trusted=False).content
+    assert found["mask"].sum() == 4096 and found["itself"][1][1]["again"].tolist() == [[2, 3], [4, 5]]
+
+
+@pytest.mark.fault
+def test_a_file_of_torch_that_is_packed_inside_is_refused(tmp_path):
+    """A few kB unpack to gigabytes, and torch takes the packed bytes of a tensor for its values."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(CheckpointError, match=r"packed.pt: .*data.pkl in it is packed, which torch.save never does"):
+        read_torch_file(tmp_path / "packed.pt", "packed.pt", is_trusted=True)
+
+
+@pytest.mark.fault
+def test_a_pickle_gets_no_memory_for_bytes_that_it_only_announces():
+    announced = b"\x80\x05" + pickle.BYTEARRAY8 + (64 * MIB).to_bytes(8, "little") + b"x."
+    with little_memory(8), pytest.raises(KeyError):
+        TensorsOnly(io.BytesIO(announced)).load()
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_pickle_s_place_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=f"{pipe}: cannot be read: not a regular file"):
+        read_torch_file(pipe, str(pipe), is_trusted=True)
 
 
 def test_a_record_is_given_its_fields_and_no_others():

@@ -19,9 +19,14 @@ import boto3
 import numpy as np
 import pytest
 import torch
+import xxhash
 from streaming import MDSWriter
-from streaming.base.storage.download import S3Downloader
+from streaming.base.compression import compress
+from streaming.base.hashing import get_hashes
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS, S3Downloader
+from streaming.base.util import bytes_to_int, number_abbrev_to_int
 
+from llmfoundry_lite.config.data_schema import COUNTS, HASHES, REMOTES, SIZES
 from llmfoundry_lite.data import cache
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
@@ -31,6 +36,7 @@ from llmfoundry_lite.data.streams import ShardFolder, part_name
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
+from tests.helpers.bombs import MIB, little_memory, small_files
 from tests.helpers.launch import ROOT, launch
 from tests.helpers.numbered import SEQ_LEN, numbers, numbers_of, open_data, write_shards
 
@@ -198,6 +204,15 @@ def test_evaluation_reads_everything_once_and_pads_the_last_batch(shards, num_wo
         assert (rows[100:] == PAD_TOKEN).all()
 
 
+@pytest.mark.parametrize(("num_ranks", "batch"), [(1, 1), (2, 8), (4, 12), (3, 99)])
+def test_an_evaluation_of_a_subset_is_of_the_same_samples_on_any_ranks_in_any_batch(shards, as_rank, num_ranks, batch):
+    found = []
+    for rank in range(num_ranks):
+        as_rank(rank, num_ranks)
+        found += flat(numbers_of(open_data(shards, evaluation=True, global_batch_size=batch, max_samples=30)))
+    assert sorted(number for number in found if number != PAD_TOKEN) == [*range(30)]
+
+
 def test_a_rank_without_any_sample_still_evaluates_as_many_batches(tmp_path, as_rank):
     folder = write_shards(tmp_path / "mds", num_samples=13)
     as_rank(3, 4)
@@ -244,13 +259,14 @@ def test_the_digest_is_this_one_for_ever():
 
 
 @pytest.mark.parametrize("encoding", ["ndarray:int32", "ndarray:uint16", f"ndarray:int64:{SEQ_LEN + 2}", "bytes"])
-def test_shards_of_llm_foundry_load_unchanged_and_are_cut_to_length(tmp_path, encoding):
+def test_shards_of_llm_foundry_load_unchanged_and_are_cut_where_that_is_allowed(tmp_path, encoding):
     dtype = "int64" if encoding == "bytes" else encoding.split(":")[1]
     with MDSWriter(out=str(tmp_path / "mds"), columns={"tokens": encoding}, compression="zstd") as writer:
         for number in range(24):
             tokens = np.arange(number, number + SEQ_LEN + 2).astype(dtype)
             writer.write({"tokens": tokens.tobytes() if encoding == "bytes" else tokens})
-    batch = next(iter(build_text_loader(open_data(tmp_path / "mds", evaluation=True))))["input_ids"]
+    dataset = open_data(tmp_path / "mds", evaluation=True, allow_truncation=True)
+    batch = next(iter(build_text_loader(dataset)))["input_ids"]
     assert batch.dtype == torch.int64
     assert batch.tolist() == [list(range(number, number + SEQ_LEN)) for number in range(12)]
 
@@ -643,6 +659,13 @@ def test_a_truncated_zstd_download_is_asked_for_again(tmp_path, downloads, num_w
     assert num_workers or downloads.count(name) == 1
 
 
+def join_fetching_threads() -> None:
+    """Wait for threads that waited for the first, and try its shard next: an error waits for none."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("shard-fetch"):
+            thread.join()
+
+
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, downloads, compression):
     remote = write_shards(tmp_path / "remote", hashes=["xxh64"], compression=compression)
@@ -650,10 +673,46 @@ def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, 
     dataset = open_data(tmp_path / "cache", remote=str(remote))
     message = message_of(numbers_of, dataset)
     assert message.startswith(f"cannot get {tmp_path / 'cache' / 'shard.00003.mds'} from {remote}: it arrives damaged")
-    for thread in threading.enumerate():
-        if thread.name.startswith("shard-fetch"):
-            thread.join()  # one that waited for the first tries it next, and the error waits for none
+    join_fetching_threads()
     assert not list((tmp_path / "cache").glob("shard.00003*")) and downloads.count(path.name) >= 2
+
+
+@pytest.mark.parametrize("compression", ["br", "bz2", "gz", "snappy", "zstd"])
+def test_a_shard_that_unpacks_to_more_than_its_index_states_stops_there_and_is_not_kept(tmp_path, compression):
+    """262 kB unpacked to 8 GiB, in memory and in the cache; its index said 2.5 MB."""
+    shards = write_shards(tmp_path / "mds", size_limit=1 << 20, compression=compression)
+    bomb = compress(compression, bytes(64 * MIB))
+    index = json.loads((shards / "index.json").read_text())
+    [shard] = index["shards"]
+    shard["zip_data"]["bytes"] = (shards / shard["zip_data"]["basename"]).write_bytes(bomb)
+    shard["raw_data"]["bytes"] = MIB
+    (shards / "index.json").write_text(json.dumps(index))
+    dataset = open_data(shards)
+    with small_files(2), little_memory(16):
+        message = message_of(numbers_of, dataset)
+        join_fetching_threads()
+    assert "unpacks to more than 1,048,576 bytes, its size according to index.json" in message
+    assert sorted(path.name for path in shards.iterdir()) == ["index.json", shard["zip_data"]["basename"]]
+
+
+@pytest.mark.parametrize("compression", ["br", "bz2", "gz", "snappy", "zstd:22"])
+def test_shards_of_every_compression_are_read(tmp_path, compression):
+    dataset = open_data(write_shards(tmp_path / "mds", compression=compression, hashes=["xxh64"]))
+    assert numbers_of(dataset) == expected_numbers(dataset)
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_shard_that_unpacks_to_something_else_is_not_kept(tmp_path, is_short):
+    shards = write_shards(tmp_path / "mds", compression="zstd", hashes=["xxh64"])
+    index = json.loads((shards / "index.json").read_text())
+    for shard in index["shards"]:
+        packed = compress("zstd", b"short" if is_short else bytes(shard["raw_data"]["bytes"]))
+        (shards / shard["zip_data"]["basename"]).write_bytes(packed)
+        shard["zip_data"] |= {"bytes": len(packed), "hashes": {"xxh64": xxhash.xxh64_hexdigest(packed)}}
+    (shards / "index.json").write_text(json.dumps(index))
+    assert "unpacks to something else: it" in message_of(numbers_of, open_data(shards))
+    join_fetching_threads()
+    assert not [*shards.glob("*.mds"), *shards.glob("*.part")]
 
 
 def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path):
@@ -728,6 +787,20 @@ def test_tokens_outside_the_vocabulary_are_named_with_shard_and_sample(shards):
     message = message_of(numbers_of, open_data(shards, evaluation=True, vocab_size=70), 2)
     assert f"{shards}/shard.0000" in message and "sample " in message
     assert "token id 70 is outside the vocabulary of 70: the tokenizer does not match" in message
+
+
+@pytest.mark.parametrize("encoding", ["ndarray:uint16", "ndarray:uint16:8"])
+def test_longer_samples_are_refused_at_their_first_row_or_where_the_index_tells(tmp_path, encoding):
+    with MDSWriter(out=str(tmp_path), columns={"tokens": encoding}) as writer:
+        for i in range(4):
+            writer.write({"tokens": np.full(8, i, np.uint16)})
+    words = "8 tokens, and max_seq_len 6 leaves 25 % of the text out; set max_seq_len=8, prepare"
+    with pytest.raises(DataError, match=words):
+        dataset = open_data(tmp_path, max_seq_len=6, global_batch_size=2)
+        assert not encoding.endswith("8"), "the index tells"
+        next(iter(dataset))
+    cut = open_data(tmp_path, max_seq_len=6, global_batch_size=2, allow_truncation=True)
+    assert next(iter(cut)).shape == (6,)
 
 
 def test_samples_shorter_than_max_seq_len_are_refused_with_both_remedies(shards):
@@ -923,3 +996,11 @@ def test_an_error_of_one_rank_is_everybodys(shards, tmp_path):
     for _ in FAULTS:
         assert next(told) == (f"cannot open the data set {shards}: a bad disk",) * 3
     assert all(words.startswith(f"there is no data folder {tmp_path / 'no'};") for words in next(told))
+
+
+def test_the_configuration_knows_streaming_s_remotes_hashes_and_units():
+    """It answers in its own words before anything starts, and without importing streaming."""
+    assert {*REMOTES.split(), "", "dbfs-uc"} == set(DOWNLOADER_MAPPINGS)
+    assert set(HASHES.split()) <= get_hashes()
+    assert [number_abbrev_to_int(f"1{unit}") for unit in COUNTS] == [*COUNTS.values()]
+    assert [bytes_to_int(f"1{unit}") for unit in SIZES] == [*SIZES.values()]

@@ -256,3 +256,9 @@ def test_the_fingerprint_tells_orders_apart():
     assert make_order().fingerprint == make_order().fingerprint
     unshuffled = [make_order(shuffle=False, window_samples=window) for window in (8, 400)]
     assert unshuffled[0].fingerprint == unshuffled[1].fingerprint, "a window without shuffling changes no order"
+
+
+@pytest.mark.parametrize(("choose", "num_units"), [(5, 2), (6, 2), (7, 4), (13, 6)])
+def test_an_epoch_has_each_shard_as_often_as_it_is_begun(choose, num_units):
+    order = SampleOrder(shard_sizes_per_stream=[[3, 3]], choose_per_stream=[choose], num_lanes=1, seed=1, shuffle=False)
+    assert order.max_units == num_units

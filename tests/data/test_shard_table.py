@@ -117,8 +117,6 @@ def test_the_digest_of_shards_with_one_algorithm_is_this_one_for_ever(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("basename", "../../etc/passwd", "names shards outside of its own folder"),
-        ("basename", "/etc/shard.0.mds", "names shards outside of its own folder"),  # as long as the others
         ("format", "csv", "describes shards of csv version 2, not MDS version 2"),
         ("column_encodings", ["pkl"], "column tokens is of type pkl, which may run code"),
     ],
@@ -126,9 +124,26 @@ def test_the_digest_of_shards_with_one_algorithm_is_this_one_for_ever(tmp_path):
 def test_an_index_that_could_do_harm_is_refused(tmp_path, key, value, words):
     folder = write_mds(tmp_path / "a")
     with rewritten(folder) as records:
-        place = records[5]["raw_data"] if key == "basename" else records[5]
-        place[key] = value
+        records[5][key] = value
     with pytest.raises(DataError, match=words):
+        read_table(folder)
+
+
+NAMES = [
+    *("authorized_keys", "../x.mds", "a/../../x.mds", "/etc/x.mds", "a//x.mds", "./x.mds", ".ssh/x.mds", ".x.mds"),
+    *("x.mds\0", "x.mds\n", "x.mds/", "x.mds.sh", "x.mds.part", ""),
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+@pytest.mark.parametrize("kind", ["raw_data", "zip_data"])
+def test_a_shard_has_the_name_of_one_and_lies_beside_its_index(tmp_path, name, kind):
+    folder = write_mds(tmp_path / "a", compression="zstd" if kind == "zip_data" else None)
+    with rewritten(folder) as records:
+        records[5][kind]["basename"] = name + (".zstd" if kind == "zip_data" and name.endswith(".mds") else "")
+    with pytest.raises(
+        DataError, match=r"names a shard .*, expected a file beside it that ends in \.mds, or in \.mds and"
+    ):
         read_table(folder)
 
 
@@ -174,3 +189,9 @@ def test_the_content_digest_knows_samples_and_bytes_but_not_names(tmp_path):
     some_hash = json.loads(regular)["shards"][3]["raw_data"]["hashes"]["xxh64"]
     index.write_text(regular.replace(some_hash, some_hash[::-1]))
     assert read_table(folder).contents[0] != digest
+
+
+def test_of_several_hashes_the_fastest_is_checked(tmp_path):
+    names = [["sha1", "xxh64"], ["xxh32", "xxh3_64"], ["md5", "sha256"]]
+    folders = [write_mds(tmp_path / str(i), 9, hashes=hashes) for i, hashes in enumerate(names)]
+    assert [kind["hash_name"] for kind in read_table(*folders).kinds] == ["xxh64", "xxh3_64", "md5"]

@@ -1,7 +1,10 @@
 """Killed runs and live neighbours, with real processes."""
 
+import fcntl
 import gc
+import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +15,7 @@ from threading import Timer
 
 import pytest
 
+from llmfoundry_lite.data import dataset as dataset_module
 from llmfoundry_lite.data import shared_memory
 from llmfoundry_lite.data.shared_memory import (
     SHARED_MEMORY,
@@ -126,6 +130,111 @@ def test_a_start_waits_for_another_s_and_not_for_ever(tmp_path, monkeypatch):
     began = time.monotonic()
     with one_start_at_a_time(), one_start_at_a_time(timeout_seconds=0.2):
         assert time.monotonic() - began >= 0.2
+
+
+# Other users of the machine -----------------------------------------------------------------------------------------
+
+NOTE = {"launch": "another", "pid": 7, "folders": ["/"]}
+
+
+@pytest.mark.parametrize("name", ["pipe", "link to a pipe", "link", "folder", "socket"])
+@pytest.mark.timeout(60)
+def test_a_start_neither_waits_for_what_lies_in_its_lock_s_place_nor_empties_it(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lock, kept = tmp_path / f"llmfoundry_lite_start_{os.geteuid()}.lock", tmp_path / "kept"
+    kept.write_text("kept")
+    put(name, lock, kept)
+    with one_start_at_a_time():
+        assert f"{lock} cannot be this user's lock (" in caplog.text
+    assert name != "link" or kept.read_text() == "kept"
+
+
+def put(name: str, path: Path, file: Path) -> None:
+    """Put something in a path that others might take for a file; a link leads to `file`."""
+    if name == "folder":
+        path.mkdir()
+    elif name == "socket":
+        folder = os.open(path.parent, os.O_RDONLY)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"/proc/self/fd/{folder}/{path.name}")  # the path of a socket has at most 107 bytes
+        os.close(folder)
+    elif name == "pipe":
+        os.mkfifo(path)
+    else:
+        if name == "link to a pipe":
+            file.unlink()
+            os.mkfifo(file)
+        path.symlink_to(file)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_start_passes_by_the_file_of_another_user_in_its_lock_s_place(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lock = tmp_path / "llmfoundry_lite_start_0.lock"
+    lock.write_text("theirs")
+    os.chown(lock, 12345, 12345)
+    with one_start_at_a_time():
+        assert "belongs to user 12345" in caplog.text
+    assert lock.read_text() == "theirs"
+
+
+def test_the_lock_of_starts_is_this_user_s_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with one_start_at_a_time():
+        [lock] = tmp_path.iterdir()
+        assert lock.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", "[" * 10_000, '{"launch": "a", "folders": ["/"]}', json.dumps(NOTE | {"folders": [7]}), "\0"],
+    ids=range(8),
+)
+def test_a_note_that_no_run_has_written_ends_no_launch(blocks, tmp_path, content):
+    note = blocks / "llmfoundry-lite-malformed.json"
+    note.write_text(content)
+    with note.open() as held:
+        fcntl.flock(held, fcntl.LOCK_SH)  # as a living run does
+        wait_for_folders([str(tmp_path)], timeout_seconds=0)
+    assert clean_stale_shared_memory() == [note.name]
+
+
+@pytest.mark.parametrize("name", ["pipe", "link to a pipe", "link", "folder", "socket"])
+@pytest.mark.timeout(60)
+def test_what_is_no_note_in_shared_memory_is_passed_by(blocks, tmp_path, name):
+    kept = tmp_path / "kept"
+    kept.write_text(json.dumps(NOTE))
+    put(name, blocks / "llmfoundry-lite-theirs.json", kept)
+    wait_for_folders(["/"], timeout_seconds=0)
+    assert clean_stale_shared_memory() == [] and kept.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_note_of_another_user_is_neither_believed_nor_removed(blocks):
+    note = blocks / "llmfoundry-lite-theirs.json"
+    note.write_text(json.dumps(NOTE))
+    os.chown(note, 12345, 12345)
+    with note.open() as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        wait_for_folders(["/"], timeout_seconds=0)
+    assert clean_stale_shared_memory() == [] and note.exists()
+
+
+def test_files_in_shared_memory_are_this_user_s_alone_and_replace_nothing(blocks, tmp_path, monkeypatch):
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    register = dataset_module.register_folders
+
+    def and_be_watched(*arguments):
+        registration = register(*arguments)
+        assert registration.path.stat().st_mode & 0o777 == 0o600
+        registration.table_path.symlink_to(kept)  # somebody has read the name in the folder
+        return registration
+
+    monkeypatch.setattr(dataset_module, "register_folders", and_be_watched)
+    with pytest.raises(DataError, match=r"\.npy is there already, and not this run's; try again"):
+        open_data(write_shards(tmp_path / "mds"))
+    assert kept.read_text() == "kept"
 
 
 READ_FOR_EVER = """

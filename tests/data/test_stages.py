@@ -216,6 +216,12 @@ def test_a_stage_begins_with_the_batch_at_which_the_one_before_has_ended(run, un
     assert first_batches(dataset, "x", run, batch_size=8, max_seq_len=16) == [0, batch]
 
 
+def test_tokens_of_a_stage_are_those_of_its_own_samples():
+    stages = [StageConfig(until="6400tok"), StageConfig()]
+    dataset = TextDatasetConfig(local="a", max_seq_len=32, stages=stages)
+    assert first_batches(dataset, "x", "100ba", batch_size=8, max_seq_len=16) == [0, 6400 // 32 // 8]
+
+
 def test_what_a_stage_leaves_out_is_that_of_the_stream_of_its_name():
     web, code = StreamConfig(local="web", split="train", proportion=2.0), StreamConfig(local="code")
     second = StageConfig(until="2ba", streams={"web": StreamConfig(), "code": code})

@@ -1,9 +1,12 @@
 """`open_dataset`: one order for any loop, stopped anywhere and carried on by any number of ranks."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from streaming import MDSWriter
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite.data.stateful import StatefulLoader, open_dataset
@@ -75,11 +78,38 @@ def test_it_refuses_to_be_wrapped_into_another_loader(shards):
         ({"shuffle_sead": 3}, ConfigError, "did you mean open_dataset.shuffle_seed"),
         ({"global_batch_size": 0}, ConfigError, "global_batch_size is 0, expected a whole number"),
         ({"max_seq_len": 8.0}, ConfigError, "max_seq_len is 8.0, expected a whole number"),
+        ({"num_workers": -1}, ConfigError, "num_workers is -1, expected a whole number from 0 on"),
+        ({"rank": "0", "world_size": "2"}, ConfigError, "rank is '0', expected a whole number from 0 on"),
+        ({"batch_size": 6}, ConfigError, "batch_size: unknown word; did you mean global_batch_size, of all ranks"),
+        ({"seed": 6}, ConfigError, r"seed: unknown word; did you mean shuffle_seed\?"),
+        ({"max_seq_len": SEQ_LEN + 1}, DataError, f"{SEQ_LEN} tokens, but max_seq_len is {SEQ_LEN + 1}; set"),
+        ({"max_seq_len": SEQ_LEN - 1}, DataError, r"leaves .* % of the text out; .* allow_truncation: true"),
     ],
 )
 def test_what_cannot_be_is_refused(shards, changes, error, words):
     with pytest.raises(error, match=words):
-        open_dataset(shards, **{**WORDS, **changes})
+        next(iter(open_dataset(shards, **{**WORDS, **changes})))
+
+
+def test_numbers_and_paths_of_other_libraries_are_taken(shards):
+    sizes = {name: np.int64(WORDS[name]) for name in ("global_batch_size", "max_seq_len")}
+    seed, streams = {"shuffle": np.True_, "shuffle_seed": np.int32(3)}, {"streams": {"a": {"local": Path(shards)}}}
+    words = {name: value for name, value in WORDS.items() if name not in ("shuffle", "shuffle_seed")}
+    theirs = open_dataset(**{**words, **sizes, **seed, **streams}, rank=np.int64(1), world_size=np.uint8(2))
+    ours = open_dataset(shards, **{**words, "shuffle": True, "shuffle_seed": 3}, rank=1, world_size=2)
+    for batches in zip(theirs, ours, strict=True):
+        assert torch.equal(*(batch["input_ids"] for batch in batches))
+
+
+def test_shards_of_text_take_a_tokenizer_or_its_folder(tmp_path, tokenizer, tokenizer_folder):
+    with MDSWriter(out=str(tmp_path), columns={"text": "str"}) as writer:
+        writer.write({"text": "def one"})
+    words = {"global_batch_size": 1, "max_seq_len": 2}
+    for named in (tokenizer, tokenizer_folder, str(tokenizer_folder)):
+        (batch,) = open_dataset(tmp_path, tokenizer=named, **words)
+        assert batch["input_ids"][0].tolist() == tokenizer.encode("def one")[:2]
+    with pytest.raises(TypeError, match="PathLike"):
+        open_dataset(tmp_path, tokenizer=object(), **words)
 
 
 def test_ranks_without_a_process_group_are_refused(shards, monkeypatch):

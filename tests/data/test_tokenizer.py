@@ -1,8 +1,10 @@
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import hypothesis
@@ -10,10 +12,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import processors
+from tokenizers import models, processors
 
 from llmfoundry_lite.data import wordcache
-from llmfoundry_lite.data.tokenizer import Tokenizer, is_local_or_cached, load_tokenizer, train_tokenizer
+from llmfoundry_lite.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    is_local_or_cached,
+    load_tokenizer,
+    train_tokenizer,
+)
 from llmfoundry_lite.errors import DataError
 from tests.helpers.data import make_documents
 
@@ -98,6 +106,17 @@ def test_the_vocabulary_size_is_the_largest_id_plus_one_and_may_be_less_than_ask
     assert max(tokenizer.backend.get_vocab().values()) == tokenizer.vocab_size + 1
 
 
+def test_tokens_that_were_added_count_in_the_vocabulary(tmp_path: Path) -> None:
+    """A model needs a row for each id that a text may become, and added ones are no part of the BPE's own table."""
+    tokenizer = train_tokenizer(["ab ab"], 5000)
+    tokenizer.backend.add_tokens(["<extra>"])
+    tokenizer.backend.add_special_tokens(["<more>"])
+    tokenizer.save(tmp_path)
+    read = load_tokenizer(tmp_path)
+    assert read.vocab_size == tokenizer.vocab_size + 2
+    assert read.encode("<extra>") == [tokenizer.vocab_size]
+
+
 def test_transformers_loads_what_is_saved(tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -139,6 +158,25 @@ def test_a_folder_of_a_model_without_its_tokenizer_is_refused(tmp_path: Path) ->
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(DataError, match=rf"{tmp_path} has no ids but those of special and added tokens"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_converting_keeps_the_hubs_generation_config_and_says_when_there_is_nothing_to_read(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": [0, 7]}')
+    monkeypatch.setattr("llmfoundry_lite.data.tokenizer.download_from_hub", lambda name: {generation.name: generation})
+    converter = SimpleNamespace(save_pretrained=tokenizer.save if writes else lambda folder: None)
+    automatic = SimpleNamespace(from_pretrained=lambda name, **_: converter)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=automatic))
+    if writes:
+        assert load_tokenizer("somebody/old").stop_token_ids == {0, 7}
+        return
+    with pytest.raises(
+        DataError, match=r"old has no tokenizer\.json, and transformers writes none .*; choose a tokenizer"
+    ):
+        load_tokenizer("somebody/old")
 
 
 def test_a_missing_folder_is_not_mistaken_for_a_hub_name(tmp_path: Path) -> None:
@@ -235,6 +273,32 @@ def test_other_kinds_of_tokenizers_are_left_to_the_library(
     assert other.word_cache is None
     texts = make_documents(3)
     assert [ids.tolist() for ids in other.encode_to_arrays(texts)] == other.encode_batch(texts)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "unknown"),
+    [
+        (models.Unigram([("<eos>", 0.0), ("a", -1.0), ("<u>", -2.0)], unk_id=2), {}, 2),
+        (models.WordLevel({"<eos>": 0, "a": 1, "<u>": 2}, unk_token="<u>"), {}, 2),
+        (models.WordLevel({"<eos>": 0, "a": 1, "<u>": 2}, unk_token="<u>"), {"unk_token": {"content": "a"}}, 1),
+        (models.BPE({"<eos>": 0, "a": 1}, []), {}, None),
+    ],
+)
+def test_the_unknown_token_is_the_one_that_the_files_name_or_else_the_model_s(model, config, unknown) -> None:
+    backend = tokenizers.Tokenizer(model)
+    assert build_tokenizer("some", backend, {"eos_token": "<eos>", **config}).unk_token_id == unknown
+
+
+def test_text_that_a_model_has_no_token_for_is_an_error_of_one_line() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"alpha": 0, "<eos>": 1}, unk_token="[UNK]"))
+    backend.add_special_tokens(["<eos>"])
+    tokenizer = build_tokenizer("words", backend, {"eos_token": "<eos>"})
+    assert tokenizer.encode("alpha") == [0]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_to_arrays([text])):
+        with pytest.raises(
+            DataError, match=r"^tokenizer words cannot encode a text \(WordLevel .*name its unknown token"
+        ):
+            encode("beta")
 
 
 def test_a_text_has_the_same_tokens_each_time_whatever_dropout_a_file_names(tokenizer_folder: Path, tmp_path: Path):

@@ -13,7 +13,8 @@ from tests.helpers.launch import ROOT
 from tests.helpers.markdown import anchors, links, sentences
 
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SECURITY = ROOT / "SECURITY.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", SECURITY, *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCES = ("checkpoint-format.md", "library.md")
 
 
@@ -33,7 +34,7 @@ def test_a_guide_is_read_in_one_sitting(page):
     assert len(page.read_text().splitlines()) <= 120
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", SECURITY, *GUIDES], ids=lambda page: page.name)
 def test_sentences_are_short(page):
     assert [text for text in sentences(page.read_text()) if len(text.split()) > 20] == []
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from llmfoundry_lite.doctor import collectives, folder, speed
 from llmfoundry_lite.doctor.examine import examine
 from llmfoundry_lite.doctor.finding import Finding, Machine, Status
+from llmfoundry_lite.hardware import accelerator_named
 from tests.helpers.findings import QUICK, by_name
 
 
@@ -400,3 +401,15 @@ def test_a_device_slower_than_its_datasheet_is_warned_of(slower, status):
     finding = speed.judge_rates("memory copy", [4.1e12, slower], [4.8e12, 4.8e12], 0.6)
     assert finding.status is status and bool(finding.fix) == (status is Status.WARN)
     assert finding.detail.startswith(f"device 1, the slowest of 2; {slower / 4.8e12:.0%} of the datasheet's 4,800")
+
+
+def test_a_copy_within_a_device_counts_what_it_reads_and_what_it_writes(monkeypatch):
+    """A datasheet's bandwidth is of both: half of it would make every healthy device a slow one."""
+    h200 = accelerator_named("h200")
+    monkeypatch.setattr(speed, "device_type", lambda: "cpu")  # no bus, no matrix units
+    monkeypatch.setattr(speed, "all_devices", lambda: [torch.device("cpu")] * 2)
+    monkeypatch.setattr(speed, "accelerator", lambda device: h200)
+    seconds_per_byte = 2 / (0.9 * h200.memory_bandwidth_bytes_per_second)
+    monkeypatch.setattr(speed, "measure_copy", lambda size, repeats, source, target: size * seconds_per_byte)
+    (finding,) = speed.check_bandwidth(QUICK)
+    assert finding.status is Status.PASS and "90% of the datasheet's" in finding.detail

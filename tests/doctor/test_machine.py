@@ -32,6 +32,7 @@ BUSY_H100 = Device("NVIDIA H100 80GB HBM3", 132, 80 * GIB, 20 * GIB)
     [
         ([MI250] * 8, Status.PASS, "8 x AMD Instinct MI250X/MI250 (104 compute units), 64 GiB each; 2 of them are one"),
         ([MI250] * 7, Status.WARN, "half a card is missing"),
+        ([MI250] * 7 + [A100], Status.WARN, "half a card is missing"),  # 8 devices, and not all of one kind
         (
             [Device("Voodoo 3", 1, 16 << 20, 16 << 20)],
             Status.WARN,

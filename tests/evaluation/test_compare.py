@@ -15,6 +15,7 @@ import torch
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.data.spelling import KINDS
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
@@ -23,7 +24,7 @@ from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
 from llmfoundry_lite.evaluation.significance import items_needed
-from llmfoundry_lite.evaluation.tables import panels
+from llmfoundry_lite.evaluation.tables import fold, legend, panels, write_comparison
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
 
@@ -287,7 +288,7 @@ def test_a_limit_is_named_as_the_reason_and_not_the_data_or_the_tokens(tmp_path)
         ({"settings": settings(limit=10), "fingerprint": "b"}, r"limit None against 10 \(10 items against 10\)"),
         ({"settings": settings(max_seq_len=64), "fingerprint": "b"}, "max_seq_len None against 64"),
         ({"metric": "acc_norm"}, "metric 'acc_per_token' against 'acc_norm'"),
-        ({"fingerprint": "sha256:b"}, "fingerprint sha256:a against sha256:b"),
+        ({"fingerprint": "sha256:b"}, r"what no setting tells \(fingerprint sha256:a against sha256:b\)"),
     ],
 )
 def test_what_was_asked_otherwise_is_not_compared(tmp_path, changes, reason):
@@ -298,6 +299,28 @@ def test_what_was_asked_otherwise_is_not_compared(tmp_path, changes, reason):
         result_of(tmp_path, {"good/0-shot": TEN, "t/0-shot": TEN}, other)
     pair = result_of(tmp_path, {"good/0-shot": TEN, "t/0-shot": TEN}, other, skip=["t/0-shot"])
     assert [task.task for task in pair.tasks] == ["good/0-shot"] and "left out, as asked: t/0-shot" in pair.notes
+
+
+def test_the_first_row_that_differs_is_named(tmp_path):
+    other = choice(TEN, data_fingerprint="sha256:e", fingerprint="b")
+    for item in other[1][3:]:
+        item["num_characters"] = [7, 8]
+    with pytest.raises(DataError, match=r"same: the data \(10 items against 10; row 4 is the first with another quest"):
+        result_of(tmp_path, {"t/0-shot": TEN}, {"t/0-shot": other})
+
+
+def test_the_legend_says_whether_a_mean_is_corrected(tmp_path):
+    tasks = {"a/0-shot": TEN, "b/0-shot": TEN}
+    paths = [write_result(tmp_path, name, tasks) for name in "xyz"]
+    one, two = (legend(compare(load_results(paths[:count]))) for count in (2, 3))
+    assert "corrected for 2 tests; the mean's is one test more, not corrected (Holm)" in one
+    assert "corrected for 4 tests; the means' for 2 tests (Holm)" in two
+    assert "mean" not in legend(compare(load_results(paths[:2]), skip=["a/0-shot"]))
+
+
+def test_a_path_is_folded_at_its_marks_and_a_long_word_alone_within():
+    assert fold("results/eval-7b/base-model.json") == "results/\neval-7b/\nbase-\nmodel.\njson"
+    assert fold("ours") == "ours" and fold("a" * 20) == "a" * 16 + "\n" + "a" * 4
 
 
 def test_tasks_of_one_alone_are_named_and_left_out(tmp_path):
@@ -324,11 +347,53 @@ def test_different_tokenizers_are_compared_by_text(tmp_path):
     assert [(task.metric, task.n) for task in pair.tasks] == [("acc_norm", 10), ("bits_per_byte", 2)]
     assert pair.tasks[0].difference == pytest.approx(0.2) and pair.more == []
     assert any("different tokenizers: acc_norm (per character) stands for acc_per_token" in note for note in pair.notes)
-    with pytest.raises(DataError, match=r"x/0-shot: .* fingerprint sha256:a against sha256:b"):
+    with pytest.raises(DataError, match=r"x/0-shot: .* \(fingerprint sha256:a against sha256:b"):
         compare(load_results([a, write_result(tmp_path, "same", other)]))
     token_ids = {"x/0-shot": text([[(8.0, 11)], [(3.0, 9)]])}
     with pytest.raises(DataError, match="x/0-shot: the data are token ids, and base and ids have different tokenizers"):
         compare(load_results([a, write_result(tmp_path, "ids", token_ids, tokenizer="sha256:2")]))
+
+
+def lost(lost_bytes: int, *, text_bytes: int = 1000, **kinds: int) -> dict[str, object]:
+    counts = dict.fromkeys(KINDS, 0) | {"no_token": lost_bytes // 2} | kinds
+    return {"characters": text_bytes, "text_bytes": text_bytes, "lost_bytes": lost_bytes, "examples": [], **counts}
+
+
+@pytest.mark.parametrize(
+    ("first_lost", "other_lost", "verdict"),
+    [
+        (None, None, "better by 1.4"),
+        (None, lost(480), "not comparable: text is lost"),
+        (lost(480), None, "not comparable: text is lost"),
+        (None, lost(0, case=200), "not comparable: text is lost"),
+        (None, lost(10), "better by 1.4"),  # even if each lost byte takes 8 bits
+    ],
+)
+def test_a_model_is_not_called_better_for_text_that_its_tokenizer_loses(tmp_path, first_lost, other_lost, verdict):
+    sizes, paths, losing = range(90, 110), [], {"base": first_lost, "ours": other_lost}
+    for nats, (name, loss) in zip((2.0, 1.0), losing.items(), strict=True):
+        task = text(
+            [[(nats * size + size % (2 + nats), size)] for size in sizes], lost_text=loss, fingerprint=f"sha256:{name}"
+        )
+        paths.append(write_result(tmp_path, name, {"x/0-shot": task}, tokenizer=f"sha256:{name}"))
+    (pair,) = compare(load_results(paths))
+    assert pair.tasks[0].verdict.startswith(verdict) and pair.tasks[0].is_detected == verdict.startswith("better")
+    shares = {name: loss and f"{max(loss['lost_bytes'], loss['case']) / 10:.2g}" for name, loss in losing.items()}
+    expected = [f"the tokenizer of {name} loses {share} % of the text" for name, share in shares.items() if share]
+    assert [note.removeprefix("x/0-shot: warning: ") for note in pair.notes if "loses" in note] == expected
+    (comparison,) = json.loads(write_comparison([], [pair], tmp_path)[1].read_text())["comparisons"]
+    assert comparison["tasks"][0]["verdict"].startswith(verdict)
+
+
+def test_no_difference_is_claimed_where_lost_text_may_hide_one(tmp_path):
+    first = {"x/0-shot": text([[(100.0 + i % 3, 100)] for i in range(20)], fingerprint="sha256:1")}
+    other = {"x/0-shot": text([[(100.0 + i % 5, 100)] for i in range(20)], lost_text=lost(300))}
+    a = write_result(tmp_path, "base", first)
+    (pair,) = compare(load_results([a, write_result(tmp_path, "ours", other, tokenizer="sha256:2")]))
+    assert pair.tasks[0].verdict == "not comparable: text is lost"
+    b = write_result(tmp_path, "alike", {"x/0-shot": other["x/0-shot"]})  # one tokenizer loses the same
+    (pair,) = compare(load_results([b, write_result(tmp_path, "ours", other)]))
+    assert pair.tasks[0].verdict == "the same on every item"
 
 
 def test_what_a_reader_must_know_is_said(tmp_path):
@@ -368,7 +433,7 @@ def test_files_that_are_no_results(tmp_path, capsys, monkeypatch):
     assert "good.json alone: name another result" in error_of(capsys, good)
     assert "good.json is given twice" in error_of(capsys, good, "good.json")
     assert "none.json does not exist" in error_of(capsys, good, "none.json")
-    assert "cannot be read as JSON: [Errno 21] Is a directory" in error_of(capsys, good, tmp_path)
+    assert "cannot be read as JSON: [Errno 21] Is a directory" in error_of(capsys, good, _empty(tmp_path))
     assert "cannot be read as JSON: Extra data" in error_of(capsys, good, "good.items.jsonl")
     for content, reason in (
         ("{", "cannot be read as JSON"),
@@ -380,6 +445,11 @@ def test_files_that_are_no_results(tmp_path, capsys, monkeypatch):
     ):
         (tmp_path / "bad.json").write_text(content)
         assert re.search(f"bad.json:? {re.escape(reason)}", error_of(capsys, good, "bad.json"))
+
+
+def _empty(folder):
+    (folder / "empty").mkdir()
+    return folder / "empty"
 
 
 def test_items_that_are_missing_torn_or_another_evaluations(tmp_path, capsys):

@@ -686,6 +686,7 @@ TASK = {"label": "t", "icl_task_type": "multiple_choice", "dataset_uri": "t.json
         ([GOOD], {"num_fewshot": [1]}, "t: t.jsonl has 1 rows, too few for 1 examples and a question"),
         ([GOOD], {"num_fewshots": [1]}, "icl.yaml: icl_tasks[0].num_fewshots: unknown key; did you mean"),
         ([GOOD], {"dataset_uri": "u.jsonl"}, "t: u.jsonl does not exist; `llmfoundry-lite data fetch-tasks` fetches"),
+        ([GOOD], {"dataset_uri": "u.jsonl"}, "finds LLM Foundry's, skip_missing_tasks=true leaves it out"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_computed(here, rows, changes, message):
@@ -730,7 +731,7 @@ def test_what_could_not_be_asked_or_had_to_be_cut_is_told_under_the_table(here, 
     (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [TASK]}))
     llmfoundry_lite.eval.main(["icl.yaml"])
     told = capsys.readouterr().out
-    assert "1 skipped (an answer without tokens); 2 asked" in told
+    assert "1 skipped (an answer without tokens, first in row 2); 2 asked" in told
     assert "1 with a context cut to fit the model, of 2 items" in told
     write = {"label": "w", "icl_task_type": "generation_task_with_answers", "dataset_uri": "w.jsonl"}
     (here / "w.jsonl").write_text(json.dumps({"context": TEXT * 9, "answer": "a cat"}))

@@ -4,22 +4,31 @@ import json
 import math
 import os
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from streaming import MDSWriter
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.data import baselines
+from llmfoundry_lite.data.spelling import Loss
+from llmfoundry_lite.data.tokenizer import build_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.records import bits_per_byte, bits_per_byte_error, by_document
 from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.tables import _oddities
 from llmfoundry_lite.evaluation.tasks import prepare_text
 from tests.helpers.models import normal_model
 
@@ -154,6 +163,37 @@ def test_windows_are_those_of_lm_evaluation_harness(tmp_path, tokenizer, length)
     assert [(request.context, request.continuation) for request in requests] == expected
 
 
+def test_tokens_between_documents_have_no_bytes(tmp_path, tokenizer) -> None:
+    """Neither the end of a text nor a token of its own that begins one."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    begins = replace(tokenizer, backend=backend, vocab_size=tokenizer.vocab_size + 1, config={"bos_token": "<s>"})
+    begins.backend.add_special_tokens(["<s>"])
+    assert begins.bos_token_id not in (None, begins.eos_token_id)
+    words = tokenizer.encode("cat")
+    sample = [*words, begins.eos_token_id, begins.bos_token_id, *words]
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "ndarray:uint16"}) as writer:
+        writer.write({"tokens": np.array([begins.bos_token_id, *sample], np.uint16)})
+    found = prepare_text(task(tmp_path / "val"), begins, max_seq_len=64, limit=None)
+    assert [item.requests[0].num_characters for item in found.items] == [len("catcat")]
+
+
+def test_bits_per_byte_are_of_the_text_that_the_tokens_spell(tmp_path, model) -> None:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    letters = BpeTrainer(special_tokens=["<eos>"], show_progress=False)
+    backend.train_from_iterator(["some words of Latin letters alone"], letters)
+    lossy = build_tokenizer("lossy", backend, {"eos_token": "<eos>"})
+    (tmp_path / "a.txt").write_text("some words αβγδ of Latin letters")
+    (tmp_path / "b.txt").write_text("some words  of Latin letters")
+    whole, kept = (measure(model, lossy, tmp_path / name) for name in ("a.txt", "b.txt"))
+    assert whole["bits_per_byte"] == kept["bits_per_byte"] and "lost_text" not in kept
+    assert whole["lost_text"]["share"] == 4 / 32 and whole["lost_text"]["lost_bytes"] == 8
+    assert "12 % of characters do not come back (4 have no token" in next(_oddities(whole))
+    assert whole["fingerprint"] != kept["fingerprint"]
+    (tmp_path / "c.txt").write_text("αα some")
+    assert measure(model, lossy, tmp_path / "c.txt")["lost_text"]["share"] == 2 / 7
+
+
 def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(TEXT.encode())
@@ -241,6 +281,32 @@ def test_rows_that_are_no_tokens_are_refused(tmp_path, tokenizer, column, row, m
         writer.write({"tokens": row})
     with pytest.raises(DataError, match=rf"is no MDS split of tokens \(.*{re.escape(message)}"):
         prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None)
+
+
+def test_a_large_split_is_read_by_shards_and_no_further_than_the_limit(tmp_path, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(baselines, "MAX_BYTES", 1000)
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "bytes"}, size_limit=1000) as writer:
+        for _ in range(9):
+            writer.write({"tokens": np.arange(1, 41).tobytes()})
+    shards = sorted((tmp_path / "val").glob("*.mds"))
+    assert sum(shard.stat().st_size for shard in shards) > 2000
+    assert len(prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=40, limit=None).items) == 9
+    shards[-1].unlink()
+    assert len(prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=40, limit=2).items) == 2
+    monkeypatch.setattr(baselines, "MAX_BYTES", 100)
+    with pytest.raises(
+        DataError, match=r"text: .*00000\.mds has more than 100 bytes, .*; write the data again in smaller"
+    ):
+        prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=40, limit=2)
+
+
+def test_a_split_carries_the_text_that_its_preparation_lost(tmp_path, tokenizer) -> None:
+    with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "ndarray:uint16"}) as writer:
+        writer.write({"tokens": np.arange(1, 20, dtype=np.uint16)})
+    assert prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None).lost_text is None
+    lost = Loss(100, 120, 3, Counter(no_token=2), Counter("é")).as_json()
+    (tmp_path / "summary.json").write_text(json.dumps({"splits": {}, "lost_text": lost}))
+    assert prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None).lost_text == lost
 
 
 def test_a_pipe_is_no_text_to_wait_for(tmp_path, tokenizer) -> None:

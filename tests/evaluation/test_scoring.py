@@ -285,6 +285,16 @@ def test_the_vocabulary_is_read_in_parts_without_a_trace(monkeypatch):
     assert found.is_argmax_n[:40].all() and found.is_argmax_n.sum() < 45
 
 
+@pytest.mark.parametrize(("first", "second"), [(3, 700), (300, 301), (0, 999)])
+def test_the_first_of_equal_logits_is_the_likeliest_in_whichever_parts_they_are(monkeypatch, first, second):
+    unembedding = torch.zeros(1000, 2)
+    unembedding[[first, second]] = 1.0
+    at = torch.zeros(2, dtype=torch.int64)
+    wanted = Wanted(at[:1], at[:1], at, torch.tensor([first, second]))
+    monkeypatch.setattr(products, "CPU_LOGITS_BYTES", 1)  # 256 words at a time
+    assert score_hidden(torch.ones(1, 1, 2), unembedding, wanted).is_argmax_n.tolist() == [True, False]
+
+
 def test_a_token_generated_in_bf16_is_what_scoring_calls_the_likeliest():
     """Logits rounded to bf16 would tie, and the first of equals would be written."""
     mpt = normal_model(ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=4096))

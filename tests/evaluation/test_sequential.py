@@ -17,12 +17,15 @@ from llmfoundry_lite.evaluation.sequential import (
     OBRIEN_FLEMING,
     POCOCK,
     SPENDING,
+    TEXT_CAUTION,
     Rule,
     adjusted_p,
     boundaries,
     in_order,
     nominal_level,
+    plan_task,
 )
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS
 from tests.helpers.results import choice, text, write_result
 
 
@@ -34,6 +37,14 @@ def test_boundaries_are_those_published(spending, published):
     """Reboussin, DeMets, Kim and Lan, Computations for group sequential boundaries using the Lan-DeMets spending
     function method, Controlled Clinical Trials 21, 2000; R's ldbounds prints the same."""
     assert boundaries(tuple(k / 5 for k in range(1, 6)), 0.05, spending) == pytest.approx(published, abs=5e-4)
+
+
+def test_documents_are_looked_at_with_caution_but_not_at_the_end():
+    """The first look is at the fewest documents of which anything can be told."""
+    plan = plan_task("t", "document", [f"item {i}" for i in range(10 * MIN_DOCUMENTS)], Rule())
+    assert plan.looks == tuple(range(MIN_DOCUMENTS, 10 * MIN_DOCUMENTS + 1, MIN_DOCUMENTS))
+    plain = [nominal_level(plan.shares(look), 0.05, plan.spending) for look in (9, 10)]
+    assert [plan.nominal(look, 0.05) for look in (9, 10)] == pytest.approx([plain[0] / TEXT_CAUTION, plain[1]])
 
 
 @pytest.mark.parametrize("spending", SPENDING)

@@ -83,6 +83,8 @@ FIRST = {
     ("multiple_choice", ""): ([f"{ICE}| yes", f"{ICE}| no way"], [f"{ICE}|yes", f"{ICE}|no way"]),
     ("schema", " "): ([f"{ANN}Ann| hid.", f"{ANN}Bob| hid."],) * 2,
     ("schema", "\n"): ([f"{ANN}Ann| hid.", f"{ANN}Bob| hid."], [f"{ANN}Ann|\nhid.", f"{ANN}Bob|\nhid."]),
+    # LLM Foundry puts the delimiter after examples alone.
+    ("schema", "\nAnswer: "): ([f"{ANN}Ann| hid.", f"{ANN}Bob| hid."],) * 2,
     # What `Annhid` swallows of the context stays with it.
     ("schema", ""): ([f"{ANN}Ann| hid.", f"{ANN}Bob| hid."], [f"{ANN}Ann|.", f"{ANN}Bob|."]),
     ("language_modeling", "\n"): (["One two| three"], ["One two|\nthree"]),
@@ -187,6 +189,15 @@ def test_a_question_after_an_example(kind, before, apart, jointly):
     assert texts_of(config, shots=1, tokenization="joint")[0][0] == jointly
 
 
+def test_a_schema_question_after_a_prompt_has_the_delimiter_and_alone_has_none():
+    config = task("schema", continuation_delimiter=" so:", strip_dataset=False)
+    found, texts = ask(config)
+    assert texts[0] == [f"{ANN}Ann| hid.", f"{ANN}Bob| hid."]
+    assert found.settings["continuation_delimiter"] == "", "results with it are of another question"
+    assert texts_of(replace(config, continuation_delimiter=" "))[0][0] == f"{ANN}Ann| hid."
+    assert texts_of(replace(config, prompt_string="Who?"))[0][0] == f"Who?\n{ANN}Ann so:| hid."
+
+
 def test_a_prompt_alone_is_followed_by_the_delimiter():
     config = task(prompt_string="Answer.", prelimiter="Q: ")
     assert texts_of(config)[0][0] == "Answer.\nQ: Is ice cold?| yes"
@@ -195,6 +206,13 @@ def test_a_prompt_alone_is_followed_by_the_delimiter():
 def test_reasoning_stands_before_the_answer_of_an_example():
     config = task("generation_task_with_answers", cot_delimiter=" So ", **FIXED)
     assert texts_of(config, shots=1)[0] == ["2 + 2? Two twos. So 4\n3 + 3?|"]
+
+
+def test_the_delimiter_stands_before_the_answer_of_an_example_without_reasoning_too():
+    """The model's own answer is read from there. A file without reasoning has no delimiter."""
+    config = task("generation_task_with_answers", cot_delimiter=" So ", **FIXED)
+    assert texts_of(config, rows=RIDDLES[1:], shots=1) == [["3 + 3?  So 6\n4 + 4?|"]]
+    assert texts_of(config, rows=RIDDLES[2:] * 2, shots=1) == [["4 + 4? 8\n4 + 4?|"]]
 
 
 def many(num):
@@ -381,7 +399,9 @@ def test_an_answer_that_leaves_no_room_for_a_context_is_skipped_and_counted():
     rows = [{"context": "a b c", "continuation": "d e f g"}, {"context": "a", "continuation": "b"}]
     found, texts = ask(task("language_modeling"), rows=rows, max_seq_len=4)
     assert texts == [["a| b"]]
-    assert found.skipped == {"an answer longer than the model": 1}
+    assert found.skipped == {"an answer longer than the model, first in row 1": 1}
+    # No item was trimmed, and still fewer were asked than of a longer model.
+    assert found.fingerprint != ask(task("language_modeling"), rows=rows)[0].fingerprint
     assert texts_of(task("language_modeling"), rows=rows, max_seq_len=5)[0] == [" c| d e f g"]
     assert texts_of(task("language_modeling"), rows=rows, max_seq_len=4, tokenization="joint")[0] == [" c| d e f g"]
 
@@ -389,8 +409,17 @@ def test_an_answer_that_leaves_no_room_for_a_context_is_skipped_and_counted():
 def test_an_answer_without_tokens_is_skipped_and_counted():
     rows = [*QUESTIONS, {"query": "Is it?", "choices": ["yes", ""], "gold": 0}]
     found, _ = ask(task(), rows=rows)
-    assert found.skipped == {"an answer without tokens": 1}
+    assert found.skipped == {"an answer without tokens, first in row 4": 1}
     assert [item.index for item in found.items] == [0, 1, 2]
+
+
+def test_an_answer_that_joins_its_context_in_one_token_is_skipped_and_says_why():
+    """lm-evaluation-harness ends there. LLM Foundry tokenises apart."""
+    config = task("language_modeling", continuation_delimiter="")
+    found, _ = ask(config, tokenization="joint")
+    reason = "an answer that one token joins to its context (tokenization: separate has it apart), first in row 1"
+    assert found.skipped == {reason: 1} and [item.index for item in found.items] == [1, 2]
+    assert not ask(config)[0].skipped
 
 
 def test_items_may_have_different_numbers_of_choices():
@@ -478,6 +507,17 @@ def test_room_is_left_for_the_longest_answer_with_its_reasoning():
     assert ask(replace(config, cot_delimiter=""), rows=rows)[0].config.max_new_tokens == 4
 
 
+def test_other_stop_tokens_than_the_end_of_text_make_another_generation_task(monkeypatch):
+    config, plain, chat = task("generation_task_with_answers"), Pieces(), Pieces()
+    stops = frozenset([chat.eos_token_id, *chat.encode("."), 1 << 40])  # the last is no token
+    monkeypatch.setattr(Pieces, "stop_token_ids", property(lambda self: stops if self is chat else {self.eos_token_id}))
+    first, other = (ask(config, tokenizer=each)[0] for each in (plain, chat))
+    assert "stop_tokens" not in first.settings
+    assert other.settings == first.settings | {"stop_tokens": ["."]}
+    assert first.fingerprint != other.fingerprint
+    assert ask(task(), tokenizer=chat)[0].fingerprint == ask(task(), tokenizer=plain)[0].fingerprint
+
+
 def test_the_beginning_of_text_takes_one_of_the_tokens_for_an_answer_as_in_llm_foundry():
     config, rows = task("generation_task_with_answers"), [{"context": "a b c d e f g h", "answer": "x y"}]
     plain, begun = Pieces(), Pieces()
@@ -493,7 +533,7 @@ def test_a_question_none_of_whose_answers_can_be_right_is_skipped_and_counted():
     rows = [{"context": "a", "answer": "The", "aliases": ["!", "an"]}, {"context": "b", "answer": "The Who"}]
     found, _ = ask(config, rows=rows)
     assert [item.index for item in found.items] == [1]
-    assert found.skipped == {"answers of which nothing is left to compare": 1}
+    assert found.skipped == {"answers of which nothing is left to compare, first in row 1": 1}
 
 
 @pytest.mark.parametrize(
@@ -515,6 +555,9 @@ def test_without_clean_up_case_counts_and_reasoning_does_not():
     assert is_right(config, " 1 + 1. The answer is 2", ["2"])
     assert not is_right(config, " 2. The answer is 3", ["2"])
     assert not is_right(config, "beatles", ["Beatles"])
+    # A model that corrects itself is taken at its last word.
+    assert is_right(config, " The answer is 3. No. The answer is 2", ["2"])
+    assert not is_right(config, " The answer is 2. No. The answer is 3", ["2"])
 
 
 # ----------------------------------------------------------------------------------------------------------- files
@@ -699,6 +742,15 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
     path = tmp_path / "tasks.yaml"
     path.write_text(THEIR_LIST)
     gsm8k, mmlu, jeopardy = load_tasks([str(path)], "evals")
+    notes: list[str] = []
+    load_tasks([str(path)], "evals", notes=notes)
+    assert notes == [], "an exact match is what a generation task has here"
+    path.write_text(THEIR_LIST.replace("ExactMatchAccuracy", "CodeEvalAccuracy"))
+    load_tasks([str(path)], "evals", notes=notes)
+    assert notes == [
+        "icl_tasks: metric_names: InContextLearningGenerationCodeEvalAccuracy is not computed (gsm8k); metric has "
+        "acc_per_token, acc or acc_norm"
+    ]
     assert (gsm8k.num_fewshot, mmlu.num_fewshot, jeopardy.num_fewshot) == ([0, 10], [5], [3])
     assert (gsm8k.prelimiter, gsm8k.cot_delimiter, gsm8k.continuation_delimiter) == ("Q: ", "The answer is ", "\n\nA:")
     assert (gsm8k.do_normalization, gsm8k.early_stopping_criteria) == (False, ["\n\n", "Question:"])

@@ -14,6 +14,10 @@ class Pieces:
         self.beginning = []
 
     @property
+    def stop_token_ids(self):
+        return frozenset([self.eos_token_id])
+
+    @property
     def vocab_size(self):
         return len(self.pieces)
 

@@ -1,12 +1,13 @@
 """The protocol as a state machine: no sockets, no clock, no tensors."""
 
 import random
+from contextlib import suppress
 
 import pytest
 
 from llmfoundry_lite.islands.coordinator import BATCHES_BETWEEN_MOVES, Coordinator
 from llmfoundry_lite.islands.messages import BadMessageError
-from tests.islands.world import HELLO, PREPARED
+from tests.islands.world import HELLO, PREPARED, STATE
 
 ROWS = 8
 
@@ -190,10 +191,14 @@ def test_an_island_comes_in_between_two_batches_and_gets_the_scribe_s_state(play
 def test_the_state_of_the_scribe_reaches_those_that_join(play):
     play.come("c")
     play.batch()
-    play.coordinator.receive(play.number("b"), {"kind": "state", "epoch": 2, "state": {"from": "b"}}, 0.0)
-    play.coordinator.receive(play.number("a"), {"kind": "state", "epoch": 2, "state": {"from": "a"}}, 0.0)
+    play.coordinator.receive(
+        play.number("b"), {"kind": "state", "epoch": 2, "state": STATE | {"kinds": {"b": []}}}, 0.0
+    )
+    play.coordinator.receive(
+        play.number("a"), {"kind": "state", "epoch": 2, "state": STATE | {"kinds": {"a": []}}}, 0.0
+    )
     play.listen()
-    assert [m["state"]["from"] for m in play.received["c", 0] if m["kind"] == "state"] == ["a"]
+    assert [list(m["state"]["kinds"]) for m in play.received["c", 0] if m["kind"] == "state"] == [["a"]]
 
 
 def test_weights_that_differ_from_the_scribe_s_are_replaced_by_them(play):
@@ -597,6 +602,52 @@ def test_a_malformed_hello_changes_nothing(play, change):
     assert play.coordinator.batch == 1 and play.coordinator.members == ["a", "b"]
 
 
+HUGE = [2**69, -(2**69), 2**40, 0, 1e308, "x" * 300, [1] * 300, {"w": [[0] * 99] * 2}, {"w": {"w": {}}}, None]
+
+
+@pytest.mark.parametrize("kind", ["hello", "prepared", "beat", "state", "leave"])
+def test_no_field_of_a_rank_s_message_ends_the_coordinator(play, kind):
+    """It is refused, or the run goes on with it: no other error, and no second of work."""
+    beat = {"kind": "beat", "phase": "compute", "bytes": 1}
+    leave = {"kind": "leave", "finished": False, "asks": False}
+    state = {"kind": "state", "epoch": 1, "state": STATE}
+    message = {"hello": play.hello("c"), "prepared": PREPARED, "beat": beat, "state": state, "leave": leave}[kind]
+    changes = [(key, value) for key in message if key != "kind" for value in HUGE]
+    for number, (key, value) in enumerate(changes):
+        changed = {**message, key: value}
+        with suppress(BadMessageError):
+            if kind == "hello":
+                play.coordinator.hello(play.dial(f"c{number}", "1", 0), changed, 0.0)
+            else:
+                play.coordinator.receive(play.number("a"), changed, 0.0)
+        play.coordinator.tick(0.0)
+        play.coordinator.outbox = []
+        if "a" not in play.coordinator.members:
+            play.come("a", launch=f"1{number}")
+
+
+@pytest.mark.parametrize("key", ["rows", "microbatch", "unit", "rank", "size", "data_ranks", "batch"])
+def test_a_number_out_of_range_is_named(play, key):
+    with pytest.raises(BadMessageError, match=rf"hello: {key} is '590295810358705651712'"):
+        play.coordinator.hello(99, play.hello("c") | {key: 2**69}, 0.0)
+
+
+def test_a_state_that_is_nested_too_deep_to_be_passed_on_is_refused(play):
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(BadMessageError, match="state: state is"):
+        message = {"kind": "state", "epoch": 1, "state": STATE | {"scalars": deep}}
+        play.coordinator.receive(play.number("a"), message, 0.0)
+
+
+def test_a_round_without_samples_says_nothing_of_a_rate(play):
+    for _ in range(2):
+        play.prepare("a", samples=0, steps=2)
+        play.prepare("b", samples=0, steps=2)
+    assert play.coordinator.islands["a"].rate.value is None and play.coordinator.batch == 4
+
+
 @pytest.mark.parametrize("change", [{"seconds": 10**400}, {"weight": -(2**80)}, {"loss": 10**400}, {"digest": True}])
 def test_numbers_that_cannot_be_are_malformed(play, change):
     with pytest.raises(BadMessageError):
@@ -656,7 +707,7 @@ def test_a_commit_counts_all_batches_of_a_round_and_a_joiner_gets_the_state_afte
     following = play.last("a")["next"]
     assert (following["batch"], following["joiners"]) == (100, ["b"])
     play.prepare("a", steps=100)
-    with pytest.raises(BadMessageError, match=r"b prepares 0 batches$"):
+    with pytest.raises(BadMessageError, match=r"prepared: steps is '0'$"):
         play.prepare("b", steps=0)
     with pytest.raises(BadMessageError, match="b prepares 99 batches, others another number"):
         play.prepare("b", steps=99)

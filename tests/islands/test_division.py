@@ -43,3 +43,10 @@ def test_the_lanes_are_all_of_the_batch_in_order_of_names():
 def test_no_division_is_an_error_that_names_the_ranks():
     with pytest.raises(ConfigError, match=r"8 rows are no sum of multiples of the islands' data ranks \(a 3, b 3\)"):
         rows(8, a=(3, 1, 1.0), b=(3, 1, 1.0))
+
+
+def test_large_batches_are_divided_at_once_and_into_full_microbatches():
+    """The coordinator sends no heartbeat meanwhile."""
+    assert rows(1 << 16, a=(1, 4096, 5.0), b=(1, 4096, 7.0)) == {"a": 28672, "b": 36864}
+    many = dict.fromkeys("abcdefgh", (1, 1 << 30, 1.0))
+    assert set(rows(1 << 31, **many)) == set(many)

@@ -1,6 +1,9 @@
 """Tensors between ranks of islands with unlike sharding, in threads of one process."""
 
 import socket
+import struct
+import time
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -9,8 +12,11 @@ import torch.distributed as dist
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.state_digest import sum_keyed
+from llmfoundry_lite.islands import exchange
 from llmfoundry_lite.islands.boxes import Box, Redistribution, share_out
-from tests.islands.ranks import BOXES, SHARDED, WHOLE, Rank, at_once, gradients
+from llmfoundry_lite.islands.exchange import Exchange
+from tests.islands.ranks import BOXES, SECRET, SHARDED, WHOLE, Rank, at_once, gradients
+from tests.islands.world import no_more_files
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
@@ -76,6 +82,72 @@ def test_noise_from_strangers_changes_nothing(ranks):
             with socket.create_connection(rank.exchange.address) as stranger:
                 stranger.sendall(chance.bytes(size))
     test_one_island_s_state_goes_to_another(ranks)
+
+
+def meet(listening, dialling) -> None:
+    """Rank b, the later by name, dials rank a."""
+
+    def work(rank):
+        rank.pieces = WHOLE
+        rank.meet(1, [listening, dialling])
+        rank.exchange._connection_to(next(iter(rank.exchange.cuts)))
+
+    at_once(work, [listening, dialling])
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    monkeypatch.setitem(BOXES, "a", [WHOLE])
+    pair = [Rank("a", 0), Rank("b", 0)]
+    yield pair
+    for rank in pair:
+        rank.exchange.close()
+
+
+def test_a_crowd_of_slow_strangers_keeps_no_peer_out(pair, monkeypatch):
+    """They come from this host, as the peer does: the oldest are dropped."""
+    monkeypatch.setattr(pair[0].exchange._strangers, "most", 4)
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(socket.create_connection(pair[0].exchange.address)) for _ in range(12)]
+        meet(*pair)
+        for slow in crowd[:8]:
+            while slow.recv(4096):
+                pass  # the challenge, then the end
+
+
+def test_a_handshake_has_one_deadline_however_slowly_its_bytes_come():
+    listening = Exchange("a", 0, "127.0.0.1", SECRET, handshake_seconds=0.3)
+    with socket.create_connection(listening.address) as slow:
+        assert slow.recv(4096), "the challenge"
+        slow.settimeout(0.02)
+        num_sent = 0
+        with suppress(ConnectionError):
+            for byte in struct.pack("!I", 200) + b"x" * 200:
+                slow.sendall(bytes([byte]))
+                num_sent += 1
+                with suppress(TimeoutError):
+                    if not slow.recv(4096):
+                        break
+        assert num_sent < 100, "one in 0.02 s, for 0.3 s"
+    listening.close()
+
+
+def test_a_listener_outlives_a_time_without_files_and_says_so_once(pair, monkeypatch, capfd):
+    tries: list[OSError] = []
+    describe = exchange.describe_refusal
+    monkeypatch.setattr(exchange, "describe_refusal", lambda error: (tries.append(error), describe(error))[1])
+    monkeypatch.setattr(exchange, "ACCEPT_PAUSE_SECONDS", 0.01)
+    with no_more_files() as refused:
+        refused.connect(pair[0].exchange.address)
+        said = ""
+        while "cannot accept connections" not in said:
+            said += capfd.readouterr().err
+        tried = len(tries)
+        while len(tries) < tried + 10:
+            time.sleep(0.01)
+    meet(*pair)
+    assert "islands: cannot accept connections: Too many open files; those that are open go on" in said
+    assert len((said + capfd.readouterr().err).splitlines()) <= 2, "one of each rank"
 
 
 def test_copies_of_an_offloaded_parameter_are_completed_on_their_devices(monkeypatch):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +22,7 @@ from llmfoundry_lite.islands.coordinator import Coordinator
 from llmfoundry_lite.islands.member import Lost, Member
 from llmfoundry_lite.islands.messages import HEADER, TOKEN, dial, greet, pack, receive, unpack, welcome
 from tests.helpers.launch import free_port
-from tests.islands.world import HELLO, PREPARED, SECRET, coordination, line_to
+from tests.islands.world import HELLO, PREPARED, SECRET, STATE, coordination, line_to, no_more_files
 
 in_a_process = pytest.mark.slow
 
@@ -135,6 +135,10 @@ def test_who_knows_the_token_and_says_nothing_is_closed(tmp_path, monkeypatch):
                 assert receive(silent)["kind"] == "beat"
 
 
+class Hashable(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def attend(server, *heard: bytes) -> list[bytes]:
     """One connection that says `heard` and then nothing, without sockets: what the server writes to it."""
     import asyncio
@@ -144,7 +148,7 @@ def attend(server, *heard: bytes) -> list[bytes]:
         for raw in heard:
             reader.feed_data(raw)
         transport = SimpleNamespace(abort=lambda: None, get_write_buffer_size=lambda: 0)
-        writer: Any = SimpleNamespace(
+        writer: Any = Hashable(
             write=written.append, close=lambda: None, transport=transport, get_extra_info=lambda name: ("there", 1)
         )
         await asyncio.wait_for(server.attend(reader, writer), 60.0)
@@ -332,9 +336,59 @@ def test_a_message_for_many_ranks_is_packed_once(monkeypatch):
     assert written == [(number, pack(message)) for message in (first, second) for number in range(3)]
 
 
+def test_a_crowd_of_strangers_keeps_no_rank_out_and_their_end_is_said_once(capsys):
+    with threaded() as (port, raised), ExitStack() as stack:
+        for _ in range(serve.MAX_STRANGERS // 8):
+            crowd = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            crowd.sendall(HEADER.pack(9) + b"no answer")
+        one = joined(("127.0.0.1", port))
+        receive_view(one)
+        one.close()
+    assert capsys.readouterr().out.count("closed a connection from 127.0.0.1: not JSON") == 1 and raised == []
+
+
+def test_connections_that_are_open_at_the_end_are_closed_without_a_word(caplog):
+    with ExitStack() as stack, threaded() as (port, _):
+        quiet = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert receive(quiet)["kind"] == "challenge"
+    assert not caplog.records
+
+
+def test_a_coordinator_without_files_left_says_so_once_and_its_ranks_go_on(capsys, caplog):
+    with threaded() as (port, raised):
+        one, said = joined(("127.0.0.1", port)), ""
+        receive_view(one)
+        with no_more_files() as refused:
+            refused.connect(("127.0.0.1", port))
+            while "cannot accept connections: Too many open files" not in said:
+                said += capsys.readouterr().out
+            one.send(PREPARED)
+            assert verdict_of(one)["kind"] == "commit"
+        one.close()
+    assert (said + capsys.readouterr().out).count("cannot accept") == 1 and not caplog.records and raised == []
+
+
 def changed(chance, message):
     """A message of ours with something in it that should not be."""
-    odd = ["\ud800", "", None, True, -1, 10**400, float("nan"), float("inf"), [], {}, [[]], {"w": "x"}, "\n", 2**64, 0]
+    odd = [
+        2**69,
+        [[[]] * 9],
+        "\ud800",
+        "",
+        None,
+        True,
+        -1,
+        10**400,
+        float("nan"),
+        float("inf"),
+        [],
+        {},
+        [[]],
+        {"w": "x"},
+        "\n",
+        2**64,
+        0,
+    ]
     message = dict(message)
     for _ in range(chance.randrange(1, 4)):
         key = chance.choice(list(message))
@@ -364,7 +418,7 @@ def test_whatever_an_island_says_the_coordinator_and_the_others_go_on(seed):
                 sound = [hello] if chance.random() < 0.7 else []
                 said = [pack(message) for message in sound]
                 bases = [hello, PREPARED, {"kind": "beat", "phase": "compute", "bytes": 1}]
-                bases.append({"kind": "state", "epoch": 1, "state": {"kinds": []}})
+                bases.append({"kind": "state", "epoch": 1, "state": STATE})
                 said += [changed(chance, chance.choice(bases)) for _ in range(chance.randrange(1, 4))]
                 with suppress(OSError):
                     other.sendall(b"".join(said))

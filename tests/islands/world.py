@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ HELLO |= {"unit": 1, "data_ranks": 1}
 PREPARED = {"kind": "prepared", "epoch": 1, "batch": 0, "ok": True, "leaving": False, "bad": 0, "seconds": 1.0}
 PREPARED |= {"weight": 8, "samples": 8, "tokens": 8, "losses": 8, "digest": 1, "loss": 1.0, "norm": 1.0, "weights": ""}
 PREPARED |= {"out_of_range": False, "link": 0, "steps": 1, "again": 0, "asks_for_whole": False}
+STATE = {"kinds": {}, "optimizer": {}, "scalars": {}, "segments": []}
 
 ONE = (1, {})
 SHARDS = (2, {})
@@ -117,6 +119,21 @@ def coordination(folder: Path, num_islands: int = 2, silence: float = 4.0) -> It
         yield running
     finally:
         running.stop()
+
+
+@contextmanager
+def no_more_files() -> Iterator[socket.socket]:
+    """Let this process open no file but the socket that it yields."""
+    spare = socket.socket()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        yield spare
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        spare.close()
 
 
 class Line:

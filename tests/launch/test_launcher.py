@@ -203,7 +203,7 @@ def test_asked_to_leave_while_ranks_are_frozen_it_has_left_and_says_why(launched
     launcher.resume()
     code, _, words = run.end()
     assert code == 75
-    assert words.endswith(" is frozen: it has done nothing for 2.5 s; what was saved stands\n")
+    assert words.endswith(" is frozen: it has done nothing for 2.5 s; the newest save stands, if there is one\n")
 
 
 def test_a_rank_whose_log_cannot_be_opened_yet_is_not_taken_for_frozen(tmp_path):
@@ -293,7 +293,10 @@ def test_ranks_that_end_while_the_process_that_forks_them_is_frozen_are_missed(l
     code, _, words = run.end()
     assert code == expected
     frozen = "launcher: the process that starts the ranks is frozen: it does not tell of one that has ended; "
-    assert frozen + ("what was saved stands" if asked else "restart 1 of 1, from the newest save") in words
+    assert (
+        frozen + ("the newest save stands, if there is one" if asked else "restart 1 of 1, from the newest save")
+        in words
+    )
     assert not server.is_running()
 
 

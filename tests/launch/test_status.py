@@ -13,8 +13,11 @@ import time
 import psutil
 import pytest
 
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch import status
+from llmfoundry_lite.ranks import siblings
+from llmfoundry_lite.ranks.siblings import FirstError
 from tests.helpers.launch import train
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -36,6 +39,18 @@ def test_a_launch_that_ended_early_keeps_the_batch_and_a_finished_run(tmp_path, 
         status.write_status(tmp_path, *before)
     status.write_ended_early(tmp_path, "failed", "no")
     assert told(tmp_path) == after
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1, "failed"), (0, "preempted")])
+def test_the_first_rank_of_a_node_to_fail_records_why(tmp_path, monkeypatch, first, expected):
+    """Rank 1 alone misses a mount, and its launcher then ends rank 0. The other way round, rank 0 records it."""
+    monkeypatch.setenv("RANK", "1")
+    failure = FirstError(first, 2, "error: no such mount")
+    monkeypatch.setattr(status.ending.siblings, "note_end", lambda code, text: failure)
+    status.write_status(tmp_path, "preempted", 7)
+    with pytest.raises(ConfigError), status.refusals_recorded(lambda: tmp_path):
+        raise ConfigError("no such mount")
+    assert told(tmp_path)["status"] == expected
 
 
 def test_every_beginning_and_end_of_a_launch_is_on_record_once(tmp_path):
@@ -184,3 +199,33 @@ def test_a_relaunch_that_is_refused_is_not_called_preempted_any_more(preempted):
     status.write_status(preempted / "runs/tiny", "preempted", 2, "SIGTERM")
     train(["tiny.yaml", "train_loader.dataset.local=nowhere", "--dry-run"], preempted).check()
     assert told(preempted / "runs/tiny")["status"] == "preempted"
+
+
+def become(monkeypatch, tmp_path, rank):
+    """Become a rank of one of two nodes, each of two tasks."""
+    values = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
+    values |= {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURMD_NODENAME": f"n{rank // 2}"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(siblings.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(siblings, "_launch", None)
+
+
+def test_a_rank_that_srun_ends_has_the_exit_code_of_the_rank_of_another_node_that_failed(tmp_path, monkeypatch):
+    """75, the highest code, would requeue the job for ever. A requeued job does not take the last try's failure."""
+    monkeypatch.setattr(siblings, "failure_elsewhere", siblings.failure_elsewhere)
+    folder = tmp_path / "run"
+    become(monkeypatch, tmp_path, 0)
+    with pytest.raises(ConfigError), status.refusals_recorded(lambda: folder):
+        raise ConfigError("no such mount")
+    become(monkeypatch, tmp_path, 3)
+    assert siblings.failure_of_another() is None
+    status.hear_of_other_nodes(folder)
+    failure = siblings.failure_of_another()
+    assert failure == (0, 2, "error: no such mount")
+    before = (folder / "launches.jsonl").read_text()
+    with pytest.raises(status.ending.AnotherFailedError), status.refusals_recorded(lambda: folder):
+        raise status.ending.AnotherFailedError(failure)
+    assert (folder / "launches.jsonl").read_text() == before
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert siblings.failure_of_another() is None

@@ -1,8 +1,11 @@
 """Importing the package costs nothing, and a missing package is named with what to install."""
 
+import ast
+import importlib.metadata
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from tests.helpers.launch import ROOT
 
 pytestmark = pytest.mark.multiprocess
 
+SUBMODULES = {path.stem for path in Path(lf.__file__).parent.iterdir()}
 PROGRAM = """
 import json, sys
 import llmfoundry_lite as lf
@@ -46,3 +50,26 @@ def test_there_are_at_most_twelve_names_and_no_others():
     assert {*lf.__all__} <= {*dir(lf)}
     with pytest.raises(AttributeError, match="has no attribute 'lode'"):
         lf.lode  # noqa: B018
+
+
+def test_the_version_is_that_of_what_is_installed():
+    assert lf.__version__ == importlib.metadata.version("llmfoundry-lite")
+
+
+def test_what_completes_is_what_is_public_and_a_star_brings_it():
+    assert dir(lf) == sorted(lf.__all__)
+    assert {name for name in vars(lf) if not name.startswith("_")} <= {*lf.__all__, *SUBMODULES}
+    brought: dict = {}
+    exec("from llmfoundry_lite import *", brought)
+    assert brought.keys() - {"__builtins__"} == {*lf.__all__}
+
+
+def test_type_checkers_are_told_the_same_names_as_are_brought():
+    tree = ast.parse(Path(lf.__file__).read_text())
+    told = {
+        alias.asname or alias.name: (node.module.removeprefix("llmfoundry_lite."), alias.name)
+        for node in next(one for one in tree.body if isinstance(one, ast.If)).body
+        for alias in node.names
+    }
+    assert told == lf._HOMES and sorted(told) == sorted(lf.__all__)
+    assert Path(lf.__file__).with_name("py.typed").is_file()

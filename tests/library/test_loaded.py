@@ -3,6 +3,7 @@
 import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,9 +53,20 @@ def test_a_text_longer_than_the_context_is_read_in_windows(model):
     np.testing.assert_allclose(values[-rest:], last[-rest:], atol=1e-5)
 
 
-def test_one_text_is_not_taken_for_a_list_of_characters(model):
-    with pytest.raises(TypeError, match="a list of texts"):
-        model.logprobs("abc")
+def test_a_text_gives_one_answer_and_a_list_a_list_of_the_same(model):
+    prompts = ["def ", "import "]
+    one, two = (model.generate(prompt, max_new_tokens=8) for prompt in prompts)
+    assert isinstance(one, str) and model.generate(prompts, max_new_tokens=8) == [one, two]
+    assert model.generate(np.array(prompts), max_new_tokens=8) == [one, two] and model.generate([]) == []
+    for text, values in zip(prompts, model.logprobs(tuple(prompts)), strict=True):
+        np.testing.assert_allclose(model.logprobs(text), values, atol=1e-5)  # other rows beside it
+
+
+@pytest.mark.parametrize("name", ["logprobs", "generate"])
+@pytest.mark.parametrize("wrong", [7, b"def", Path("a"), None, [["def"]], ["def", 7]])
+def test_another_thing_than_text_is_refused_in_one_line(model, name, wrong):
+    with pytest.raises(lf.UserError, match=rf"{name}: .* given \(\w+\), expected a text or a list of texts"):
+        getattr(model, name)(wrong)
 
 
 @pytest.mark.parametrize("ask", [lambda model, text: model.logprobs([text]), lambda model, text: model.generate(text)])
@@ -65,11 +77,26 @@ def test_text_that_is_no_unicode_is_refused(model, ask):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -1), ("temperature", math.nan), ("top_k", 0), ("top_p", 0.0), ("top_p", 1.5), ("num_tokens", -1)],
+    [
+        *[
+            ("temperature", -1),
+            ("temperature", math.nan),
+            ("top_k", 0),
+            ("top_p", 0.0),
+            ("top_p", 1.5),
+            ("max_new_tokens", -1),
+        ],
+        *[("max_new_tokens", "8"), ("max_new_tokens", 8.0), ("top_k", 5.0), ("seed", None), ("seed", 2**64)],
+    ],
 )
 def test_sampling_that_cannot_be_is_refused(model, name, value):
-    with pytest.raises(lf.UserError, match="generate: num_tokens"):
+    with pytest.raises(lf.UserError, match="generate: max_new_tokens"):
         model.generate("a", **{name: value})
+
+
+def test_numbers_of_numpy_are_numbers(model):
+    found = model.generate("a", np.int64(4), temperature=np.float32(0.5), top_k=np.int32(5), seed=np.uint8(3))
+    assert found == model.generate("a", 4, temperature=0.5, top_k=5, seed=3)
 
 
 def test_two_models_in_four_threads_write_what_each_writes_alone(model):
@@ -117,6 +144,20 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model, tmp_path)
         model.logprobs(["import numpy as np"])
 
 
-def test_a_precision_that_is_none_is_refused(here):
-    with pytest.raises(lf.UserError, match="precision 'fp8' given, expected fp32, bf16 or fp16"):
-        lf.load("runs/tiny", precision="fp8")
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16])
+def test_a_dtype_has_its_names_and_torch_has_it_too(here, dtype):
+    model = lf.load(Path("runs/tiny"), dtype=dtype, tokenizer=Path("data/mine/tokenizer"), device=torch.device("cpu"))
+    assert {p.dtype for p in model.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dtype": "fp8"}, "dtype 'fp8' given, expected float32, bfloat16 or float16"),
+        ({"device": "gpu"}, "device 'gpu' cannot be used: "),
+        ({"device": "mps"}, "device 'mps' cannot be used: "),
+    ],
+)
+def test_a_dtype_or_device_that_is_none_is_refused(here, given, message):
+    with pytest.raises(lf.UserError, match=message):
+        lf.load("runs/tiny", **given)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -44,6 +45,24 @@ def test_batches_across_the_end_of_an_epoch_have_the_digests_of_the_log(here, tm
     assert before[:6] == lf.read_run("runs/tiny").log.digest
 
 
+def test_a_run_is_taken_where_its_path_is(here):
+    (watched,), read = lf.runs("runs"), lf.read_run("runs/tiny")
+    assert repr(lf.load(watched)) == repr(lf.load(read)) == repr(lf.load("runs/tiny"))
+    (batch,) = lf.batches(lf.read_run(watched), np.int64(3), shuffle_seed=np.int64(3))
+    assert batch.digest == read.log.digest[2]
+
+
+@pytest.mark.parametrize("wrong", ["3", 3.0, 0, None, [3, 4]])
+def test_a_batch_that_is_no_whole_number_is_refused(here, wrong):
+    with pytest.raises(lf.UserError, match=r"batches: first is .*, expected a whole number from 1 on"):
+        lf.batches("runs/tiny", wrong)
+
+
+def test_one_task_is_left_out_by_its_name(here):
+    (task,) = lf.compare("results/base.json", Path("results/ours.json"), skip="piqa/0-shot").tasks
+    assert task.task == "arc_easy/0-shot"
+
+
 def test_a_program_that_stops_amid_batches_ends_without_a_word(here):
     program = "import llmfoundry_lite as lf; batches = lf.batches('runs/tiny', 1, 5); print(next(batches).batch)"
     command = [sys.executable, "-W", "ignore", "-c", program]
@@ -56,7 +75,7 @@ def test_a_program_that_stops_amid_batches_ends_without_a_word(here):
 def test_samples_of_other_settings_or_data_are_never_passed_off_as_the_runs(here, tmp_path):
     with pytest.raises(lf.UserError, match="the order of the samples depends on it"):
         next(lf.batches("runs/tiny", 1, shuffle_seed=4))
-    with pytest.raises(lf.UserError, match="there is no data folder gone"):
+    with pytest.raises(lf.UserError, match="gone/train does not hold its data here"):
         lf.batches("runs/tiny", 1, local=Path("gone"))
     with pytest.raises(lf.UserError, match=r"did you mean train_loader\.dataset\.shuffle_seed"):
         lf.batches("runs/tiny", 1, shuffle_sead=4)

@@ -105,6 +105,19 @@ def test_flex_computes_the_blocks_that_anybody_sees_and_never_holds_the_whole_ma
     assert mask.seq_lengths == expected.seq_lengths
 
 
+@pytest.mark.parametrize("window", [-1, 0, 5, 300])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_blocks_of_queries_see_every_key_within_the_window_and_of_their_row_s_documents(window, has_documents):
+    options, generator = AttentionConfig(sliding_window_size=window), torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 600, 2, 8, generator=generator) for _ in range(3)]
+    documents_bs = (torch.rand(2, 600, generator=generator) < 0.01).long().cumsum(1) if has_documents else None
+    expected, found = (
+        build_mask(options, name, None, torch.arange(600)[None], 600, None, documents_bs).attend(*tensors)
+        for name in ("reference", "blocked")
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_flex_never_falls_back_to_all_scores(monkeypatch):
     """torch does past its limit of recompilations, unless it may not break the graph. `auto`, then an evaluation and
     decoding reach 8 of them."""
@@ -191,3 +204,25 @@ def test_dropout_acts_in_training_only(config):
     assert torch.equal(model.eval()(tokens_bt), plain(tokens_bt))
     model.train()
     assert not torch.equal(model(tokens_bt), model(tokens_bt))
+
+
+def test_q_k_and_v_are_clipped_alike_in_one_matrix_and_in_three():
+    config = ModelConfig(
+        d_model=32, n_heads=4, n_layers=1, max_seq_len=8, vocab_size=11, attn_config=AttentionConfig(clip_qkv=0.3)
+    )
+    torch.manual_seed(0)
+    whole = MPT(config)
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    weights = dict(whole.state_dict())
+    for kind in ("weight", "bias"):
+        name = "transformer.blocks.0.attn.Wqkv."
+        parts = weights.pop(name + kind).chunk(3)
+        weights |= {name.replace("Wqkv", part) + kind: x for part, x in zip(("Wq", "Wk", "Wv"), parts, strict=True)}
+    apart = MPT(replace(config, attn_config=replace(config.attn_config, fused_qkv=False)))
+    apart.load_state_dict(weights)
+    unclipped = MPT(replace(config, attn_config=AttentionConfig()))
+    unclipped.load_state_dict(whole.state_dict())
+    tokens_bt = torch.arange(8)[None]
+    torch.testing.assert_close(apart(tokens_bt), whole(tokens_bt))
+    assert (unclipped(tokens_bt) - whole(tokens_bt)).abs().max() > 1e-2

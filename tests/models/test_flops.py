@@ -28,16 +28,16 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("no_bias", [False, True])
-@pytest.mark.parametrize("qk_ln", [False, True])
+@pytest.mark.parametrize("norms", [{}, {"qk_ln": True}, {"qk_gn": True}])
 @pytest.mark.parametrize("positions", ["learned", "alibi", "none"])
 @pytest.mark.parametrize("expansion_ratio", [4, 2.5])
-def test_the_count_is_that_of_the_built_model(no_bias, qk_ln, positions, expansion_ratio):
+def test_the_count_is_that_of_the_built_model(no_bias, norms, positions, expansion_ratio):
     config = replace(
         SMALL,
         no_bias=no_bias,
         expansion_ratio=expansion_ratio,
         learned_pos_emb=positions != "none",
-        attn_config=AttentionConfig(qk_ln=qk_ln, alibi=positions == "alibi"),
+        attn_config=AttentionConfig(**norms, alibi=positions == "alibi"),
     )
     with torch.device("meta"):
         model = MPT(config)

@@ -90,6 +90,15 @@ def test_schemes_draw_what_llm_foundry_draws(scheme):
             assert_same_distribution(tensor, expected, name)
 
 
+@pytest.mark.parametrize("part", ["Wq", "Wk", "Wv"])
+def test_q_k_and_v_are_drawn_head_by_head_in_matrices_of_their_own_too(part):
+    attention = replace(SMALL.attn_config, fused_qkv=False)
+    init = InitConfig(name="kaiming_normal_", fan_mode="fan_out", init_nonlinearity="linear")
+    weights = initialised(replace(SMALL, attn_config=attention, init_config=init))
+    std = weights[f"transformer.blocks.0.attn.{part}.weight"].std()
+    assert std == pytest.approx(1 / math.sqrt(SMALL.head_dim), rel=0.03)
+
+
 def test_neox_divides_residual_weights_by_its_own_number():
     weights = initialised(name="neox_init_")
     small_std = math.sqrt(2 / (5 * SMALL.d_model))

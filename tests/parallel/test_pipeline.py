@@ -1,6 +1,7 @@
 """Blocks divided into stages: the run is the run it would be without, and its checkpoints go both ways."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,3 +344,21 @@ def test_the_optimizer_of_a_save_lists_parameters_as_the_whole_model_does():
     whole = part(*range(12), first=True, last=True)
     assert join_optimizers([part(0, 1, 2, 6, 7, 8, first=True), part(3, 4, 5, 9, 10, 11, last=True)]) == whole
     assert join_optimizers([part(0, 1, 2, 9, 10, 11, first=True, last=True), part(3, 4, 5, 6, 7, 8)]) == whole
+
+
+def test_the_stages_of_a_rank_begin_at_one_place_in_the_cache():
+    """Each adds its tokens; the next one of this rank must not take them for earlier ones."""
+    seen = []
+
+    class Block(SimpleNamespace):
+        def __call__(self, x, *, cache, head):
+            seen.append(cache.length)
+            cache.length += x.size(1)
+            return x
+
+    ends = [SimpleNamespace(index=i, is_first=i == 0, is_last=i == 2) for i in range(3)]
+    rank: Any = SimpleNamespace(stages=[Block(stage=stage) for stage in ends], rank=0, _rank_of=lambda index: 0)
+    cache: Any = SimpleNamespace(length=5)
+    tokens_bt = torch.zeros(1, 4)
+    assert Pipeline.run_forward(rank, tokens_bt, cache=cache) is tokens_bt
+    assert (seen, cache.length) == ([5, 5, 5], 9)

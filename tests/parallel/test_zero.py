@@ -2,11 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_lite.checkpoint.state import parameter_names
 from llmfoundry_lite.config.layout import divide_devices, layout_of
@@ -171,3 +176,36 @@ def test_other_libraries_words_are_answered_and_what_does_not_go_together_is_ref
         load(tmp_path, argument)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_parameters_of_another_mesh_or_dtype_are_gathered_apart(monkeypatch):
+    def parameter(mesh: str, dtype: torch.dtype, count: int = 4) -> Any:
+        numbers = torch.zeros(count, dtype=dtype)
+        facts = {"to_local": lambda: numbers, "element_size": numbers.element_size}
+        return SimpleNamespace(device_mesh=mesh, dtype=dtype, device="cpu", **facts)
+
+    monkeypatch.setattr(zero, "GATHER_BYTES", 40)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    whole = [parameter("a", fp32), parameter("a", fp32), parameter("a", bf16), parameter("b", bf16)]
+    whole += [parameter("b", bf16, 18), parameter("b", bf16, 1)]
+    buckets = list(zero._buckets(whole))
+    assert [[whole.index(one) for one in bucket] for bucket in buckets] == [[0, 1], [2], [3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("divided", "expected", "shape"),
+    [
+        (Shard(1), Shard(0), (3, 2)),  # columns: replicas divide all the rows
+        (Shard(0), _StridedShard(0, split_factor=2), (2, 4)),  # rows: they divide what is left of these
+        (Replicate(), Shard(0), (3, 4)),
+    ],
+)
+def test_replicas_divide_the_rows_that_others_have_left(divided, expected, shape):
+    dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
+        whole = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, (Replicate(), divided), src_data_rank=None)
+        (rows,) = rows_of([torch.nn.Parameter(whole)])
+        assert (rows.placements, rows.shape, rows.to_local().shape) == ((expected, divided), (6, 4), shape)
+    finally:
+        dist.destroy_process_group()

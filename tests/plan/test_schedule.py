@@ -38,6 +38,21 @@ def test_a_few_rounds_tell_what_all_of_them_wait(schedule, uneven):
     assert few == pytest.approx(whole, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "loads"),
+    [
+        ("zero_bubble", (1, 3, 1.5, 3, 1, 0.5, 3, 1.5)),
+        ("interleaved", (1, 1, 3, 0.5, 3, 2, 1, 2)),
+        ("zbv", (0.5, 1.5, 1, 1, 3, 1, 1, 2)),
+    ],
+)
+def test_uneven_runs_wait_in_every_round_and_a_few_tell_how_long(schedule, loads):
+    for microbatches in (16, 48, 96):
+        whole = simulate_bubble(schedule, 4, microbatches, 2, loads=loads)
+        few = simulate_bubble(schedule, 4, microbatches, 2, loads=loads, in_few_rounds=True)
+        assert few == pytest.approx(whole, rel=1e-6)
+
+
 def test_zero_bubble_waits_half_as_long_with_two_runs_of_blocks_on_each_device():
     assert simulate_bubble("zero_bubble", 4, 16, 2) == pytest.approx(bubble("zero_bubble", 4, 16) / 2)
     late = [1.0] * 4 + [3.0] * 4  # the second runs of all devices

@@ -33,6 +33,10 @@ def rows(made: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (made / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def test_questions_of_a_file_lie_as_far_apart_as_asked() -> None:
+    assert list(own.apart([5, 7, 8, 2, 11, 10], 3)) == [5, 8, 2, 11]
+
+
 def test_the_quickstarts_tasks_are_those_that_are_made(made: Path) -> None:
     config, *_ = load_eval_config([str(ROOT / "yamls/eval/quickstart.yaml"), "models.m=runs/m"])
     assert config.icl_tasks == NAMES == [name for name in NAMES if rows(made, name)]

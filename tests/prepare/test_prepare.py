@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ import zstandard
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare import out_folder, sources
+from llmfoundry_lite.prepare import documents, out_folder, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.contents import read_lines
 from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, lines_of_range, split_key
@@ -29,7 +30,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, Request
 from llmfoundry_lite.prepare.samples import SplitWriter, choose_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
-from llmfoundry_lite.prepare.token_files import TokenUnit
+from llmfoundry_lite.prepare.token_files import TokenUnit, token_dtype
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, texts_of, write_jsonl
 
@@ -126,7 +127,8 @@ def test_a_long_line_is_read_once_not_once_for_each_range_in_it(monkeypatch: pyt
             Counting.num_bytes += len(line)
             return line
 
-    monkeypatch.setattr(Path, "open", lambda path, mode: Counting(b"c" * 10_000 + b"\nend"))
+    content = b"c" * 10_000 + b"\nend"
+    monkeypatch.setattr(documents, "open", lambda *arguments, **options: Counting(content), raising=False)
     parts = ranges(Path("lines.jsonl"), 10_000, 10)
     assert [offset for part in parts for offset, _ in lines_of_range(part)] == [0]
     assert Counting.num_bytes < 3 * 10_000
@@ -414,7 +416,7 @@ def test_unfinished_work_for_another_request_or_of_another_release_is_refused(
     stop_before_packing(small_request, tmp_path / "out")
     with pytest.raises(DataError, match=r"unfinished preparation of something else: text_key was 'text' and is 'body'"):
         prepare(replace(small_request, text_key="body"), tmp_path / "out")
-    monkeypatch.setattr(out_folder, "LAYOUT", 4)
+    monkeypatch.setattr(out_folder, "LAYOUT", out_folder.LAYOUT + 1)
     with pytest.raises(DataError, match=r"it was begun by another release, which keeps unfinished work in another way"):
         prepare(small_request, tmp_path / "out", num_workers=1)
 
@@ -437,7 +439,7 @@ def test_a_tokenizer_that_changes_between_two_launches_is_noticed(
     small_request: Request, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     own = shutil.copytree(tokenizer_folder, tmp_path / "own")
-    wanted, config = replace(small_request, tokenizer=str(own)), own / "tokenizer_config.json"
+    wanted, config = replace(small_request, tokenizer=str(own)), own / "special_tokens_map.json"
     prepare(wanted, tmp_path / "expected", num_workers=1)
     stop_before_packing(wanted, tmp_path / "out")
     train_tokenizer(make_documents(9), 300).save(tmp_path / "out" / ".partial" / "tokenizer")  # somebody's mistake
@@ -629,11 +631,24 @@ def test_a_document_at_the_threshold_is_for_training(tmp_path, keys, expected) -
     assert choose_threshold([tmp_path / "unit.npz"], wanted) == expected
 
 
+@pytest.mark.parametrize(("sizes", "expected"), [((20, 7), 0), ((7, 20), 0), ((8, 8), 2**62)])
+def test_nothing_is_held_out_where_one_of_the_splits_would_have_no_sample(tmp_path, sizes, expected) -> None:
+    keys = np.array([2**62 - 1, 2**63], np.uint64)
+    unit = dict.fromkeys(TokenUnit.__slots__, np.array(sizes)) | {"doc_keys": keys}
+    np.savez(tmp_path / "unit.npz", allow_pickle=False, **unit)
+    assert choose_threshold([tmp_path / "unit.npz"], request("", "", val_fraction=0.25, max_seq_len=8)) == expected
+
+
 def test_a_single_document_is_all_for_training(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
     wanted = request(write_jsonl(tmp_path / "in.jsonl", ["word " * 200]), tokenizer_folder)
     summary = prepare(wanted, tmp_path / "out", num_workers=1)
     assert list(summary.splits) == ["train"]
     assert_holds(tmp_path / "out" / "train", summary, tokenizer, ["word " * 200])
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_two_bytes_a_token_hold_every_id_below_65536(vocab_size, dtype) -> None:
+    assert token_dtype(SimpleNamespace(vocab_size=vocab_size)) == dtype  # type: ignore[arg-type]
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
@@ -704,6 +719,7 @@ GOOD_LINE = b'{"text": "good"}\n'
             b'{"body": "x", "id": 1}\n',
             r"line 1 has no 'text'; there are: body, id \(choose one with --text-k",
         ),
+        ("a.jsonl", b'{" text": "x", "n o": 1}\n', r"line 1 has no 'text'; there are: ' text', 'n o' \(choose"),
         ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: text is null, expected a string"),
         ("a.jsonl", b'{"text": ["x"]}\n', "a.jsonl, line 1: text is a list, expected a string"),
         ("a.txt", b"caf\xe9", r"a.txt is not valid UTF-8 \(byte 3\)"),
@@ -812,6 +828,19 @@ def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str 
         ours.add(part, 1, 1)
     assert ours.finish().shards == len(theirs.shards) > 3
     assert folder_bytes(tmp_path / "ours") == folder_bytes(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_a_shard_is_as_full_as_the_limit_allows_to_the_byte(spare: int, tmp_path: Path) -> None:
+    sample, dtype = SEQ_LEN * 2 + 4, np.dtype(np.uint16)  # its tokens, and where they begin
+    header = len(SplitWriter(tmp_path / "x", request("", "", size_limit_bytes=9_000), dtype).header)
+    limit = 8 + header + sample * ((9_000 - 8 - header) // sample) + spare
+    writer = SplitWriter(tmp_path / "out", request("", "", size_limit_bytes=limit), dtype)
+    writer.add(np.zeros(SEQ_LEN * 500, dtype), 1, 1)
+    writer.finish()
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("*.mds"))]
+    assert len(str(limit)) == 4 and len(sizes) > 3
+    assert all(limit - sample < size <= limit for size in sizes[:-1])
 
 
 def test_a_preparation_imports_neither_torch_nor_streaming(small_request: Request, tmp_path: Path) -> None:

@@ -20,12 +20,13 @@ import zstandard
 from rich.console import Console
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare import contents, listing, sources
+from llmfoundry_lite.prepare import contents, documents, listing, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.listing import list_files
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.sources import open_source
 from llmfoundry_lite.prepare.summary import print_summary
+from tests.helpers.bombs import little_memory, small_files
 from tests.helpers.data import make_documents
 from tests.helpers.preparing import plain, request, texts_of, units_of, write_jsonl
 
@@ -130,7 +131,7 @@ def test_a_parquet_file_without_the_column_is_counted_row_by_row_when_skipped(
 # CSV
 
 
-@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("tsv", "\t"), ("csv.gz", ",")])
+@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("tsv", "\t"), ("csv.gz", ","), ("tsv.gz", "\t")])
 def test_rows_of_csv_may_hold_anything_that_quotes_protect(suffix: str, delimiter: str, tmp_path: Path) -> None:
     documents = ['two\nlines, "quoted"\ttab', "plain", "漢 and \r\n windows"]
     written = io.StringIO()
@@ -188,6 +189,19 @@ def test_text_in_other_encodings_arrives_as_utf8(encoding: str, suffix: str, tmp
     assert texts_of(path, encoding=encoding) == (documents[:1] if suffix == "txt" else documents)
 
 
+@pytest.mark.parametrize("encoding", [None, "utf-8"])
+def test_a_line_is_too_large_from_the_limit_on_and_the_last_one_needs_no_end(
+    encoding: str | None, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(contents, "MAX_DOCUMENT_BYTES", 8)
+    monkeypatch.setattr(contents, "BLOCK_BYTES", 3)
+    path = plain(tmp_path / "a.jsonl", b"1234567\n12345678\n\n1234567890123456\nshort\nlast")
+    lines = [line for line, _ in contents.read_lines(path, encoding)]
+    assert lines == [b"1234567\n", contents.TOO_LARGE, b"\n", contents.TOO_LARGE, b"short\n", b"last"]
+    path = plain(tmp_path / "b.jsonl", b"one\n1234567")
+    assert [line for line, _ in contents.read_lines(path, encoding)] == [b"one\n", b"1234567"]
+
+
 def test_bytes_that_an_encoding_does_not_know_are_named(tmp_path: Path) -> None:
     path = plain(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "\xc3\xa9"}\n')
     with pytest.raises(DataError, match=r"a.jsonl, line 2 is not valid UTF-8"):
@@ -232,6 +246,37 @@ def test_a_small_file_that_decompresses_to_gigabytes_takes_bounded_memory(name: 
     texts, num_large, peak_mib = ended.stdout.rsplit(maxsplit=2)
     assert texts == ("[]" if name == "a.txt.zst" else "['good']") and num_large == "1"
     assert int(peak_mib) < 700
+
+
+def test_a_plain_document_has_a_bound_too(tmp_path: Path, monkeypatch) -> None:
+    for module in (contents, documents):
+        monkeypatch.setattr(module, "MAX_PLAIN_BYTES", 30)
+    lines = b'{"text": "good"}\n{"text": "' + b"a" * 40 + b'"}\n'
+    for name, content in (("a.txt", b"a" * 31), ("a.jsonl", lines)):
+        with pytest.raises(DataError, match=r"has more than 4 GiB, the most that a document may have; repair it"):
+            texts_of(plain(tmp_path / name, content))
+
+
+def test_a_row_of_csv_has_a_bound_over_all_its_lines(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(contents, "MAX_DOCUMENT_BYTES", 1 << 20)
+    content = gzip.compress(b"text\n" + b'"a\n",' * (1 << 20))
+    with little_memory(100), pytest.raises(DataError, match=r"a.csv.gz, line \d+ is longer than 1 MiB"):
+        texts_of(plain(tmp_path / "a.csv.gz", content))
+
+
+def test_a_table_that_decompresses_to_far_more_than_a_table_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(contents, "MAX_DOCUMENT_BYTES", 1 << 20)
+    path = plain(tmp_path / "a.parquet.gz", gzip.compress(bytes(64 << 20)))
+    with small_files(8), pytest.raises(DataError, match=r"a.parquet.gz decompresses to more than 100 times its size"):
+        texts_of(path)
+
+
+@pytest.mark.timeout(60)
+def test_pipes_beside_a_data_set_that_was_saved_are_not_waited_for(tmp_path: Path) -> None:
+    plain(tmp_path / "a.jsonl", b'{"text": "good"}\n')
+    for name in ("state.json", "dataset_dict.json", "b.jsonl"):
+        os.mkfifo(tmp_path / name)
+    assert texts_of(tmp_path) == ["good"]
 
 
 def test_no_space_to_decompress_a_table_is_said(tmp_path: Path, monkeypatch) -> None:

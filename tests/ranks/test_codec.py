@@ -1,6 +1,7 @@
 """Every number that is not an array survives exactly, and nothing else is let in."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
-from llmfoundry_lite.ranks.codec import decode_value, encode_value, parse_json, write_json
+from llmfoundry_lite.ranks.codec import MAX_DEPTH, decode_value, encode_value, parse_json, write_json
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 values = st.recursive(
@@ -44,6 +45,13 @@ def test_every_value_comes_back_with_its_type(value):
 )
 def test_the_awkward_ones_come_back(value):
     assert same(decode_value(parse_json(write_json(encode_value(value)), "m")), value)
+
+
+def test_what_is_nested_as_deep_as_can_be_written_can_be_read():
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = {"$": value} if isinstance(value, tuple) else (value,)
+    assert same(decode_value(encode_value(value)), value)
 
 
 @pytest.mark.parametrize("value", [np.float32(1), {1, 2}, {1: 2}, object(), 1j, np.int64(3)])

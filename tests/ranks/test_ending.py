@@ -1,6 +1,7 @@
 """How a rank ends when it is asked to leave."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -13,11 +14,15 @@ import torch.distributed as dist
 
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.ranks import ending
+from llmfoundry_lite.ranks.siblings import FirstError
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.start import start_process_group
 from tests.helpers.launch import ROOT, free_port
 
 WAITS = """
 from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.ranks.siblings import FirstError
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.start import start_process_group
 
 def main(arguments):
@@ -56,7 +61,7 @@ def test_a_rank_whose_rank_0_freezes_while_they_meet_ends_by_itself(monkeypatch,
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: left.wait(60))
-    monkeypatch.setattr(ending, "_leave", lambda code: (codes.append(code), left.set()))
+    monkeypatch.setattr(ending, "leave", lambda code: (codes.append(code), left.set()))
     start_process_group("cpu", 0.05, 2)
     assert codes == [2]
     said = "error: rank 1: the ranks have not met in 0.1 s, and rank 0 at localhost does not answer: it is frozen"
@@ -78,6 +83,65 @@ def test_a_rank_that_fails_beside_a_frozen_rank_0_says_why_and_ends(monkeypatch)
     first = ending.first_error(UserError("lost contact"))
     frozen.set()
     assert first == (1, 2, "error: lost contact")
+
+
+FAILURE = FirstError(3, 2, "error: a shard is damaged")
+
+
+def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempted(monkeypatch, capsys):
+    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    monkeypatch.setattr(ending, "known_failure", lambda: FAILURE)
+    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: FAILURE)
+    try:
+        ending.raise_when_interrupted()
+        with pytest.raises(ending.AnotherFailedError) as caught:
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    ending.report(caught.value)
+    assert (ending.exit_code_of(caught.value), capsys.readouterr().err) == (2, "")
+    assert ending.cause_of(caught.value) == "a shard is damaged"
+
+
+def test_a_signal_while_modules_are_imported_is_heard_by_nobody_else(monkeypatch):
+    """Composer's engine installs handlers that raise SystemExit(143), which others swallow."""
+    left = []
+    monkeypatch.setattr(ending.early_exit, "leave_now", lambda number, frame: left.append(number))
+    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    try:
+        with ending.imports():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+            signal.raise_signal(signal.SIGTERM)
+        assert left == [signal.SIGTERM]
+        with pytest.raises(ending.Preempted):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("end", "is_said"), [("ValueError: 3", False), ("ValueError: 4", True)])
+def test_a_traceback_that_another_rank_has_printed_is_not_printed_again(monkeypatch, capsys, end, is_said):
+    first = FirstError(0, 1, f"Traceback (most recent call last):\n  from further within\n{end}")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: first)
+    try:
+        raise ValueError(3)
+    except ValueError as error:
+        ending.report(error)
+    assert ("Traceback" in capsys.readouterr().err) == is_said
+
+
+def test_a_mistake_of_a_rank_whose_output_is_a_file_is_shown_beside_the_launcher_s_output(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: FirstError(1, code, text))
+    monkeypatch.setattr(ending, "shown", io.StringIO())
+    ending.report(UserError("no such mount"))
+    assert ending.shown.getvalue() == "rank 1: error: no such mount\n"
+    ending.report(ValueError("a bug, which is tried again"))
+    assert ending.shown.getvalue().count("\n") == 1
+    assert "error: no such mount\nValueError" in capsys.readouterr().err
 
 
 def full_disk():
@@ -116,3 +180,17 @@ def test_a_rank_that_lost_another_leaves_with_the_code_of_the_first_to_fail(monk
     lost = RuntimeError("Connection closed by peer")
     assert ending.exit_code_of(lost) == 75
     assert ending.cause_of(lost).startswith("rank 3: runs/x/metrics.jsonl cannot be written")
+
+
+def test_a_rank_that_meets_its_own_error_is_not_ended_by_the_limit_of_its_checks(monkeypatch):
+    left = []
+    monkeypatch.setattr(ending.early_exit, "limit", threading.Timer(0, left.append, [75]))
+    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    try:
+        ending.ignore_signals()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    ending.early_exit.limit.start()
+    ending.early_exit.limit.join()
+    assert left == []

@@ -39,3 +39,12 @@ def test_whoever_reads_the_words_may_end_first(code):
     with open(writer, "wb") as pipe:
         command = [sys.executable, "-c", SPEAKS, str(code)]
         assert subprocess.run(command, cwd=ROOT, stdout=pipe, stderr=pipe).returncode == code
+
+
+def test_a_terminal_that_has_closed_changes_no_exit_code():
+    """Each write is answered with EIO."""
+    keyboard, terminal = os.openpty()
+    os.close(keyboard)
+    with open(terminal, "wb", buffering=0) as closed:
+        command = [sys.executable, "-c", SPEAKS, "75"]
+        assert subprocess.run(command, cwd=ROOT, stdout=closed, stderr=closed).returncode == 75

@@ -3,7 +3,7 @@
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.ranks.rank import adopt_srun, hosts
+from llmfoundry_lite.ranks.rank import adopt_srun, hosts, rank_variables
 
 
 def adopted(others: dict[str, str] | None = None, **step: str) -> dict[str, str]:
@@ -101,3 +101,9 @@ def test_rank_0_refuses_an_address_that_is_not_its_own_and_keeps_one_that_was_gi
     with pytest.raises(ConfigError, match=r"srun: rank 0 is on n2, and n1 is the first of .*; set MASTER_ADDR=n2"):
         adopted(here, **place)
     assert adopted(here | {"MASTER_ADDR": "10.0.0.2"}, **place)["MASTER_ADDR"] == "10.0.0.2"
+
+
+def test_ranks_are_numbered_node_after_node():
+    names = ("RANK", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [rank_variables(6, 8, 4)[name] for name in names] == ["6", "8", "1", "2", "4"]
+    assert [rank_variables(6, 8)[name] for name in names] == ["6", "8", "0", "6", "8"]

@@ -2,11 +2,14 @@
 
 import socket
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
+from tests.helpers.launch import launch
 
 
 @pytest.fixture
@@ -45,6 +48,20 @@ def test_a_name_server_that_does_not_answer_ends_no_run(monkeypatch, met, capsys
     start_process_group("cpu", 600)
     assert met == [("gloo",)]
     assert "MASTER_ADDR: 'n1' does not resolve on" in capsys.readouterr().err
+
+
+def listen() -> None:
+    start_process_group("cpu", 60.0)
+    dist.barrier()
+    connections = psutil.Process().net_connections("tcp")
+    print(*sorted({one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}))
+    dist.barrier()
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_one_node_listen_on_loopback_alone(tmp_path):
+    """The store, and gloo's connections between ranks."""
+    assert set(launch(listen, (), tmp_path, 2).check().outputs) == {"127.0.0.1\n"}
 
 
 @pytest.mark.parametrize("local_rank", ["0", "3"])

@@ -1,5 +1,6 @@
 """`llmfoundry-lite data show`: the rows of a batch of a run, and whether they are those that it was trained on."""
 
+import gc
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.config.build import build_block
@@ -74,7 +76,7 @@ def test_other_data_than_the_runs_and_batches_it_has_not_trained_are_refused(fol
     with pytest.raises(DataError, match="run: no checkpoint here, which losses need"):
         compute_losses(read_batch(where, 2), None, torch.device("cpu"))
     (folder / "b").rename(folder / "moved")
-    with pytest.raises(DataError, match=r"there is no data folder .*/b/train"):
+    with pytest.raises(DataError, match=r"streams\.b: .*/b/train does not hold its data here; give .*\.b\.local="):
         read_batch(where, 2)
     assert read_batch(where, 2, [f"train_loader.dataset.streams.b.local={folder / 'moved'}"]).logged_digest
     text = (folder / "run" / "config.yaml").read_text().replace("train_loader:", "train_loader:\n  name: python:a:b")
@@ -105,7 +107,8 @@ def test_a_folder_that_a_live_run_downloads_into_is_refused_without_waiting(fold
         live = shared_memory.register_folders([str(folder / "b/train")], "live")
         live.path.write_text(live.path.read_text().replace(str(os.getpid()), "1"))
         with pytest.raises(DataError, match=r"another run \(process 1\) is downloading into .*/b/train; give this run"):
-            read_batch(str(folder / "run"), 1, [f"train_loader.dataset.streams.b.remote={folder / 'a[1]'}"])
+            places = {"remote": folder / "a[1]", "local": folder / "b"}
+            read_batch(str(folder / "run"), 1, [f"train_loader.dataset.streams.b.{k}={v}" for k, v in places.items()])
         live.release()
 
 
@@ -130,3 +133,22 @@ def test_by_the_weights_before_it_the_rows_losses_are_the_loss_of_the_log(tmp_pa
     write_data(tmp_path / "data", num_train=400)
     with pytest.raises(DataError, match="the data is not what the checkpoint was trained with"):
         read_batch(str(where), 3)
+
+
+def test_nothing_that_a_run_recorded_is_resolved_or_written(folder, monkeypatch):
+    path, gone = folder / "run" / "config.yaml", folder / "gone"
+    monkeypatch.setenv("SECRET", str(folder / "b"))
+    (folder / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "tmp"))
+    recorded = yaml.safe_load(path.read_text())
+    stream = recorded["train_loader"]["dataset"]["streams"]["b"]
+    for remote in ("${oc.env:SECRET}", str(folder / "b")):
+        stream |= {"local": str(gone), "remote": remote}
+        write_config(path, recorded | {"loggers": {"x": "${oc.env:NOBODY}"}})
+        with pytest.raises(DataError, match=r"streams\.b: .*gone/train does not hold its data here; give .*\.remote="):
+            read_batch(str(folder / "run"), 1)
+        assert not gone.exists()
+    found = read_batch(str(folder / "run"), 1, [f"train_loader.dataset.streams.b.remote={folder / 'b'}"])
+    assert found.logged_digest == found.digest and not gone.exists(), "downloads go elsewhere"
+    gc.collect()
+    assert not [*(folder / "tmp").glob("llmfoundry-lite-data-*")], "and are removed"

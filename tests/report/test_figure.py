@@ -108,6 +108,8 @@ def test_thinning_keeps_every_peak_and_trough():
     assert (thin_batches[np.nanargmax(thin_values)], thin_batches[np.nanargmin(thin_values)]) == (54_322, 65_433)
     assert np.all(np.diff(thin_batches) > 0)
     assert len(thin(batches[:10], values[:10])[1]) == 10
+    values[::7] = np.nan
+    assert np.isnan(thin(batches, values, 4000)[1]).sum() <= 2, "a gap stays only where nothing else is"
 
 
 def test_smoothing_lags_behind_nothing_and_passes_over_what_is_not_finite():

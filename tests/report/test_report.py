@@ -13,12 +13,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import yaml
 
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.launch.journal import append
 from llmfoundry_lite.report.page import Section, markdown
@@ -26,7 +27,7 @@ from llmfoundry_lite.report.report import first_words, prompt_in, report
 from llmfoundry_lite.report.segments import spans_of
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.report.watch import Watched
-from tests.helpers.launch import ROOT, train
+from tests.helpers.launch import train
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
 TOKENS = 1000
@@ -130,7 +131,7 @@ def test_each_segment_has_its_speed_mfu_energy_and_cost(tmp_path):
 
 
 def test_a_plan_is_checked_against_a_run(tmp_path, capsys):
-    settings = yaml.safe_load((ROOT / "yamls/pretrain/mpt-125m.yaml").read_text()) | {"global_train_batch_size": 640}
+    settings = as_dict(load_train_config(["mpt-125m", "global_train_batch_size=640"]).config)
     records = [record(b, num_devices=8, seconds=0.01, throughput__device__mfu=12.5e12 / 312e12) for b in range(1, 21)]
     gpu = replace(on_gpu(1, 10, 8, "NVIDIA A100-SXM4-80GB"), device_train_microbatch_size=40, shard_degree=8)
     run = write_run(tmp_path / "run", records, [gpu, on_cpu(11, 20)], **settings)
@@ -147,20 +148,23 @@ def test_a_plan_is_checked_against_a_run(tmp_path, capsys):
 
 def test_stages_and_parts_of_samples_are_checked_too(tmp_path, capsys):
     """A pipeline of two waits 1 of 17 here, and for the stage with the head. Three stages fit no two devices."""
-    settings = yaml.safe_load((ROOT / "yamls/pretrain/mpt-125m.yaml").read_text())
-    records = [record(b, device=H100, num_devices=2, seconds=0.01) for b in range(1, 41)]
-    spans = [on_gpu(1, 10), on_gpu(11, 20), on_gpu(21, 30), on_gpu(31, 40)]
+    settings = as_dict(load_train_config(["mpt-125m"]).config)
+    records = [record(b, device=H100, num_devices=2, seconds=0.01) for b in range(1, 51)]
+    spans = [on_gpu(1, 10), on_gpu(11, 20), on_gpu(21, 30), on_gpu(31, 40), on_gpu(41, 50)]
     said: list[dict[str, str]] = [{}, {"pipeline": "2 stages, 1f1b"}, {"context": "2, heads"}]
     said.append({"pipeline": "3 stages, gpipe"})
+    said.append({"pipeline": "\x1b[31m"})
     segments = [
         replace(span, device_train_microbatch_size=16, sharding="NO_SHARD", **words)
         for span, words in zip(spans, said, strict=True)
     ]
-    run = write_run(tmp_path / "run", records, segments, **settings)
+    run = write_run(tmp_path / "run", records, segments, **settings | {"run_name": "${oc.env:HOME}"})
     assert main.run(["plan", "--check", run]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("${oc.env:HOME}: "), "somebody else's, perhaps"
     alone, staged, parted = (int(line.split()[5].replace(",", "")) for line in lines[2:5])
     assert 0.6 < staged / alone < 16 / 17 and 0.5 < parted / alone < 1
+    assert lines[6].startswith("41-50: no prediction: ")
     assert lines[5].startswith("31-40: no prediction: pp_config.pipeline_parallel_degree: 3 does not divide the 2 ")
 
 
@@ -636,6 +640,13 @@ def test_a_switch_on_the_way_counts_each_device_s_own_time_and_one_since_the_las
     assert fact["hours"] == pytest.approx(36 / 3600) and fact["device_hours"] is None
 
 
+def test_the_energy_of_one_island_is_not_taken_for_the_runs(tmp_path):
+    lines = [record(b, device=H100, num_devices=2, energy__joules=1000.0) for b in range(1, 11)]
+    together = replace(on_gpu(1, 10), islands={"a": {}, "b": {}})
+    segment = report([write_run(tmp_path / "run", lines, [together])])["runs"][0]["segments"][0]
+    assert segment["energy_source"] == "rated"
+
+
 def test_an_energy_that_one_batch_lacks_is_rated_not_measured(tmp_path, capsys):
     lines = [record(b, device=H100, num_devices=2, energy__joules=1000.0) for b in range(1, 11)]
     whole = report([write_run(tmp_path / "whole", lines, [on_gpu(1, 10)])])["runs"][0]["segments"][0]
@@ -657,14 +668,12 @@ def test_an_energy_that_one_batch_lacks_is_rated_not_measured(tmp_path, capsys):
         ("two: its log has no validation loss", {"losses": ()}),
         ("their validation differs in max_seq_len 2048 -> 1024", {"max_seq_len": 1024}),
         ("validation differs in eval_loader", {"eval_loader": {"dataset": {"split": "test"}}}),
-        ("are not comparable: eval_subset_num_batches counts batches", {"subset": True}),
+        ("validation differs in eval_subset_num_batches -1 -> 4", {"eval_subset_num_batches": 4}),
         ("two: islands trained it", {"islands": {"a": {}}}),
     ],
 )
 def test_runs_that_are_not_comparable_are_refused_with_the_reason(tmp_path, words, other):
     settings = {"max_seq_len": 2048, "eval_loader": {"dataset": {"split": "val"}}}
-    if other.pop("subset", False):
-        settings["eval_subset_num_batches"] = 4
     on = replace(on_gpu(1, 20), islands=other.pop("islands", {}))
     one = falling(tmp_path / "one", on_gpu(1, 20), **settings)
     two = falling(tmp_path / "two", on, **{**settings, **other})

@@ -69,6 +69,18 @@ def test_the_last_save_is_the_one_a_launch_carries_on_from(run):
     assert Watched(run).last_checkpoint() == "ba2"
 
 
+def test_a_run_that_has_ended_is_as_far_as_its_status_says(run):
+    """Batches after its last save were logged, and are trained again."""
+    append(run, 3)
+    write_status(run, "running", 2)
+    watched = Watched(run)
+    watched.look()
+    assert (watched.batch, watched.progress) == (3, 0.75)
+    write_status(run, "failed", 2, "out of memory")
+    watched.look()
+    assert (watched.batch, watched.progress) == (2, 0.5)
+
+
 def test_a_terminal_shows_batch_loss_rate_remaining_time_and_the_last_save(run):
     append(run, 1, **{"eval/loss": 4.25})
     append(run, 3)
@@ -139,3 +151,11 @@ def test_local_steps_are_said(run):
     console = Console(file=io.StringIO(), width=200)
     console.print(picture(watched))
     assert "local steps, every 100: losses are of this island's rows" in console.file.getvalue()
+
+
+def test_checkpoints_of_a_run_that_saved_to_a_variable_are_looked_for_in_its_own_folder(run):
+    (run / "config.yaml").write_text("max_duration: 4ba\nsave_folder: ${oc.env:SCRATCH}/run\n")
+    save(run, 2)
+    watched = Watched(run)
+    watched.look()
+    assert watched.last_checkpoint() == "ba2"

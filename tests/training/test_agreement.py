@@ -8,7 +8,7 @@ import torch
 
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.training import agreement
-from llmfoundry_lite.training.agreement import Agreement, count_filled, count_tokens
+from llmfoundry_lite.training.agreement import Agreement, count_filled, count_rows, count_tokens
 from llmfoundry_lite.training.preemption import REASONS
 
 NOT_OVER: Any = SimpleNamespace(timestamp=0, max_duration=1)
@@ -55,7 +55,7 @@ def test_a_batch_is_there_when_every_rank_has_its_share(monkeypatch):
     ranks = rank([BATCH]), rank([BATCH], number=1)
     end_batch(monkeypatch, *ranks)
     for one in ranks:
-        assert one.upcoming[:4] == (True, 4, 14, 2 * 5)
+        assert one.upcoming[:5] == (True, 4, 14, 2 * 5, 4)
         assert one.take() is BATCH
 
 
@@ -115,4 +115,6 @@ def test_what_the_loader_raises_comes_after_this_batch_is_recorded(monkeypatch):
 
 def test_a_token_has_a_loss_when_its_row_has_one_before_it():
     assert count_tokens(BATCH) == {"total": 7, "loss_generating": 5}
-    assert count_filled(BATCH) == 2
+    assert count_filled(BATCH) == count_rows(BATCH) == 2
+    batch = {"input_ids": torch.tensor([[1, -100, -100], [1, -100, 2], [-100, 1, 2], [1, 2, 3]])}
+    assert (count_filled(batch), count_rows(batch)) == (4, 3)

@@ -188,6 +188,28 @@ def test_fp16_carries_its_loss_scale(tmp_path, data):
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
 
 
+@pytest.mark.slow
+def test_fp16_skips_the_same_batches_on_any_number_of_ranks(tmp_path, data):
+    """Gradients times 2^24 overflow, and which lower scale they stand follows from the data alone."""
+    large = {"python:tests.islands.faults:LargeScale": {"scale": 2.0**24}}
+    shape = {"device_train_microbatch_size": 1, "max_duration": "8ba"}
+    config = tiny_config(data, precision="amp_fp16", callbacks=large, **shape)
+    found = {}
+    for name, (num_ranks, layout) in {
+        "1": (1, {}),
+        "2": (2, {}),
+        "4": (4, {"fsdp_config": {"sharding_strategy": "NO_SHARD"}}),
+        "parts": (2, {"cp_config": {"context_parallel_degree": 2}}),
+        "stages": (2, {"pp_config": {"pipeline_parallel_degree": 2}}),
+    }.items():
+        run(tmp_path, config, name, num_ranks, **layout)
+        found[name] = values(metrics(tmp_path, name), "loss_scale"), losses(tmp_path, name)
+    scales, expected = found["1"]
+    assert scales[0] == 2.0**24 > scales[-1]
+    for name, (its_scales, its_losses) in found.items():
+        assert (its_scales, its_losses) == (scales, pytest.approx(expected, abs=2e-3)), name
+
+
 def test_a_refused_launch_takes_no_lease_and_says_why(tmp_path, data):
     """Or else a mistyped command would stop the healthy run on another machine at its next save."""
     config = tiny_config(data, autoresume=True, max_duration="2ba", run_name="tiny")
@@ -200,14 +222,11 @@ def test_a_refused_launch_takes_no_lease_and_says_why(tmp_path, data):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("num_ranks", "warned"), [(2, False), (3, True)])
-def test_a_subset_for_evaluation_is_of_as_many_samples_on_other_ranks(tmp_path, data, num_ranks, warned):
+def test_a_subset_for_evaluation_is_of_the_same_samples_on_other_ranks_in_other_batches(tmp_path, data):
     changes = {"eval_interval": "2ba", "eval_subset_num_batches": 2, "global_train_batch_size": 12}
     config = tiny_config(data, autoresume=True, max_duration="6ba", **changes)
     run(tmp_path, config, "whole")
-    run(tmp_path, config, "moved", stop_after="2ba")
-    for leg in ({"stop_after": "2ba"}, {}):  # the second hears of the first launch by way of the one between
-        output = run(tmp_path, config, "moved", num_ranks, **leg).output
-        assert ("eval_subset_num_batches: 2 were 8 samples, here 12 are evaluated" in output) == warned
+    for leg in ((1, "2ba", 4), (2, "2ba", 3), (3, None, 1)):
+        run(tmp_path, config, "moved", leg[0], stop_after=leg[1], device_eval_batch_size=leg[2])
     whole, moved = (values(metrics(tmp_path, name), "eval/loss") for name in ("whole", "moved"))
-    assert (moved == pytest.approx(whole, abs=1e-5)) != warned
+    assert moved == pytest.approx(whole, abs=1e-5) and len(whole) == 3

@@ -112,7 +112,7 @@ def check_case(folder, data, case, references, stop_after="3ba", **changes):
 
 
 def test_one_rank_and_two_shards_train_the_same_bits_and_without_it_they_do_not(tmp_path, data):
-    config = exact_config(data, max_duration="2ba")
+    config = exact_config(data, max_duration="2ba", eval_subset_num_batches=2)
     for name, layout in (("one", "1 rank"), ("two", "2 FULL_SHARD")):
         start(tmp_path, config, name, layout)
     check_equal(bits(tmp_path, "one"), bits(tmp_path, "two"))

@@ -2,14 +2,20 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from composer.core import Timestamp
 
+from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.errors import NonFiniteError
-from llmfoundry_lite.training.trainer import GradientStep, LossScaler
+from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.agreement import Upcoming, count_tokens
+from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.trainer import GradientStep, LossScaler, ParallelTrainer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,3 +105,58 @@ def test_an_overflow_is_no_skipped_batch_and_a_loss_that_is_not_finite_is_no_ove
     with pytest.raises(NonFiniteError, match="the loss is not finite"):
         run.train(math.nan, math.nan)
     assert run.step.scaler.scale == 2.0
+
+
+class Scores(torch.nn.Module):
+    """A model of one weight, whose loss is the sum of its products with the tokens that have one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens_bt, *, head, **_):
+        return head(self.weight * tokens_bt, None)
+
+
+def scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts):
+    """Return what a rank's backward passes give, of microbatches of one row, in a run that scales its loss by 1024."""
+    mine_bt = rows_bt.chunk(num_ranks)[rank]
+    context: Any = SimpleNamespace(
+        size=num_parts, part=lambda x_bt: x_bt.chunk(num_parts, 1)[part], options=lambda *_: {}
+    )
+    model = LanguageModel(
+        Scores(), PRECISIONS["amp_fp16", "DEFAULT"], context=context, by_rows=not by_tokens,
+        sum_loss=lambda x_bt, _, labels_bt, weights_bt=1.0: (x_bt * (labels_bt >= 0) * weights_bt).sum(),
+    )  # fmt: skip
+    model.train()
+    spec = SimpleNamespace(
+        split_batch=lambda batch, size: [{"input_ids": rows} for rows in batch["input_ids"].split(size)],
+        get_num_tokens_in_batch=lambda batch, kind: count_tokens(batch)[kind],
+    )
+    device = SimpleNamespace(_device=torch.device("cpu"), batch_to_device=lambda batch: batch)
+    optimizer = SimpleNamespace(param_groups=[{"params": [model.model.weight]}])
+    state = {"batch": {"input_ids": mine_bt}, "model": model, "optimizers": [optimizer], "device": device}
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(**state, device_train_microbatch_size=1),
+        _train_data_spec=spec, engine=SimpleNamespace(run_event=lambda event: None), _original_model=model,
+        gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, scaler=LossScaler(1024.0)),
+        agreement=SimpleNamespace(current=Upcoming(True, 4, 11, 7, 3, 0)),
+        accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), device_batch_size=len(mine_bt),
+        ranks=DataRanks(rank=rank, size=num_ranks, speaks=True),
+    )  # fmt: skip
+    loss = ParallelTrainer._compute_gradient(trainer)  # type: ignore[arg-type]
+    return float(model.model.weight.grad), float(loss)
+
+
+@pytest.mark.parametrize(("by_tokens", "loss"), [(True, 27 / 7), (False, 11 / 3)])
+def test_what_overflows_in_fp16_and_the_loss_do_not_depend_on_the_number_of_ranks(by_tokens, loss):
+    """The scale multiplies the mean over tokens, or over the rows that have a loss."""
+    rows_bt = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [2, -100, -100, -100], [3, 1, -100, -100]])
+    for num_ranks, num_parts in ((1, 1), (2, 1), (4, 1), (2, 2)):
+        found = [
+            scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts)
+            for rank in range(num_ranks)
+            for part in range(num_parts)
+        ]
+        assert sum(gradient for gradient, _ in found) == pytest.approx(1024 * loss)
+        assert sum(part for _, part in found) / len(found) == pytest.approx(loss)

@@ -32,7 +32,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [], {})
     islands: Any = object.__new__(Islands)
     islands.__dict__.update(
-        agreement=SimpleNamespace(current=Upcoming(True, 2, 20, 18, 7)),
+        agreement=SimpleNamespace(current=Upcoming(True, 2, 20, 18, 2, 7)),
         by_tokens=True,
         gradient_step=SimpleNamespace(sums=None),
         exchange=SimpleNamespace(cuts={}, num_bytes=0),

@@ -8,7 +8,7 @@ import pytest
 from composer.core import Callback
 
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.launch.log_lines import console_line, duration_text
+from llmfoundry_lite.launch.log_lines import console_line, duration_text, validation_losses
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.mirrors import ConsoleLine, ProgressBar, WandbMirror, offline_steps, read_records
 from llmfoundry_lite.training.run_folder import last_launch, log_until, take_over
@@ -33,6 +33,11 @@ def test_a_console_line_says_where_the_run_is():
     assert console_line(RECORD, Duration.parse("800ba")) == expected
     assert console_line(RECORD, Duration.parse("1e6tok")).startswith("batch 20 · 8192/1000000tok · loss")
     assert duration_text(61) == "1:01"
+
+
+def test_losses_of_tasks_are_no_validation_losses():
+    record = {"eval/a/loss": 4.0, "eval/icl/jeopardy/loss": 3.0, "eval/loss": 2.0, "eval/a/bits_per_byte": 1.0}
+    assert validation_losses(record) == {"a": 4.0, "": 2.0}
 
 
 def test_the_console_speaks_at_its_interval_and_at_evaluations(capsys):

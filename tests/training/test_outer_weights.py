@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from llmfoundry_lite.config.schema import SyncConfig
 from llmfoundry_lite.islands.changes import Swapped
 from llmfoundry_lite.islands.encoding import encode
-from llmfoundry_lite.training.outer_weights import Departure
+from llmfoundry_lite.training.outer_weights import Departure, OuterWeights
 
 
 def test_each_fragment_s_mean_is_weighted_by_what_islands_have_trained_it_on():
@@ -30,3 +31,12 @@ def test_each_fragment_s_mean_is_weighted_by_what_islands_have_trained_it_on():
     held: Any = SimpleNamespace(parts=parts, completion=SimpleNamespace(apply=lambda *_: None))
     assert departure.take_mean(held, "own") == 2.0**2 + 3.0**2 + 6.0**2
     assert mine["a"].tolist() == [2.0, 3.0] and mine["b"].tolist() == [6.0]
+
+
+def test_what_was_trained_while_a_fragment_travelled_counts_in_its_next_exchange():
+    outer = OuterWeights.__new__(OuterWeights)
+    outer.sync, outer.dropped = SyncConfig(every="4ba"), {}
+    outer.fragments, outer.pending = [{"a"}, {"b"}], [5, 7]
+    departure: Any = SimpleNamespace(numbers=[0], weights=[3], label=1, changes={}, dropped={})
+    assert not outer.land(departure, label=2)
+    assert outer.pending == [2, 7]

@@ -16,6 +16,7 @@ from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
+from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, Preemption
@@ -129,14 +130,17 @@ def launch(tmp_path, config, num_ranks=2, run_name="tiny", **changes):
     return attempt(tmp_path, config, run_name, num_ranks, **changes)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
+SLOW_NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("SIGUSR1", "SIGHUP")]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", *SLOW_NAMES])
 def test_a_signal_to_one_rank_makes_all_of_them_save_and_leave(tmp_path, data, name):
     config = tiny_config(data, autoresume=True, eval_interval="2ba")
     launch(tmp_path, config, run_name="whole").check()
     result = launch(tmp_path, config, callbacks=callback(Signal, rank=1, batch=4, name=name))
     assert result.exit_codes == [75, 75]
     assert result.output.splitlines()[-1] == (
-        f"preempted by {name} at batch 4, saved as ba4; run the same command again"
+        f"{leaving_because(name)} at batch 4, saved as ba4; run the same command again"
     )
     assert "preempted" not in result.outputs[1]
     assert status(tmp_path)["status"] == "preempted"
@@ -241,14 +245,15 @@ def test_ctrl_c_saves_and_leaves(tmp_path, data, then):
 
 
 def test_ctrl_c_again_leaves_at_once(tmp_path, data):
+    """Batch 2 is saved by then: the save of batch 4 has begun."""
     config = tiny_config(
-        data, autoresume=True, save_interval="2ba", callbacks=callback(PressTwiceThenHang, rank=0, batch=4)
+        data, autoresume=True, save_interval="2ba", callbacks=callback(PressTwiceThenHang, rank=0, batch=6)
     )
     result = launch(tmp_path, config, 1)
     assert result.exit_codes == [130]
     text = "interrupted by Ctrl-C a second time: nothing more was saved; what was saved stands"
     assert result.output.splitlines()[-1] == text
-    assert status(tmp_path) == {"status": "failed", "batch": 3, "reason": text}
+    assert status(tmp_path) == {"status": "failed", "batch": 5, "reason": text}
 
 
 def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came_in_first(tmp_path):

@@ -59,6 +59,13 @@ def replay(folder, states=None, num_ranks=1, where=RUN, env=None) -> Verdict:
     return compare(plan, out)
 
 
+def forget_ranks(monkeypatch):
+    """So that what the command sets goes with the test."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 def copy_of_run(folder, name):
     """A copy to tamper with."""
     shutil.copytree(folder / "runs" / RUN, folder / "runs" / name)
@@ -130,6 +137,14 @@ def test_a_changed_row_of_data_is_found(folder):
     assert verdict.text.startswith("does not fit: batch ") and ": data/digest is " in verdict.text
 
 
+def test_other_data_does_not_fit(folder, monkeypatch, capfd):
+    forget_ranks(monkeypatch)
+    write_data(folder / "other", num_train=300)
+    assert run_command(["replay", str(folder / "runs" / RUN), f"train_loader.dataset.local={folder / 'other'}"]) == 3
+    told = capfd.readouterr()
+    assert "does not fit: the data is not what the run was trained with: " in told.out and "new run" not in told.err
+
+
 def test_without_exact_sums_other_ranks_are_within_a_band(folder):
     run(folder, config(folder, exact_sums=False), "plain")
     verdict = replay(folder, "ba2..ba6", 2, where="plain")
@@ -156,15 +171,12 @@ def test_batches_with_local_steps_are_refused(folder, tmp_path):
 
 def test_the_command_says_what_it_found_and_refuses_another_run(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # so that what the command sets goes with the test
-        monkeypatch.delenv(name)
+    forget_ranks(monkeypatch)
     assert run_command(["replay", f"runs/{RUN}", "ba6..ba4"]) == 2
     assert "expected two states of the run, the earlier first" in capfd.readouterr().err
     assert run_command(["replay", f"runs/{RUN}", "ba4..ba9"]) == 2
     assert "no loss of batch 7; it ends with 6" in capfd.readouterr().err
     assert run_command(["replay", f"runs/{RUN}", "ba4..ba6", "optimizer.lr=1"]) == 2
     assert "replay: optimizer.lr 0.01 -> 1.0 would be another run" in capfd.readouterr().err
-    monkeypatch.delenv("RANK")
     assert run_command(["replay", f"runs/{RUN}", "ba4..ba6"]) == 0
     assert "bit-equal: 2 of data/digest" in capfd.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.launch.status import LAUNCHES, seconds_between_failures
+from llmfoundry_lite.ranks.siblings import FirstError
 from llmfoundry_lite.training import preemption, save_policy
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import BY_FILE, BY_KEY, REASONS, Preemption
@@ -23,13 +25,14 @@ from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, 
 SIGTERM = REASONS.index("SIGTERM")
 
 
-def decide(batch, *, agreed=0, save_interval="100ba", stop_after=None, eval_interval=0, began=0):
+def decide(batch, *, agreed=0, save_interval="100ba", stop_after=None, stop_at=None, eval_interval=0, began=0):
     config: Any = SimpleNamespace(
         run_folder="runs/x",
         max_duration="10ba",
         save_interval=save_interval,
         digest_interval=None,
         stop_after=stop_after,
+        stop_at=stop_at,
         eval_interval=eval_interval,
         validation={"": "val"},
         icl_tasks=[],
@@ -69,6 +72,11 @@ def test_a_launch_stops_after_its_span_unless_it_leaves_or_the_run_is_done(batch
     assert decide(batch, agreed=agreed, stop_after="4ba", began=2).stops == stops
 
 
+@pytest.mark.parametrize(("batch", "stops"), [(5, False), (6, True), (7, True), (10, False)])
+def test_a_launch_stops_at_a_point_of_the_run_wherever_it_began(batch, stops):
+    assert decide(batch, stop_at="6ba", began=3).stops == stops
+
+
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
@@ -94,6 +102,28 @@ def test_who_sends_a_signal_kills_soon(asked):
     assert one.leave_by == clock.now + 20
 
 
+def test_a_launcher_that_ends_this_rank_because_another_has_failed_does_not_preempt_it(asked, monkeypatch):
+    one, clock = asked
+    told, failure = [], FirstError(3, 2, "error: a shard is damaged")
+    one.on_request = one.on_leave = lambda *words: told.append(words)
+    monkeypatch.setattr(preemption, "known_failure", lambda: failure)
+    one._hear(signal.SIGTERM)
+    assert (one.failure, told, one.leave_by) == (failure, [], clock.now + 20)
+    monkeypatch.setattr(preemption, "leave", told.append)
+    clock.now += 20
+    one._leave_if_late(clock.now)
+    assert told == [("failed", "rank 3: a shard is damaged"), 2]
+
+
+def test_whoever_leaves_without_a_save_says_what_stands(asked):
+    one, _ = asked
+    assert one.stands() == "nothing was trained yet"
+    one.what_stands = lambda: "nothing was saved yet, and the same command starts over"
+    assert one.stands() == "nothing was saved yet, and the same command starts over"
+    one.note_saved("ba3")
+    assert one.stands() == "what was saved stands"
+
+
 @pytest.mark.parametrize("reasons", [(SIGTERM, BY_KEY), (BY_KEY, SIGTERM)])
 def test_whoever_pressed_ctrl_c_is_the_reason_whichever_came_first(asked, reasons):
     one, _ = asked
@@ -102,11 +132,17 @@ def test_whoever_pressed_ctrl_c_is_the_reason_whichever_came_first(asked, reason
     assert one.reason == BY_KEY
 
 
-@pytest.mark.parametrize(("reason", "status"), [(0, "failed"), (SIGTERM, "preempted")])
-def test_a_lost_peer_is_no_preemption_where_nobody_was_asked_to_leave(reason, status):
+@pytest.mark.parametrize(
+    ("reason", "failure", "status"),
+    [(0, None, "failed"), (SIGTERM, None, "preempted"), (SIGTERM, (3, 2, "error: a shard is damaged"), "failed")],
+)
+def test_a_lost_peer_is_no_preemption_unless_this_rank_was_asked_to_leave_and_no_rank_has_failed(
+    reason, failure, status
+):
     written, error = [], RuntimeError("Connection closed by peer")
     run = SimpleNamespace(fail=lambda *words: written.append(words))
-    reported = report(error, None, run, SimpleNamespace(reason=reason), None, None)
+    asked = SimpleNamespace(reason=reason, failure=failure, stands=lambda: "ba3 stands")
+    reported = report(error, None, run, asked, None, None)
     assert (reported is error) == (status == "failed")
     assert [words[0] for words in written] == [status]
 

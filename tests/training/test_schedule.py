@@ -3,9 +3,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from composer.core import Timestamp
 
 from llmfoundry_lite.config.schema import SchedulerConfig
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.schedule import LearningRate, elapsed, learning_rate_multiplier
 
@@ -156,3 +158,15 @@ def test_a_span_that_needs_an_unknown_length_of_an_epoch_is_refused_in_one_line(
     )
     state.dataloader_len = 7
     rate.fit_start(state, None)  # pyright: ignore[reportArgumentType]
+
+
+def test_each_epoch_of_data_with_stages_has_a_length_of_its_own():
+    dataset: Any = TextDataset.__new__(TextDataset)
+    dataset.stages = SimpleNamespace(num_batches=[10, 4].__getitem__)
+    state: Any = SimpleNamespace(
+        timestamp=Timestamp(epoch=1, batch=11, batch_in_epoch=1),
+        dataloader_len=None,
+        train_dataloader=SimpleNamespace(dataset=dataset),
+    )
+    assert elapsed(state, "ep") == 1.25
+    assert elapsed(state, "ep", Timestamp(epoch=0, batch=1, batch_in_epoch=1)) == 0.1

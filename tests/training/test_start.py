@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.manifest import Manifest, Timestamp
+from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.training.checkpointing import Start, check_fit, choose_start
 from tests.helpers.tiny import tiny_config, write_config
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from composer.core import Callback
 from safetensors.torch import load_file
 
-from llmfoundry_lite.launch.status import read_status
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.launch.status import read_status, write_status
 from llmfoundry_lite.training import run_folder
 from llmfoundry_lite.training import train as training
 from tests.helpers.runs import run, saved_names, status
@@ -110,3 +112,28 @@ def test_a_run_that_finds_itself_done_is_exported_from_any_layout(tmp_path, data
         found = load_file(tmp_path / f"runs/{folder}/huggingface/model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), name
+
+
+@pytest.mark.parametrize("what", ["choose_device", "start_process_group"])
+def test_a_launch_that_fails_before_its_process_group_is_on_record(tmp_path, monkeypatch, what):
+    def fail(*arguments):
+        raise ConfigError("no device")
+
+    monkeypatch.setattr(training, what, fail)
+    write_status(tmp_path, "preempted", 7)
+    monkeypatch.setattr(training, "raise_when_interrupted", lambda: None)
+    config: Any = SimpleNamespace(deterministic=False, run_folder=tmp_path, dist_timeout=1.0)
+    with pytest.raises(ConfigError):
+        training.train(config)
+    assert read_status(tmp_path) == {"status": "failed", "batch": 7, "reason": "no device"}
+
+
+def test_a_launch_that_leaves_while_it_exports_says_that_all_is_saved(monkeypatch):
+    monkeypatch.setattr(training, "can_export", lambda model: "no layout holds it")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(set=print))
+    preemption, partners = SimpleNamespace(saved=None), SimpleNamespace(saves_here=True)
+    checkpointing: Any = SimpleNamespace(newest_url="a/checkpoints/ba2", preemption=preemption, partners=partners)
+    config: Any = SimpleNamespace(model=None)
+    run_folder: Any = SimpleNamespace(folder=Path("a"), is_main=True)
+    training.export(config, run_folder, checkpointing)
+    assert preemption.saved == "ba2"

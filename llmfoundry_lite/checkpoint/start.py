@@ -1,0 +1,161 @@
+"""Where a launch starts: at the checkpoint that it carries on from, which must fit its configuration, or at batch 1.
+
+Reads manifests and the log; no torch. `training/checkpointing.py` restores from there, `--dry-run` tells it.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints
+from llmfoundry_lite.checkpoint.store import (
+    Candidate,
+    Checkpoint,
+    CheckpointStore,
+    is_checkpoint,
+    open_checkpoint,
+    refuse_newer,
+)
+from llmfoundry_lite.config.changes import find_changes, refuse_changes
+from llmfoundry_lite.config.layout import layout_here
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.launch.log_lines import METRICS, SAVED, read_lines
+
+
+class Start(NamedTuple):
+    """Where a launch starts: at a checkpoint, or at batch 1."""
+
+    is_own: bool = False
+    """Carry on from the newest intact checkpoint in the run's own folder."""
+    url: str | None = None
+    """A checkpoint, or a folder of checkpoints, whose newest intact one is used; None: batch 1."""
+    is_one: bool = False
+    """`url` is one checkpoint, not a folder of them."""
+    note: str = ""
+    """Tells the user why a launch with `autoresume` starts at batch 1."""
+    fingerprints: dict[str, str] = {}  # noqa: RUF012 - read only
+    name: str = ""
+    """The newest of the run's own checkpoints that can be read; empty: none can."""
+    done: dict[str, int] = {}  # noqa: RUF012 - read only
+    """How much that one has trained, by unit; whole epochs."""
+
+
+def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
+    """Raise CheckpointError if the run cannot carry on with another model, tokenizer or batch size.
+
+    Tensors and the place in the data are checked when they are restored.
+    """
+    if manifest.optimizer is None:  # imported
+        raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
+    if manifest.config is None or "timestamp" not in manifest.scalars:
+        raise CheckpointError(
+            "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
+        )
+    changes = find_changes(manifest.config, as_dict(config))
+    # A default that differs between releases is not a change that the user asked for.
+    unsaid = [] if config.optimizer.weight_decay is not None else ["optimizer.weight_decay"]
+    refuse_changes(changes["never"] + [change for change in changes["logged"] if change.key in unsaid])
+    find_microbatch(config, manifest)
+    here, there = fingerprints.get("tokenizer"), manifest.fingerprints.get("tokenizer")
+    if here is not None and there is not None and here != there:
+        raise CheckpointError(
+            f"tokenizer is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was: name "
+            "that tokenizer, or begin a new run with its weights (load_weights_only=true)"
+        )
+
+
+def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
+    """Return the size of the checkpoint's microbatches, if this launch must have the same; else None.
+
+    Raises CheckpointError if it cannot.
+    """
+    if not (config.exact_sums and (manifest.config or {}).get("exact_sums") and manifest.segments):
+        return None
+    size, here = manifest.segments[-1].device_train_microbatch_size, config.device_train_microbatch_size
+    num_samples = config.global_train_batch_size // layout_here(config).num_data_ranks
+    if here not in ("auto", size):
+        raise CheckpointError(
+            f"device_train_microbatch_size is {here} here and {size} in the checkpoint, and exact_sums makes it a part "
+            f"of the run: set it to {size} or auto, or exact_sums=false from here on"
+        )
+    if size is not None and config.islands is None and num_samples % size:
+        raise CheckpointError(
+            f"the run's microbatches have {size} samples, which exact_sums keeps, and that does not divide the "
+            f"{num_samples} samples of a device here; start another number of devices, or exact_sums=false"
+        )
+    return size
+
+
+def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
+    """Choose the checkpoint that a launch begins from. Raises CheckpointError."""
+    store = CheckpointStore(config.checkpoint_folder)
+    candidates = store.candidates()
+    if candidates:
+        if not config.autoresume:
+            raise CheckpointError(
+                f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
+                "choose another run_name"
+            )
+        newest = newest_of(candidates)
+        start = Start(is_own=True, url=store.root.url, fingerprints=fingerprints)
+        if newest is None:  # restoring says of each why
+            return start
+        check_fit(config, fingerprints, newest.manifest)
+        at = newest.manifest.timestamp
+        return start._replace(name=newest.name, done={"ba": at.batch, "ep": at.epoch, "sp": at.sample, "tok": at.token})
+    store.check_is_new()
+    note = _check_log(config, store.root.url)
+    url, is_one = None, False
+    if config.load_path is not None:
+        url, is_one = _check_load_path(config, config.load_path, fingerprints)
+    elif config.autoresume:
+        note = note or f"no checkpoint in {store.root.url} yet; starting at batch 1"
+    return Start(url=url, is_one=is_one, note=note, fingerprints=fingerprints)
+
+
+def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
+    """Return the newest checkpoint that can be read. Raises CheckpointError for one of a newer release."""
+    refuse_newer(candidates)
+    return next((found.checkpoint for found in candidates if found.checkpoint is not None), None)
+
+
+def _check_log(config: TrainConfig, checkpoints: str) -> str:
+    """Return a note about trained batches that have no checkpoint; empty if there are none.
+
+    Raises CheckpointError if checkpoints have disappeared, or if `autoresume` does not allow to train them again.
+    """
+    log = Path(config.run_folder) / METRICS
+    records = [record for _, record in read_lines(log.read_bytes())] if log.exists() else []
+    last_batch = max((record["batch"] for record in records), default=0)
+    if last_batch < 1:
+        return ""
+    trained = f"{log} has batches of this run up to {last_batch}"
+    over = f"to start over, choose another run_name or remove {config.run_folder}"
+    if any(SAVED in record for record in records):
+        raise CheckpointError(
+            f"{trained} and says that it was saved, but {checkpoints} holds no checkpoint; is its disk mounted, is "
+            f"save_folder the same? {over}"
+        )
+    if not config.autoresume:
+        raise CheckpointError(f"{trained}, and {checkpoints} holds no checkpoint to carry on from; {over}")
+    return f"{trained}, none of them saved yet: they are trained again"
+
+
+def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, str]) -> tuple[str, bool]:
+    """Return the URL of a checkpoint or of a folder of them, and whether it is one. Raises CheckpointError."""
+    try:
+        check_not_foreign(where)
+        is_one = is_checkpoint(where)
+        url = where if is_one else folder_of_checkpoints(where)
+        newest = open_checkpoint(url) if is_one else newest_of(CheckpointStore(url).candidates())
+    except CheckpointError as error:
+        raise type(error)(f"load_path: {error}") from error
+    if newest is None:
+        raise CheckpointError(
+            f"load_path: {where} holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run "
+            "directory"
+        )
+    if not config.load_weights_only:
+        check_fit(config, fingerprints, newest.manifest)
+    return url, is_one

@@ -1,0 +1,119 @@
+"""A configuration that a run recorded -> the part of it that `replay` trains with. No torch.
+
+The run may be anybody's, so it is data. Keys that decide arithmetic or data are taken (`replay` in the schema). Nothing
+in their text is resolved, and code that they name runs only if the user trusts its author.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from llmfoundry_lite.config.fields import keys_of
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.errors import ConfigError, is_masked
+
+CODE = "python:"
+PLAIN_COMPILE_KEYS = ("backend", "dynamic", "fullgraph", "mode")
+"""Arguments of torch.compile that name no program. Its `options` name compilers, by their paths."""
+KEYS_OF_CODE = ("name", "lr", "num_workers", "drop_last", "kwargs")
+"""Keys of a user's own optimizer or loader: `schema.as_dict` adds others, which it would be called with."""
+MAX_QUOTED = 60
+
+
+def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts_code: bool) -> dict[str, Any]:
+    """Return the keys that a replay uses, but for those `given` on the command line.
+
+    Raises ConfigError for code that is not trusted, and for text with `${` in it.
+    """
+    chosen = [name for name, key in keys_of(TrainConfig).items() if key.setting.replay != "left out"]
+    values = without(given, {name: config[name] for name in chosen if name in config})
+    code = [*find_code(values)]
+    if code and not trusts_code:
+        or_else = "; or leave the variables out: environment={}" if values.get("environment") else ""
+        raise ConfigError(
+            f"replay: the run's configuration brings code of its author: {', '.join(code)}; if you trust it, let it "
+            f"run with --trust-code{or_else}"
+        )
+    if trusts_code:
+        values["callbacks"] = {"extra": find_callbacks(config)}
+    return as_given(refuse_unresolved(values, "replay"))
+
+
+def without(given: Collection[str], value: Any, path: str = "") -> Any:
+    """Return `value` without the dotted keys given, at any depth."""
+    if not isinstance(value, dict):
+        return value
+    places = {key: f"{path}.{key}" if path else str(key) for key in value}
+    return {key: without(given, value[key], place) for key, place in places.items() if place not in given}
+
+
+def refuse_unresolved(values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return recorded values without remotes that are not whole: a folder here may have the data.
+
+    Raises ConfigError for other text with `${` in it: it names variables of another machine, or of this one.
+    """
+    found = dict(values)
+    if "train_loader" in values:
+        found["train_loader"] = _without_partial_remotes(values["train_loader"])
+    unresolved = {path: text for path, text in _texts(found) if "${" in text}
+    if unresolved:
+        recorded = ", ".join(f"{path} is {_quoted(text)}" for path, text in unresolved.items())
+        keys = dict.fromkeys(f"{path.partition('[')[0]}=…" for path in unresolved)
+        raise ConfigError(f"{what}: {recorded} in the run, which is not resolved here; give {' '.join(keys)}")
+    return found
+
+
+def _without_partial_remotes(value: Any) -> Any:
+    """Return `value` with null for a remote with `${` or masked credentials in it, at any depth."""
+    if isinstance(value, list):
+        return [_without_partial_remotes(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    remote = value.get("remote")
+    is_partial = isinstance(remote, str) and ("${" in remote or is_masked(remote))
+    return {key: _without_partial_remotes(inner) for key, inner in value.items()} | (
+        {"remote": None} if is_partial else {}
+    )
+
+
+def find_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `python:` callbacks of a recorded configuration, and their arguments."""
+    callbacks = config.get("callbacks")
+    extra = callbacks.get("extra") if isinstance(callbacks, dict) else None
+    return extra if isinstance(extra, dict) else {}
+
+
+def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration as a YAML has them: objects of the user's without keys that are ours."""
+
+    def plain(block: Any) -> Any:
+        is_code = isinstance(block, dict) and str(block.get("name")).startswith(CODE) and "kwargs" in block
+        return {key: block[key] for key in KEYS_OF_CODE if key in block} if is_code else block
+
+    return {name: plain(value) for name, value in values.items()}
+
+
+def find_code(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in words each part that names code."""
+    yield from map(_quoted, map(str, find_callbacks(values)))
+    yield from (f"{path} {_quoted(text)}" for path, text in _texts(values) if text.startswith(CODE))
+    if isinstance(environment := values.get("environment"), dict) and environment:  # the schema refuses anything else
+        yield f"environment {', '.join(_quoted(str(name)) for name in environment)}"
+    compiling = values.get("compile_config")
+    if isinstance(compiling, dict):
+        yield from (f"compile_config.{_quoted(str(key))}" for key in compiling if key not in PLAIN_COMPILE_KEYS)
+
+
+def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path and the value of each text."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _texts(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _texts(inner, f"{path}[{number}]")
+
+
+def _quoted(text: str) -> str:
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}…"

@@ -1,0 +1,127 @@
+"""Text as it was written: beside what YAML reads it as, and beside what `${oc.env:…}` came to.
+
+YAML reads the git hash 5e12345 as infinity. Only the schema knows that it is a name, so both readings are kept until
+`choose_readings` takes one. The text of an environment variable may be a secret, so it is recorded as `${oc.env:…}`.
+"""
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from llmfoundry_lite.config.fields import Rule, Setting, keys_of
+from llmfoundry_lite.errors import ConfigError, is_masked
+
+
+class PlainScalar(str):
+    """Text without quotes that YAML reads as a number or a truth value."""
+
+    value: bool | int | float
+
+    def __new__(cls, text: str, value: bool | int | float) -> "PlainScalar":
+        scalar = super().__new__(cls, text)
+        scalar.value = value
+        return scalar
+
+
+class FromEnvironment(str):
+    """Text that came from an environment variable."""
+
+    written: str
+    """It with `${oc.env:…}` in place of the variable's text."""
+
+    def __new__(cls, text: str, written: str) -> "FromEnvironment":
+        made = super().__new__(cls, text)
+        made.written = written
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.written
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+    def replace(self, old: str, new: str, count: typing.SupportsIndex = -1, /) -> "FromEnvironment":
+        return FromEnvironment(super().replace(old, new, count), self.written)
+
+
+AMBIGUOUS = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
+
+
+def hint_at_number(text: str) -> str:
+    """Say how text becomes a number: what a variable holds is text, and 010 and 1:30 have two meanings."""
+    if isinstance(text, FromEnvironment):
+        return f"; a variable is text, so write ${{oc.decode:{text.written}}}"
+    if not AMBIGUOUS.fullmatch(text):
+        return ""
+    sign, digits = (-1 if text.startswith("-") else 1), text.lstrip("-+").replace("_", "")
+    if ":" not in digits:
+        return f"; YAML 1.1 reads it as octal, {sign * int(digits, 8)}, so write that or {sign * int(digits)}"
+    value = 0.0
+    for part in digits.split(":"):
+        value = value * 60 + float(part)
+    return f"; YAML 1.1 reads it to base 60, so write {sign * value:g}"
+
+
+# ---------------------------------------------------------------------------------- the reading that a schema wants
+
+
+def choose_readings(block: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with the text of each scalar where `block` says text, else with its number or truth value.
+
+    Text from the environment stays marked, to be recorded as it was written, where it may change freely in mid-run:
+    paths, URLs, names, arguments of loggers and callbacks. Everything else decides what is trained, one's own optimizer
+    and loader too, and is recorded as it came out, or another variable would change a run unseen. Raises ConfigError
+    for a URL whose credentials were masked when it was recorded.
+    """
+    return _choose_in_block(block, values, "", "freely")
+
+
+TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
+EVAL_SYNONYMS = {"icl_tasks_str": "icl_tasks", "eval_gauntlet_str": "eval_gauntlet"}
+SYNONYMS = TASK_SYNONYMS | EVAL_SYNONYMS
+"""Keys of older YAMLs of LLM Foundry -> ours, by which their scalars are read."""
+
+
+def _choose_in_block(block: type, values: Mapping[str, Any], path: str, rule: Rule) -> dict[str, Any]:
+    keys, chosen = keys_of(block), {}
+    for name, value in values.items():
+        place, key = f"{path}.{name}" if path else name, keys.get(SYNONYMS.get(name, name))
+        setting = key.setting if key else Setting()
+        hint, inner = (key.hint, setting.rule or rule) if key else (Any, rule)
+        if setting.written is not None:
+            hint, inner = setting.written, "freely"
+        chosen[name] = _choose(hint, value, place, inner, setting)
+    return chosen
+
+
+def _choose(hint: Any, value: Any, path: str, rule: Rule, setting: Setting) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, dict):
+        if block := next(filter(dataclasses.is_dataclass, options), None):
+            return _choose_in_block(typing.cast(type, block), value, path, rule)
+        inner = _inside(options, dict)
+        return {name: _choose(inner, one, f"{path}.{name}", rule, setting) for name, one in value.items()}
+    if isinstance(value, list):
+        inner = _inside(options, list)
+        return [_choose(inner, one, f"{path}[{index}]", rule, setting) for index, one in enumerate(value)]
+    if isinstance(value, PlainScalar):
+        is_text = str in options and not _takes(options, value.value)
+        return str(value) if is_text else value.value
+    if isinstance(value, str) and is_masked(value):
+        raise ConfigError(f"{path}: {value}: credentials are not recorded; give them here, by ${{oc.env:NAME}}")
+    if isinstance(value, FromEnvironment) and {str, Any} & set(options):
+        is_free = rule == "freely" and not setting.choices and not {int, float, bool} & set(options)
+        return value if is_free else str(value)
+    return value
+
+
+def _takes(options: tuple[Any, ...], value: bool | int | float) -> bool:
+    is_whole = isinstance(value, float) and value.is_integer()
+    return type(value) in options or (type(value) is int and float in options) or (is_whole and int in options)
+
+
+def _inside(options: tuple[Any, ...], container: type) -> Any:
+    return next((typing.get_args(one)[-1] for one in options if typing.get_origin(one) is container), Any)

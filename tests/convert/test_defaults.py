@@ -1,0 +1,17 @@
+"""A key that a folder's config.json leaves out counts as transformers counts it."""
+
+import pytest
+from transformers import AutoConfig
+
+from llmfoundry_lite.convert.huggingface import LAYOUTS
+from llmfoundry_lite.convert.layout import Field
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_the_default_of_a_key_is_that_of_transformers(kind):
+    known = AutoConfig.for_model(kind).to_dict()
+    known |= {f"attn_config.{key}": value for key, value in (known.get("attn_config") or {}).items()}
+    fields = {key: one for key, one in LAYOUTS[kind].fields.items() if isinstance(one, Field) and key in known}
+    defaults = {key: field.default for key, field in fields.items() if field.default is not ...}
+    assert len(defaults) >= 3
+    assert defaults == {key: known[key] for key in defaults}

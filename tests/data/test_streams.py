@@ -1,0 +1,45 @@
+"""Folders of streams: their settings, and what shows that a file is damaged."""
+
+import hashlib
+
+import pytest
+import xxhash
+from streaming.base.format import FileInfo
+
+from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
+from llmfoundry_lite.data.streams import build_folders, find_damage
+
+
+def test_what_a_stream_says_goes_before_what_the_data_set_says(tmp_path):
+    own = {"download_retry": 0, "download_timeout": 7.0, "validate_hash": "md5", "keep_zip": False, "split": ""}
+    every = {"download_retry": 5, "download_timeout": 9.0, "validate_hash": "sha1", "keep_zip": True, "split": "val"}
+    streams = {
+        name: StreamConfig(local=str(tmp_path / name), remote="s3://bucket/data", **settings)
+        for name, settings in {"own": own, "plain": {}}.items()
+    }
+    folders = build_folders(TextDatasetConfig(streams=streams, **every))
+    for folder, expected in zip(folders, (own, every), strict=True):
+        assert {name: getattr(folder.stream, name) for name in own} == expected
+
+
+@pytest.mark.parametrize("wrong", ["", "md5", "xxh64"])
+def test_every_hash_of_a_file_is_compared_from_its_first_byte(tmp_path, wrong):
+    content = b"a shard" * 1000
+    hashes = {"md5": hashlib.md5(content).hexdigest(), "xxh64": xxhash.xxh64(content).hexdigest()}
+    hashes |= {wrong: "0" * 16} if wrong else {}
+    path = tmp_path / "shard"
+    path.write_bytes(content)
+    found = find_damage(str(path), FileInfo(basename="shard", bytes=len(content), hashes=hashes))
+    assert found == (f"its {wrong} is not the one in index.json" if wrong else "")
+
+
+def test_a_copy_is_the_only_one_where_the_remote_has_lost_a_part_since_it_came(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "shard").write_bytes(b"whole")
+    config = TextDatasetConfig(local=str(here), remote=str(there), split="")
+    (folder,), info = build_folders(config), FileInfo(basename="shard", bytes=5, hashes={})
+    assert folder.why_only_copy(info, has_come=True) == ""
+    (there / "shard").write_bytes(b"who")
+    assert folder.why_only_copy(info, has_come=True) == f"{there / 'shard'} is not there or not whole"

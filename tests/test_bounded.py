@@ -1,0 +1,198 @@
+"""Bytes that somebody else made: no reader takes more than it says, and none waits for a pipe."""
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from llmfoundry_lite import bounded, preflight
+from llmfoundry_lite.bench import compare as bench_compare
+from llmfoundry_lite.bounded import TooLargeError, open_unpacked, read_at_most, read_lines_at_most
+from llmfoundry_lite.checkpoint.manifest import FORMAT
+from llmfoundry_lite.checkpoint.store import is_checkpoint
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.layers import read_layers
+from llmfoundry_lite.config.starter import check_places
+from llmfoundry_lite.convert.files import read_json
+from llmfoundry_lite.data.recorded import state_of
+from llmfoundry_lite.data.shard_table import read_indexes
+from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.doctor.verified import read_proof
+from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.evaluation.tasks import read_rows
+from llmfoundry_lite.files import check_replaceable, open_own, open_regular
+from llmfoundry_lite.hardware import ACCELERATORS
+from llmfoundry_lite.launch.journal import read_legs
+from llmfoundry_lite.launch.status import read_status, seconds_between_failures
+from llmfoundry_lite.plan.calibrate import read_constants
+from llmfoundry_lite.plan.step import find_hardware
+from llmfoundry_lite.prepare.listing import list_files, read_object
+from llmfoundry_lite.prepare.make_tasks import is_replaceable
+from llmfoundry_lite.prepare.summary import load_summary
+from llmfoundry_lite.report.reading import read_run
+from llmfoundry_lite.report.watch import Watched
+from tests.helpers.bombs import MIB, little_memory
+
+
+def test_a_file_is_read_up_to_its_limit_and_not_a_byte_further(tmp_path):
+    (path := tmp_path / "a.json").write_bytes(bytes(64 * MIB))
+    assert len(read_at_most(path, 64 * MIB, "a report")) == 64 * MIB
+    with little_memory(8), pytest.raises(TooLargeError) as caught:
+        read_at_most(path, MIB, "a report")
+    reason = "has more than 1,048,576 bytes, the most that are read of a report"
+    assert (str(caught.value), caught.value.strerror) == (f"{path} {reason}; give another file", reason)
+    assert caught.value.exit_code == 2
+
+
+def test_a_file_that_says_it_is_empty_has_its_limit_too():
+    """Files of /proc have a size of 0, whatever they hold."""
+    assert read_at_most("/proc/self/stat", MIB, "a note")
+    with pytest.raises(DataError, match="/proc/self/stat has more than 5 bytes"):
+        read_at_most("/proc/self/stat", 5, "a note")
+
+
+def test_lines_and_their_sum_have_limits(tmp_path, monkeypatch):
+    (path := tmp_path / "a.jsonl").write_bytes(b"one\n" + "zwei\u2028\n".encode() + b"torn")
+    assert b"".join(read_lines_at_most(path, 16, "a log")) == path.read_bytes()
+    assert list(read_lines_at_most(path, 16, "a log", begin=12)) == [b"torn"]
+    with pytest.raises(DataError, match=r"a.jsonl has more than 15 bytes, the most that are read of a log"):
+        list(read_lines_at_most(path, 15, "a log"))
+    monkeypatch.setattr(bounded, "MAX_LINE_BYTES", 5)
+    lines = read_lines_at_most(path, 16, "a log")
+    assert next(lines) == b"one\n"
+    with pytest.raises(DataError, match=r"a.jsonl, line 2 has more than 5 bytes, the most that are read of a line"):
+        next(lines)
+
+
+def test_a_window_of_gigabytes_is_refused():
+    parameters = zstandard.ZstdCompressionParameters(window_log=30, compression_level=1)
+    packed = zstandard.ZstdCompressor(compression_params=parameters).stream_reader(io.BytesIO(bytes(MIB))).read()
+    with open_unpacked(io.BytesIO(packed), "zstd") as content, pytest.raises(OSError, match="too much memory"):
+        content.read()
+
+
+READERS = {
+    "status.json": [lambda path: read_status(path.parent), lambda path: Watched(path.parent)],
+    "launches.jsonl": [lambda path: seconds_between_failures(path.parent), lambda path: read_run(path.parent)],
+    "metrics.jsonl": [lambda path: read_run(path.parent), lambda path: Watched(path.parent)],
+    "config.yaml": [lambda path: read_run(path.parent), lambda path: read_layers([str(path)])],
+    "manifest.json": [lambda path: is_checkpoint(str(path.parent))],
+    "relay.jsonl": [lambda path: read_legs(path.parent)],
+    "summary.json": [
+        lambda path: load_summary(path.parent),
+        lambda path: check_places(path.parent, path.parent / "out"),
+        preflight._read_summary,
+    ],
+    "index.json": [
+        lambda path: read_indexes([path], [None]),
+        preflight._count_samples,
+        lambda path: state_of(path.parent),
+    ],
+    "report.json": [
+        bench_compare.read,
+        lambda path: read_constants(path, find_hardware(ACCELERATORS["H100-80GB"])),
+        read_proof,
+        check_replaceable,
+        read_json,
+        read_object,
+    ],
+    "task.jsonl": [
+        lambda path: read_rows(TaskConfig(label="t", icl_task_type="language_modeling", dataset_uri=str(path))),
+        lambda path: is_replaceable(path, {}),
+        lambda path: list_files([str(path)], split="train", on_error="stop"),
+    ],
+    "tokenizer.json": [lambda path: load_tokenizer(path.parent)],
+}
+
+
+RIGHT = {
+    "status.json": '{"status": "done", "batch": 1}',
+    "launches.jsonl": '{"launch": 1, "status": "done", "batch": 1}',
+    "metrics.jsonl": '{"batch": 1, "launch": 1}',
+    "config.yaml": "seed: 1",
+    "manifest.json": f'{{"format": "{FORMAT}"}}',
+    "relay.jsonl": '{"number": 1, "place": "a", "turn": 0, "began": 1.0, "from_batch": 0, "host": "b"}',
+    "task.jsonl": '{"context": "a", "continuation": "b", "text": "c"}',
+}
+"""Files that each of their readers takes, so that it is not another fault that the next tests see."""
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_reader_reads_a_right_file(tmp_path, name):
+    (tmp_path / "metrics.jsonl").write_text(RIGHT["metrics.jsonl"] + "\n")
+    (path := tmp_path / name).write_text(RIGHT[name] + "\n")
+    for read in READERS[name]:
+        read(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_waits_for_a_pipe(tmp_path, name):
+    os.mkfifo(path := tmp_path / name)
+    for read in READERS[name]:
+        with contextlib.suppress(UserError, OSError):
+            read(path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_ends_in_a_traceback_for_brackets_without_end(tmp_path, name):
+    (path := tmp_path / name).write_text("[" * 100_000 + "\n")
+    for read in READERS[name]:
+        with contextlib.suppress(OSError, ValueError):  # which a UserError is, too
+            read(path)
+
+
+def test_an_index_and_a_summary_of_anything_are_read_without_a_traceback(tmp_path):
+    index, summary = tmp_path / "index.json", tmp_path / "summary.json"
+    names = '"column_names": [%s] "column_encodings": ["int"]'
+    for text in (names % "[" * 100_000, names % "{}", names % '"a"' + f' "samples": {"9" * 5000}'):
+        index.write_text(text)
+        with contextlib.suppress(ValueError):
+            preflight._count_samples(index)
+    for text in ("[1]", '{"max_seq_len": 1, "tokenizer": 3}', '{"max_seq_len": "x", "tokenizer": {"vocab_size": 1}}'):
+        summary.write_text(text)
+        assert preflight._read_summary(summary) == {}
+
+
+def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):
+    (file := tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(file)
+    os.close(open_regular(tmp_path / "link"))
+    with pytest.raises(OSError, match="symbolic links"):
+        open_own(tmp_path / "link", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    assert file.read_text() == "kept"
+    os.close(open_own(tmp_path / "new", os.O_WRONLY | os.O_CREAT))
+    assert Path(tmp_path, "new").stat().st_mode & 0o777 == 0o600
+    if os.geteuid() == 0:
+        os.chown(file, 12345, 12345)
+        with pytest.raises(PermissionError, match="belongs to user 12345"):
+            open_own(file)
+
+
+OURS_OR_THE_SYSTEM_S = {
+    *(
+        "bench/frame.py",
+        "checkpoint/start.py",
+        "bench/profile.py",
+        "bench/steps.py",
+        "cli/listing.py",
+        "config/auto_hardware.py",
+    ),
+    *("config/starter.py", "devices.py", "doctor/collectives.py", "doctor/examine.py", "doctor/machine.py"),
+    *("energy.py", "evaluation/tables.py", "islands/member.py", "launch/launcher.py", "launch/processes.py"),
+    *("launch/replay.py", "models/products.py", "plan/plan.py", "ranks/identity.py", "rehearse/build.py"),
+    *("rehearse/child.py", "rehearse/fork_server.py", "rehearse/measure.py", "ranks/siblings.py"),
+    *("training/mirrors.py", "training/replay.py", "training/run_folder.py"),
+}
+"""Modules that read files of the package, of the kernel, of their own temporary folders or of their own run."""
+
+
+def test_files_that_others_wrote_are_read_through_one_door():
+    package = Path(bounded.__file__).parent
+    whole = re.compile(r"\.read_(text|bytes)\(|OmegaConf\.load\((?!io)|base\.compression import decompress")
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if whole.search(path.read_text())}
+    assert found <= OURS_OR_THE_SYSTEM_S, "read_at_most of bounded.py has a limit, and waits for no pipe"

@@ -1,0 +1,50 @@
+"""What of a launch is recorded, and which differences between two launches change the last digits."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from composer.core import Timestamp
+
+from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.training.run_state import _data_state, find_differences
+
+
+def test_each_setting_that_changes_digits_is_named():
+    words = {
+        "device": ("device", "H100", "MI250"),
+        "num_devices": ("devices", 8, 4),
+        "runtime": ("runtime", "CUDA 13", "ROCm 7"),
+        "torch": ("torch", "2.13", "2.11"),
+        "sharding": ("sharding", "FULL_SHARD", "NO_SHARD"),
+        "shard_degree": ("shard degree", None, 2),
+        "tensor_parallel_degree": ("tensor parallel degree", 2, None),
+        "context": ("context parallel", None, "2, heads"),
+        "pipeline": ("pipeline", "2 stages, 1f1b", None),
+        "device_train_microbatch_size": ("microbatch", 4, 1),
+        "precision": ("precision", "amp_bf16 DEFAULT", "fp32 DEFAULT"),
+        "attention": ("attention", "sdpa", "flex"),
+        "reduction": ("reduction after", "each batch", "each microbatch"),
+        "num_threads": ("threads of a rank", 1, 2),
+    }
+    first = Segment(first_batch=1, last_batch=2, **{field: before for field, (_, before, _) in words.items()})
+    assert find_differences(first, replace(first, first_batch=3, last_batch=9, driver="other")) == []
+    for field, (name, before, now) in words.items():
+        said = f"{name} {'none' if before is None else before} -> {'none' if now is None else now}"
+        assert find_differences(first, replace(first, **{field: now})) == [said]
+    here = replace(first, device_train_microbatch_size=None, compile_config={"mode": "default"}, environment={"A": "1"})
+    assert find_differences(first, here) == ['compile_config none -> {"mode": "default"}', "A none -> 1"]
+
+
+def test_the_place_in_the_data_counts_the_padding_of_an_epoch_s_last_batch(monkeypatch):
+    """Composer counts samples; the next epoch begins behind the whole batch."""
+    dataset: Any = TextDataset.__new__(TextDataset)
+    dataset.global_batch_size = 8
+    monkeypatch.setattr(TextDataset, "state_dict", lambda self, num_samples, *_: {"samples": num_samples})
+    timestamp = Timestamp(batch=13, batch_in_epoch=3, sample_in_epoch=21)
+    state: Any = SimpleNamespace(train_dataloader=SimpleNamespace(dataset=dataset), timestamp=timestamp)
+    assert _data_state(state) == {"samples": 24}
+    others = SimpleNamespace(state_dict=lambda num_samples, *_: {"samples": num_samples})
+    state.train_dataloader.dataset = others
+    assert _data_state(state) == {"samples": 21}
