@@ -33,9 +33,9 @@ _HOMES = {
 
 def _bring(name: str) -> _typing.Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from llmfoundry_lite.release import read_release
 
-        return version("llmfoundry-lite")
+        return read_release().version
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, there = _HOMES[name]
