@@ -41,7 +41,7 @@ from tests.helpers.bombs import MIB, little_memory
 def test_a_file_is_read_up_to_its_limit_and_not_a_byte_further(tmp_path):
     (path := tmp_path / "a.json").write_bytes(bytes(64 * MIB))
     assert len(read_at_most(path, 64 * MIB, "a report")) == 64 * MIB
-    with little_memory(8), pytest.raises(TooLargeError) as caught:
+    with little_memory(32), pytest.raises(TooLargeError) as caught:
         read_at_most(path, MIB, "a report")
     reason = "has more than 1,048,576 bytes, the most that are read of a report"
     assert (str(caught.value), caught.value.strerror) == (f"{path} {reason}; give another file", reason)

@@ -545,7 +545,7 @@ def test_a_file_of_torch_that_is_packed_inside_is_refused(tmp_path):
 @pytest.mark.fault
 def test_a_pickle_gets_no_memory_for_bytes_that_it_only_announces():
     announced = b"\x80\x05" + pickle.BYTEARRAY8 + (64 * MIB).to_bytes(8, "little") + b"x."
-    with little_memory(8), pytest.raises(KeyError):
+    with little_memory(32), pytest.raises(KeyError):
         TensorsOnly(io.BytesIO(announced)).load()
 
 

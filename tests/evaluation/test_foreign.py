@@ -227,7 +227,7 @@ def test_a_sample_that_unpacks_to_gigabytes_is_refused_after_a_few(tmp_path, mon
     """A log of 6 MB took 10.6 GB of memory."""
     monkeypatch.setattr(foreign, "MAX_JSON_BYTES", MIB)
     log = eval_log(tmp_path / "bomb.eval", [b'{"id": "' + bytes(64 * MIB)], method)
-    with little_memory(16):
+    with little_memory(48):
         message = refusal(log)
     assert f"{log}: samples/0.json has more than 1,048,576 bytes, the most that are read of a sample" in message
 
@@ -243,7 +243,7 @@ def test_a_log_in_json_that_is_too_large_is_refused_with_the_way_to_convert_it(t
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_a_compression_whose_pieces_have_no_bound_is_refused(tmp_path, method):
     log = eval_log(tmp_path / "bomb.eval", [bytes(64 * MIB)], method)
-    with little_memory(16):
+    with little_memory(48):
         message = refusal(log)
     assert f"samples/0.json is compressed by ZIP's method {method}, expected deflate or Zstandard" in message
 

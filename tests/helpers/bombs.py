@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @contextmanager
 def little_memory(max_mib: int) -> Iterator[None]:
-    """Fail if Python objects made inside take more memory at once."""
+    """Fail if Python objects made meanwhile, by any thread, take more memory at once."""
     tracemalloc.start()
     try:
         yield
