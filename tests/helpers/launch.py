@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import socket
 import sys
 import time
@@ -28,6 +29,9 @@ _first_port = 10_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[
 _ports = itertools.cycle(random.Random().sample(range(_first_port, _first_port + 1_000), 1_000))
 
 
+FAILURE = re.compile("^error: |^Traceback", re.MULTILINE)
+
+
 @dataclass
 class Launch:
     exit_codes: list[int]
@@ -36,7 +40,9 @@ class Launch:
 
     @property
     def output(self) -> str:
-        return self.outputs[0]
+        """What rank 0 prints; before the ranks have met, the first to fail prints instead, whichever it is."""
+        first, *failed = [self.outputs[0], *filter(FAILURE.search, self.outputs[1:])]
+        return first if FAILURE.search(first) or not failed else first + failed[0]
 
     def check(self) -> "Launch":
         assert set(self.exit_codes) == {0}, f"exit codes {self.exit_codes}\n" + "\n".join(self.outputs)
