@@ -202,7 +202,7 @@ def make_in_processes(
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
-            "a worker process ended; if it said nothing, it was killed, perhaps for want of memory. What is done is "
+            "a worker process ended; if it said nothing, it was killed, perhaps for want of memory; what is done is "
             f"kept: run the same command again, with fewer --num-workers if it was memory{encoder}"
         ) from error
     finally:
