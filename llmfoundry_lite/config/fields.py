@@ -49,7 +49,7 @@ class Setting:
     """A hardware overlay may set it. It changes freely: it says how and from where the run is computed."""
 
     replay: Replay = "left out"
-    """Of a key of a run; blocks are taken whole."""
+    """Treatment of a key of a run by `replay`. Blocks are taken whole."""
 
     @property
     def rule(self) -> Rule | None:
