@@ -40,7 +40,7 @@ class Launch:
 
     @property
     def output(self) -> str:
-        """Output of rank 0, and of the rank that failed first where rank 0 is silent: before ranks meet, that one prints."""
+        """Output of rank 0, with that of a rank that failed where rank 0 says nothing of it."""
         first, *failed = [self.outputs[0], *filter(FAILURE.search, self.outputs[1:])]
         return first if FAILURE.search(first) or not failed else first + failed[0]
 
