@@ -1,5 +1,8 @@
 """What tests of several rooms read, and none changes."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +19,16 @@ settings.load_profile("tests")
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"))
+
+
+def _keep_environment() -> Iterator[None]:
+    """Training in this process sets a rank's variables, and the next test's launch would take itself for a rank."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before:
+        del os.environ[name]
+    os.environ.update(before)
+
+
+keep_environment = pytest.fixture(autouse=True)(_keep_environment)
+keep_environment_of_fixtures = pytest.fixture(autouse=True, scope="module")(_keep_environment)

@@ -185,7 +185,7 @@ OURS_OR_THE_SYSTEM_S = {
     *("config/starter.py", "devices.py", "doctor/collectives.py", "doctor/examine.py", "doctor/machine.py"),
     *("energy.py", "evaluation/tables.py", "islands/member.py", "launch/launcher.py", "launch/processes.py"),
     *("launch/replay.py", "models/products.py", "plan/plan.py", "ranks/identity.py", "rehearse/build.py"),
-    *("rehearse/child.py", "rehearse/fork_server.py", "rehearse/measure.py", "ranks/siblings.py"),
+    *("rehearse/child.py", "rehearse/fork_server.py", "rehearse/measure.py", "ranks/siblings.py", "release.py"),
     *("training/mirrors.py", "training/replay.py", "training/run_folder.py"),
 }
 """Modules that read files of the package, of the kernel, of their own temporary folders or of their own run."""

@@ -152,8 +152,8 @@ def test_a_recorded_url_is_opened_only_in_an_object_store(tmp_path, recorded, is
 
 
 def test_a_recorded_url_is_opened_where_the_run_was_given_by_it():
-    folder = open_folder("memory://runs/far")
-    inside, beside = "memory://runs/far/saves", "memory://runs/farther"
+    folder = open_folder("memory://read/far")
+    inside, beside = "memory://read/far/saves", "memory://read/farther"
     assert folder_of_checkpoints(folder, {"save_folder": inside}, ()) == inside
     assert folder_of_checkpoints(folder, {"save_folder": beside}, ()) is None
 
