@@ -39,6 +39,8 @@ NEEDED = {
 SWITCHES = "switches_between"
 OVERLAYS = {"a100-40gb-8": "A100-40GB", "a100-80gb-8": "A100-80GB", "h100-8": "H100-80GB", "h200-8": "H200"}
 """CUDA's overlays -> their rows of the hardware table."""
+MEASURED = {("h100-8", "mpt-125m", 1): 0.432, ("h100-8", "mpt-1b", 1): 0.559}
+"""(overlay, model, devices) -> MFU, compiled: `benchmarks/results/h100/cases.jsonl`."""
 NUM_EXACT = 20
 """Batches of the run whose digests and losses are kept."""
 RESERVE_SECONDS = 25
@@ -253,21 +255,27 @@ def list_mfu(path: Path, row_name: str | None) -> list[dict[str, Any]]:
                 **{key: row.get(key) for key in ("shape", "step", "microbatch_size", "flops_per_sec", "error")},
                 "share_of_products": rate / products[row["shape"]] if rate and products.get(row["shape"]) else None,
                 "share_of_peak": rate / report["peak_flops"] if rate and report["peak_flops"] else None,
-                "predicted_share_of_peak": predict(row["shape"], row_name),
+                "predicted_share_of_peak": predict(row["shape"], row_name, row["step"]),
             }
         )
     return found
 
 
-def predict(shape: str, row_name: str | None) -> float | None:
+def predict(shape: str, row_name: str | None, step: str) -> float | None:
     """Return the MFU that `plan` predicts of a model that ships, on one device of the hardware table."""
     if row_name is None or shape not in ("125m", "350m", "1b", "3b", "7b"):
         return None
-    return predict_step(f"mpt-{shape}", row_name, 1)[0]
+    compiled = ["compile_config={}"] if step.endswith(", compiled") else []
+    return predict_step(f"mpt-{shape}", row_name, 1, *compiled)[0]
 
 
-def predict_step(model: str, row_name: str, num_devices: int, *overlays: str) -> tuple[float, dict[str, float]]:
-    """Return the MFU of a step with two microbatches of 8 samples on each device, and the step's parts by share."""
+def predict_step(
+    model: str, row_name: str, num_devices: int, *overlays: str, published: bool = False
+) -> tuple[float, dict[str, float]]:
+    """Return the MFU of a step with two microbatches of 8 samples on each device, and the step's parts by share.
+
+    `published`: by the rates of 2023's software.
+    """
     from llmfoundry_lite.config.layout import layout_of
     from llmfoundry_lite.config.load_train import load_train_config
     from llmfoundry_lite.hardware import ACCELERATORS
@@ -276,35 +284,39 @@ def predict_step(model: str, row_name: str, num_devices: int, *overlays: str) ->
     sizes = ["device_train_microbatch_size=8", f"global_train_batch_size={16 * num_devices}"]
     config = load_train_config([model, *overlays, *sizes, "max_seq_len=2048", "precision=amp_bf16"], {}).config
     device, layout = ACCELERATORS[row_name], layout_of(config, num_devices, num_devices)
-    step = step_time(config, layout, find_hardware(device))
+    step = step_time(config, layout, find_hardware(device, published=published))
     return step.mfu(config, layout, device), step.parts()
 
 
 def list_predictions() -> list[str]:
-    """Return the page of predictions, made before any GPU was measured."""
+    """Return the page of predictions, and of what was measured since."""
     from llmfoundry_lite.hardware import ACCELERATORS
     from llmfoundry_lite.plan.step import find_hardware
 
     lines = [
-        "# MFU, predicted before it was measured",
+        "# MFU, predicted and measured",
         "",
-        "Printed by `python scripts/gpu_check.py predict`. `make gpu-check-speed` prints what it measures beside the",
-        "rows of one device. Two microbatches of 8 x 2,048 tokens on each device, bf16. The step's parts and rates are",
-        "those of [`plan`](../plan.md): products and attention at the shares of the peak that stand in the row, all",
-        "else at 85 % of the memory's bandwidth. The shares were fitted to LLM Foundry's throughput of 2023, not",
-        "compiled. The H200's are the H100's, rounded down. A newer torch, and compiled code, should be faster.",
+        "Printed by `python scripts/gpu_check.py predict`. Two microbatches of 8 x 2,048 tokens on each device, bf16,",
+        "compiled. The step's parts and rates are those of [`plan`](../plan.md): products and attention at the shares",
+        "of the peak that stand in the row, all else at 85 % of the memory's bandwidth. `of 2023` was predicted before",
+        "any GPU was measured, not compiled, by rates that were fitted to LLM Foundry's throughput of 2023. Rates of",
+        "the H100 are now fitted to [what one measured](h100.md), with 16 and 64 samples a step: its two rows of one",
+        "device prove little. The H200 takes the H100's; an A100 has no other rates than those of 2023.",
         "",
-        "| overlay | model | devices | products, attention at | MFU predicted | parts of the step |",
-        "|---|---|---:|---|---:|---|",
+        "| overlay | model | devices | products, attention at | MFU of 2023 | MFU predicted | measured | parts |",
+        "|---|---|---:|---|---:|---:|---:|---|",
     ]
     for overlay, row_name in OVERLAYS.items():
         efficiency = find_hardware(ACCELERATORS[row_name]).efficiency
         for model in ("mpt-125m", "mpt-1b"):
             for num_devices in (1, 8):
-                mfu, parts = predict_step(model, row_name, num_devices, overlay)
+                before, _ = predict_step(model, row_name, num_devices, overlay, published=True)
+                mfu, parts = predict_step(model, row_name, num_devices, overlay, "compile_config={}")
                 words = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
                 rates = f"{efficiency.products:.0%}, {efficiency.attention:.0%}"
-                lines.append(f"| {overlay} | {model} | {num_devices} | {rates} | {mfu:.1%} | {words} |")
+                measured = MEASURED.get((overlay, model, num_devices))
+                cells = [overlay, model, str(num_devices), rates, f"{before:.1%}", f"{mfu:.1%}"]
+                lines.append(f"| {' | '.join([*cells, f'{measured:.1%}' if measured else '', words])} |")
     return lines
 
 

@@ -175,7 +175,7 @@ def read_rows() -> list[Row]:
         if not one.is_fp8:
             config = load_train_config(one.arguments).config
             layout = layout_of(config, one.num_devices, NODE_SIZE)
-            rows.append(Row(one, config, layout, find_hardware(ACCELERATORS[one.device])))
+            rows.append(Row(one, config, layout, find_hardware(ACCELERATORS[one.device], published=True)))
     return rows
 
 
@@ -228,7 +228,7 @@ def fit_rates(rows: Sequence[Row]) -> dict[str, float]:
     rows = [row for row in rows if not row.published.is_held_out]
     start = {name: float(getattr(rates, name)) for name in FITTED}
     for family in FAMILIES:
-        efficiency = rates.EFFICIENCIES[family]
+        efficiency = rates.PUBLISHED[family]
         start |= {f"{family}.products": efficiency.products, f"{family}.attention": efficiency.attention}
     return minimise(start, partial(mean_error, rows))
 
@@ -413,7 +413,7 @@ def staged(num_stages: int) -> float:
 
 def teraflops(config: TrainConfig, num_devices: int, device: str, peak: float) -> float:
     layout, accelerator = layout_of(config, num_devices, NODE_SIZE), ACCELERATORS[device]
-    return peak * step_time(config, layout, find_hardware(accelerator)).mfu(config, layout, accelerator)
+    return peak * step_time(config, layout, find_hardware(accelerator, published=True)).mfu(config, layout, accelerator)
 
 
 def mi250_card(num_cards: int) -> float:
@@ -438,7 +438,9 @@ def over(device: str) -> float:
             ]
         ).config
         cards, others = (
-            step_time(config, layout_of(config, n, NODE_SIZE), find_hardware(ACCELERATORS[name])).tokens_per_second
+            step_time(
+                config, layout_of(config, n, NODE_SIZE), find_hardware(ACCELERATORS[name], published=True)
+            ).tokens_per_second
             for name, n in (("MI250", 8), (device, 4))
         )
         found.append(100 * cards / others)
@@ -468,7 +470,7 @@ def gpt2_xl(
         ]
     ).config
     node = POLARIS if device == "A100-40GB" else NODES[device]
-    hardware = replace(find_hardware(ACCELERATORS[device]), node=node)
+    hardware = replace(find_hardware(ACCELERATORS[device], published=True), node=node)
     layout = layout_of(config, num_devices, node.num_devices)
     return step_time(config, layout, hardware).tokens_per_second / num_devices
 

@@ -34,7 +34,9 @@ from llmfoundry_lite.plan.network import (
 )
 from llmfoundry_lite.plan.portion import FP32_BYTES, Portion
 from llmfoundry_lite.plan.rates import (
+    COMPILED_SHARE,
     LOGIT_BYTES,
+    MANY_DEVICES,
     MEMORY_SHARE,
     OPTIMIZER_BYTES,
     OVERLAP_COST,
@@ -60,7 +62,9 @@ class Hardware:
         """Return multiples of a predicted rate between which it comes, in nine cases of ten."""
         residuals = self.efficiency.residuals
         if residuals is None:
-            return self.efficiency.interval
+            low, high = self.efficiency.interval
+            is_measured = num_devices <= (self.efficiency.num_measured_devices or num_devices)
+            return (low if is_measured else min(low, MANY_DEVICES)), high
         return residuals.interval(self.node.doublings(num_devices), self.node.jitter)
 
 
@@ -115,9 +119,13 @@ class StepTime:
         return flops * self.tokens_per_second / (peak * layout.world_size)
 
 
-def find_hardware(accelerator: Accelerator) -> Hardware:
-    """Return an accelerator in its usual node, with its published efficiency. Raises ConfigError without a node."""
-    return Hardware(accelerator=accelerator, node=find_node(accelerator.name), efficiency=find_efficiency(accelerator))
+def find_hardware(accelerator: Accelerator, *, published: bool = False) -> Hardware:
+    """Return an accelerator in its usual node, with the efficiency of today's software, or that `published` in 2023.
+
+    Raises ConfigError without a node.
+    """
+    efficiency = find_efficiency(accelerator, published=published)
+    return Hardware(accelerator=accelerator, node=find_node(accelerator.name), efficiency=efficiency)
 
 
 def count_microbatches(p: Portion) -> int:
@@ -217,7 +225,8 @@ def _compute_seconds(
         attention += (num_forwards * SCORE_TRANSFERS + SCORE_GRADIENT_TRANSFERS) * scores_bytes / memory_rate
     # Selective recomputation keeps products and attention, and repeats what memory bounds.
     stream_passes = _with_recomputation(p) if is_recomputed else 3
-    stream = STREAM_BYTES * p.compute_bytes / 2 * num_tokens * model.d_model * (stream_passes / 3)
+    moved = COMPILED_SHARE if p.config.compile_config is not None else 1.0
+    stream = moved * STREAM_BYTES * p.compute_bytes / 2 * num_tokens * model.d_model * (stream_passes / 3)
     # Tensor parallelism divides the feed-forward layer's half of it. All compute the norms' half, unless the stream is
     # divided too.
     block = {
@@ -228,7 +237,7 @@ def _compute_seconds(
     head = {
         "products": 3 * 2 * num_logits * model.d_model / products_rate,
         "attention": 0.0,
-        "memory": LOGIT_BYTES * num_logits / memory_rate,
+        "memory": moved * LOGIT_BYTES * num_logits / memory_rate,
     }
     return block, head
 

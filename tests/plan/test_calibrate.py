@@ -38,7 +38,11 @@ def write_steps(folder: Path, counts, products: float, jitter: float, odd: float
     """Write steps of MPT-1B as a cluster of such rates would take them; every second one `odd` times as long."""
     truth = replace(
         H100,
-        efficiency=replace(H100.efficiency, products=products, attention=products * 0.178 / 0.645),
+        efficiency=replace(
+            H100.efficiency,
+            products=products,
+            attention=products / H100.efficiency.products * H100.efficiency.attention,
+        ),
         node=replace(H100.node, jitter=jitter),
     )
     rows = []
@@ -127,7 +131,7 @@ def test_products_alone_take_the_place_of_fitted_ones_unless_steps_were_timed(ca
     assert run([*ON_H100, "8", "--calibrate", paths[0], "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["rates"]["products"] == pytest.approx(620 / 989.5)
-    assert alone["rates"]["source"].startswith("products measured, mfu.json; attention fitted to half")
+    assert alone["rates"]["source"].startswith("products measured, mfu.json; attention kernels of MPT-1B")
     assert run([*ON_H100, "64", "--calibrate", ",".join(paths)]) == 0
     told = capsys.readouterr().out
     assert "products at 50.0% of the peak" in told and "(scaling.json: products fitted to 4 steps on at most 8" in told

@@ -241,7 +241,7 @@ def test_several_counts_make_one_table(capsys):
 
 
 def test_a_second_cluster_is_answered_with_a_way_and_what_each_would_reach(capsys):
-    arguments = ["mpt-7b", "--hardware", "h100", "--devices", "64", "--pipeline", "1", "--join", "mi250:64"]
+    arguments = ["mpt-7b", "--hardware", "a100-80gb", "--devices", "64", "--pipeline", "1", "--join", "mi250:64"]
     answers = {}
     for gigabits in ("0.01", "1", "200", "100000"):
         assert plan(*arguments, "--wan", gigabits) == 0

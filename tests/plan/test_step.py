@@ -11,7 +11,7 @@ from llmfoundry_lite.config.schema import OptimizerConfig, PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.plan.network import Group, Node, find_node
-from llmfoundry_lite.plan.rates import EFFICIENCIES, LINK_SHARE, OVERLAP_COST
+from llmfoundry_lite.plan.rates import LINK_SHARE, OVERLAP_COST, PUBLISHED
 from llmfoundry_lite.plan.step import StepTime, find_hardware, newton_schulz_flops, step_time
 from tests.helpers.plans import config_of
 
@@ -67,7 +67,7 @@ def test_muon_multiplies_matrices_in_its_step():
     d = 2048
     flops = 24 * (4 * newton_schulz_flops(d, d, 5) + 2 * newton_schulz_flops(d, 4 * d, 5))
     assert newton_schulz_flops(d, 4 * d, 5) == newton_schulz_flops(4 * d, d, 5) == 5 * 18 * d**3
-    assert (muon.optimizer - adam.optimizer) * EFFICIENCIES["A100"].products * 312e12 == pytest.approx(flops)
+    assert (muon.optimizer - adam.optimizer) * PUBLISHED["A100"].products * 312e12 == pytest.approx(flops)
     attention = dataclasses.replace(model_of("1b").attn_config, fused_qkv=True)
     fused = time_of(Layout(), optimizer=MUON, model=dataclasses.replace(model_of("1b"), attn_config=attention))
     assert fused.optimizer == pytest.approx(muon.optimizer)
