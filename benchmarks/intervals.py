@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
 from llmfoundry_lite.report.tables import Table

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import Column, describe_conditions, tabulate, tell
+from llmfoundry_machines.bench.frame import Column, describe_conditions, tabulate, tell
 
 LONG = "mpt-7b {0} --devices 16 max_seq_len={1} model.max_seq_len={1} global_train_batch_size=16 "
 LONG += "device_train_microbatch_size=1 model.attn_config.alibi=true model.attn_config.attn_uses_sequence_id=true "

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.data.order import SampleOrder
 from llmfoundry_lite.report.tables import Table
 

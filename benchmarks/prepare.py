@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.bench import frame
+from llmfoundry_machines.bench import frame
 from llmfoundry_lite.data.tokenizer import END_OF_TEXT, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.tables import Table

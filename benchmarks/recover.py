@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks import last_lines, wait_for
-from llmfoundry_lite.bench import frame
-from llmfoundry_lite.bench.steps import SHAPES, write_run
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import SHAPES, write_run
 from llmfoundry_lite.errors import DataError
 
 KILL_RANK, FREEZE_RANK = "a rank killed", "a rank frozen"

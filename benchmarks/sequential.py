@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.intervals import SCENES, SKEWED, text_of_rows
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import Paired, compare
 from llmfoundry_lite.evaluation.records import ACCURACIES

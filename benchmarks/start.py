@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks import last_lines, wait_for
 from benchmarks.recover import Log, kill_with_children
-from llmfoundry_lite.bench import frame
-from llmfoundry_lite.bench.steps import SHAPES, write_run
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import SHAPES, write_run
 from llmfoundry_lite.errors import DataError
 
 IMPORT = "import composer"

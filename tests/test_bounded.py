@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from llmfoundry_lite import bounded, preflight
-from llmfoundry_lite.bench import compare as bench_compare
+from llmfoundry_machines.bench import compare as bench_compare
 from llmfoundry_lite.bounded import TooLargeError, open_unpacked, read_at_most, read_lines_at_most
 from llmfoundry_lite.checkpoint.manifest import FORMAT
 from llmfoundry_lite.checkpoint.store import is_checkpoint
@@ -21,15 +21,15 @@ from llmfoundry_lite.convert.files import read_json
 from llmfoundry_lite.data.recorded import state_of
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.doctor.verified import read_proof
+from llmfoundry_machines.doctor.verified import read_proof
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.files import check_replaceable, open_own, open_regular
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.launch.journal import read_legs
 from llmfoundry_lite.launch.status import read_status, seconds_between_failures
-from llmfoundry_lite.plan.calibrate import read_constants
-from llmfoundry_lite.plan.step import find_hardware
+from llmfoundry_planner.calibrate import read_constants
+from llmfoundry_planner.step import find_hardware
 from llmfoundry_lite.prepare.listing import list_files, read_object
 from llmfoundry_lite.prepare.make_tasks import is_replaceable
 from llmfoundry_lite.prepare.summary import load_summary

@@ -11,9 +11,9 @@ from llmfoundry_lite.config.layers import is_for_hardware, leaf_keys
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.hardware import accelerator_named
-from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.plan.search import usable_bytes
-from llmfoundry_lite.rehearse.fork_server import ForkServer
+from llmfoundry_lite.estimate.memory import estimate_training_memory
+from llmfoundry_planner.search import usable_bytes
+from llmfoundry_planner.rehearse.fork_server import ForkServer
 from tests.helpers.launch import ROOT
 
 LARGEST = ("mpt-1t", 3072, 64)

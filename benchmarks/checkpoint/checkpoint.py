@@ -46,8 +46,8 @@ from benchmarks.checkpoint.report import (
     table_of_sides,
     table_of_targets,
 )
-from llmfoundry_lite.bench.frame import check_names, describe_conditions, open_console, tell
-from llmfoundry_lite.bench.steps import SHAPES, measure_on_ranks
+from llmfoundry_machines.bench.frame import check_names, describe_conditions, open_console, tell
+from llmfoundry_machines.bench.steps import SHAPES, measure_on_ranks
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters

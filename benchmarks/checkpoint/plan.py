@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import describe, make_plan, slices_of_rank

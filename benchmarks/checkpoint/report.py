@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.checkpoint.interval import SAVES
-from llmfoundry_lite.bench.frame import measured_table, ratios
+from llmfoundry_machines.bench.frame import measured_table, ratios
 from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table

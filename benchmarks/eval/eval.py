@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmfoundry_lite.bench import frame
-from llmfoundry_lite.bench.steps import SHAPES, model_of
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import SHAPES, model_of
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer

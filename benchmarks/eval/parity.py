@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.eval.eval import peer_of
-from llmfoundry_lite.bench.frame import Column, describe_conditions, open_console, tabulate, tell
+from llmfoundry_machines.bench.frame import Column, describe_conditions, open_console, tabulate, tell
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.errors import DataError

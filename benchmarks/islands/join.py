@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
-from llmfoundry_lite.plan.join import EVERY, EXACT, LOST, OVERLAP, Pair, in_gigabits, join, name_way
-from llmfoundry_lite.plan.plan import hardware_named, make_plan
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
+from llmfoundry_planner.join import EVERY, EXACT, LOST, OVERLAP, Pair, in_gigabits, join, name_way
+from llmfoundry_planner.plan import hardware_named, make_plan
 from llmfoundry_lite.report.tables import Table
 
 FIRST, SECOND = "a100-80gb", "mi250"

@@ -29,7 +29,7 @@ from benchmarks.recover import Log
 from benchmarks.switch.figure import COLOURS, QUIET
 from benchmarks.switch.legs import Workshop
 from benchmarks.switch.switch import configuration, prepare_data
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters

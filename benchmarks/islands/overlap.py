@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from benchmarks.islands.links import Links, set_links
 from benchmarks.islands.speed import verdict
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, open_console, tell
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.islands.boxes import Box, rows_of
 from llmfoundry_lite.islands.exchange import Exchange, Ranks

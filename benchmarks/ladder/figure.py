@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from benchmarks.ladder.law import Law
-from llmfoundry_lite.bench.frame import drawn
+from llmfoundry_machines.bench.frame import drawn
 from llmfoundry_lite.report.figure import clean, color
 
 

@@ -27,7 +27,7 @@ from benchmarks.ladder.data import DOMAIN, NUM_PIECES, gather
 from benchmarks.ladder.figure import plot_ladder
 from benchmarks.ladder.plan import Shape
 from benchmarks.recover import Log
-from llmfoundry_lite.bench.frame import describe_conditions, open_console, tabulate, tell
+from llmfoundry_machines.bench.frame import describe_conditions, open_console, tabulate, tell
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.evaluation.compare import compare, p_text

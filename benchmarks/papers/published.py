@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from benchmarks.papers import frontier
-from llmfoundry_lite.bench.frame import describe_conditions, measured_table, tell
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.hardware import ACCELERATORS
-from llmfoundry_lite.plan import rates, step
-from llmfoundry_lite.plan.calibrate import calibrate, minimise
-from llmfoundry_lite.plan.network import NODES
-from llmfoundry_lite.plan.step import Hardware, find_hardware, step_time
+from llmfoundry_planner import rates
+from llmfoundry_planner import step
+from llmfoundry_planner.calibrate import calibrate, minimise
+from llmfoundry_planner.network import NODES
+from llmfoundry_planner.step import Hardware, find_hardware, step_time
 from llmfoundry_lite.report.tables import Table
 
 TABLE = """

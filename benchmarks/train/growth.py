@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bench import frame
-from llmfoundry_lite.bench.steps import count_step_flops, measure_in_a_process, model_of
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import count_step_flops, measure_in_a_process, model_of
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.report.figure import clean

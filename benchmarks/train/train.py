@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.train import peer
-from llmfoundry_lite.bench import frame
-from llmfoundry_lite.bench.steps import (
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import (
     DTYPES,
     SHAPES,
     count_step_flops,

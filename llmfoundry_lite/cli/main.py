@@ -13,7 +13,9 @@ from typing import Annotated
 
 import typer
 
-from llmfoundry_lite.cli import checkpoint, data, listing, machine, plan, results
+from llmfoundry_machines import commands as machine
+from llmfoundry_planner import commands as plan
+from llmfoundry_lite.cli import checkpoint, data, listing, results
 from llmfoundry_lite.cli import run as runs
 from llmfoundry_lite.cli.examples import add_examples
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable

@@ -293,7 +293,7 @@ def rehearse_command(
 
     Exit code 2 when the run would be refused or run out of memory.
     """
-    from llmfoundry_lite.rehearse.rehearse import rehearse
+    from llmfoundry_planner.rehearse.rehearse import rehearse
 
     if searches:
         refuse_beside(context, "--search", "it rehearses one rank, for two batches", only=("all_kinds", "batches"))

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.__main__ import run_benchmark
 from benchmarks.train import growth, train
-from llmfoundry_lite.bench import mfu, steps
+from llmfoundry_machines.bench import mfu
+from llmfoundry_machines.bench import steps
 from tests.helpers.launch import launch
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from composer.core import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmfoundry_lite.rehearse.measure import find_group, flatten
+from llmfoundry_planner.rehearse.measure import find_group, flatten
 
 HANDLES = ("wait_tensor", "_wrap_tensor_autograd")
 SINGLE_NUMBERS = 8

@@ -140,7 +140,7 @@ def _rank(
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     if "REHEARSED_NAME" in os.environ and torch.cuda.is_available():  # `test_gpu_tests.py`
-        from llmfoundry_lite.rehearse.child import replace_the_world
+        from llmfoundry_planner.rehearse.child import replace_the_world
 
         replace_the_world()
     try:

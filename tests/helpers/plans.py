@@ -8,8 +8,8 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
-from llmfoundry_lite.plan.model_memory import MemoryEstimate, estimate_moments
-from llmfoundry_lite.plan.portion import Portion
+from llmfoundry_lite.estimate.model_memory import MemoryEstimate, estimate_moments
+from llmfoundry_lite.estimate.portion import Portion
 
 ALONE = Layout()
 

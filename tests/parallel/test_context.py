@@ -26,10 +26,10 @@ from llmfoundry_lite.parallel.context import Context, HeadsMask, build_context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.plan.memory import estimate_training_memory
-from llmfoundry_lite.plan.network import context_exchanges
-from llmfoundry_lite.plan.search import search_layouts
-from llmfoundry_lite.plan.step import find_hardware
+from llmfoundry_lite.estimate.memory import estimate_training_memory
+from llmfoundry_planner.network import context_exchanges
+from llmfoundry_planner.search import search_layouts
+from llmfoundry_planner.step import find_hardware
 from llmfoundry_lite.preflight import Preflight, describe
 from llmfoundry_lite.training.adapter import LanguageModel
 from tests.helpers import flash_attn

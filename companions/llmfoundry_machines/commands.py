@@ -1,0 +1,259 @@
+"""`llmfoundry-lite bench` and `doctor`: how fast is this machine, and is it fit for a run?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmfoundry_lite.cli.options import out_folder, refuse_beside
+from llmfoundry_lite.errors import ConfigError
+
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+Shape = Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b or 7b.")]
+Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
+SampleTokens = Annotated[int, typer.Option(min=2, help="Tokens in a sample.")]
+Minutes = Annotated[float, typer.Option(help="Begin nothing after this long.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value for the runs.")]
+LayerDtypes = Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")]
+LayerAttention = Annotated[str, typer.Option(help="Implementations [all that this device has].")]
+LayerWidth = Annotated[int, typer.Option(min=1, help="Of the residual stream.")]
+LayerHeads = Annotated[int, typer.Option(min=1)]
+LayerRepeats = Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")]
+
+
+@bench.command("mfu")
+def bench_mfu(
+    shapes: Annotated[
+        str, typer.Option(help="Of tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b, 7b.")
+    ] = "125m,350m,1b,3b,7b",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Samples in a batch; how many at a time is found out.")] = 16,
+    num_steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    minutes: Minutes = 60,
+    out: Annotated[Path | None, out_folder("Also write mfu.json and mfu.md to this folder.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
+) -> None:
+    """Measure model FLOPs utilisation of one device in bf16.
+
+    Shapes, attention, compiled or not, beside a plain step.
+    """
+    from llmfoundry_machines.bench.mfu import run
+
+    run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or (), out)
+
+
+# A parameter for each option: typer makes the command from them.
+@bench.command("scaling")
+def bench_scaling(
+    context: typer.Context,
+    devices: Annotated[str, typer.Option(help="Counts on this machine, with commas.")] = "1,2",
+    runs: Annotated[str, typer.Option(help="Instead: finished runs, with commas. Nothing is started.")] = "",
+    shape: Shape = "125m",
+    seq_len: SampleTokens = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of all devices, in strong scaling.")] = 64,
+    dtype: Dtype = "bf16",
+    num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each launch.")] = 5,
+    num_rounds: Annotated[int, typer.Option(min=1, help="How often the launches take turns.")] = 2,
+    out: Annotated[Path | None, out_folder("Also write scaling.json, .md and .png to this folder.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Measure speed-up, efficiency and MFU over counts of devices.
+
+    At a fixed batch (strong) and at a fixed share of it (weak).
+    """
+    if runs:
+        refuse_beside(context, "--runs", "finished runs say what they were, nothing is launched", but=("out",))
+    from llmfoundry_machines.bench.scaling import run, table_runs
+    from llmfoundry_planner.plan import parse_counts
+
+    if runs:
+        table_runs(runs.split(","), out)
+        return
+    run(parse_counts(devices), shape, seq_len, batch_size, dtype, num_steps, num_rounds, overrides or (), out)
+
+
+@bench.command("compare")
+def bench_compare(
+    first: Annotated[Path, typer.Argument(help="The JSON that a bench wrote with --out.")],
+    second: Annotated[Path, typer.Argument(help="The same bench's of another machine, or another torch.")],
+    out: Annotated[Path | None, out_folder("Also write compare-BENCH.json and .md to this folder.")] = None,
+) -> None:
+    """Compare two machines or two software stacks. Refuses what cannot be compared, and says why."""
+    from llmfoundry_machines.bench.compare import run
+
+    run(first, second, out)
+
+
+@bench.command("profile")
+def bench_profile(
+    arguments: Annotated[
+        list[str], typer.Argument(help="Traces of callbacks.profiler; or RUN.yaml [HARDWARE.yaml] [key=value ...].")
+    ],
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Of a run.")] = 1,
+    active: Annotated[int, typer.Option(min=1, help="Batches of a run that are traced.")] = 3,
+    out: Annotated[Path | None, out_folder("Also write profile.json, .md and a run's traces here.")] = None,
+) -> None:
+    """Show where a step's time goes, from a trace.
+
+    One table that adds up. Given a run, a few of its batches are traced.
+    """
+    from llmfoundry_machines.bench.profile import run
+
+    run(arguments, num_ranks, active, out)
+
+
+@bench.command("block")
+def bench_block(
+    batches: Annotated[str, typer.Option(help="Samples, with commas.")] = "8,16,32,64",
+    dtypes: LayerDtypes = "fp32,fp16,bf16",
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 1024,
+    attention: LayerAttention = "",
+    width: LayerWidth = 1600,
+    heads: LayerHeads = 25,
+    num_repeats: LayerRepeats = 3,
+    minutes: Minutes = 60,
+    out: Annotated[Path | None, out_folder("Also write block.json, .md and .png to this folder.")] = None,
+) -> None:
+    """Measure one transformer layer, forward and backward.
+
+    GPT-2 XL's by default, in each dtype, batch and attention.
+    """
+    from llmfoundry_machines.bench.block import run
+    from llmfoundry_planner.plan import parse_counts
+
+    run(
+        "block",
+        [(batch_size, seq_len) for batch_size in parse_counts(batches, "--batches")],
+        dtypes.split(","),
+        d_model=width,
+        n_heads=heads,
+        implementations=list(filter(None, attention.split(","))),
+        num_repeats=num_repeats,
+        minutes=minutes,
+        out=out,
+    )
+
+
+@bench.command("seqlen")
+def bench_seqlen(
+    lengths: Annotated[str, typer.Option(help="Tokens in a sample, with commas.")] = "1024,2048,4096,8192,16384,65536",
+    dtypes: LayerDtypes = "bf16",
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
+    attention: LayerAttention = "",
+    devices: Annotated[
+        str, typer.Option(help="Counts that divide each sample, with commas [one, and all that there are].")
+    ] = "",
+    width: LayerWidth = 1600,
+    heads: LayerHeads = 25,
+    num_repeats: LayerRepeats = 3,
+    minutes: Minutes = 60,
+    out: Annotated[Path | None, out_folder("Also write seqlen.json, .md and .png to this folder.")] = None,
+) -> None:
+    """Measure the same layer over lengths of a sample.
+
+    1K to 64K tokens, also divided where one device is too small.
+    """
+    from llmfoundry_machines.bench.block import all_devices, run
+    from llmfoundry_planner.plan import parse_counts
+
+    run(
+        "seqlen",
+        [(batch_size, seq_len) for seq_len in parse_counts(lengths, "--lengths")],
+        dtypes.split(","),
+        d_model=width,
+        n_heads=heads,
+        implementations=list(filter(None, attention.split(","))),
+        devices=parse_counts(devices, "--devices") if devices else all_devices(),
+        num_repeats=num_repeats,
+        minutes=minutes,
+        out=out,
+    )
+
+
+@bench.command("accumulation")
+def bench_accumulation(
+    microbatches: Annotated[str, typer.Option(help="Counts, with commas.")] = "1,2,4,8,16,32,64",
+    shape: Shape = "125m",
+    seq_len: SampleTokens = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
+    dtype: Dtype = "bf16",
+    num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each process.")] = 3,
+    num_rounds: Annotated[int, typer.Option(min=1, help="How often the processes take turns.")] = 1,
+    out: Annotated[Path | None, out_folder("Also write accumulation.json, .md and .png here.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Measure one batch in 1 to 64 microbatches.
+
+    Through the Trainer: what they cost, and the memory that they save.
+    """
+    from llmfoundry_machines.bench.accumulation import run
+    from llmfoundry_planner.plan import parse_counts
+
+    counts = parse_counts(microbatches, "--microbatches")
+    run(counts, shape, seq_len, batch_size, dtype, num_steps, num_rounds, overrides or (), out)
+
+
+@bench.command("memory")
+def bench_memory(
+    models: Annotated[str, typer.Option(help="Names of training runs, with commas.")] = "mpt-125m,mpt-350m,mpt-1b",
+    minutes: Minutes = 3,
+    out: Annotated[Path | None, out_folder("Also write memory.json and .md to this folder.")] = None,
+) -> None:
+    """Measure memory of real runs on this GPU.
+
+    Beside the rehearsal and the estimate.
+    """
+    from llmfoundry_planner.bench_memory import run
+
+    raise typer.Exit(run(list(filter(None, models.split(","))), minutes, out))
+
+
+def doctor_command(
+    context: typer.Context,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings there too, for fleets.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where checkpoints will go.")] = Path("."),
+    num_ranks: Annotated[int | None, typer.Option(min=1, help="Of the collectives [one per device; CPU: 2].")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="In a launch too: this machine, and not its links.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: under 10 s without a GPU.")] = False,
+    verified: Annotated[
+        bool, typer.Option("--verified", help="Instead: the table of the FILES that scripts/gpu_check.py wrote.")
+    ] = False,
+    files: Annotated[list[Path] | None, typer.Argument(help="With --verified.", show_default=False)] = None,
+) -> None:
+    """Check this machine before a run is trusted to it. Exit code 2 when something failed.
+
+    Under torchrun or srun, all nodes together: each pair's link, each node's rate, clocks and versions.
+    """
+    if verified or files:
+        from llmfoundry_machines.doctor.verified import describe_proofs
+
+        if not (verified and files):
+            raise ConfigError("doctor: --verified and the files of scripts/gpu_check.py belong together; give both")
+        refuse_beside(context, "--verified", "nothing is examined", but=("files",))
+        print(*describe_proofs(files), sep="\n")
+        return
+    from llmfoundry_machines.doctor.examine import doctor, leave_without_waiting
+    from llmfoundry_machines.doctor.finding import Machine
+    from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
+
+    machine = Machine(folder=folder, num_ranks=num_ranks, quick=quick)
+    if not alone:
+        import llmfoundry_lite.ranks.ending  # noqa: F401 - before torch, of whose words in C++ it leaves the errors
+
+        try:
+            adopt_srun()
+            if this_rank().world_size > 1:
+                from llmfoundry_machines.doctor.nodes import examine_nodes
+
+                why = "it compares the launch's ranks, --alone examines this machine"
+                refuse_beside(context, "doctor in a launch", why, only=("folder", "num_ranks"))
+                raise typer.Exit(examine_nodes(machine, json_file))
+        except ConfigError as error:
+            if this_rank().local_rank > 0:  # its node's first rank has the same error
+                raise typer.Exit(error.exit_code) from None
+            raise
+    code = doctor(machine, json_file)
+    leave_without_waiting(code)
+    raise typer.Exit(code)

@@ -1,0 +1,222 @@
+"""The folder for checkpoints: free space, rates of writing and reading, fsync; and the clocks that date its files.
+
+Leases of checkpoints compare times of several machines, so the file server's clock is compared with this one's.
+(`collectives.py` compares the ranks' clocks.)
+"""
+
+import ctypes
+import errno
+import os
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
+from llmfoundry_lite.hardware import GIB, MIB
+
+ENOUGH_BYTES = 36e9
+"""Three checkpoints of 1 G parameters, at 12 bytes each: fp32 weights and two moments."""
+SLOW_BYTES_PER_SECOND = 100e6
+"""Below it a checkpoint of 1 G parameters takes longer than two minutes."""
+TOO_SLOW = f"{SLOW_BYTES_PER_SECOND / 1e6:.0f} MB/s is the least"
+SLOW_FSYNC_SECONDS = 0.1
+"""A save syncs each file and folder that it makes; a turning disk needs 0.02 s."""
+PIECE_BLOCKS = 32
+"""MiB between two syncs."""
+LIMIT_SECONDS = 10.0
+"""Limit for writing, and for reading; the piece that was begun is finished."""
+MEMORY_SYSTEMS = ("tmpfs", "ramfs")
+NETWORK_SYSTEMS = (
+    *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "virtiofs", "wekafs"),
+    *("pvfs2", "afs", "daos", "panfs"),
+)
+MAX_FILE_SECONDS = 2.0
+"""Largest difference to a file server; FAT, the coarsest file system, counts in two seconds."""
+STA_UNSYNC = 0x40
+"""Bit of the kernel's clock status (adjtimex(2)): nothing keeps the clock right."""
+
+SET_CLOCK = "timedatectl set-ntp true, or start chronyd (in a container or virtual machine: on its host)"
+FASTER = "name a faster folder with save_folder: a local NVMe disk, or a parallel file system"
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system, such as ext4 or nfs4."""
+    path = folder.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    return max(mounts[::-1], key=lambda mount: len(mount.mountpoint)).fstype if mounts else "unknown file system"
+
+
+def is_shared(folder: Path) -> bool:
+    """Return whether another machine keeps the folder's files, and their times."""
+    kind = file_system(folder)
+    return kind.startswith("fuse.") or kind in NETWORK_SYSTEMS
+
+
+# ---------------------------------------------------------------------------------------------------------- clocks
+
+
+def check_clock(machine: Machine) -> Iterator[Finding]:
+    status = kernel_clock_status()
+    if status is None:
+        yield Finding("clock", Status.SKIP, detail="the kernel does not say whether it is kept right")
+    else:
+        problems = ["the kernel says that nothing keeps the clock right"] if status & STA_UNSYNC else []
+        value = "not synchronised" if problems else "synchronised"
+        yield judge("clock", problems, SET_CLOCK, Status.WARN, value=value, sound="by the kernel's own account")
+    yield check_server_clock(machine.folder)
+
+
+def kernel_clock_status() -> int | None:
+    """Return `status` of adjtimex(2), which is read without setting the clock; None where the kernel does not tell.
+
+    struct timex of 64-bit Linux: unsigned modes; long offset, freq, maxerror, esterror; int status.
+    """
+    try:
+        function = ctypes.CDLL(None).adjtimex
+    except (AttributeError, OSError):
+        return None
+    buffer = ctypes.create_string_buffer(512)
+    return None if function(buffer) < 0 else struct.unpack_from("@iqqqqi", buffer.raw)[5]
+
+
+def check_server_clock(folder: Path) -> Finding:
+    name = "clock of the folder"
+    if not is_shared(folder):
+        detail = f"nothing was compared: {folder.resolve()} gets its times from this machine's own clock"
+        return Finding(name, Status.SKIP, detail=detail)
+    before = time.time()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"now")
+        file.flush()
+        os.fsync(file.fileno())
+        written = os.fstat(file.fileno()).st_mtime
+    difference = written - before if written < before else max(0.0, written - time.time())
+    detail = f"the file server's time of a new file in {folder.resolve()} against the local clock"
+    problems = [f"expected at most {MAX_FILE_SECONDS:.0f} s"] if abs(difference) > MAX_FILE_SECONDS else []
+    fix = f"synchronise this machine and the file server: {SET_CLOCK}"
+    return judge(name, problems, fix, Status.WARN, value=difference * 1e3, unit="ms", detail=detail)
+
+
+# ------------------------------------------------------------------------------------------------------------ disk
+
+
+def check_disk(machine: Machine) -> Iterator[Finding]:
+    folder = machine.folder
+    if not folder.is_dir():
+        fix = f"mkdir -p {folder}, or name another one with --folder"
+        yield Finding("disk", Status.FAIL, detail=f"{folder} is not a folder", fix=fix)
+        return
+    usage = os.statvfs(folder)
+    free_bytes = usage.f_bavail * usage.f_frsize
+    yield check_room(folder, free_bytes)
+    num_blocks = max(1, min((1 if machine.quick else 16) * PIECE_BLOCKS, free_bytes // 10 // MIB))
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:  # has no name: nothing stays, however this ends
+            seed = time.time_ns()
+            num_written, finding = check_write(file.fileno(), num_blocks, seed)
+            yield finding
+            yield check_read(file.fileno(), num_written, seed)
+            yield check_latency(file.fileno(), 1 if machine.quick else 5)
+    except OSError as error:
+        fix = f"look at dmesg and at the mount of {folder}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = f"free space in {folder} (`llmfoundry-lite checkpoint prune`), or name another folder"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            fix = f"make {folder} writable for this user, or name another folder"
+        detail = f"{error.strerror}, writing up to {num_blocks} MiB in {folder}"
+        yield Finding("disk write", Status.FAIL, detail=detail, fix=fix)
+
+
+def check_room(folder: Path, free_bytes: int) -> Finding:
+    kind = file_system(folder)
+    detail, value = f"{folder.resolve()} ({kind})", free_bytes / GIB
+    problems, fixes = [], []
+    if free_bytes < ENOUGH_BYTES:
+        problems.append(f"three checkpoints of 1 G parameters take {ENOUGH_BYTES / 1e9:.0f} GB")
+        fixes.append("free space, or keep fewer checkpoints (save_num_checkpoints_to_keep)")
+    if kind in MEMORY_SYSTEMS:
+        problems.append("it is memory, and gone after a restart")
+        fixes.append("name a folder on a disk with --folder")
+    return judge("disk free", problems, "; ".join(fixes), Status.WARN, value=value, unit="GiB", detail=detail)
+
+
+def build_block(seed: int, index: int) -> bytes:
+    """Return 1 MiB that does not compress and belongs to this examination and this place alone."""
+    return np.random.default_rng((seed, index)).bytes(MIB)
+
+
+def check_write(descriptor: int, num_blocks: int, seed: int) -> tuple[int, Finding]:
+    """Write pieces that are each synced, as a checkpoint's shards are. Returns the number of blocks written."""
+    count, seconds = 0, 0.0
+    while count < num_blocks and seconds < LIMIT_SECONDS:
+        piece = [build_block(seed, index) for index in range(count, min(count + PIECE_BLOCKS, num_blocks))]
+        began = time.perf_counter()
+        for block in piece:
+            write_all(descriptor, block)
+        os.fsync(descriptor)
+        seconds += time.perf_counter() - began
+        count += len(piece)
+    rate = count * MIB / seconds
+    detail = f"{count} MiB with fsync; 1 G parameters would take {ENOUGH_BYTES / 3 / rate:,.0f} s to save"
+    problems = [TOO_SLOW] if rate < SLOW_BYTES_PER_SECOND else []
+    return count, judge("disk write", problems, FASTER, Status.WARN, value=rate / 1e6, unit="MB/s", detail=detail)
+
+
+def check_read(descriptor: int, num_blocks: int, seed: int) -> Finding:
+    """Read what was written, from the disk where the system lets go of its own copy."""
+    wrong, count, seconds = [], 0, 0.0
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    while count < num_blocks and seconds < LIMIT_SECONDS:
+        began = time.perf_counter()
+        data = read_all(descriptor, MIB)
+        seconds += time.perf_counter() - began
+        if len(data) < MIB:
+            wrong.append(f"the file ends after {count} of {num_blocks} MiB")
+            break
+        if data != (right := build_block(seed, count)):
+            first = next(i for i, (a, b) in enumerate(zip(data, right, strict=True)) if a != b)
+            wrong.append(f"MiB {count} from byte {count * MIB + first:,} on")
+        count += 1
+    rate, unit = count * MIB / max(seconds, 1e-9) / 1e6, "MB/s"
+    if wrong:
+        detail = f"{len(wrong)} of {count} MiB are not what was written"
+        fix = "do not save here; look at dmesg, SMART and the file server's log"
+        return judge("disk read", wrong, fix, value=rate, unit=unit, detail=detail)
+    detail, fix = f"{count} MiB, the bytes that were written", f"{FASTER}; a run reads its data and its checkpoints"
+    problems = [TOO_SLOW] if rate * 1e6 < SLOW_BYTES_PER_SECOND else []
+    return judge("disk read", problems, fix, Status.WARN, value=rate, unit=unit, detail=detail)
+
+
+def check_latency(descriptor: int, limit_seconds: float) -> Finding:
+    seconds, deadline = [], time.perf_counter() + limit_seconds
+    while len(seconds) < 50 and time.perf_counter() < deadline:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        write_all(descriptor, bytes(4096))
+        began = time.perf_counter()
+        os.fsync(descriptor)
+        seconds.append(time.perf_counter() - began)
+    typical = statistics.median(seconds)
+    detail = f"of 4 KiB, median of {len(seconds)}; the slowest took {max(seconds) * 1e3:,.1f} ms"
+    problems = [f"{SLOW_FSYNC_SECONDS * 1e3:.0f} ms is the most"] if typical > SLOW_FSYNC_SECONDS else []
+    return judge("disk fsync", problems, FASTER, Status.WARN, value=typical * 1e3, unit="ms", detail=detail)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def read_all(descriptor: int, size: int) -> bytes:
+    parts = []
+    while size and (part := os.read(descriptor, size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,107 @@
+"""The table "verified on": drawn from proofs, with what failed, and the page has it."""
+
+import json
+
+import pytest
+
+from llmfoundry_lite.cli import main
+from llmfoundry_machines.doctor.verified import describe_proofs
+from tests.helpers.launch import ROOT
+from tests.helpers.markdown import section
+
+PROOFS = sorted((ROOT / "benchmarks/results/verified").glob("*.json"))
+RUN = {"digests": ["a", "b"], "losses": ["0x1p+2", "0x1p+1"]}
+STEP = {"microbatch_size": 8, "error": None, "share_of_products": None, "share_of_peak": None}
+STEP["predicted_share_of_peak"] = None
+H200 = {"device": "NVIDIA H200", "num_devices": 1, "driver": "580.1", "commit": "abc"}
+KINDS = {
+    "tests": {
+        "tests": {
+            "tests/a.py::one": {"outcome": "passed"},
+            "tests/a.py::two": {"outcome": "failed", "why": "assert 1 == 2"},
+            "tests/a.py::three": {"outcome": "no time"},
+        }
+    },
+    "speed": {
+        "mfu": [
+            {**STEP, "shape": "1b", "step": "matrix products", "flops_per_sec": 8e14},
+            {**STEP, "shape": "1b", "step": "sdpa, not compiled", "flops_per_sec": 4e14},
+            {
+                **STEP,
+                "shape": "1b",
+                "step": "sdpa, compiled",
+                "flops_per_sec": 5e14,
+                "share_of_products": 0.625,
+                "share_of_peak": 0.505,
+                "predicted_share_of_peak": 0.45,
+            },
+            {**STEP, "shape": "125m", "step": "flex, compiled", "flops_per_sec": None, "error": "no time is left"},
+        ],
+        "memory": [{"model": "mpt-1b", "real_bytes": 100, "rehearsed_bytes": 99, "error": ""}],
+    },
+    "switch": {"exact": {"whole": RUN, "carried on": RUN, "on two ranks": {**RUN, "losses": ["0x1p+2", "0x1p+0"]}}},
+}
+
+
+def write_proof(folder, part, **changes):
+    path = folder / f"{part}-{len(list(folder.iterdir()))}.json"
+    frame = {"format": 1, "part": part, "torch": "2.11.0", "date": "2026-11-25", "problems": [], "left_out": []}
+    path.write_text(json.dumps(frame | H200 | KINDS[part] | changes))
+    return path
+
+
+def test_three_parts_of_a_machine_are_three_rows_with_their_failures_below(tmp_path):
+    speed, switch, tests, *failures = [
+        line for line in describe_proofs([write_proof(tmp_path, part) for part in KINDS])[2:] if line
+    ]
+    start = "| NVIDIA H200 | torch 2.11.0, driver 580.1 | abc, 2026-11-25 |"
+    assert tests == f"{start} tests | 1 failed, 1 no time, 1 passed |"
+    assert "1b 500 TFLOP/s (sdpa, compiled), 62% of its products, MFU 50.5% (predicted 45.0%)" in speed
+    assert speed.endswith("; memory of mpt-1b: rehearsed -1.0% |")
+    assert switch.endswith("switch | 2 batches with exact sums; bit-equal: carried on |")
+    assert failures == [
+        "- NVIDIA H200, speed: 125m, flex, compiled: no time is left",
+        "- NVIDIA H200, tests: `tests/a.py::two`: failed. assert 1 == 2",
+        "- NVIDIA H200, tests: `tests/a.py::three`: no time.",
+    ]
+
+
+def test_a_machine_that_read_other_data_is_named(tmp_path):
+    other = {"whole": {**RUN, "digests": ["a", "c"]}}
+    paths = [write_proof(tmp_path, "switch"), write_proof(tmp_path, "switch", device="Z", exact=other)]
+    assert describe_proofs(paths)[-1] == "- Z: has read other data than NVIDIA H200"
+    assert describe_proofs(paths[:1])[-1] == "- Nothing failed."
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is not a proof of format 1"),
+        ('{"format": 2, "part": "tests", "device": "", "torch": "", "date": "", "problems": []}', "is not a proof"),
+        ('{"format": 1, "part": "tests"}', "is not a proof of format 1"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, capsys, content, message):
+    (tmp_path / "file.json").write_text(content)
+    assert main.run(["doctor", "--verified", str(tmp_path / "file.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--verified"], "belong together"),
+        (["a.json"], "belong together"),
+        (["--verified", "a.json", "--quick"], "nothing is examined; leave out --quick"),
+    ],
+)
+def test_options_that_mean_nothing_together_are_refused(capsys, arguments, message):
+    assert main.run(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_page_has_the_table_of_the_proofs_that_are_here():
+    assert len(PROOFS) >= 3
+    lines = describe_proofs(PROOFS)
+    assert "\n".join(lines) in section((ROOT / "docs/hardware.md").read_text(), "Verified on")

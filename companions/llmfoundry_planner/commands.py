@@ -1,0 +1,203 @@
+"""`llmfoundry-lite plan` and `fabric`: what a run and a network would take."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmfoundry_lite.cli.options import refuse_beside, takes
+from llmfoundry_lite.errors import printable
+
+if TYPE_CHECKING:
+    from llmfoundry_planner.plan import Plan
+
+DEFAULT_WAN_GIGABITS = 10.0
+
+
+@dataclass(slots=True)
+class PlanOptions:
+    """Arguments of `plan`."""
+
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="RUN.yaml or its name [HARDWARE.yaml] [key=value ...]")
+    ] = None
+    hardware: Annotated[
+        str, typer.Option(help="Device: h100, a100-40gb, mi250, …; several, h100,mi300x, make one table.")
+    ] = ""
+    devices: Annotated[str, typer.Option(help="Devices in all nodes; several counts, 64,128, make one table.")] = ""
+    check: Annotated[str | None, typer.Option(help="Instead: a finished run, its rates beside the predicted ones.")] = (
+        None
+    )
+    per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node [as it is sold].")] = None
+    link: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a device to others of its node [as sold].")] = (
+        None
+    )
+    adapter: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of a node to other nodes [as sold].")] = None
+    efficiency: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="Share of the peak that matrix products reach [fitted].")
+    ] = None
+    calibrate: Annotated[
+        str,
+        typer.Option(help="Reports measured on such devices: mfu.json,scaling.json of `bench`, of `doctor --json`."),
+    ] = ""
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline [the run's, else searched].")] = None
+    schedule: Annotated[
+        str | None, typer.Option(help="With --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv [1f1b].")
+    ] = None
+    virtual: Annotated[int | None, typer.Option(min=1, help="With --pipeline: runs of blocks on a device.")] = None
+    tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run [its max_duration].")] = None
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour: adds the cost.")] = None
+    mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures [50000].")] = None
+    stall: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds that a save holds training up, as `report` measures it.")
+    ] = None
+    join: Annotated[str | None, typer.Option(help="HARDWARE:DEVICES of a second cluster that trains along.")] = None
+    wan: Annotated[float | None, typer.Option(min=0.001, help="With --join: Gbit/s between the clusters [10].")] = None
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples of a batch for each device [the run's batch, whatever the devices]."),
+    ] = None
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts that are shown.")] = 5
+    write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
+
+
+@takes(PlanOptions)
+def plan_command(context: typer.Context, given: PlanOptions) -> None:
+    """Predict memory, speed, days and cost of a run. Starts nothing, and needs no such hardware.
+
+    Tries every way to divide the devices. Layout 1 takes the least memory among those within 1 % of the fastest; the
+    others follow, the fastest first. Exit code 2 when no layout fits.
+    """
+    from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
+    from llmfoundry_planner.plan import parse_cluster, parse_counts
+    from llmfoundry_planner.report import describe_plans, plan_facts
+
+    if given.check is not None:
+        from llmfoundry_planner.check import check_run
+
+        refuse_beside(context, "--check", "a finished run says all of it itself")
+        print(printable(check_run(given.check), keep="\n"))
+        return
+    if not (given.arguments and given.hardware and given.devices):
+        raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")
+    check_options(given)
+    clusters = [(name, number) for name in given.hardware.split(",") for number in parse_counts(given.devices)]
+    second = parse_cluster(given.join) if given.join else None
+    if given.join and given.as_json:
+        raise ConfigError("--join is told in a line for people; leave out --json")
+    if len(clusters) == 1:
+        print_plan(given, plan_on(given, *clusters[0]), second)
+    if given.join or given.write:
+        raise ConfigError("--join and --write need one --hardware and one number of --devices")
+    plans = [plan_on(given, name, number) for name, number in clusters]
+    print(json.dumps([plan_facts(plan) for plan in plans], indent=1) if given.as_json else describe_plans(plans))
+    raise typer.Exit(EXIT_DONE if any(plan.candidates for plan in plans) else EXIT_USER)
+
+
+def check_options(given: PlanOptions) -> None:
+    """Raise ConfigError for an option that needs another, and for numbers that are not finite."""
+    from llmfoundry_lite.errors import ConfigError
+
+    for option, value, needs, other in (
+        ("--schedule", given.schedule, "--pipeline", given.pipeline),
+        ("--virtual", given.virtual, "--pipeline", given.pipeline),
+        ("--wan", given.wan, "--join", given.join),
+    ):
+        if value is not None and other is None:
+            raise ConfigError(f"{option}: {value} given, which needs {needs}")
+    for option in ("link", "adapter", "price", "mtbf", "stall", "wan"):
+        value = getattr(given, option)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{option}: {value} given, expected a finite number")
+
+
+def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
+    from llmfoundry_lite.config.schema import PipelineConfig
+    from llmfoundry_planner.plan import DEVICE_HOURS_BETWEEN_FAILURES, hardware_named, make_plan
+
+    assert given.arguments is not None
+    batch = [] if given.samples is None else [f"global_train_batch_size={given.samples * num_devices}"]
+    stages = None
+    if given.pipeline:
+        stages = PipelineConfig(
+            pipeline_parallel_degree=given.pipeline, schedule=given.schedule or "1f1b", virtual_stages=given.virtual
+        )
+    hardware = hardware_named(
+        name,
+        per_node=given.per_node,
+        link_gigabytes=given.link,
+        adapter_gigabits=given.adapter,
+        products_efficiency=given.efficiency,
+        measured=[Path(name) for name in given.calibrate.split(",") if name],
+    )
+    return make_plan(
+        [*given.arguments, *batch],
+        hardware,
+        num_devices,
+        pipeline=stages,
+        num_tokens=given.tokens,
+        dollars_per_device_hour=given.price,
+        device_hours_between_failures=given.mtbf or DEVICE_HOURS_BETWEEN_FAILURES,
+        stall_seconds=given.stall,
+    )
+
+
+def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int] | None) -> None:
+    """Print one plan and exit. Refuses what cannot be done before anything is printed."""
+    from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
+    from llmfoundry_planner.join import describe_joined, join
+    from llmfoundry_planner.plan import hardware_named, make_plan, write_overlay
+    from llmfoundry_planner.report import describe_plan, plan_facts
+
+    assert given.arguments is not None
+    second = None
+    if second_cluster is not None:
+        batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
+        name, num_devices = second_cluster
+        second = make_plan([*given.arguments, batch], hardware_named(name), num_devices)
+    if given.write is not None and plan.candidates:
+        write_overlay(plan, given.write)
+    print(json.dumps(plan_facts(plan), indent=1) if given.as_json else describe_plan(plan, given.top))
+    if second is not None:
+        print(describe_joined(second, join(plan, second), given.wan or DEFAULT_WAN_GIGABITS))
+    if given.write is not None and not plan.candidates:
+        write_overlay(plan, given.write)
+    raise typer.Exit(EXIT_DONE if plan.candidates else EXIT_USER)
+
+
+def fabric_command(
+    nodes: Annotated[int, typer.Option(min=1, help="Machines with devices.")],
+    storage: Annotated[int, typer.Option(min=0, help="Storage servers; each has an adapter in every zone.")] = 0,
+    per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
+    ports: Annotated[int, typer.Option(min=4, help="Of a switch.")] = 40,
+    zones: Annotated[int, typer.Option(min=1, help="Fat trees, joined by a switch each.")] = 2,
+    switch_price: Annotated[float | None, typer.Option(min=0, help="Dollars for a switch.")] = None,
+    switch_watts: Annotated[float | None, typer.Option(min=0, help="That a switch draws.")] = None,
+    message: Annotated[float, typer.Option(min=1, help="MiB of an all-reduce.")] = 186,
+) -> None:
+    """Count switches, price and power of a cluster's network. Also what an all-reduce can reach; by arithmetic."""
+    from llmfoundry_lite.errors import ConfigError
+    from llmfoundry_lite.hardware import MIB
+    from llmfoundry_planner.fabric import describe
+
+    if not math.isfinite(message):
+        raise ConfigError(f"--message: {message} given, expected MiB, such as 186")
+    if nodes * per_node == 1:
+        raise ConfigError("--nodes: 1 device has nobody to exchange with, expected 2 or more in all nodes")
+    if ports % 2:
+        raise ConfigError(f"--ports: {ports} given, expected an even number: half of a switch's ports go up")
+    text = describe(
+        nodes,
+        storage,
+        per_node=per_node,
+        radix=ports,
+        num_zones=zones,
+        switch_dollars=switch_price,
+        switch_watts=switch_watts,
+        message_bytes=message * MIB,
+    )
+    print(text)
