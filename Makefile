@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # uv of this machine if there is one, else our own, installed by pip into .tools
 UV := $(or $(shell command -v uv 2>/dev/null),.tools/bin/uv)
-SOURCES := llmfoundry_lite benchmarks scripts tests
+SOURCES := llmfoundry_lite companions benchmarks scripts tests
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= false

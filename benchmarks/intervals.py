@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 LEVEL, SEED, NUM_TESTS = 0.05, 17, (1, 5, 10, 20)
 TEXT_DRAWS = 10

@@ -12,22 +12,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_planner.bench_memory import PER_NODE, fits
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
+from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_planner.search import find_sizes
+from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.memory import PER_NODE, fits
+from llmfoundry_planner.plan.search import find_sizes
 from llmfoundry_planner.rehearse.device import find_device
 from llmfoundry_planner.rehearse.fork_server import ForkServer
 from llmfoundry_planner.rehearse.rehearse import rank_of_fullest
 from llmfoundry_planner.rehearse.search import sized_batch
-from llmfoundry_lite.report.tables import Table
 
 LARGE = 1024
 COMMON = "h100-8"

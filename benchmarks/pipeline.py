@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from llmfoundry_machines.bench import frame
-from llmfoundry_machines.bench.steps import measure_on_ranks
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.parallel.pipeline import SCHEDULES, TAKES_ONE_STAGE
 from llmfoundry_lite.estimate.schedule import simulate_bubble
+from llmfoundry_lite.parallel.pipeline import SCHEDULES, TAKES_ONE_STAGE
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import measure_on_ranks
 
 COLUMNS: list[frame.Column] = [
     ("schedule", "{schedule}"),

@@ -25,10 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_machines.bench import frame
 from llmfoundry_lite.data.tokenizer import END_OF_TEXT, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench import frame
 
 PEER_VARIABLE = "LLMFOUNDRY_COMMAND"
 DOCUMENT_CHARACTERS = 2500

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks import last_lines, wait_for
+from llmfoundry_lite.errors import DataError
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES, write_run
-from llmfoundry_lite.errors import DataError
 
 KILL_RANK, FREEZE_RANK = "a rank killed", "a rank frozen"
 KILL_LAUNCHER, FREEZE_LAUNCHER = "the launcher killed", "the launcher frozen"

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.intervals import SCENES, SKEWED, text_of_rows
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import Paired, compare
 from llmfoundry_lite.evaluation.records import ACCURACIES
@@ -26,6 +25,7 @@ from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_lite.evaluation.sequential import LOOKS, OBRIEN_FLEMING, SPENDING, Rule, boundaries, plan_task
 from llmfoundry_lite.evaluation.significance import Counts, Floats
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 LEVEL, SEED = 0.05, 17
 SIZES = (0.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)

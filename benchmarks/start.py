@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks import last_lines, wait_for
 from benchmarks.recover import Log, kill_with_children
+from llmfoundry_lite.errors import DataError
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES, write_run
-from llmfoundry_lite.errors import DataError
 
 IMPORT = "import composer"
 PYTHON = sys.executable

@@ -15,6 +15,10 @@ from llmfoundry_lite.errors import ConfigError
 FREE_FRACTION = 0.98
 """Fraction of the memory as sold that is free for programs."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+REPORT_SCHEMA = 2
+"""Version of the JSON of `bench`: raised when older reports can no longer be read or compared."""
+PRODUCTS = "matrix products"
+"""Name of those rows in the report of `bench mfu`."""
 
 
 def in_bytes(number: int) -> str:
@@ -104,7 +108,7 @@ def accelerator_named(name: str) -> Accelerator:
     if not rows:
         raise ConfigError(
             f"hardware {name!r} is not in the table; expected one of {', '.join(ACCELERATORS)}. For a new device, copy "
-            "the row of one like it in llmfoundry_lite/hardware.py, and its node in plan/network.py"
+            "the row of one like it in llmfoundry_lite/hardware.py, and its node in llmfoundry_planner/network.py"
         )
     return rows[0]
 

@@ -36,12 +36,12 @@ from llmfoundry_lite.errors import (
     list_names,
     printable,
 )
+from llmfoundry_lite.estimate.exchanges import context_exchanges, stream_reductions
+from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_stages, estimate_training_memory
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_stages, estimate_training_memory
-from llmfoundry_planner.network import context_exchanges, stream_reductions
 
 MAX_LISTED = 8
 """Stages, ranks of a context group or streams that a dry run lists."""

@@ -279,7 +279,7 @@ def predict_step(
     from llmfoundry_lite.config.layout import layout_of
     from llmfoundry_lite.config.load_train import load_train_config
     from llmfoundry_lite.hardware import ACCELERATORS
-    from llmfoundry_planner.step import find_hardware, step_time
+    from llmfoundry_planner.plan.step import find_hardware, step_time
 
     sizes = ["device_train_microbatch_size=8", f"global_train_batch_size={16 * num_devices}"]
     config = load_train_config([model, *overlays, *sizes, "max_seq_len=2048", "precision=amp_bf16"], {}).config
@@ -291,7 +291,7 @@ def predict_step(
 def list_predictions() -> list[str]:
     """Return the page of predictions, and of what was measured since."""
     from llmfoundry_lite.hardware import ACCELERATORS
-    from llmfoundry_planner.step import find_hardware
+    from llmfoundry_planner.plan.step import find_hardware
 
     lines = [
         "# MFU, predicted and measured",

@@ -14,8 +14,8 @@ from llmfoundry_lite.config.layers import hardware_keys, is_for_hardware, leaf_k
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_lite.estimate.memory import estimate_training_memory
+from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from tests.helpers.foundry import FOUNDRY
 from tests.helpers.launch import ROOT, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data

@@ -46,11 +46,11 @@ from benchmarks.checkpoint.report import (
     table_of_sides,
     table_of_targets,
 )
-from llmfoundry_machines.bench.frame import check_names, describe_conditions, open_console, tell
-from llmfoundry_machines.bench.steps import SHAPES, measure_on_ranks
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_machines.bench.frame import check_names, describe_conditions, open_console, tell
+from llmfoundry_machines.bench.steps import SHAPES, measure_on_ranks
 
 GROWTH_ROUNDS = 2
 """Warm saves of each size are enough to see how it grows."""

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import describe, make_plan, slices_of_rank
@@ -42,6 +41,7 @@ from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 
 MEGABYTE = 1_000_000
 DEVICES_OF_A_NODE = 8

@@ -19,7 +19,6 @@ from benchmarks.checkpoint.interval import measure_interval
 from benchmarks.checkpoint.meters import Limits, Memory, drop_from_cache, slowest, timed, warm_up
 from benchmarks.checkpoint.report import ASYNC_SAVE, COMPOSER, OURS, SAVE, SIDES
 from benchmarks.checkpoint.sides import Start, composer_save, dcp_async_save, dcp_save, our_save
-from llmfoundry_machines.bench.steps import model_of
 from llmfoundry_lite.checkpoint import shards
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.state import local_tensor, read_state
@@ -30,6 +29,7 @@ from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.files import sync
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.ranks import exchange
+from llmfoundry_machines.bench.steps import model_of
 
 NUM_RANKS = 2
 LIMITS = "limits"

@@ -30,8 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmfoundry_machines.bench import frame
-from llmfoundry_machines.bench.steps import SHAPES, model_of
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
@@ -46,6 +44,8 @@ from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.models.products import multiply
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import SHAPES, model_of
 
 VOCAB_SIZE = 8192
 """Vocabulary of the tokenizer that is made for the items."""

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from benchmarks.eval.eval import peer_of
-from llmfoundry_machines.bench.frame import Column, describe_conditions, open_console, tabulate, tell
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.errors import DataError
@@ -31,6 +30,7 @@ from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import Column, describe_conditions, open_console, tabulate, tell
 
 TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40
 """The task whose rows become documents, and how many become one: more than a window of tokens."""

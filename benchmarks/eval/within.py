@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.eval.eval import SUITES, compare, make_items, make_model, peer_of, write_rendered
+from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES
-from llmfoundry_lite.report.tables import Table
 
 HEADING, COMMAND = "Our model inside lm-evaluation-harness, beside its own", "python -m benchmarks eval-within"
 COLUMNS: list[frame.Column] = [

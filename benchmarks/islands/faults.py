@@ -40,15 +40,15 @@ from benchmarks.islands.links import Links, set_links
 from benchmarks.recover import Log
 from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.legs import NO_GPU
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, spread, tell
-from llmfoundry_machines.bench.steps import write_run
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.islands.messages import TOKEN
 from llmfoundry_lite.launch.launcher import World
-from llmfoundry_lite.launch.processes import rendezvous
 from llmfoundry_lite.launch.server import open_channel
+from llmfoundry_lite.ranks.rank import rendezvous
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.training.lean_imports import HEAVY
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, spread, tell
+from llmfoundry_machines.bench.steps import write_run
 
 SIZES = {"a": 2, "b": 1, "c": 1}
 """Ranks of each island."""

@@ -40,9 +40,9 @@ from benchmarks.switch.switch import (
     rows_of_verdicts,
     table_of_clusters,
 )
-from llmfoundry_machines.bench.frame import describe_conditions, open_console, show, tabulate, tell
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, open_console, show, tabulate, tell
 
 ISLANDS, SOUND = "islands", "sound"
 CONTROLS: dict[str, tuple[str, tuple[str, str]]] = {

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
-from llmfoundry_planner.join import EVERY, EXACT, LOST, OVERLAP, Pair, in_gigabits, join, name_way
-from llmfoundry_planner.plan import hardware_named, make_plan
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
+from llmfoundry_planner.plan.join import EVERY, EXACT, LOST, OVERLAP, Pair, in_gigabits, join, name_way
+from llmfoundry_planner.plan.plan import hardware_named, make_plan
 
 FIRST, SECOND = "a100-80gb", "mi250"
 CASES = (("mpt-1b", 8), ("mpt-1b", 64), ("mpt-7b", 8), ("mpt-7b", 64), ("mpt-70b", 64), ("mpt-70b", 512))

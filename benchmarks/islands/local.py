@@ -29,13 +29,13 @@ from benchmarks.recover import Log
 from benchmarks.switch.figure import COLOURS, QUIET
 from benchmarks.switch.legs import Workshop
 from benchmarks.switch.switch import configuration, prepare_data
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.report.figure import plt, write
 from llmfoundry_lite.report.reading import LOSS, SECONDS, VALIDATION
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 NAMES = "abcd"
 ROWS, SEQ_LEN = 8, 32

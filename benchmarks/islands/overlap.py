@@ -27,7 +27,6 @@ import torch.nn.functional as F
 
 from benchmarks.islands.links import Links, set_links
 from benchmarks.islands.speed import verdict
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.islands.boxes import Box, rows_of
 from llmfoundry_lite.islands.exchange import Exchange, Ranks
@@ -38,6 +37,7 @@ from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.exact import GRID_BITS
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 BLOCKS = {f"blocks.{i}.w": Box((0, 0), (512, 256)) for i in range(8)}
 BOXES = {**BLOCKS, "wte": Box((0, 0), (1024, 256))}

@@ -24,10 +24,10 @@ from benchmarks.islands.links import set_links
 from benchmarks.recover import Log
 from benchmarks.switch.legs import Cluster, Workshop, probe
 from benchmarks.switch.switch import SEQ_LEN, describe_cluster, prepare_data, table_of_clusters
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, show, tell
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, show, tell
 
 EARLY, WAITS = "", "waits"
 """Gradients leave during the backward pass, or after it."""

@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from benchmarks.ladder.law import Law
-from llmfoundry_machines.bench.frame import drawn
 from llmfoundry_lite.report.figure import clean, color
+from llmfoundry_machines.bench.frame import drawn
 
 
 def plot_ladder(report: dict[str, Any], path: Path) -> None:

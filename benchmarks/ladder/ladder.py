@@ -27,7 +27,6 @@ from benchmarks.ladder.data import DOMAIN, NUM_PIECES, gather
 from benchmarks.ladder.figure import plot_ladder
 from benchmarks.ladder.plan import Shape
 from benchmarks.recover import Log
-from llmfoundry_machines.bench.frame import describe_conditions, open_console, tabulate, tell
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.evaluation.compare import compare, p_text
@@ -36,6 +35,7 @@ from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, open_console, tabulate, tell
 
 SEEDS = (17, 18, 19)
 """Seeds of the second size, to see how far runs lie apart that differ by nothing else."""

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.errors import DataError
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.block import all_devices
 from llmfoundry_machines.bench.scaling import launch
 from llmfoundry_machines.bench.steps import DTYPES, SHAPES, count_step_flops
-from llmfoundry_lite.errors import DataError
 
 PARTS = {
     "batch size": ("samples", "samples of a batch, one device"),

@@ -21,17 +21,16 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from benchmarks.papers import frontier
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.hardware import ACCELERATORS
-from llmfoundry_planner import rates
-from llmfoundry_planner import step
-from llmfoundry_planner.calibrate import calibrate, minimise
-from llmfoundry_planner.network import NODES
-from llmfoundry_planner.step import Hardware, find_hardware, step_time
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
+from llmfoundry_planner.plan import rates, step
+from llmfoundry_planner.plan.calibrate import calibrate, minimise
+from llmfoundry_planner.plan.network import NODES
+from llmfoundry_planner.plan.step import Hardware, find_hardware, step_time
 
 TABLE = """
 H100-80GB 70b recomputed: 2048x256x8x1=1035 2048x128x8x1=1058 2048x32x2x16=882

@@ -38,10 +38,10 @@ from benchmarks.switch import band, tamper
 from benchmarks.switch.band import Series, Verdict, leave_one_out, read_series
 from benchmarks.switch.figure import plot_switch
 from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Leg, Machine, Workshop, probe
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, show, tabulate, tell
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, show, tabulate, tell
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE, WARMUP = 16, 128, 4096, 10
 LATE_BATCHES = (10_000, 1_000_000)

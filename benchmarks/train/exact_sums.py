@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from composer.core import Callback
 
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, ratios, tell
-from llmfoundry_machines.bench.steps import DTYPES, train_on_ranks, write_run
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.devices import peak_memory_bytes
-from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.estimate.memory import estimate_training_memory
+from llmfoundry_lite.hardware import GIB
+from llmfoundry_machines.bench.frame import describe_conditions, measured_table, ratios, tell
+from llmfoundry_machines.bench.steps import DTYPES, train_on_ranks, write_run
 
 SIDES = {"false": "without", "true": "exact_sums"}
 AIMS = {"fp32": 1.10, "bf16": 1.15}

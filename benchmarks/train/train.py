@@ -18,6 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.train import peer
+from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
+from llmfoundry_lite.hardware import GIB
+from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import (
     DTYPES,
@@ -28,10 +32,6 @@ from llmfoundry_machines.bench.steps import (
     random_batches,
     run_steps,
 )
-from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
-from llmfoundry_lite.hardware import GIB
-from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.tables import Table
 
 SIDES = {
     "matmul": "matrix products of the model's shapes",

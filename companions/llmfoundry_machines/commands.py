@@ -65,8 +65,8 @@ def bench_scaling(
     """
     if runs:
         refuse_beside(context, "--runs", "finished runs say what they were, nothing is launched", but=("out",))
+    from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.scaling import run, table_runs
-    from llmfoundry_planner.plan import parse_counts
 
     if runs:
         table_runs(runs.split(","), out)
@@ -120,8 +120,8 @@ def bench_block(
 
     GPT-2 XL's by default, in each dtype, batch and attention.
     """
+    from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.block import run
-    from llmfoundry_planner.plan import parse_counts
 
     run(
         "block",
@@ -155,8 +155,8 @@ def bench_seqlen(
 
     1K to 64K tokens, also divided where one device is too small.
     """
+    from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.block import all_devices, run
-    from llmfoundry_planner.plan import parse_counts
 
     run(
         "seqlen",
@@ -188,8 +188,8 @@ def bench_accumulation(
 
     Through the Trainer: what they cost, and the memory that they save.
     """
+    from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.accumulation import run
-    from llmfoundry_planner.plan import parse_counts
 
     counts = parse_counts(microbatches, "--microbatches")
     run(counts, shape, seq_len, batch_size, dtype, num_steps, num_rounds, overrides or (), out)
@@ -205,7 +205,7 @@ def bench_memory(
 
     Beside the rehearsal and the estimate.
     """
-    from llmfoundry_planner.bench_memory import run
+    from llmfoundry_machines.bench.memory import run
 
     raise typer.Exit(run(list(filter(None, models.split(","))), minutes, out))
 
@@ -234,9 +234,9 @@ def doctor_command(
         refuse_beside(context, "--verified", "nothing is examined", but=("files",))
         print(*describe_proofs(files), sep="\n")
         return
+    from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
     from llmfoundry_machines.doctor.examine import doctor, leave_without_waiting
     from llmfoundry_machines.doctor.finding import Machine
-    from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 
     machine = Machine(folder=folder, num_ranks=num_ranks, quick=quick)
     if not alone:

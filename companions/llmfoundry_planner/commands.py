@@ -12,7 +12,7 @@ from llmfoundry_lite.cli.options import refuse_beside, takes
 from llmfoundry_lite.errors import printable
 
 if TYPE_CHECKING:
-    from llmfoundry_planner.plan import Plan
+    from llmfoundry_planner.plan.plan import Plan
 
 DEFAULT_WAN_GIGABITS = 10.0
 
@@ -72,12 +72,13 @@ def plan_command(context: typer.Context, given: PlanOptions) -> None:
     Tries every way to divide the devices. Layout 1 takes the least memory among those within 1 % of the fastest; the
     others follow, the fastest first. Exit code 2 when no layout fits.
     """
+    from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
-    from llmfoundry_planner.plan import parse_cluster, parse_counts
-    from llmfoundry_planner.report import describe_plans, plan_facts
+    from llmfoundry_planner.plan.plan import parse_cluster
+    from llmfoundry_planner.plan.report import describe_plans, plan_facts
 
     if given.check is not None:
-        from llmfoundry_planner.check import check_run
+        from llmfoundry_planner.plan.check import check_run
 
         refuse_beside(context, "--check", "a finished run says all of it itself")
         print(printable(check_run(given.check), keep="\n"))
@@ -117,7 +118,7 @@ def check_options(given: PlanOptions) -> None:
 
 def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
     from llmfoundry_lite.config.schema import PipelineConfig
-    from llmfoundry_planner.plan import DEVICE_HOURS_BETWEEN_FAILURES, hardware_named, make_plan
+    from llmfoundry_planner.plan.plan import DEVICE_HOURS_BETWEEN_FAILURES, hardware_named, make_plan
 
     assert given.arguments is not None
     batch = [] if given.samples is None else [f"global_train_batch_size={given.samples * num_devices}"]
@@ -149,9 +150,9 @@ def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
 def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int] | None) -> None:
     """Print one plan and exit. Refuses what cannot be done before anything is printed."""
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
-    from llmfoundry_planner.join import describe_joined, join
-    from llmfoundry_planner.plan import hardware_named, make_plan, write_overlay
-    from llmfoundry_planner.report import describe_plan, plan_facts
+    from llmfoundry_planner.plan.join import describe_joined, join
+    from llmfoundry_planner.plan.plan import hardware_named, make_plan, write_overlay
+    from llmfoundry_planner.plan.report import describe_plan, plan_facts
 
     assert given.arguments is not None
     second = None
@@ -182,7 +183,7 @@ def fabric_command(
     """Count switches, price and power of a cluster's network. Also what an all-reduce can reach; by arithmetic."""
     from llmfoundry_lite.errors import ConfigError
     from llmfoundry_lite.hardware import MIB
-    from llmfoundry_planner.fabric import describe
+    from llmfoundry_planner.plan.fabric import describe
 
     if not math.isfinite(message):
         raise ConfigError(f"--message: {message} given, expected MiB, such as 186")
@@ -201,3 +202,45 @@ def fabric_command(
         message_bytes=message * MIB,
     )
     print(text)
+
+
+def rehearse_command(
+    context: typer.Context,
+    arguments: Annotated[list[str], typer.Argument(help="RUN.yaml HARDWARE.yaml [key=value ...]")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices of the run, in all nodes.")],
+    per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
+    rank: Annotated[
+        int | None, typer.Option(help="Which of them is rehearsed. By default the first one of each stage.")
+    ] = None,
+    all_kinds: Annotated[
+        bool, typer.Option("--all-kinds", help="The first and the last rank of each stage, in turn.")
+    ] = False,
+    batches: Annotated[
+        int, typer.Option(min=2, help="Whose memory is measured; the optimizer's state is there from the second on.")
+    ] = 2,
+    searches: Annotated[
+        bool, typer.Option("--search", help="Instead: find the largest microbatch that fits, by rehearsing.")
+    ] = False,
+    hardware: Annotated[str | None, typer.Option(help="The device, if no YAML is named after it.")] = None,
+) -> None:
+    """Run a rank's real training code on devices that are not there. Memory, FLOPs and collectives are measured.
+
+    Exit code 2 when the run would be refused or run out of memory.
+    """
+    from llmfoundry_planner.rehearse.rehearse import rehearse
+
+    if searches:
+        refuse_beside(context, "--search", "it rehearses one rank, for two batches", only=("all_kinds", "batches"))
+    if rank is not None:
+        refuse_beside(context, "--rank", "it is the only one that is rehearsed", only=("all_kinds",))
+    code = rehearse(
+        arguments,
+        num_devices=devices,
+        per_node=per_node,
+        rank=rank,
+        all_kinds=all_kinds,
+        num_batches=batches,
+        hardware=hardware,
+        searches=searches,
+    )
+    raise typer.Exit(code)

@@ -1,4 +1,6 @@
-"""An example for each command, with which its help ends. Each parses as it stands."""
+"""An example for each command of the core, with which its help ends. Each parses as it stands."""
+
+from collections.abc import Sequence
 
 import typer
 
@@ -9,10 +11,6 @@ generate runs/mpt-1b --prompt "Once upon a time"
 watch runs/mpt-1b
 report runs/a100 runs/mi250 --to-loss 2.9 --price A100-80GB=2.5 --price MI250=1.2 --out compared
 compare results/icl-zero-shot/base.json results/icl-zero-shot/ours.json --out compared
-doctor --folder /scratch
-plan mpt-7b --hardware h100 --devices 64,128 --price 2.5
-fabric --nodes 1200 --storage 200
-rehearse mpt-7b h100-8 --devices 16
 relay relay.yaml
 replay runs/mpt-1b ba100..ba110 -n 8
 data prepare my-texts/ --out data/mine --tokenizer train:32768 --max-seq-len 2048
@@ -27,24 +25,16 @@ checkpoint export runs/mpt-1b exported --dtype bf16
 checkpoint import hf:mosaicml/mpt-7b imported/mpt-7b
 checkpoint consolidate runs/mpt-1b weights.safetensors
 checkpoint prune runs/mpt-1b --keep 3 --keep-every 1000 --dry-run
-bench mfu --out measured
-bench scaling --devices 1,2,4,8 --out measured
-bench compare there/block.json here/block.json
-bench profile mpt-125m --out measured
-bench block --out measured
-bench seqlen --lengths 2048,8192 --out measured
-bench accumulation --microbatches 1,2,4 --out measured
-bench memory --out measured
 islands coordinate --listen 10.0.0.1:7070 --islands 2
 """.splitlines()
 
 
-def add_examples(group: typer.Typer, path: str = "") -> None:
+def add_examples(group: typer.Typer, examples: Sequence[str], path: str = "") -> None:
     """End the help of each command of a group, and of the groups in it, with its example."""
     for command in group.registered_commands:
-        mine = [example for example in EXAMPLES if example.startswith(f"{path}{command.name} ")]
+        mine = [example for example in examples if example.startswith(f"{path}{command.name} ")]
         if mine:  # train and eval have a help of their own
             command.epilog = f"\b\nExample: llmfoundry-lite {mine[0]}"  # \b: this line is never wrapped
     for below in group.registered_groups:
         assert below.typer_instance is not None
-        add_examples(below.typer_instance, f"{path}{below.name} ")
+        add_examples(below.typer_instance, examples, f"{path}{below.name} ")

@@ -13,11 +13,10 @@ from typing import Annotated
 
 import typer
 
-from llmfoundry_machines import commands as machine
-from llmfoundry_planner import commands as plan
+from llmfoundry_lite import companions
 from llmfoundry_lite.cli import checkpoint, data, listing, results
 from llmfoundry_lite.cli import run as runs
-from llmfoundry_lite.cli.examples import add_examples
+from llmfoundry_lite.cli.examples import EXAMPLES, add_examples
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
 from llmfoundry_lite.release import read_release
 
@@ -34,18 +33,18 @@ app.command("eval", context_settings=runs.PASSED_ON)(runs.evaluate)
 app.command("generate")(runs.generate)
 app.add_typer(data.data, name="data")
 app.add_typer(checkpoint.checkpoint, name="checkpoint")
-app.add_typer(machine.bench, name="bench")
 app.command("watch")(results.watch_run)
 app.command("report")(results.report_runs)
 app.command("compare")(results.compare_results)
-app.command("doctor")(machine.doctor_command)
-app.command("plan")(plan.plan_command)
-app.command("fabric")(plan.fabric_command)
-app.command("rehearse")(runs.rehearse_command)
 app.command("relay")(runs.relay_command)
 app.command("replay")(runs.replay_command)
 app.add_typer(runs.islands, name="islands")
-add_examples(app)
+for name, command in companions.parts("commands"):
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        app.command(name)(command)
+add_examples(app, [*EXAMPLES, *(line for one in companions.find_companions() for line in one.examples)])
 
 
 @app.callback(invoke_without_command=True)
@@ -86,6 +85,9 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
         print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code
     except typer.TyperException as error:  # a command line that does not parse
+        if arguments and arguments[0] in companions.list_missing():
+            print(f"error: {companions.missing(arguments[0])}", file=sys.stderr)
+            return EXIT_USER
         context = getattr(error, "ctx", None)
         if context is not None and not arguments[len(context.command_path.split()) - 1 :]:
             print(context.get_help(), file=sys.stderr)  # nothing but the name of a group of commands

@@ -46,6 +46,14 @@ def takes(options: type) -> Callable[[Callable[[typer.Context, Any], None]], Cal
     return decorate
 
 
+def parse_counts(text: str, option: str = "--devices") -> list[int]:
+    """Parse `64,128` as [64, 128]. Raises ConfigError."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"{option}: {text!r} given, expected a number, or several such as 64,128,256")
+    return [int(part) for part in parts]
+
+
 def out_folder(help: str) -> Any:
     """Make an option for a folder that is written when all is done."""
     return typer.Option(help=help, callback=_check_folder)

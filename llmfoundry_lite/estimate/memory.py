@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of, takes_microbatches
-from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.estimate.model_memory import (
     MemoryEstimate,
     autocast_copies,
@@ -22,6 +21,7 @@ from llmfoundry_lite.estimate.model_memory import (
 )
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.estimate.schedule import Pass, few_rounds, order_of
+from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 
 INT64_BYTES = 8
 WORKSPACES_BYTES = 32 * MIB

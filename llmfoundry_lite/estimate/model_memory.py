@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
+from llmfoundry_lite.hardware import GIB, MIB
 
 OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
 """Numbers an optimizer keeps for each parameter of a block, and for each outside of blocks if that differs."""

@@ -35,13 +35,13 @@ from llmfoundry_lite.errors import (
     ConfigError,
     printable,
 )
-from llmfoundry_lite.launch.processes import Ending, is_running, rendezvous
+from llmfoundry_lite.launch.processes import Ending, is_running
 from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 from llmfoundry_lite.launch.status import SAVES_STAND
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
-from llmfoundry_lite.ranks.rank import rank_variables
+from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)

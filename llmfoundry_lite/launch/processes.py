@@ -7,7 +7,6 @@ environment, so that ranks that outlive their launcher are found too.
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -119,13 +118,6 @@ def terminate(processes: Sequence[psutil.Process], number: int = signal.SIGTERM)
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)
-
-
-def rendezvous() -> dict[str, str]:
-    """Return the variables by which the ranks of this machine find each other: a port that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
 
 
 class Ending:

@@ -5,6 +5,7 @@ import itertools
 import os
 import platform
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -131,6 +132,13 @@ def rank_variables(rank: int, num_ranks: int, ranks_per_node: int | None = None)
     numbers = {"RANK": rank, "WORLD_SIZE": num_ranks, "NODE_RANK": rank // per_node}
     numbers |= {"LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
     return {name: str(number) for name, number in numbers.items()}
+
+
+def rendezvous() -> dict[str, str]:
+    """Return the variables by which the ranks of this machine find each other: a port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
 
 
 def this_rank() -> Rank:

@@ -23,8 +23,8 @@ from llmfoundry_lite.config.layout import divisors, layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
-from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.estimate.memory import advise_less_memory, as_on_cpu, estimate_training_memory, slots_of
+from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel

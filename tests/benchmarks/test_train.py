@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.__main__ import run_benchmark
 from benchmarks.train import growth, train
-from llmfoundry_machines.bench import mfu
-from llmfoundry_machines.bench import steps
+from llmfoundry_machines.bench import mfu, steps
 from tests.helpers.launch import launch
 
 

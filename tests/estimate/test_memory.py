@@ -9,11 +9,11 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.estimate.memory import estimate_training_memory
+from llmfoundry_lite.estimate.model_memory import MemoryEstimate
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.estimate.model_memory import MemoryEstimate
 from tests.helpers.plans import estimate_memory, moments_of
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)

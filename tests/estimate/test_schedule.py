@@ -14,8 +14,8 @@ from benchmarks.pipeline import WITH_FORMULA, bubble
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.parallel.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
 from llmfoundry_lite.estimate.schedule import SCHEDULES, order_of, simulate_bubble
+from llmfoundry_lite.parallel.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
 
 
 @pytest.mark.parametrize("schedule", WITH_FORMULA)

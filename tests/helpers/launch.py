@@ -5,6 +5,7 @@ would set it, and runs `scripts/train.py` or any function. Output goes to files,
 """
 
 import atexit
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -139,10 +140,8 @@ def _rank(
     sys.stderr = os.fdopen(2, "w", buffering=1)
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    if "REHEARSED_NAME" in os.environ and torch.cuda.is_available():  # `test_gpu_tests.py`
-        from llmfoundry_planner.rehearse.child import replace_the_world
-
-        replace_the_world()
+    if "REHEARSED_NAME" in os.environ and torch.cuda.is_available():  # the planner's `test_gpu_tests.py`
+        importlib.import_module("llmfoundry_planner.rehearse.child").replace_the_world()
     try:
         function(*arguments)
     finally:

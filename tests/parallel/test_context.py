@@ -18,7 +18,8 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig, FSDPConfig
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.hardware import accelerator_named
+from llmfoundry_lite.estimate.exchanges import context_exchanges
+from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.models.attention import Mask
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
@@ -26,10 +27,6 @@ from llmfoundry_lite.parallel.context import Context, HeadsMask, build_context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_planner.network import context_exchanges
-from llmfoundry_planner.search import search_layouts
-from llmfoundry_planner.step import find_hardware
 from llmfoundry_lite.preflight import Preflight, describe
 from llmfoundry_lite.training.adapter import LanguageModel
 from tests.helpers import flash_attn
@@ -345,18 +342,6 @@ def test_divided_samples_take_less_memory(tmp_path, kind):
     as_many = estimate_training_memory(samples, layout_of(samples, 1))
     assert ours.parameters_bytes == theirs.parameters_bytes < as_many.parameters_bytes
     assert ours.activations_bytes < 1.3 * as_many.activations_bytes
-
-
-def test_the_planner_keeps_the_samples_divided(tmp_path):
-    config = load(tmp_path, "model.d_model=256", "precision=amp_bf16", "global_train_batch_size=16")
-    accelerator = accelerator_named("H100-80GB")
-    candidates, rejected = search_layouts(config, 8, find_hardware(accelerator))
-    assert {found.layout.context for found in [*candidates, *rejected]} == {2}
-    written = [found.overlay(config)["cp_config"] for found in candidates]
-    assert written and all(keys == {"context_parallel_degree": 2, "kind": "heads"} for keys in written)
-    assert all(found.time.context > 0 for found in candidates)
-    refused = "cp_config.context_parallel_degree: 2 x 4 of tp_config does not divide model.n_heads, 4; "
-    assert any(found.reason.startswith(refused) for found in rejected)
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused

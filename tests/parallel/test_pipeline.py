@@ -21,10 +21,10 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.pipeline import Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.training.loss import cross_entropy_sum
 from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
 from tests.helpers.resave import resave_into

@@ -21,11 +21,11 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.estimate.exchanges import stream_reductions
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_planner.network import stream_reductions
 from llmfoundry_lite.ranks.exchange import all_gather_json
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels
 from llmfoundry_lite.training.monitor import DropoutSeed

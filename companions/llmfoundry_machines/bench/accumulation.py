@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_machines.bench import frame
-from llmfoundry_machines.bench.steps import DTYPES, SHAPES, count_step_flops, measure_in_a_process
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import DTYPES, SHAPES, count_step_flops, measure_in_a_process
 
 COLUMNS: list[frame.Column] = [
     ("microbatches", "{num_microbatches}"),

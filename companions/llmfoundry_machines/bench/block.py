@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmfoundry_machines.bench import frame
-from llmfoundry_machines.bench.steps import measure_on_ranks
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
@@ -33,6 +31,8 @@ from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.models.products import Linear
 from llmfoundry_lite.parallel.context import Context, build_context
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import measure_on_ranks
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NONE = "none"

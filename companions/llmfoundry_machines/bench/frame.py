@@ -20,8 +20,7 @@ from rich.console import Console
 from llmfoundry_lite.devices import device_name
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import check_answer_replaceable
-from llmfoundry_lite.hardware import GIB
-from llmfoundry_planner.rates import REPORT_SCHEMA
+from llmfoundry_lite.hardware import GIB, REPORT_SCHEMA
 from llmfoundry_lite.report.tables import Table
 
 T = TypeVar("T")

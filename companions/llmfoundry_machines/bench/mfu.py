@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.devices import accelerator
+from llmfoundry_lite.hardware import GIB, PRODUCTS
+from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench.block import available
 from llmfoundry_machines.bench.frame import (
     Column,
@@ -24,10 +27,6 @@ from llmfoundry_machines.bench.frame import (
     within_minutes,
 )
 from llmfoundry_machines.bench.steps import SHAPES, count_step_flops, measure_in_a_process
-from llmfoundry_lite.devices import accelerator
-from llmfoundry_lite.hardware import GIB
-from llmfoundry_planner.rates import PRODUCTS
-from llmfoundry_lite.report.tables import Table
 
 PLAIN = "a plain SDPA model, compiled"
 COLUMNS: list[Column] = [

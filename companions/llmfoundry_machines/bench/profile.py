@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_machines.bench.frame import describe_conditions, drawn, measured_table, tell
-from llmfoundry_machines.bench.steps import train_on_ranks
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.report.reading import SECONDS, read_run
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench.frame import describe_conditions, drawn, measured_table, tell
+from llmfoundry_machines.bench.steps import train_on_ranks
 
 OPTIMIZER, ATTENTION, PRODUCTS, REST = "optimizer", "attention", "matrix products", "norms and the rest"
 EXPOSED, DATA, HOST, HIDDEN = "collectives, exposed", "waiting for data", "host", "collectives, hidden"

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from llmfoundry_machines.bench import frame
-from llmfoundry_machines.bench.steps import DTYPES, SHAPES, measure_in_a_process, train_on_ranks, write_run
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -28,6 +26,8 @@ from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.ranks.rank import count_usable_cores
 from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, config_of, read_run
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.bench import frame
+from llmfoundry_machines.bench.steps import DTYPES, SHAPES, measure_in_a_process, train_on_ranks, write_run
 
 COMMAND = "llmfoundry-lite bench scaling"
 STRONG, WEAK = "strong", "weak"

@@ -1,7 +1,7 @@
 """Training steps of known models, each side in a process of its own: the Trainer, a plain model, matrix products.
 
-`python -m llmfoundry_machines.bench.steps SETTINGS` prints {"step_seconds": [...], "peak_bytes": ...} as JSON. Settings are
-side ("trainer bf16"), shape, seq_len, batch_size, num_steps and overrides.
+`python -m llmfoundry_machines.bench.steps SETTINGS` prints {"step_seconds": [...], "peak_bytes": ...} as JSON.
+Settings are side ("trainer bf16"), shape, seq_len, batch_size, num_steps and overrides.
 """
 
 import contextlib

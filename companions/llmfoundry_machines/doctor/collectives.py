@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.devices import device_type, vendor
+from llmfoundry_lite.hardware import MIB
+from llmfoundry_lite.ranks.exchange import all_gather_single
+from llmfoundry_lite.ranks.start import use_loopback
 from llmfoundry_machines.doctor.examine import PRELOAD, describe_end, describe_error, forkserver, start
 from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge, shorten
 from llmfoundry_machines.doctor.folder import SET_CLOCK
 from llmfoundry_machines.doctor.speed import measure_seconds
-from llmfoundry_lite.hardware import MIB
-from llmfoundry_lite.ranks.exchange import all_gather_single
-from llmfoundry_lite.ranks.start import use_loopback
 
 READY = "process group"
 CLOCKS = "clocks of the ranks"

@@ -30,11 +30,11 @@ from typing import Any
 
 from rich.console import Console
 
-from llmfoundry_machines.doctor.finding import INSTALL, Finding, Machine, Status
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError, mask_credentials
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.release import NAME, read_release
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_machines.doctor.finding import INSTALL, Finding, Machine, Status
 
 Check = Callable[[Machine], Iterable[Finding]]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
 from llmfoundry_lite.hardware import GIB, MIB
+from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
 
 ENOUGH_BYTES = 36e9
 """Three checkpoints of 1 G parameters, at 12 bytes each: fp32 weights and two moments."""

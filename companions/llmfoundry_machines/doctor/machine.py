@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from llmfoundry_machines.doctor.finding import INSTALL, Finding, Machine, Status, judge
 from llmfoundry_lite.hardware import GIB, find_accelerator
 from llmfoundry_lite.release import read_release
+from llmfoundry_machines.doctor.finding import INSTALL, Finding, Machine, Status, judge
 
 ROOT = Path("/")
 SHARED_MEMORY = Path("/dev/shm")

@@ -22,6 +22,11 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.devices import device_name, device_type, finish, vendor
+from llmfoundry_lite.errors import EXIT_USER, ConfigError, UserError
+from llmfoundry_lite.hardware import MIB
+from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json
+from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_machines.doctor.collectives import BACKENDS, COLLECTIVES, OTHER_FIX, contribution, judge_clocks
 from llmfoundry_machines.doctor.examine import check_json_file, exit_code, find_versions, report
 from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
@@ -34,11 +39,6 @@ from llmfoundry_machines.doctor.speed import (
     measure_flops,
     measure_seconds,
 )
-from llmfoundry_lite.errors import EXIT_USER, ConfigError, UserError
-from llmfoundry_lite.hardware import MIB
-from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json
-from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.ranks.start import choose_device, start_process_group
 
 SLOW_RATE = 0.85
 """Share of the median rank's rate of products: devices of one kind are within a few percent of each other."""

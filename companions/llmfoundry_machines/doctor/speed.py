@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from llmfoundry_lite.devices import accelerator, device_type
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
 from llmfoundry_lite.hardware import GIB, MIB
+from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
 
 NUM_TERMS = 256
 """Terms of a sum; bf16 counts to 256."""

@@ -25,8 +25,8 @@ from llmfoundry_lite.config.schema import LoggersConfig, TrainConfig
 from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.ranks.ending import run_and_exit
-from llmfoundry_planner.rehearse.device import choose_kernels
 from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
+from llmfoundry_planner.rehearse.device import choose_kernels
 
 GRADIENT_NORM = 1000.0
 """The norm that the host reads: more than clipping allows, so that gradients are clipped."""
@@ -62,9 +62,9 @@ def rehearse(arguments: Sequence[str]) -> None:
     """Train one rank and write result.json. `arguments`: the folder of its request.json, by `fork_server.py`."""
     import torch
 
-    from llmfoundry_planner.rehearse.measure import Measure, record
     from llmfoundry_lite.training.checkpointing import Checkpointing
     from llmfoundry_lite.training.train import train
+    from llmfoundry_planner.rehearse.measure import Measure, record
 
     folder = Path(arguments[0])
     request = json.loads((folder / "request.json").read_text())

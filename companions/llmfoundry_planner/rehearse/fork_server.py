@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
 from llmfoundry_lite.hardware import Accelerator
-from llmfoundry_lite.launch.processes import rendezvous
-from llmfoundry_lite.ranks.rank import rank_variables
+from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
 from llmfoundry_planner.rehearse.build import NAME, build_library
 from llmfoundry_planner.rehearse.device import describe_device
 
@@ -63,7 +63,7 @@ class ForkServer:
         own = {**preload(build_library()), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "llmfoundry_planner.rehearse.child", str(os.getpid()), str(self.folder)],
-            env={**inherited, **own},
+            env={**inherited, **search_path(), **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -130,7 +130,9 @@ def run_for_real(arguments: list[str]) -> Outcome:
         options = {"num_devices": 1, "per_node": 1, "num_batches": 2, "counts_operations": False}
         write_request(Path(name), arguments, rank_variables(0, 1) | rendezvous(), **options)
         command = [sys.executable, "-m", "llmfoundry_planner.rehearse.child", name]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, env={**os.environ, **search_path()}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         return read_outcome(Path(name), done.returncode, done.stderr, time.monotonic() - began)
 
 

@@ -34,7 +34,7 @@ from llmfoundry_lite.training.trainer import GradientStep, ParallelTrainer
 
 HISTORY_ENTRIES = 20_000_000
 NUM_LARGEST = 5
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(models.__file__).parent.parent
 
 BACKWARD = "the backward pass"
 ATTENTION = {

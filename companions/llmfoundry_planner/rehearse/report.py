@@ -7,10 +7,10 @@ from typing import Any
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, describe_stages, stages_of
-from llmfoundry_lite.hardware import FREE_FRACTION, GIB, in_bytes
-from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.estimate.memory import estimate_stages, estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
+from llmfoundry_lite.hardware import FREE_FRACTION, GIB, in_bytes
+from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_planner.rehearse.device import PREFERS_CUDNN, find_capability
 from llmfoundry_planner.rehearse.fork_server import Job, Outcome
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
-from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_planner.search import find_sizes
+from llmfoundry_lite.hardware import GIB
+from llmfoundry_planner.plan.search import find_sizes
 from llmfoundry_planner.rehearse.fork_server import ForkServer, Job, Outcome
 
 UNREHEARSED_BYTES = 2 * GIB

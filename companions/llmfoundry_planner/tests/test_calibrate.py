@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_machines.bench.frame import tell
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import as_dict
+from llmfoundry_lite.hardware import ACCELERATORS, PRODUCTS
+from llmfoundry_machines.bench.frame import tell
 from llmfoundry_machines.doctor.collectives import CLOCKS, Report, judge_step
 from llmfoundry_machines.doctor.examine import as_dict as as_report
 from llmfoundry_machines.doctor.finding import Finding, Status
-from llmfoundry_lite.hardware import ACCELERATORS
-from llmfoundry_planner.calibrate import calibrate
-from llmfoundry_planner.network import Group
-from llmfoundry_planner.plan import hardware_named
-from llmfoundry_planner.rates import KNOWN_SPREAD, PRODUCTS
-from llmfoundry_planner.step import find_hardware, step_time
+from llmfoundry_planner.plan.calibrate import calibrate
+from llmfoundry_planner.plan.network import Group
+from llmfoundry_planner.plan.plan import hardware_named
+from llmfoundry_planner.plan.rates import KNOWN_SPREAD
+from llmfoundry_planner.plan.step import find_hardware, step_time
 
 H100 = find_hardware(ACCELERATORS["H100-80GB"])
 DEVICE = "NVIDIA H100 80GB HBM3"

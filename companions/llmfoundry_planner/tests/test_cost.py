@@ -5,8 +5,8 @@ import random
 import pytest
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_planner.cost import compute_optimal, cost_of, lost_share
-from llmfoundry_planner.network import find_node
+from llmfoundry_planner.plan.cost import compute_optimal, cost_of, lost_share
+from llmfoundry_planner.plan.network import find_node
 
 
 def test_the_interval_loses_least():

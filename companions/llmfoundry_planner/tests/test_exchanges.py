@@ -12,9 +12,9 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.stages import Stage, stages_of
-from llmfoundry_planner.network import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
+from llmfoundry_lite.estimate.exchanges import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
 from llmfoundry_lite.estimate.portion import Portion
-from llmfoundry_planner.step import count_block_and_outside, count_microbatches
+from llmfoundry_planner.plan.step import count_block_and_outside, count_microbatches
 from tests.helpers.runs import run
 from tests.helpers.tiny import tiny_config, write_data
 
@@ -74,7 +74,7 @@ def data(tmp_path_factory):
 def test_ranks_exchange_the_bytes_of_the_formulas(tmp_path, data, name):
     num_ranks, changes = CASES[name]
     options = {"max_duration": "2ba", "model__n_layers": 4, "device_train_microbatch_size": 1, **changes}
-    options["callbacks"] = {"python:tests.helpers.exchanged:CountExchanges": {}}
+    options["callbacks"] = {"python:llmfoundry_planner.tests.exchanged:CountExchanges": {}}
     run(tmp_path, tiny_config(data, **options), "counted", num_ranks)
     config = load_train_config([str(tmp_path / "counted.yaml")]).config
     layout = layout_of(config, num_ranks)

@@ -5,7 +5,7 @@ import pytest
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
-from llmfoundry_planner.fabric import fat_tree, one_for_each_device, ring_rate, staged_limits, zoned
+from llmfoundry_planner.plan.fabric import fat_tree, one_for_each_device, ring_rate, staged_limits, zoned
 
 
 def test_two_zones_have_122_switches():

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from llmfoundry_planner.join import EVERY, EXACT, OVERLAP, Pair, join
-from llmfoundry_planner.plan import hardware_named, make_plan
+from llmfoundry_planner.plan.join import EVERY, EXACT, OVERLAP, Pair, join
+from llmfoundry_planner.plan.plan import hardware_named, make_plan
 
 PAIR = Pair(rates=(1e6, 5e5), batch_tokens=3_000_000, num_parameters=10**9, num_last=10**8, num_microbatches=4)
 """A batch of 2 seconds on both, 3 on the faster one."""

@@ -15,6 +15,9 @@ from llmfoundry_lite.config.layout import DIMENSIONS, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.estimate.memory import estimate_training_memory
+from llmfoundry_lite.hardware import accelerator_named
+from llmfoundry_planner.plan.search import search_layouts
+from llmfoundry_planner.plan.step import find_hardware
 from tests.helpers.launch import ROOT
 
 
@@ -279,3 +282,15 @@ def test_a_plan_waits_for_nothing_that_it_does_not_need():
     arguments = ["plan", "mpt-7b", "--hardware", "h100", "--devices", "8"]
     result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout.splitlines()[-1] == "[0, []]", result.stderr
+
+
+def test_the_planner_keeps_the_samples_divided():
+    run = ["mpt-125m", "global_train_batch_size=16", "cp_config.context_parallel_degree=2", "cp_config.kind=heads"]
+    config = load_train_config(run).config
+    candidates, rejected = search_layouts(config, 8, find_hardware(accelerator_named("H100-80GB")))
+    assert {found.layout.context for found in [*candidates, *rejected]} == {2}
+    written = [found.overlay(config)["cp_config"] for found in candidates]
+    assert written and all(keys == {"context_parallel_degree": 2, "kind": "heads"} for keys in written)
+    assert all(found.time.context > 0 for found in candidates)
+    refused = "cp_config.context_parallel_degree: 2 x 4 of tp_config does not divide model.n_heads, 12; "
+    assert any(found.reason.startswith(refused) for found in rejected)

@@ -20,11 +20,11 @@ from benchmarks.papers.published import (
 )
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_planner import rates
-from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_planner.search import usable_bytes
+from llmfoundry_planner.plan import rates
+from llmfoundry_planner.plan.search import usable_bytes
 from tests.helpers.launch import ROOT
 
 

@@ -10,9 +10,9 @@ from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import OptimizerConfig, PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
-from llmfoundry_planner.network import Group, Node, find_node
-from llmfoundry_planner.rates import LINK_SHARE, OVERLAP_COST, PUBLISHED
-from llmfoundry_planner.step import StepTime, find_hardware, newton_schulz_flops, step_time
+from llmfoundry_planner.plan.network import Group, Node, find_node
+from llmfoundry_planner.plan.rates import LINK_SHARE, OVERLAP_COST, PUBLISHED
+from llmfoundry_planner.plan.step import StepTime, find_hardware, newton_schulz_flops, step_time
 from tests.helpers.plans import config_of
 
 SIZES = {"1b": (2048, 24, 16), "22b": (6144, 48, 48)}

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from llmfoundry_machines.bench import accumulation
-from llmfoundry_machines.bench import block
-from llmfoundry_machines.bench import steps
 from llmfoundry_lite.cli.main import app
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.parallel.context import build_context
+from llmfoundry_machines.bench import accumulation, block, steps
 from tests.helpers.launch import launch
 
 

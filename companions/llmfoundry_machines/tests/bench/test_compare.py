@@ -5,10 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from llmfoundry_machines.bench import compare
-from llmfoundry_machines.bench import frame
 from llmfoundry_lite.cli.main import app
 from llmfoundry_lite.errors import DataError
+from llmfoundry_machines.bench import compare, frame
 
 
 def write(folder, rows, *, name="scaling", **changes):

@@ -8,9 +8,8 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from llmfoundry_machines.bench import frame
-from llmfoundry_machines.bench import steps
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_machines.bench import frame, steps
 
 
 def test_sides_take_turns_and_one_that_fails_is_left_out_with_its_reason():

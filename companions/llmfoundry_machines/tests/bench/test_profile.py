@@ -5,11 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from llmfoundry_lite.cli.main import app
+from llmfoundry_lite.errors import DataError
 from llmfoundry_machines.bench import profile
 from llmfoundry_machines.bench.profile import ATTENTION, DATA, EXPOSED, HIDDEN, HOST, OPTIMIZER, PARTS, PRODUCTS, REST
 from llmfoundry_machines.bench.steps import write_run
-from llmfoundry_lite.cli.main import app
-from llmfoundry_lite.errors import DataError
 
 MAIN, OTHER, STREAM = 1, 2, 7
 

@@ -6,13 +6,13 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from llmfoundry_machines.bench import scaling
-from llmfoundry_machines.bench.scaling import Point
 from llmfoundry_lite.cli.main import app, run
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_planner.calibrate import read_steps
-from llmfoundry_planner.plan import hardware_named
+from llmfoundry_machines.bench import scaling
+from llmfoundry_machines.bench.scaling import Point
+from llmfoundry_planner.plan.calibrate import read_steps
+from llmfoundry_planner.plan.plan import hardware_named
 
 SAME = {"num_parameters": 10, "seq_len": 64, "precision": "fp32", "sharding": "FULL_SHARD", "device_name": "A100"}
 

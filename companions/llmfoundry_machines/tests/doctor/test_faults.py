@@ -14,12 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry_machines.doctor import collectives
-from llmfoundry_machines.doctor import folder
-from llmfoundry_machines.doctor import speed
+from llmfoundry_lite.hardware import accelerator_named
+from llmfoundry_machines.doctor import collectives, folder, speed
 from llmfoundry_machines.doctor.examine import examine
 from llmfoundry_machines.doctor.finding import Finding, Machine, Status
-from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_machines.tests.findings import QUICK, by_name
 
 

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.hardware import GIB
 from llmfoundry_machines.doctor import machine
 from llmfoundry_machines.doctor.examine import CHECKS, as_dict, examine, exit_code, print_table
 from llmfoundry_machines.doctor.finding import Finding, Machine, Status
 from llmfoundry_machines.doctor.machine import Build, Device
-from llmfoundry_lite.hardware import GIB
 from llmfoundry_machines.tests.doctor.broken_checks import answer, crash, hang, segfault
 from llmfoundry_machines.tests.findings import QUICK, by_name
 

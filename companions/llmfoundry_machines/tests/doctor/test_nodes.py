@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_machines.doctor import nodes
 from llmfoundry_machines.doctor.finding import Machine, Status
 from llmfoundry_machines.doctor.nodes import Member, Pair
-from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_machines.tests.findings import by_name
 from tests.helpers.launch import launch, start
 

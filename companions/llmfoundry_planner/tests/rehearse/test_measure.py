@@ -9,9 +9,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_planner.rehearse.measure import categorise, replay
 from llmfoundry_lite.training import loss
 from llmfoundry_lite.training.trainer import GradientStep, ParallelTrainer, measure
+from llmfoundry_planner.rehearse.measure import categorise, replay
 
 
 def frames(*functions):

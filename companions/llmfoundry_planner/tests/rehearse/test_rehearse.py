@@ -17,8 +17,8 @@ from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
-from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_lite.estimate.memory import estimate_stages, estimate_training_memory
+from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_planner.rehearse.fork_server import ForkServer, Job
 from llmfoundry_planner.rehearse.report import describe
 from llmfoundry_planner.rehearse.search import UNREHEARSED_BYTES, search

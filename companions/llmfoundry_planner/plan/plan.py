@@ -14,13 +14,13 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.estimate.schedule import check_schedule
 from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_planner.calibrate import calibrate
-from llmfoundry_planner.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, cost_of, save_seconds
-from llmfoundry_lite.estimate.schedule import check_schedule
-from llmfoundry_planner.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
-from llmfoundry_planner.step import Hardware, find_hardware
+from llmfoundry_planner.plan.calibrate import calibrate
+from llmfoundry_planner.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, cost_of, save_seconds
+from llmfoundry_planner.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
+from llmfoundry_planner.plan.step import Hardware, find_hardware
 
 PLANNED = "# Planned for "
 
@@ -140,14 +140,6 @@ def check_devices(config: TrainConfig, num_devices: int, per_node: int, pipeline
         )
     if pipeline:
         check_schedule(pipeline.schedule, num_stages, num_stages, pipeline.num_runs)
-
-
-def parse_counts(text: str, option: str = "--devices") -> list[int]:
-    """Parse `64,128` as [64, 128]. Raises ConfigError."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"{option}: {text!r} given, expected a number, or several such as 64,128,256")
-    return [int(part) for part in parts]
 
 
 def parse_cluster(text: str) -> tuple[str, int]:

@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.config.layout import Layout, layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.devices import accelerator, device_name
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, ConfigError
+from llmfoundry_lite.estimate.memory import estimate_training_memory
+from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_machines.bench.frame import (
     Column,
     describe_conditions,
@@ -17,13 +24,6 @@ from llmfoundry_machines.bench.frame import (
     tell,
     within_minutes,
 )
-from llmfoundry_lite.config.layout import Layout, layout_of
-from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.devices import accelerator, device_name
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, ConfigError
-from llmfoundry_lite.hardware import GIB, Accelerator
-from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_planner.rehearse.fork_server import ForkServer, run_for_real
 from llmfoundry_planner.rehearse.search import UNREHEARSED_BYTES, short_batch
 

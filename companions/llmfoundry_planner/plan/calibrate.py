@@ -23,8 +23,9 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
-from llmfoundry_planner.rates import LINK_SHARE, PRODUCTS, REPORT_SCHEMA, Residuals
-from llmfoundry_planner.step import Hardware, step_time
+from llmfoundry_lite.hardware import PRODUCTS, REPORT_SCHEMA
+from llmfoundry_planner.plan.rates import LINK_SHARE, Residuals
+from llmfoundry_planner.plan.step import Hardware, step_time
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 DEVICES = r"\d+ x ([^,;(]+?)(?= \(|[,;]|$)"

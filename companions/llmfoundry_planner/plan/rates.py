@@ -152,9 +152,3 @@ def find_efficiency(accelerator: Accelerator, *, published: bool = False) -> Eff
         return MEASURED[accelerator.name]
     fitting = [name for name in PUBLISHED if accelerator.name.startswith(name)]
     return PUBLISHED[max(fitting, key=len)] if fitting else UNPUBLISHED
-
-
-REPORT_SCHEMA = 2
-"""Version of the JSON of `bench`: raised when older reports can no longer be read or compared."""
-PRODUCTS = "matrix products"
-"""Name of those rows in the report of `bench mfu`."""

@@ -20,11 +20,11 @@ from llmfoundry_lite.config.schema import (
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.hardware import GIB, Accelerator
-from llmfoundry_planner.cost import save_seconds
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
-from llmfoundry_planner.step import Hardware, StepTime, step_time
+from llmfoundry_lite.hardware import GIB, Accelerator
+from llmfoundry_planner.plan.cost import save_seconds
+from llmfoundry_planner.plan.step import Hardware, StepTime, step_time
 
 CONTEXT_BYTES = 1 * GIB
 """The device's context, libraries and communication buffers, which `plan.memory` leaves out."""

@@ -16,10 +16,10 @@ import math
 from dataclasses import dataclass
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_planner.plan import Plan
 from llmfoundry_lite.estimate.portion import FP32_BYTES
-from llmfoundry_planner.report import three_digits
-from llmfoundry_planner.step import count_block_and_outside
+from llmfoundry_planner.plan.plan import Plan
+from llmfoundry_planner.plan.report import three_digits
+from llmfoundry_planner.plan.step import count_block_and_outside
 
 EXACT, OVERLAP = "exact", "exact with overlap"
 EVERY = (10, 50, 100, 500)

@@ -7,7 +7,7 @@ from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
-from llmfoundry_planner.network import Node
+from llmfoundry_planner.plan.network import Node
 
 DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
 """Llama 3's training: 419 unplanned interruptions in 54 days on 16,384 H100, one in 50,700 device-hours.

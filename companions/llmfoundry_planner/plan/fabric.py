@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
-from llmfoundry_planner.rates import ACROSS_LATENCY_SECONDS, LINK_SHARE
+from llmfoundry_planner.plan.rates import ACROSS_LATENCY_SECONDS, LINK_SHARE
 
 RING_PATH_BYTES_PER_SECOND = 9.6e9
 """From one device's memory to an adapter and into the next node's device, over PCIe 4.0 behind a processor. Implied by

@@ -6,9 +6,9 @@ from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import ContextParallelConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
-from llmfoundry_planner.step import find_hardware, step_time
 from llmfoundry_lite.report.reading import config_of, read_run
 from llmfoundry_lite.report.segments import accelerator_of, measure
+from llmfoundry_planner.plan.step import find_hardware, step_time
 
 
 def check_run(where: str) -> str:

@@ -8,10 +8,10 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.starter import TOKENS_PER_PARAMETER
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_planner.cost import STATE_BYTES, compute_optimal
-from llmfoundry_planner.plan import Plan
-from llmfoundry_planner.search import Candidate, Rejected, usable_bytes
 from llmfoundry_lite.report.tables import Table
+from llmfoundry_planner.plan.cost import STATE_BYTES, compute_optimal
+from llmfoundry_planner.plan.plan import Plan
+from llmfoundry_planner.plan.search import Candidate, Rejected, usable_bytes
 
 CANNOT_PROMISE = "not predicted: slow storage, the host's own time. `llmfoundry-lite rehearse` measures the memory"
 CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}

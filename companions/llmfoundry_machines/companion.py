@@ -1,0 +1,21 @@
+"""What measurements and checks of a machine add to the core."""
+
+from llmfoundry_lite.companions import Companion
+
+COMPANION = Companion(
+    commands={
+        "bench": "llmfoundry_machines.commands:bench",
+        "doctor": "llmfoundry_machines.commands:doctor_command",
+    },
+    examples=(
+        "doctor --folder /scratch",
+        "bench mfu --out measured",
+        "bench scaling --devices 1,2,4,8 --out measured",
+        "bench compare there/block.json here/block.json",
+        "bench profile mpt-125m --out measured",
+        "bench block --out measured",
+        "bench seqlen --lengths 2048,8192 --out measured",
+        "bench accumulation --microbatches 1,2,4 --out measured",
+        "bench memory --out measured",
+    ),
+)

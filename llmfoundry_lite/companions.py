@@ -1,0 +1,88 @@
+"""Companions: packages beside this one that add commands, blocks of YAML, readers and models. The only seam.
+
+Ours lie in `companions/` of a clone, and are installed with a wheel; others announce themselves by an entry point of
+the group `llmfoundry_lite.companions`. Each has a small `Companion` that names its parts, as `module:name`, and imports
+none of them. The core imports no companion: it asks here for a part, and a missing one is an error of one line.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.errors import ConfigError
+
+GROUP = "llmfoundry_lite.companions"
+OURS: Mapping[str, tuple[str, ...]] = {
+    "llmfoundry_planner": ("plan", "fabric", "rehearse"),
+    "llmfoundry_machines": ("bench", "doctor"),
+}
+"""Package -> its commands, blocks, readers and models: what a missing one is asked for."""
+SOURCE = Path(__file__).parents[1] / "companions"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Companion:
+    """Parts of a companion, each as `module:name`."""
+
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """`plan` -> a function, or a `typer.Typer` for a group."""
+    examples: tuple[str, ...] = ()
+    """Command lines, with which the help of commands ends."""
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    """A key of a run's YAML -> its `Block`."""
+    readers: Mapping[str, str] = field(default_factory=dict)
+    """A kind of foreign file -> a function of its path."""
+    builders: Mapping[str, str] = field(default_factory=dict)
+    """A kind of parallel model -> its builder."""
+
+
+@cache
+def find_companions() -> list[Companion]:
+    """Return the companions that are here: ours in their order, then others'."""
+    if SOURCE.is_dir():
+        sys.path.insert(0, str(SOURCE))  # those of this clone go before installed ones
+    ours = [importlib.import_module(f"{name}.companion").COMPANION for name in OURS if find_spec(name)]
+    return [*ours, *(point.load() for point in entry_points(group=GROUP))]
+
+
+def search_path(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return PYTHONPATH for a process that runs a module of a companion."""
+    given = environment.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(SOURCE) if SOURCE.is_dir() else "", given]))}
+
+
+def parts(slot: str) -> Iterator[tuple[str, Any]]:
+    """Import and yield every part in a slot: `commands`, `blocks`, `readers` or `builders`."""
+    for companion in find_companions():
+        for name, where in getattr(companion, slot).items():
+            yield name, _bring(where)
+
+
+def find(slot: str, name: str) -> Any:
+    """Import the part of this name. Raises ConfigError that names the missing companion."""
+    for companion in find_companions():
+        if name in getattr(companion, slot):
+            return _bring(getattr(companion, slot)[name])
+    raise missing(name)
+
+
+def missing(name: str) -> ConfigError:
+    package = next((package for package, names in OURS.items() if name in names), None)
+    return ConfigError(f"{name}: needs the companion {package}" if package else f"{name}: no companion has it")
+
+
+def list_missing() -> list[str]:
+    """Return the names that our companions would have, and that are not here."""
+    return [name for package, names in OURS.items() if find_spec(package) is None for name in names]
+
+
+def _bring(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
