@@ -2,11 +2,15 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.tiny import write_data
+
+# Benchmarks print with a companion's tables; the core's own tests run without any companion.
+collect_ignore = [] if find_spec("llmfoundry_machines") else ["benchmarks"]
 
 # The same examples everywhere, however long one takes: on a busy machine any may take more than 0.2 s, hypothesis's own
 # deadline. Its examples are kept nowhere, or the two workers would share them.

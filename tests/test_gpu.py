@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.switch import switch
 from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.models.attention import build_mask, document_numbers
 from llmfoundry_lite.models.generate import generate
@@ -129,7 +128,12 @@ def test_a_known_gpu_reports_its_mfu(tmp_path, data):
 
 
 @pytest.fixture(scope="module")
-def wide_data(tmp_path_factory):
+def switch():
+    return pytest.importorskip("benchmarks.switch.switch")  # which needs the companion llmfoundry_machines
+
+
+@pytest.fixture(scope="module")
+def wide_data(tmp_path_factory, switch):
     """Samples as long as those of `python -m benchmarks switch`."""
     folder = write_data(tmp_path_factory.mktemp("data"), num_train=2_000, num_val=80, seq_len=switch.SEQ_LEN)
     (folder / "summary.json").write_text("{}")
@@ -137,7 +141,7 @@ def wide_data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-def test_a_run_that_switches_between_cpu_and_gpu_stays_in_the_band_that_both_span(tmp_path, wide_data, precision):
+def test_a_run_that_switches_between_cpu_and_gpu_stays_in_the_band_of_both(tmp_path, wide_data, switch, precision):
     """Through the real launcher, with the controls: CPU -> GPU -> CPU -> CPU -> GPU."""
     clusters = [c for c in switch.default_clusters(precision, None) if c.letter != "C"]
     assert [bool(c.environment.get("CUDA_VISIBLE_DEVICES", "gpu")) for c in clusters] == [False, True, False]

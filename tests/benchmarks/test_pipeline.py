@@ -8,6 +8,7 @@ import torch
 from benchmarks import pipeline
 from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.estimate.schedule import simulate_bubble
 
 
 @pytest.mark.long
@@ -65,3 +66,24 @@ def test_rows_and_figure_come_from_what_was_measured(tmp_path, monkeypatch):
 def test_what_cannot_be_played_is_refused(stages, schedules, words):
     with pytest.raises(ConfigError, match=words):
         pipeline.run(stages, [4], schedules)
+
+
+@pytest.mark.parametrize("schedule", pipeline.WITH_FORMULA)
+def test_a_schedule_played_waits_as_long_as_its_formula_says(schedule):
+    runs = (2, 4) if schedule == "interleaved" else (1,)
+    for stages in (1, 2, 4, 8, 16):
+        for microbatches in (stages, 2 * stages, 64):
+            for virtual in runs:
+                played = simulate_bubble(schedule, stages, microbatches, virtual)
+                assert played == pytest.approx(pipeline.bubble(schedule, stages, microbatches, virtual)), stages
+
+
+def test_zero_bubble_waits_half_as_long_with_two_runs_of_blocks_on_each_device():
+    assert simulate_bubble("zero_bubble", 4, 16, 2) == pytest.approx(pipeline.bubble("zero_bubble", 4, 16) / 2)
+    late = [1.0] * 4 + [3.0] * 4  # the second runs of all devices
+    assert simulate_bubble("zero_bubble", 4, 16, 2, loads=late) > simulate_bubble("zero_bubble", 4, 16, 2)
+
+
+def test_zbv_waits_half_as_long_as_zero_bubble():
+    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": from 2p - 1 microbatches on."""
+    assert simulate_bubble("zbv", 8, 32, 2) == pytest.approx(pipeline.bubble("zero_bubble", 8, 32) / 2)

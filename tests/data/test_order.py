@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.order import WINDOWS, domains_of, our_batches, variance_over_binomial
 from llmfoundry_lite.data import order as order_module
 from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
 from tests.helpers.data import slices_of_workers
@@ -190,13 +189,6 @@ def test_every_block_of_every_lane_is_shuffled_in_its_own_way():
     order = make_order(shard_sizes=[64 * 16], num_lanes=4, window_samples=4 * 16)
     places_bn = whole_epoch(order).T.reshape(-1, 16)
     assert len({tuple(np.argsort(block_n)) for block_n in places_bn}) == 64
-
-
-def test_batches_hold_domains_more_evenly_than_a_blind_draw():
-    """By `python -m benchmarks order`: 0.45 to 0.54 of the binomial's variance. StreamingDataset has 1.33 to 71.83."""
-    for epoch in range(2):
-        for window in WINDOWS:
-            assert variance_over_binomial(domains_of(our_batches(window, epoch))) < 0.8
 
 
 def test_streams_are_mixed_in_proportion_from_the_first_batch_to_the_last():

@@ -16,12 +16,13 @@ from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import commands, quoted_commands
+from tests.helpers.present import present
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTERS = ("llmfoundry-lite ", "composer ", "python ", "srun ", "OMP_NUM_THREADS=", "WORLD_SIZE=")
 FENCED = sorted({line for page in PAGES for line in commands(page.read_text()) if line.startswith(STARTERS)})
 QUOTED = sorted({span for page in PAGES for span in quoted_commands(page.read_text(), "llmfoundry-lite ")})
-OURS = [command for command in (*FENCED, *QUOTED) if "llmfoundry-lite " in command]
+OURS = present(command for command in (*FENCED, *QUOTED) if "llmfoundry-lite " in command)
 PROGRAMS = {"train": ("scripts/train.py", "llmfoundry_lite.train", "train"), "eval": ("scripts/eval.py", "eval")}
 PROGRAM = typer.main.get_command(app)
 

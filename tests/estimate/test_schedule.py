@@ -10,22 +10,11 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
-from benchmarks.pipeline import WITH_FORMULA, bubble
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.schedule import SCHEDULES, order_of, simulate_bubble
 from llmfoundry_lite.parallel.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
-
-
-@pytest.mark.parametrize("schedule", WITH_FORMULA)
-def test_a_schedule_played_waits_as_long_as_its_formula_says(schedule):
-    runs = (2, 4) if schedule == "interleaved" else (1,)
-    for stages in (1, 2, 4, 8, 16):
-        for microbatches in (stages, 2 * stages, 64):
-            for virtual in runs:
-                played = simulate_bubble(schedule, stages, microbatches, virtual)
-                assert played == pytest.approx(bubble(schedule, stages, microbatches, virtual)), (stages, microbatches)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -51,17 +40,6 @@ def test_uneven_runs_wait_in_every_round_and_a_few_tell_how_long(schedule, loads
         whole = simulate_bubble(schedule, 4, microbatches, 2, loads=loads)
         few = simulate_bubble(schedule, 4, microbatches, 2, loads=loads, in_few_rounds=True)
         assert few == pytest.approx(whole, rel=1e-6)
-
-
-def test_zero_bubble_waits_half_as_long_with_two_runs_of_blocks_on_each_device():
-    assert simulate_bubble("zero_bubble", 4, 16, 2) == pytest.approx(bubble("zero_bubble", 4, 16) / 2)
-    late = [1.0] * 4 + [3.0] * 4  # the second runs of all devices
-    assert simulate_bubble("zero_bubble", 4, 16, 2, loads=late) > simulate_bubble("zero_bubble", 4, 16, 2)
-
-
-def test_zbv_waits_half_as_long_as_zero_bubble():
-    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": from 2p - 1 microbatches on."""
-    assert simulate_bubble("zbv", 8, 32, 2) == pytest.approx(bubble("zero_bubble", 8, 32) / 2)
 
 
 def test_the_stage_that_computes_the_longest_waits_for_the_others():
