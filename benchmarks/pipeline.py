@@ -4,7 +4,7 @@ python -m benchmarks pipeline --stages 2,4 --microbatches 4,8,16 --out results
 
 Forward pass, gradient of the inputs and gradient of the weights of a microbatch take one sleep each on every stage. So
 what a step takes beyond them is waiting: for other stages, and a little for messages and Python. Beside it stand the
-formula's share and that of the played schedule (`plan/schedule.py`). Messages are four numbers; no bandwidth is
+formula's share and that of the played schedule (`estimate/schedule.py`). Messages are four numbers; no bandwidth is
 measured.
 """
 
@@ -42,7 +42,7 @@ COLUMNS: list[frame.Column] = [
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
 NOTES = (
     "measured: torch's schedules, messages and Python among what a device waits",
-    "formula and played: `plan/schedule.py`, without time for messages",
+    "formula and played: `estimate/schedule.py`, without time for messages",
     "zbv has no formula",
 )
 WITH_FORMULA = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -103,7 +103,7 @@ def run(
 
 
 def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
-    """Return time that a device waits over time that it computes, by the formulas of `plan/schedule.py`."""
+    """Return time that a device waits over time that it computes, by the formulas of `estimate/schedule.py`."""
     share = (num_stages - 1) / num_microbatches
     return share / {"interleaved": virtual_stages, "zero_bubble": 3}.get(schedule, 1)
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from llmfoundry_lite.companions import OURS
 from tests.helpers.launch import ROOT
 
 TOUR = (ROOT / "docs/tour.md").read_text()
@@ -32,8 +33,16 @@ def test_the_tour_has_twenty_behaviours_and_every_room():
 
 
 def test_files_that_the_tour_names_exist():
-    for file in re.findall(r"`([\w/]+\.py)`", TOUR):
+    for file in re.findall(r"`([\w/]+/\w+\.py)`", TOUR):
         assert (ROOT / "llmfoundry_lite" / file).is_file(), file
+
+
+def test_the_tour_names_every_companion():
+    """And each says in one screen what it is for."""
+    for package in OURS:
+        assert f"| `{package}` |" in TOUR
+        if (folder := ROOT / "companions" / package).is_dir():
+            assert 5 < len((folder / "README.md").read_text().splitlines()) < 40
 
 
 def test_no_test_module_imports_from_another():

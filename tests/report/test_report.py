@@ -8,18 +8,12 @@ import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from llmfoundry_lite.checkpoint.log_parts import write_log
-from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.launch.journal import append
 from llmfoundry_lite.report.page import Section, markdown
@@ -28,76 +22,8 @@ from llmfoundry_lite.report.segments import spans_of
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.report.watch import Watched
 from tests.helpers.launch import train
+from tests.helpers.reported import FLOPS_PER_TOKEN, H100, TOKENS, elapsed, on_cpu, on_gpu, record, save, write_run
 from tests.helpers.tiny import tiny_config, write_config, write_data
-
-TOKENS = 1000
-H100 = "NVIDIA H100 80GB HBM3"
-FLOPS_PER_TOKEN = 1e9
-
-
-def record(batch, loss: Any = 2.0, launch: Any = 1, *, seconds=2.0, device=None, num_devices: Any = 1, **more):
-    rate = TOKENS / seconds
-    line = {
-        "batch": batch,
-        "launch": launch,
-        "loss/train/total": loss,
-        "data/digest": f"{batch:016x}",
-        "throughput/tokens_per_sec": rate,
-        "throughput/device/tokens_per_sec": rate / num_devices,
-        "throughput/device/flops_per_sec": rate / num_devices * FLOPS_PER_TOKEN,
-        "time/token": batch * TOKENS,
-        "time/batch_seconds": seconds,
-        "time/elapsed_seconds": batch * seconds,
-    }
-    if device == H100:
-        line["throughput/device/mfu"] = line["throughput/device/flops_per_sec"] / 989.5e12
-    return line | {key.replace("__", "/"): value for key, value in more.items()}
-
-
-def write_run(folder, records, segments=(), **config):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    settings = {"run_name": folder.name, "save_folder": None, "train_loader": {"dataset": {"local": "nowhere"}}}
-    write_config(folder / "config.yaml", settings | config)
-    if segments:
-        save(config.get("save_folder") or folder / "checkpoints", segments)
-    return str(folder)
-
-
-def save(url, segments, log=None):
-    """A checkpoint without tensors, and the log that travels with it."""
-    store = CheckpointStore(url)
-    lease = store.acquire()
-    batch = segments[-1].last_batch
-    save_id = store.new_save_id(lease, batch)
-    manifest = Manifest(
-        save_id=save_id, lease_epoch=lease.epoch, timestamp=Timestamp(batch=batch), segments=tuple(segments)
-    )
-    store.open_draft(save_id)
-    if log is not None:
-        content = "".join(json.dumps(line) + "\n" for line in log).encode()
-        manifest = replace(manifest, log=write_log(store, save_id, content, ()))
-    store.publish(manifest, lease)
-
-
-def on_gpu(first, last, num_devices=2, device=H100):
-    return Segment(
-        first_batch=first,
-        last_batch=last,
-        vendor="nvidia",
-        device=device,
-        num_devices=num_devices,
-        sharding="HYBRID_SHARD",
-        shard_degree=2,
-        precision="amp_bf16 PURE",
-        runtime="13.0",
-        environment={"NCCL_ALGO": "Tree"},
-    )
-
-
-def on_cpu(first, last):
-    words = {"vendor": "cpu", "device": "AMD EPYC", "num_devices": 4, "sharding": "FULL_SHARD"}
-    return Segment(first_batch=first, last_batch=last, precision="fp32 DEFAULT", **words)
 
 
 def switching(folder):
@@ -105,10 +31,6 @@ def switching(folder):
     records = [record(b, device=H100, num_devices=2) for b in range(1, 11)]
     records += [record(b, launch=2, seconds=36.0, num_devices=4) | elapsed(b - 10, 36.0) for b in range(11, 23)]
     return write_run(folder, records, [on_gpu(1, 10), on_cpu(11, 20)])
-
-
-def elapsed(batch, seconds):
-    return {"time/elapsed_seconds": batch * seconds}
 
 
 # ------------------------------------------------------------------------------------------------- one run
@@ -128,44 +50,6 @@ def test_each_segment_has_its_speed_mfu_energy_and_cost(tmp_path):
     assert (unsaved["first_batch"], unsaved["last_batch"], unsaved["device"]) == (21, 22, None)
     assert facts["total"]["tokens"] == 22 * TOKENS
     assert facts["total"]["cost"] is None, "a part of it is not known"
-
-
-def test_a_plan_is_checked_against_a_run(tmp_path, capsys):
-    settings = as_dict(load_train_config(["mpt-125m", "global_train_batch_size=640"]).config)
-    records = [record(b, num_devices=8, seconds=0.01, throughput__device__mfu=12.5e12 / 312e12) for b in range(1, 21)]
-    gpu = replace(on_gpu(1, 10, 8, "NVIDIA A100-SXM4-80GB"), device_train_microbatch_size=40, shard_degree=8)
-    run = write_run(tmp_path / "run", records, [gpu, on_cpu(11, 20)], **settings)
-    assert main.run(["plan", "--check", run]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    measured, predicted = (int(word.replace(",", "")) for word in lines[2].split()[4:6])
-    assert lines[2].split()[:4] == ["1-10", "8", "x", "A100-80GB"] and measured == TOKENS / 0.01 / 8
-    assert predicted == pytest.approx(142_830, rel=0.1), "LLM Foundry's table: 2 x 40 samples of 2,048 on 8 devices"
-    assert lines[3] == "11-20: AMD EPYC is not in the table, no prediction"
-    (tmp_path / "run/config.yaml").unlink()
-    assert main.run(["plan", "--check", run]) == 2
-    assert "config.yaml is not there; it says what was trained" in capsys.readouterr().err
-
-
-def test_stages_and_parts_of_samples_are_checked_too(tmp_path, capsys):
-    """A pipeline of two waits 1 of 17 here, and for the stage with the head. Three stages fit no two devices."""
-    settings = as_dict(load_train_config(["mpt-125m"]).config)
-    records = [record(b, device=H100, num_devices=2, seconds=0.01) for b in range(1, 51)]
-    spans = [on_gpu(1, 10), on_gpu(11, 20), on_gpu(21, 30), on_gpu(31, 40), on_gpu(41, 50)]
-    said: list[dict[str, str]] = [{}, {"pipeline": "2 stages, 1f1b"}, {"context": "2, heads"}]
-    said.append({"pipeline": "3 stages, gpipe"})
-    said.append({"pipeline": "\x1b[31m"})
-    segments = [
-        replace(span, device_train_microbatch_size=16, sharding="NO_SHARD", **words)
-        for span, words in zip(spans, said, strict=True)
-    ]
-    run = write_run(tmp_path / "run", records, segments, **settings | {"run_name": "${oc.env:HOME}"})
-    assert main.run(["plan", "--check", run]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("${oc.env:HOME}: "), "somebody else's, perhaps"
-    alone, staged, parted = (int(line.split()[5].replace(",", "")) for line in lines[2:5])
-    assert 0.6 < staged / alone < 16 / 17 and 0.5 < parted / alone < 1
-    assert lines[6].startswith("41-50: no prediction: ")
-    assert lines[5].startswith("31-40: no prediction: pp_config.pipeline_parallel_degree: 3 does not divide the 2 ")
 
 
 def moved_by_a_relay(folder):
