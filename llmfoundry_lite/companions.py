@@ -8,7 +8,7 @@ none of them. The core imports no companion: it asks here for a part, and a miss
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -32,7 +32,7 @@ class Companion:
     """Parts of a companion, each as `module:name`."""
 
     commands: Mapping[str, str] = field(default_factory=dict)
-    """`plan` -> a function, or a `typer.Typer` for a group."""
+    """`plan` -> a function, or a `typer.Typer` for a group; `init --like` -> what that option of the core's calls."""
     examples: tuple[str, ...] = ()
     """Command lines, with which the help of commands ends."""
     blocks: Mapping[str, str] = field(default_factory=dict)
@@ -58,11 +58,12 @@ def search_path(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(SOURCE) if SOURCE.is_dir() else "", given]))}
 
 
-def parts(slot: str) -> Iterator[tuple[str, Any]]:
-    """Import and yield every part in a slot: `commands`, `blocks`, `readers` or `builders`."""
+def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Any]]:
+    """Import and yield parts in a slot: `commands`, `blocks`, `readers` or `builders`."""
     for companion in find_companions():
         for name, where in getattr(companion, slot).items():
-            yield name, _bring(where)
+            if is_asked(name):
+                yield name, _bring(where)
 
 
 def find(slot: str, name: str) -> Any:

@@ -39,7 +39,7 @@ app.command("compare")(results.compare_results)
 app.command("relay")(runs.relay_command)
 app.command("replay")(runs.replay_command)
 app.add_typer(runs.islands, name="islands")
-for name, command in companions.parts("commands"):
+for name, command in companions.parts("commands", lambda name: " " not in name):
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
     else:
