@@ -122,7 +122,7 @@ def test_a_dry_run_for_this_machine_refuses_what_a_launch_here_would_stumble_ove
         preflight.check_here(config, two, gpus)
     varying = replace(config, exact_sums=True, deterministic=False)
     preflight.check_here(varying, two, [ROOM])
-    with pytest.raises(ConfigError, match="^deterministic: false given, but on a GPU exact_sums needs"):
+    with pytest.raises(ConfigError, match=r"^deterministic: false given, but on a GPU exact_sums needs"):
         preflight.check_here(varying, two, gpus)
     with pytest.raises(ConfigError, match="4 ranks given, and this machine has 2 devices"):
         preflight.check_here(config, layout_of(config, 4), gpus)
