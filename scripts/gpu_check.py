@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class Part:
         self.proof: dict[str, Any] = {"format": 1, "part": name, "minutes": minutes, "problems": [], "left_out": []}
         self.num_cores = len(os.sched_getaffinity(0))
         self.runs_at_once = self.num_cores >= MANY_CORES
+        self._steps: list[Future[None]] = []
         self._writing = threading.Lock()
         out.mkdir(parents=True, exist_ok=True)
 
@@ -98,10 +99,16 @@ class Part:
     def together(self, steps: Mapping[str, Callable[[], None]]) -> None:
         """Run steps in their order, at once as far as there are cores. One that raises is a problem, and no more."""
         with ThreadPoolExecutor(len(steps) if self.runs_at_once else NUM_AT_ONCE) as pool:
-            for name, future in {name: pool.submit(step) for name, step in steps.items()}.items():
+            futures = {name: pool.submit(step) for name, step in steps.items()}
+            self._steps += futures.values()
+            for name, future in futures.items():
                 if error := future.exception():
                     traceback.print_exception(error)
                     self.proof["problems"].append(f"{name}: {error!r}")
+
+    def _waits(self) -> bool:
+        """Return whether a step has not begun yet."""
+        return any(not step.running() and not step.done() for step in self._steps)
 
     def end(self, number: int, frame: Any = None) -> None:
         """Handle a signal: no step has time any more, so that each ends what it has started."""
@@ -109,21 +116,19 @@ class Part:
         self.proof["problems"].append(f"ended by {signal.Signals(number).name}")
 
     def run(
-        self, name: str, arguments: Sequence[str], needs: float = 0, share: float = 0, **environment: str
+        self, name: str, arguments: Sequence[str], needs: float = 0, share: float | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run Python in the clone's root and show its output. What is too late is ended, with all that it started.
 
-        It may take that `share` of the time that is left: all where all steps run at once, else two thirds, so that one
-        that hangs does not cost the others. It is left out where that is less than it `needs`, in seconds. Failures
-        become problems of the proof. The log is OUT/NAME.log.
+        It may take that `share` of the time that is left; without one, two thirds while other steps wait, so that one
+        that hangs does not cost the others, and all when none does. It is left out where less is left than it `needs`,
+        in seconds. Failures become problems of the proof. The log is OUT/NAME.log.
         """
-        share = share or (1 if self.runs_at_once else 2 / 3)
-        limit, mark = share * (self.left() - RESERVE_SECONDS), f"{os.getpid()} {name}"
-        command = [sys.executable, "-u", *arguments]
-        if limit <= needs:
+        command, mark = [sys.executable, "-u", *arguments], f"{os.getpid()} {name}"
+        if self.left() - RESERVE_SECONDS <= needs:
             self.proof["left_out"].append(f"{name}: no time for it")
             return subprocess.CompletedProcess(command, 1, "", "")
-        self.tell(f"{name}, {limit:.0f} s at most: {' '.join(' '.join(arguments).split())[:140]}")
+        self.tell(f"{name}: {' '.join(' '.join(arguments).split())[:140]}")
         began, log = time.monotonic(), self.out / f"{name.replace(' ', '-')}.log"
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -135,7 +140,7 @@ class Part:
                 start_new_session=True,
             )
             try:
-                code = self._wait(process, name, log, limit)
+                code = self._wait(process, name, log, share)
             finally:
                 end_all(mark)
                 process.wait()
@@ -147,12 +152,13 @@ class Part:
         self.note()
         return subprocess.CompletedProcess(command, 1 if code is None else code, text, "")
 
-    def _wait(self, process: subprocess.Popen, name: str, log: Path, limit: float) -> int | None:
+    def _wait(self, process: subprocess.Popen, name: str, log: Path, share: float | None) -> int | None:
         """Show the log's lines as it grows, until the end or the limit. Returns the exit code; None if none came."""
-        end, shown = time.monotonic() + limit, 0
+        limit, shown = self.left() - (share or 2 / 3) * (self.left() - RESERVE_SECONDS), 0
         while True:
             code = process.poll()
-            is_over = code is not None or time.monotonic() > min(end, self.deadline)
+            is_late = self.left() < (limit if share or self._waits() else RESERVE_SECONDS)
+            is_over = code is not None or is_late
             text = log.read_bytes()
             until = len(text) if is_over else text.rfind(b"\n") + 1
             for line in text[shown:until].decode(errors="replace").splitlines():

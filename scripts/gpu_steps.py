@@ -89,7 +89,7 @@ def check_mfu(part: Part) -> None:
         more = [*more, "device_train_microbatch_size=8"]
     minutes = max(0.5, (part.left() - MFU_RESERVE_SECONDS) / 60)
     command = ["-m", "llmfoundry_lite", "bench", "mfu", "--shapes", shapes, "--minutes", f"{minutes:.2f}", *more]
-    part.run("mfu", [*command, "--out", str(part.out / "bench")], share=1)
+    part.run("mfu", [*command, "--out", str(part.out / "bench")])
     rows = list_mfu(read_report(part, "mfu", part.out / "bench/mfu.json"), part.proof["row"])
     part.note(mfu=rows)
     for row in rows:

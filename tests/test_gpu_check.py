@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -39,6 +40,13 @@ def give_seconds(part, seconds):
     part.deadline = time.monotonic() + gpu_check.RESERVE_SECONDS + seconds
 
 
+def seconds_of(part, name):
+    """Seconds after which a step was ended, by the last problem."""
+    found = re.fullmatch(rf"{name}: ended after (\d+) s, when its time was up", part.proof["problems"][-1])
+    assert found is not None, part.proof["problems"]
+    return int(found[1])
+
+
 @pytest.mark.slow
 def test_every_test_has_an_outcome_though_one_hangs_when_the_time_is_up(part, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # it is no worker of the session that started it
@@ -47,7 +55,7 @@ def test_every_test_has_an_outcome_though_one_hangs_when_the_time_is_up(part, tm
     arguments = ["-m", "pytest", "-q", "-p", "tests.helpers.outcomes", str(tmp_path / "test_them.py")]
     arguments += ["-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}"]
     give_seconds(part, 20.1)
-    part.run("pytest", arguments, share=1, OUTCOMES=str(outcomes))
+    part.run("pytest", arguments, OUTCOMES=str(outcomes))
     assert part.left() > 0
     found = {name.split("::")[1]: test for name, test in gpu_steps.read_outcomes(outcomes).items()}
     assert {name: test["outcome"] for name, test in found.items()} == {
@@ -60,14 +68,14 @@ def test_every_test_has_an_outcome_though_one_hangs_when_the_time_is_up(part, tm
     }
     assert "one is not two" in found["test_two"]["why"] and "not today" in found["test_three"]["why"]
     assert "no fixture" in found["test_four"]["why"]
-    assert part.proof["problems"] == ["pytest: ended after 20 s, when its time was up"]
+    assert 19 < seconds_of(part, "pytest") < 26
     assert json.loads(part.path.read_text())["problems"] == part.proof["problems"]
 
 
 def test_what_fails_is_a_problem_with_its_last_line_and_what_has_no_time_is_left_out(part, capfd):
     assert part.run("step", ["-c", "print('so far'); raise SystemExit('error: no such thing')"]).returncode == 1
     give_seconds(part, 60)
-    assert part.run("long", ["-c", "print('never')"], needs=61, share=1).returncode == 1
+    assert part.run("long", ["-c", "print('never')"], needs=61).returncode == 1
     give_seconds(part, -1)
     assert part.run("late", ["-c", "print('never')"]).returncode == 1
     assert part.proof["problems"] == ["step: exit code 1: error: no such thing"]
@@ -80,7 +88,7 @@ def test_what_fails_is_a_problem_with_its_last_line_and_what_has_no_time_is_left
 @pytest.mark.parametrize("then", ["", "time.sleep(99)"], ids=["it ends", "it hangs"])
 def test_a_step_leaves_no_process_behind_in_whichever_session(part, then):
     give_seconds(part, 5)
-    found = part.run("step", ["-c", ESCAPES + then], share=1)
+    found = part.run("step", ["-c", ESCAPES + then])
     assert found.returncode == (1 if then else 0)
     assert not processes.is_running(int(found.stdout))
 
@@ -96,6 +104,23 @@ def test_all_ends_with_the_script(tmp_path):
     script.terminate()
     assert "problem: ended by SIGTERM" in script.communicate()[0]
     assert script.returncode == 1 and not processes.find(mark, gpu_check.MARK)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_step_that_hangs_leaves_a_third_of_the_time_to_those_that_wait(part, monkeypatch):
+    monkeypatch.setattr(gpu_check, "NUM_AT_ONCE", 1)
+    part.runs_at_once, found = False, []
+    give_seconds(part, 15)
+    hang, end = ["-c", "import time; time.sleep(99)"], ["-c", "print('so soon')"]
+    part.together(
+        {"one": lambda: found.append(part.run("one", hang)), "two": lambda: found.append(part.run("two", end))}
+    )
+    assert [step.returncode for step in found] == [1, 0] and part.left() > 0
+    assert 9 < seconds_of(part, "one") < 14
+    give_seconds(part, 5)
+    part.together({"last": lambda: found.append(part.run("last", hang))})
+    assert 4 < seconds_of(part, "last") < 9
 
 
 def test_steps_run_at_once_and_one_that_raises_costs_no_other(part):
