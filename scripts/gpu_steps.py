@@ -74,7 +74,7 @@ def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
 
 def check_memory(part: Part, model: str) -> None:
     """Measure one model. At most 4 samples, since tests take memory of the same device."""
-    reports = part.out / f"memory-{model}"
+    reports = make_folder(part, f"memory-{model}")
     minutes = max(0.1, (part.left() / 2 - 80) / 60)  # a variant that begins later would not end in time
     command = ["-m", "llmfoundry_lite", "bench", "memory", "--models", model, "--most", "4"]
     part.run(f"memory {model}", [*command, "--minutes", f"{minutes:.2f}", "--out", str(reports)], share=0.5)
@@ -87,10 +87,10 @@ def check_mfu(part: Part) -> None:
     shapes, more = ("10m", ["--seq-len", "512", "--batch-size", "8"]) if part.is_cpu else ("1b,125m", [])
     if part.is_cpu or is_large(part.proof["row"]):  # to find out a size takes minutes, compiled
         more = [*more, "device_train_microbatch_size=8"]
-    minutes = max(0.5, (part.left() - MFU_RESERVE_SECONDS) / 60)
+    reports, minutes = make_folder(part, "mfu"), max(0.5, (part.left() - MFU_RESERVE_SECONDS) / 60)
     command = ["-m", "llmfoundry_lite", "bench", "mfu", "--shapes", shapes, "--minutes", f"{minutes:.2f}", *more]
-    part.run("mfu", [*command, "--out", str(part.out / "bench")])
-    rows = list_mfu(read_report(part, "mfu", part.out / "bench/mfu.json"), part.proof["row"])
+    part.run("mfu", [*command, "--out", str(reports)])
+    rows = list_mfu(read_report(part, "mfu", reports / "mfu.json"), part.proof["row"])
     part.note(mfu=rows)
     for row in rows:
         print(describe_mfu(row), flush=True)
@@ -98,7 +98,7 @@ def check_mfu(part: Part) -> None:
 
 def read_report(part: Part, name: str, path: Path) -> dict[str, Any]:
     """Return what a bench has written, empty if nothing; what had no time there is left out here."""
-    report = json.loads(path.read_text()) if path.is_file() else {"rows": [], "peak_flops": None}
+    report = read_json(path) or {"rows": [], "peak_flops": None}
     part.proof["left_out"] += [f"{name}: {case}: no time for it" for case in report.get("left_out", [])]
     return report
 
@@ -197,6 +197,7 @@ def check_switch(part: Part) -> None:
     options = [*sizes, "--only", "A,B,D", "--untimed", "--jobs", str(max(2, part.num_cores * 5 // 8))]
     command = ["-m", "benchmarks", "switch", *options, "--data", str(folder / "data"), "--out", str(folder / "out")]
     part.run("switch", [*command, "--keep", str(folder / "runs")], needs=45)
+    shutil.rmtree(folder / "runs", ignore_errors=True)  # a gigabyte of checkpoints
     report = read_json(folder / "out/switch.json")
     if report is None:
         return
@@ -222,10 +223,10 @@ def check_save(part: Part) -> None:
         ("40m", {"seq_len": 128, "batch_size": 2}) if part.is_cpu else ("1b", {"seq_len": 2048, "batch_size": 16})
     )
     num_batches = NUM_BEFORE_SAVE + NUM_AFTER_RESTORE
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:  # 16 bytes for each parameter, twice
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:  # 12 bytes for each parameter, twice
         path = write_run(Path(folder), {"shape": shape, "num_steps": num_batches - 2, **size}, "bf16")
         command = ["scripts/train.py", str(path), "autoresume=true", "save_interval=1000ba"]
-        command.append(f"device_train_microbatch_size={max(1, size['batch_size'] // 2)}")
+        command.append(f"device_train_microbatch_size={8 if is_large(part.proof['row']) else 1}")
         for name, options in {"save": [f"stop_after={NUM_BEFORE_SAVE}ba"], "restore": []}.items():
             if part.run(name, [*command, *options], needs=15).returncode:
                 break

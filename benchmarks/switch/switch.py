@@ -119,7 +119,8 @@ def run(
             clusters=clusters,
         )
         shop.prepare()
-        machines = {cluster.letter: probe(cluster) for cluster in clusters}
+        with ThreadPoolExecutor(jobs) as pool:
+            machines = dict(zip((cluster.letter for cluster in clusters), pool.map(probe, clusters), strict=True))
         described = [describe_cluster(cluster, machines) for cluster in clusters]
         show(console, table_of_clusters(described))
         at = (num_switches + 1) // 2 * every
