@@ -193,8 +193,9 @@ def check_switch(part: Part) -> None:
     folder = make_folder(part, "switch")
     write_data(folder / "data", num_train=2_000, num_val=80, seq_len=SEQ_LEN)
     (folder / "data/summary.json").write_text("{}")  # it is prepared
-    sizes = ["--num-batches", "12", "--every", "4"] if part.is_cpu else ["--num-batches", "40", "--every", "10"]
-    options = [*sizes, "--only", "A,B,D", "--untimed", "--jobs", str(max(2, part.num_cores * 5 // 8))]
+    num_batches, every, clusters = ("12", "4", "B,D") if part.is_cpu else ("40", "10", "A,B,D")
+    options = ["--num-batches", num_batches, "--every", every, "--only", clusters, "--untimed"]
+    options += ["--jobs", str(max(2, part.num_cores * 5 // 8))]
     command = ["-m", "benchmarks", "switch", *options, "--data", str(folder / "data"), "--out", str(folder / "out")]
     part.run("switch", [*command, "--keep", str(folder / "runs")], needs=45)
     shutil.rmtree(folder / "runs", ignore_errors=True)  # a gigabyte of checkpoints
