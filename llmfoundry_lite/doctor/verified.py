@@ -90,11 +90,15 @@ def sum_up_runs(proof: dict[str, Any]) -> list[str]:
         text = f"{switch['num_batches']} batches in {switch['precision']}, switching every {switch['every']}: "
         found.append(f"{text}the same run (of the band: {', '.join(same) or 'none'}), {caught} controls caught")
     save = proof.get("checkpoint", {})
-    for kind, word in {"durable": "saved", "restore": "restored"}.items():
-        if seconds := save.get(f"{kind}_seconds"):
-            size = f"{save['bytes'] / 1e9:.2f} GB" if "bytes" in save else "its save"
-            rate = f" ({save['bytes'] / seconds / 1e9:.2f} GB/s)" if "bytes" in save else ""
-            found.append(f"{save['model']}: {word} {size} in {seconds:.1f} s{rate}")
+    if "bytes" in save:
+        size, seconds = save["bytes"] / 1e9, save["durable_seconds"]
+        rate, stall = size / seconds, save["stall_seconds"]
+        text = (
+            f"{save['model']}: saved {size:.2f} GB in {seconds:.1f} s ({rate:.2f} GB/s), training waited {stall:.1f} s"
+        )
+        if seconds := save.get("restore_seconds"):
+            text += f"; restored in {seconds:.1f} s ({size / seconds:.2f} GB/s)"
+        found.append(text)
     if energy := proof.get("energy"):
         watts, each = energy["joules"] / energy["seconds"], 1e3 * energy["joules"] / energy["tokens"]
         found.append(f"energy of {save['model']}: {watts:.0f} W, {each:.2g} mJ a token")

@@ -14,6 +14,7 @@ RUN = {"digests": ["a", "b"], "losses": ["0x1p+2", "0x1p+1"]}
 STEP = {"microbatch_size": 8, "error": None, "share_of_products": None, "share_of_peak": None}
 STEP["predicted_share_of_peak"] = None
 H200 = {"device": "NVIDIA H200", "num_devices": 1, "driver": "580.1", "commit": "abc"}
+SECONDS = {"stall_seconds": 2.5, "durable_seconds": 20.0, "restore_seconds": 10.0}
 KINDS = {
     "tests": {
         "tests": {
@@ -53,7 +54,7 @@ KINDS = {
                 "moments": "not told apart by the loss",
             },
         },
-        "checkpoint": {"model": "1b", "bytes": 16e9, "durable_seconds": 20.0, "restore_seconds": 10.0},
+        "checkpoint": {"model": "1b", "bytes": 16e9, **SECONDS},
         "energy": {"joules": 2000.0, "seconds": 4.0, "tokens": 400_000},
         "evaluation": {"num_items": 10, "suites": {"ARC": {"num_different": 1, "largest_difference_nats": 2e-5}}},
     },
@@ -78,8 +79,9 @@ def test_parts_of_a_machine_are_rows_with_their_failures_below(tmp_path):
     assert speed.endswith("; memory of mpt-1b: rehearsed -1.0% |")
     assert runs.endswith(
         "runs | 40 batches in fp32, switching every 10: the same run (of the band: switching 0.50, untouched 0.62), 1 "
-        "controls caught; 1b: saved 16.00 GB in 20.0 s (0.80 GB/s); 1b: restored 16.00 GB in 10.0 s (1.60 GB/s); "
-        "energy of 1b: 500 W, 5 mJ a token; beside lm_eval: 1 of 10 items decided otherwise, at most 2e-05 nats apart |"
+        "controls caught; 1b: saved 16.00 GB in 20.0 s (0.80 GB/s), training waited 2.5 s; restored in 10.0 s (1.60 "
+        "GB/s); energy of 1b: 500 W, 5 mJ a token; beside lm_eval: 1 of 10 items decided otherwise, at most 2e-05 nats "
+        "apart |"
     )
     assert switch.endswith("switch | 2 batches with exact sums; bit-equal: carried on |")
     assert failures == [
