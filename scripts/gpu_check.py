@@ -266,7 +266,7 @@ def list_predictions() -> list[str]:
         efficiency = find_hardware(ACCELERATORS[row_name]).efficiency
         for model in ("mpt-125m", "mpt-1b"):
             for num_devices in (1, 8):
-                before, _ = predict_step(model, row_name, num_devices, overlay, published=True)
+                before, _ = predict_step(model, row_name, num_devices, overlay, "compile_config=null", published=True)
                 mfu, parts = predict_step(model, row_name, num_devices, overlay, "compile_config={}")
                 words = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
                 rates = f"{efficiency.products:.0%}, {efficiency.attention:.0%}"
