@@ -475,6 +475,13 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
                 f"train_loader.dataset.{key}",
                 " has no effect: documents see each other without model.attn_config.attn_uses_sequence_id: true",
             )
+    needs_fsdp = {
+        "fsdp_config.offload_optimizer": config.sharding.offload_optimizer,
+        "exact_sums in 16 bits": config.exact_sums and config.precision.startswith("amp_"),
+    }
+    for what in (what for what, is_asked_for in needs_fsdp.items() if is_asked_for):
+        if config.sharding.plain_on_one_device:
+            yield "fsdp_config.plain_on_one_device", f" has no effect: {what} needs FSDP2 on one device too"
     grace = config.preemption_grace_seconds
     if grace > MAX_GRACE_SECONDS and not under_srun:
         yield (

@@ -130,6 +130,9 @@ class FSDPConfig:
     """Keep what is left of activations in the host's memory; with activation_checkpointing."""
     offload_optimizer: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory and update them there. For accelerators."""
+    plain_on_one_device: bool = False
+    """Where one device holds the whole model: leave FSDP2 out of compiled blocks too, and cast parameters once a batch,
+    into copies that are kept. Without compilation each forward pass casts. Not measured on a GPU yet."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -93,7 +93,9 @@ def _without_fsdp(
     """Count copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix."""
     model, sums_bytes = p.model, in_loss.parameters_bytes // FP32_BYTES * p.sum_bytes
     num_outside, num_block = share(shapes_outside(p), 1), share(shapes_of_block(p), 1)
-    num_copied = num_outside + num_block * (1 if p.fsdp.activation_checkpointing else model.n_layers)
+    num_copied = num_outside + num_block * (
+        1 if p.fsdp.activation_checkpointing and not p.casts_once else model.n_layers
+    )
     copy_bytes = p.stream_bytes if p.stream_bytes < FP32_BYTES else 0
     one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES + exact_copy_bytes(p))
     in_loss = replace(in_loss, unsharded_bytes=num_copied * copy_bytes + autocast_copies(p))
@@ -108,7 +110,7 @@ def _without_fsdp(
     at_last_block = replace(
         at_first_block,
         gradients_bytes=sums_bytes,
-        unsharded_bytes=(num_outside + num_block) * copy_bytes + one_matrix_bytes,
+        unsharded_bytes=(num_copied if p.casts_once else num_outside + num_block) * copy_bytes + one_matrix_bytes,
         activations_bytes=early_bytes,
     )
     return {"in_loss": in_loss, "at_first_block": at_first_block, "at_last_block": at_last_block}
