@@ -138,6 +138,7 @@ def be_rank(rank: int, num_ranks: int, measure: Callable[[], Any], folder: str) 
     use_loopback()
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(minutes=10))
+    dist.barrier()  # or one that fails at once would end the others while they connect
     found = measure()
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
