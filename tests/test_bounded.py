@@ -179,6 +179,7 @@ OURS_OR_THE_SYSTEM_S = {
         "checkpoint/start.py",
         "bench/profile.py",
         "bench/steps.py",
+        "bench/turns.py",
         "cli/listing.py",
         "config/auto_hardware.py",
     ),
