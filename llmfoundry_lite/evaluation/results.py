@@ -92,14 +92,18 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
 
     Raises DataError for what cannot be read, or cannot be compared item by item.
     """
-    ours = {path: found for path in paths if (found := _ours_at(path)) is not None}
-    if cluster is None and all(path in ours for path in paths):
-        return load_results([ours[path] for path in paths])
+    ours = [_ours_at(path) for path in paths]
+    if cluster is None and all(ours):
+        return load_results([path for path in ours if path])
     try:
         load_logs = companions.find("readers", "logs of lm-eval and Inspect")
-    except ConfigError as error:
-        other = next((path for path in paths if path not in ours), f"--cluster {cluster}")
-        raise DataError(f"{other}: expected a MODEL.json beside its MODEL.items.jsonl; {error}") from error
+    except ConfigError as missing:
+        if cluster is not None:
+            raise
+        try:
+            return load_results([found or path for found, path in zip(ours, paths, strict=True)])
+        except DataError as error:
+            raise DataError(f"{error}; {missing}") from error
     return load_logs(paths, cluster)
 
 

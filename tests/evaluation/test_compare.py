@@ -554,11 +554,11 @@ def test_results_of_ours_need_no_companion_and_others_name_it(tmp_path, monkeypa
     for where in (path, tmp_path / "out", tmp_path / "out/suite"):
         assert load_any([where])[0].model == "ours"
     write_result(tmp_path / "out/suite", "more", {"t/0-shot": TEN})
-    needs = "logs of lm-eval and Inspect: needs the companion llmfoundry_formats"
-    for where in (tmp_path / "no.json", tmp_path / "out"):
+    needs = "; logs of lm-eval and Inspect: needs the companion llmfoundry_formats"
+    for where, said in ((tmp_path / "no.json", "does not exist"), (tmp_path / "out", "cannot be read as JSON: ")):
         with pytest.raises(DataError) as error:
             load_any([path, where])
-        assert str(error.value) == f"{where}: expected a MODEL.json beside its MODEL.items.jsonl; {needs}"
+        assert str(error.value).startswith(f"{where} {said}") and str(error.value).endswith(needs)
 
 
 @pytest.mark.parametrize("change", [{"model": 3}, {"save_id": []}, {"num_parameters": "x"}])
