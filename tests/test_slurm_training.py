@@ -14,8 +14,8 @@ import pytest
 import yaml
 from composer.core import Callback
 
-from llmfoundry_lite.launch.journal import read_legs
 from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_ops.journal import read_legs
 from tests.helpers.launch import ROOT, train
 from tests.helpers.signals import wait_until_told
 from tests.helpers.slurm import NODES, Slurm, SlurmWithQos, needs_slurm, needs_slurmdbd

@@ -31,9 +31,9 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
         _run_here("llmfoundry_lite.train", main, context.args)
     from llmfoundry_lite.config.spans import parse_seconds
-    from llmfoundry_lite.launch.launcher import Launcher, Program
     from llmfoundry_lite.launch.status import read_status
     from llmfoundry_lite.training.lean_imports import HEAVY
+    from llmfoundry_ops.launcher import Launcher, Program
 
     config = check(context.args)[0].config
     prepare_environment(config)
@@ -55,7 +55,7 @@ def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = Non
     if not _is_launch(context.args, num_ranks):
         _run_here("llmfoundry_lite.eval", main, context.args)
     from llmfoundry_lite.config.load_eval import load_eval_config
-    from llmfoundry_lite.launch.launcher import Launcher, Program
+    from llmfoundry_ops.launcher import Launcher, Program
 
     config, _, _ = load_eval_config(context.args)
     prepare_environment(config)
@@ -68,8 +68,8 @@ def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = Fal
     """Return whether there are ranks to start. One runs in this process unless `is_asked`, as do help and dry runs."""
     if num_ranks == 1 and not is_asked:
         return False
-    from llmfoundry_lite.launch.launcher import refuse_other_launchers
     from llmfoundry_lite.ranks.rank import rank_variables
+    from llmfoundry_ops.launcher import refuse_other_launchers
 
     refuse_other_launchers()
     os.environ.update(rank_variables(0, num_ranks))
@@ -173,9 +173,9 @@ def relay_command(
 
     May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
     """
-    from llmfoundry_lite.launch.places import load_relay
-    from llmfoundry_lite.launch.relay import run
     from llmfoundry_lite.ranks.output import ignore_output_errors
+    from llmfoundry_ops.places import load_relay
+    from llmfoundry_ops.relay import run
 
     ignore_output_errors()
     raise typer.Exit(run(load_relay(path)))
@@ -231,11 +231,11 @@ def replay_command(
     """
     from llmfoundry_lite.config.replayed import find_callbacks, find_code
     from llmfoundry_lite.config.schema import as_dict
-    from llmfoundry_lite.launch.launcher import Launcher, Program, refuse_other_launchers
     from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
     from llmfoundry_lite.ranks.rank import rank_variables
     from llmfoundry_lite.train import check, prepare_environment
     from llmfoundry_lite.training.lean_imports import HEAVY
+    from llmfoundry_ops.launcher import Launcher, Program, refuse_other_launchers
 
     refuse_other_launchers()
     states = [argument for argument in arguments or () if argument.startswith("ba") and "=" not in argument]

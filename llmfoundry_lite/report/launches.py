@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.launch.journal import Leg, read_legs
 from llmfoundry_lite.launch.log_lines import Record
 from llmfoundry_lite.launch.status import is_running, read_status
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, Log, Rows, Run
+from llmfoundry_ops.journal import Leg, read_legs
 
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
 FAILURES = ("failed", KILLED)

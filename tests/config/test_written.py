@@ -23,7 +23,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.written import AMBIGUOUS
 from llmfoundry_lite.config.yaml_text import dump_record, dump_yaml, read_record, read_yaml
 from llmfoundry_lite.errors import CheckpointError, ConfigError
-from llmfoundry_lite.launch.places import Relay, load_relay
+from llmfoundry_ops.places import Relay, load_relay
 
 AWKWARD = """
     010 007 008 5e12345 7e40404 5e12 1:30 3:55:00 1_000 0x10 0b11 1.10 1e-3 +5 -0 .5 5. .inf .nan 010e 1.2.3 0o17

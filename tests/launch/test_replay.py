@@ -13,9 +13,10 @@ from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.config.replayed import find_code
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.launch import launcher, replay
+from llmfoundry_lite.launch import replay
 from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
 from llmfoundry_lite.report import reading
+from llmfoundry_ops import launcher
 from tests.helpers.recorded import HERE, record_of, rewrite, write_run
 from tests.helpers.tiny import tiny_config, write_data
 

@@ -14,12 +14,12 @@ import pytest
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.launch.journal import append
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import first_words, prompt_in, report
 from llmfoundry_lite.report.segments import spans_of
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.report.watch import Watched
+from llmfoundry_ops.journal import append
 from tests.helpers.launch import train
 from tests.helpers.reported import FLOPS_PER_TOKEN, H100, TOKENS, elapsed, on_cpu, on_gpu, record, save, write_run
 from tests.helpers.tiny import tiny_config, write_config, write_data

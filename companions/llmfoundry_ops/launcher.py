@@ -35,14 +35,14 @@ from llmfoundry_lite.errors import (
     ConfigError,
     printable,
 )
-from llmfoundry_lite.launch.processes import Ending, is_running
-from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 from llmfoundry_lite.launch.status import SAVES_STAND
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_ops.processes import Ending, is_running
+from llmfoundry_ops.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses before restarts in a row without progress; the last one repeats."""
@@ -202,7 +202,7 @@ class Launcher:
         module, imports, packages, finds_modules_here = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
         options = [] if finds_modules_here or Path.cwd() == CLONE else ["-P"]
-        command = [sys.executable, *options, "-m", "llmfoundry_lite.launch.server", *names]
+        command = [sys.executable, *options, "-m", "llmfoundry_ops.server", *names]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
         try:
             process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)

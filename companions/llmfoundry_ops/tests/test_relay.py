@@ -22,16 +22,16 @@ import yaml
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import CheckpointError, ConfigError, UserError
-from llmfoundry_lite.launch import processes
-from llmfoundry_lite.launch import relay as relay_module
-from llmfoundry_lite.launch.journal import JOURNAL, Leg, append, read_legs
-from llmfoundry_lite.launch.places import load_relay
-from llmfoundry_lite.launch.relay import GivenUp, how_it_ended, rest_of, run, turns_from
+from llmfoundry_ops import processes
+from llmfoundry_ops import relay as relay_module
+from llmfoundry_ops.journal import JOURNAL, Leg, append, read_legs
+from llmfoundry_ops.places import load_relay
+from llmfoundry_ops.relay import GivenUp, how_it_ended, rest_of, run, turns_from
 from tests.checkpoint.saves import save
 from tests.helpers.launch import ROOT
 
 DEADLINE_SECONDS = 60
-TRAINER = f"PYTHONPATH={ROOT} {sys.executable} -m tests.launch.trainer runs/x"
+TRAINER = f"PYTHONPATH={ROOT} {sys.executable} -m llmfoundry_ops.tests.trainer runs/x"
 
 
 @pytest.fixture(autouse=True)
