@@ -28,6 +28,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "pytorch_model.bin",
         "logs of lm-eval and Inspect",
     ),
+    "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
 }
 """Package -> its commands, blocks, readers and models: what a missing one is asked for."""
 SOURCE = Path(__file__).parents[1] / "companions"

@@ -3,16 +3,15 @@
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
 from llmfoundry_lite.companions import search_path
 from tests.helpers.launch import ROOT, free_port
+from tests.helpers.present import needs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
-NEEDS_FORMATS = pytest.mark.skipif(not find_spec("llmfoundry_formats"), reason="needs the companion")
 PAGE = (ROOT / "docs/any-loop.md").read_text()
 PLAIN, TITAN = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 STORAGE = "from llmfoundry_formats.dcp import PortableStorageReader, PortableStorageWriter\n"
@@ -39,7 +38,7 @@ def losses(folder, num_ranks, *arguments) -> list[tuple[int, float]]:
     [
         (PLAIN, [(2, 20), (3, 40)]),
         (TITAN, [(2, 20), (4, 40, 2), (3, 60)]),
-        pytest.param(PORTABLE, [(3, 10), (2, 35)], marks=NEEDS_FORMATS),
+        pytest.param(PORTABLE, [(3, 10), (2, 35)], marks=needs("checkpoints of Composer and DCP")),
     ],
     ids=["plain torch", "torchtitan", "portable format"],
 )

@@ -19,7 +19,6 @@ from llmfoundry_ops.launcher import (
     Restarts,
     World,
     make_room_for_logs,
-    refuse_other_launchers,
     verdict,
 )
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, open_channel, receive, send
@@ -316,22 +315,6 @@ def test_a_server_that_ends_before_it_has_a_rank_is_a_failed_try(launched):
         "launcher: the process that starts the ranks has ended; restart 1 of 1, from the newest save",
         "launcher: the process that starts the ranks has ended; that was restart 1 of 1",
     ]
-
-
-@pytest.mark.parametrize(
-    ("environment", "name"),
-    [
-        ({"RANK": "0"}, "composer"),
-        ({"RANK": "3", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
-        ({"SLURM_STEP_NUM_TASKS": "8", "RANK": "1"}, "srun"),
-    ],
-    ids=["composer", "torchrun", "srun"],
-)
-def test_ranks_of_ranks_are_refused(environment, name):
-    refuse_other_launchers({"SLURM_STEP_NUM_TASKS": "1"})
-    with pytest.raises(ConfigError) as caught:
-        refuse_other_launchers(environment)
-    assert str(caught.value) == (f"-n: {name} has started this process as one of its ranks; leave out -n, or {name}")
 
 
 class Tried:
