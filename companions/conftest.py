@@ -1,4 +1,4 @@
-"""What tests of the core have, too."""
+"""Tests of companions have the fixtures of the core's."""
 
 from tests.conftest import data, keep_environment, keep_environment_of_fixtures
 
