@@ -45,10 +45,8 @@ def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = Non
         _run_here("llmfoundry_lite.eval", main, context.args)
     from llmfoundry_lite.config.load_eval import load_eval_config
     from llmfoundry_lite.launch.ranks import run_ranks
-    from llmfoundry_lite.preflight import check_installed
 
     config, _, _ = load_eval_config(context.args)
-    check_installed("composer")
     logs = log_dir or Path(config.results_folder) / "logs"
     raise typer.Exit(run_ranks("llmfoundry_lite.eval", context.args, num_ranks, logs))
 

@@ -1,4 +1,4 @@
-"""Several ranks of this machine for `eval -n` and `replay -n`, started by `composer`."""
+"""Several ranks of this machine for `eval -n` and `replay -n`, started by `composer`, or by torchrun without it."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -29,21 +30,23 @@ def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
 def run_ranks(
     module: str, arguments: Sequence[str], num_ranks: int, logs: Path, *, finds_modules_here: bool = True
 ) -> int:
-    """Run `python -m module` on each rank, and return the exit code, which is composer's for several.
+    """Run `python -m module` on each rank, and return the exit code; of several, it is their launcher's.
 
-    Rank 0 prints here, rank R into `logs`/rankR.txt. Signals go to the ranks: composer would leave them behind. Without
-    `finds_modules_here`, no module in the working directory is imported. Raises ConfigError for a folder that takes no
-    logs.
+    Rank 0 prints here. composer has rank R print into `logs`/rankR.txt; torchrun has all print here, and makes 1 of
+    every code. Signals go to the ranks, which composer would leave behind. Without `finds_modules_here`, no module in
+    the working directory is imported. Raises ConfigError for a folder that takes no logs.
     """
-    command = [sys.executable, "-m", module, *arguments]
-    if num_ranks > 1:
+    launcher: list[str] = []
+    if num_ranks > 1 and find_spec("composer") is None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    elif num_ranks > 1:
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
         file = str(logs).replace("{", "{{").replace("}", "}}") + "/rank{rank}.txt"
-        options = ["-n", str(num_ranks), "--stdout", file, "--stderr", file]
-        command = [sys.executable, "-m", "composer.cli", *options, "-m", module, *arguments]
+        launcher = ["-m", "composer.cli", "-n", str(num_ranks), "--stdout", file, "--stderr", file]
+    command = [sys.executable, *launcher, "-m", module, *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in rank_variables(0, 1)}
     if not finds_modules_here and Path.cwd() != CLONE:
         environment["PYTHONSAFEPATH"] = "1"

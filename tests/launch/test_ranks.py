@@ -11,6 +11,7 @@ import pytest
 from llmfoundry_lite import companions
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.launch import ranks
 from llmfoundry_lite.launch.ranks import refuse_other_launchers, run_ranks
 from tests.helpers.launch import ROOT
 
@@ -57,6 +58,16 @@ def test_several_ranks_are_composer_s_and_have_their_logs(tmp_path, monkeypatch,
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file/logs: ranks cannot write their logs there: Not a directory; --log-dir"):
         run_ranks("tests.launch.leaver", [], 2, tmp_path / "file/logs")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_where_composer_is_not_installed_torchrun_starts_them(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(ranks, "find_spec", lambda name: None)
+    assert run_ranks("tests.launch.leaver", [], 2, tmp_path) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0 of 2 speaks", "rank 1 of 2 speaks"]
+    assert run_ranks("tests.launch.leaver", ["1=75"], 2, tmp_path) == 1
 
 
 @pytest.mark.slow
