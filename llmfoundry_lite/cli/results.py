@@ -78,7 +78,7 @@ def compare_results(
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare
-    from llmfoundry_lite.evaluation.foreign import load_any
+    from llmfoundry_lite.evaluation.results import load_any
     from llmfoundry_lite.evaluation.sequential import Rule
     from llmfoundry_lite.evaluation.tables import panels, print_comparison, published_table, write_comparison
 

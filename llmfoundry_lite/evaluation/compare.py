@@ -25,7 +25,6 @@ import numpy as np
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.foreign import load_any
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
     BITS,
@@ -39,7 +38,7 @@ from llmfoundry_lite.evaluation.records import (
     text_row,
     weights_of,
 )
-from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.sequential import (
     Plan,
     Rule,
