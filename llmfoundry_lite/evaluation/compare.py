@@ -6,8 +6,6 @@ level that its p is held against, so that it excludes 0 exactly where a differen
 Items, or clusters of them, are independent. An item that several tasks ask (with other examples, prompts or labels, but
 of the same data) is one item: in the mean, what all of them say of it is added up first.
 
-In a sequential comparison (`sequential.py`) a task's p and interval are of its look, and hold at all looks together.
-
 `acc_per_token` divides an answer's log-probability by its number of tokens, so two tokenizers can make one distribution
 over texts choose differently. Models with different tokenizers are compared by `acc_norm` (per character) in its place.
 """
@@ -16,7 +14,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,22 +33,10 @@ from llmfoundry_lite.evaluation.records import (
     cut_at,
     has_categories,
     lost_share,
-    num_unasked,
     text_row,
     weights_of,
 )
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.sequential import (
-    Plan,
-    Rule,
-    Stage,
-    cut_to,
-    from_record,
-    in_order,
-    noun_of,
-    plan_task,
-    unit_of,
-)
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
 
 SIGNIFICANT = 0.05
@@ -83,7 +69,6 @@ class Paired:
     is_detected: bool = False
     lost_text: float = 0.0  # bits per byte that text may be worth which one of two tokenizers does not spell
     is_comparable: bool = True
-    stage: Stage | None = None  # the look at which a sequential comparison stopped
 
     @property
     def detectable(self) -> float | None:
@@ -115,9 +100,6 @@ class Paired:
         text = f"{abs(self.difference):.{self.digits}f}"
         if self.low is None or self.high is None:
             return text
-        if self.stage is not None:  # the interval of a look lies to one side of its difference
-            ends = (abs(end) for end in sorted((self.low, self.high), key=abs))
-            return f"{text} ({' to '.join(f'{end:.{self.digits}f}' for end in ends)})"
         return f"{text} ± {(self.high - self.low) / 2:.{self.digits}f}"
 
     @property
@@ -126,8 +108,6 @@ class Paired:
             return "not comparable: text is lost"
         if self.is_detected:
             return f"{'better' if self.is_better else 'worse'} by {self.margin}"
-        if self.stage is not None and is_within(self.stage.plan.margin, self.low, self.high):
-            return f"no difference larger than {self.stage.plan.margin:g}"
         return "the same on every item" if self.ties == self.n else "no detectable difference"
 
 
@@ -167,25 +147,14 @@ class Pair:
         return text_of([self])
 
 
-def is_within(margin: float | None, low: float | None, high: float | None) -> bool:
-    return margin is not None and low is not None and high is not None and -margin < low and high < margin
-
-
-def compare(
-    results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False, sequential: Rule | None = None
-) -> list[Pair]:
-    """Compare each result with the first; with a `sequential` rule, by the items that it would have asked. Raises
-    DataError for results that cannot be compared, naming task and reason."""
+def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Pair]:
+    """Compare each result with the first. Raises DataError for results that cannot be compared, naming task and
+    reason."""
     known = {task for result in results for task in result.items}
     for task in skip:
         if task not in known:
             raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known))}")
-    commons = [[task for task in results[0].items if task in other.items and task not in skip] for other in results[1:]]
-    rule = sequential and sequential.among(sum(map(len, commons)))
-    pairs = [
-        _compare_two(results[0], other, common, skip, all_metrics, rule)
-        for other, common in zip(results[1:], commons, strict=True)
-    ]
+    pairs = [_compare_two(results[0], other, skip, all_metrics) for other in results[1:]]
     # Whoever looks at all of these will look at the best of them.
     for family in (
         [paired for pair in pairs for paired in pair.tasks],
@@ -226,9 +195,8 @@ def compare_files(
     return compare(load_any([Path(first), Path(other)], cluster), skip=left_out, all_metrics=all_metrics)[0]
 
 
-def _compare_two(
-    first: Results, other: Results, common: Sequence[str], skip: Sequence[str], all_metrics: bool, rule: Rule | None
-) -> Pair:
+def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metrics: bool) -> Pair:
+    common = [task for task in first.items if task in other.items and task not in skip]
     if not common:
         raise DataError(
             f"{first.name} and {other.name} have no task in common: {', '.join(first.items)} against "
@@ -237,27 +205,12 @@ def _compare_two(
     texts_alone = has_other_tokenizer(first, other)
     for task in common:
         refuse_if_different(task, first, other)
-        refuse_partial(task, first, other)
-    tasks, stages = [], dict[str, Stage]()
-    first_items, other_items = dict(first.items), dict(other.items)
-    for task in common:
-        metric = main_metric(first, task, texts_alone)
-        stage = _find_stage(task, first, other, metric, rule)
-        if stage is None:
-            tasks.append(_pair_task(task, first, other, metric))
-            continue
-        ours, theirs = ({unit_of(item) for item in result.items[task]} for result in (first, other))
-        units = in_order(list(ours & theirs))[: stage.plan.looks[stage.look - 1]]
-        ours, theirs = cut_to(first, task, units), cut_to(other, task, units)
-        tasks.append(_at_stage(_pair_task(task, ours, theirs, metric), stage))
-        first_items |= ours.items
-        other_items |= theirs.items
-        stages[task] = stage
+    tasks = [_pair_task(task, first, other, main_metric(first, task, texts_alone)) for task in common]
     more = [
         _pair_task(task.task, first, other, metric)
         for task in tasks
         for metric in first.tasks[task.task].get("metrics", ACCURACIES)
-        if all_metrics and not task.stage and metric != task.metric
+        if all_metrics and metric != task.metric
         if metric in first.tasks[task.task] and metric in other.tasks[task.task]
         if not (texts_alone and metric == "acc_per_token")
     ]
@@ -266,13 +219,9 @@ def _compare_two(
         first=first.name,
         other=other.name,
         tasks=tasks,
-        mean=_pair_answers(accuracies, first, other) if len(accuracies) > 1 and not stages else None,
+        mean=_pair_answers(accuracies, first, other) if len(accuracies) > 1 else None,
         more=more,
-        notes=[
-            *notes_on(replace(first, items=first_items), replace(other, items=other_items), tasks, skip),
-            *(f"{task}: {note}" for task in stages if (note := note_on_unshared(task, first, other))),
-            *(f"{task}: {stage.words}" for task, stage in stages.items()),
-        ],
+        notes=notes_on(first, other, tasks, skip),
     )
 
 
@@ -284,9 +233,9 @@ def main_metric(result: Results, task: str, texts_alone: bool) -> str:
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-def refuse_if_different(task: str, first: Results, other: Results, left_out_by: str = "") -> None:
+def refuse_if_different(task: str, first: Results, other: Results) -> None:
     """Raise DataError where the two were not asked the same, in the same way."""
-    leave_out = f"leave the task out: {left_out_by or f'--skip {task}'}"
+    leave_out = f"leave the task out: --skip {task}"
     a, b = first.tasks[task], other.tasks[task]
     ours, theirs = a["settings"], b["settings"]
     facts = [key for key in ("type", "num_fewshot", "tokenization", "metric") if a.get(key) != b.get(key)]
@@ -348,92 +297,8 @@ def _first_different(what: str, task: str, first: Results, other: Results) -> st
     return ""
 
 
-def refuse_partial(task: str, first: Results, other: Results) -> None:
-    """Raise DataError where a result has only the items that decided its difference to another than `first`."""
-    for result in (first, other):
-        record = result.tasks[task]
-        if num_unasked(record) and not (result is other and is_reference(task, first, other)):
-            part = record["sequential"]
-            raise DataError(
-                f"{task}: {result.name} was asked {record['n']:,} of {part['num_items']:,} items, until its difference "
-                f"to {part['against']} was decided; give that result first, evaluate {result.name} without against, "
-                f"or leave the task out: --skip {task}"
-            )
-
-
-def is_reference(task: str, first: Results, other: Results) -> bool:
-    """Return whether `other` was asked look by look, against these very items of `first`."""
-    stopped = other.tasks[task].get("sequential")
-    return bool(stopped) and stopped["against_items"] == first.tasks[task]["items_hash"]
-
-
 def has_other_tokenizer(first: Results, other: Results) -> bool:
     return bool(first.tokenizer and other.tokenizer) and first.tokenizer != other.tokenizer
-
-
-# ------------------------------------------------------------------------------------------------------- sequential
-
-
-def _find_stage(task: str, first: Results, other: Results, metric: str, rule: Rule | None) -> Stage | None:
-    """Return where `other` stopped when it was asked against `first`; of whole results where `rule` would have."""
-    if is_reference(task, first, other):
-        return from_record(other.tasks[task])
-    if rule is None:
-        return None
-    theirs = {item["index"] for item in other.items[task]}
-    units = [unit_of(item) for item in first.items[task] if item["index"] in theirs]
-    plan = plan_task(task, noun_of(first.items[task], metric), units, rule)
-    answer = lambda wanted: cut_to(other, task, wanted).items[task]  # noqa: E731
-    return look_until_decided(plan, task, first, other, metric, units, answer)[0]
-
-
-def look_until_decided(
-    plan: Plan,
-    task: str,
-    first: Results,
-    other: Results,
-    metric: str,
-    units: Sequence[str],
-    answer: Callable[[Sequence[str]], list[Record]],
-) -> tuple[Stage, str]:
-    """Return where the plan stops, and what was decided. `answer` gives the items of `other` in these units."""
-    ordered = in_order(units)
-    for look, num in enumerate(plan.looks, start=1):
-        items = answer(ordered[:num])
-        now = replace(other, items={task: items})
-        decision = _decide(plan, look, task, cut_to(first, task, ordered[:num]), now, metric, first)
-        if decision or look == len(plan.looks):
-            return Stage(plan=plan, look=look, num_asked=len(items)), decision
-    raise AssertionError("a plan has a look")
-
-
-def _decide(plan: Plan, look: int, task: str, first: Results, other: Results, metric: str, whole: Results) -> str:
-    """Return what the items asked so far say: better, worse, no difference larger than the margin; empty: ask more."""
-    if has_categories(whole.tasks[task]):
-        shown, known = ({item["category"] for item in result.items[task]} for result in (first, whole))
-        if shown != known:  # a mean of categories is another number while one of them has no item yet
-            return ""
-    level = plan.nominal(look, plan.level)
-    if level < (1 / significance.NUM_RESAMPLES if metric == BITS else 0):  # no bootstrap could be as sure
-        return ""
-    paired = _pair_task(task, first, other, metric)
-    if paired.lost_text:  # all that is there may not be enough to tell
-        return ""
-    if paired.p < level:
-        return "better" if paired.is_better else "worse"
-    interval = paired.interval(level) if plan.margin is not None and level > 0 else None
-    return f"no difference larger than {plan.margin:g}" if is_within(plan.margin, *(interval or (None, None))) else ""
-
-
-def _at_stage(paired: Paired, stage: Stage) -> Paired:
-    """Return the same numbers, with p and interval of that look."""
-
-    def repeated(level: float) -> tuple[float, float] | None:
-        nominal = stage.plan.nominal(stage.look, level)
-        return paired.interval(nominal) if nominal > 0 else None
-
-    p = stage.plan.adjusted(paired.p, stage.look)
-    return replace(paired, p=p, test=f"{paired.test}, sequential", interval=repeated, stage=stage)
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
@@ -617,8 +482,9 @@ def _notes_on_task(paired: Paired, first: Results, other: Results) -> list[str]:
         elif unit == "windows":
             notes.append("one document: its windows are resampled, as if they were independent")
         return notes
-    if note := note_on_unshared(task, first, other):
-        notes.append(note)
+    asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
+    if alone := len(asked[0] ^ asked[1]):
+        notes.append(f"{alone:,} items that only one could be asked are left out")
     has_clusters = "cluster" in first.items[task][0]
     if counts.num_effective < MIN_UNITS:
         noun = _count(counts.num_units, "cluster" if has_clusters else "item")
@@ -628,13 +494,6 @@ def _notes_on_task(paired: Paired, first: Results, other: Results) -> list[str]:
     elif has_clusters:
         notes.append(f"{paired.n:,} items in {counts.num_units:,} clusters, which are what is independent")
     return notes
-
-
-def note_on_unshared(task: str, first: Results, other: Results) -> str | None:
-    """Return nothing for a result that was stopped: what it left out was not asked on purpose."""
-    asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
-    alone = 0 if is_reference(task, first, other) else len(asked[0] ^ asked[1])
-    return f"{alone:,} items that only one could be asked are left out" if alone else None
 
 
 def _count(number: int, noun: str) -> str:

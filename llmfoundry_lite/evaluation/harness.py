@@ -1,7 +1,6 @@
 """Evaluation of one model on tasks, on one rank or several.
 
-Files are written after every task, so that an evaluation that was killed repeats no finished task. Against a stored
-result, a task's items are asked until their difference is decided.
+Files are written after every task, so that an evaluation that was killed repeats no finished task.
 """
 
 import math
@@ -9,29 +8,18 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError, NonFiniteError
-from llmfoundry_lite.evaluation.compare import has_other_tokenizer, look_until_decided, main_metric, refuse_if_different
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.records import (
-    Record,
-    asked_of,
-    generated_item,
-    hash_of,
-    num_unasked,
-    scored_item,
-    summarise,
-)
-from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, code_version, differences, load_results
+from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, check_tokens, score, text_separator
-from llmfoundry_lite.evaluation.sequential import Plan, Rule, describe_plan, noun_of, plan_task, unit_of
 from llmfoundry_lite.evaluation.tasks import (
     GENERATION,
     NothingToAsk,
@@ -55,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 """(task, items done, items)"""
 
 
-# 13 parameters: what is joined, and the settings of a suite, each with a default.
+# 12 parameters: what is joined, and the settings of a suite, each with a default.
 def evaluate(
     model: Scorable,
     tokenizer: Tokenizer,
@@ -69,10 +57,9 @@ def evaluate(
     limit: int | None = None,
     on_progress: Progress = lambda task, done, total: None,
     share: tuple[int, int] | None = None,
-    reference: "Reference | None" = None,
     on_nothing: Callable[[str], None] | None = None,
 ) -> Results:
-    """Ask all `tasks`, or those that `files` does not have yet; with a `reference`, until a difference is decided.
+    """Ask all `tasks`, or those that `files` does not have yet.
 
     With `on_nothing`, a task that no item of can be asked is left out, and this is told why.
 
@@ -89,9 +76,6 @@ def evaluate(
             prepared += _prepare_task(config, tokenizer, longest, tokenization, limit, on_nothing)
         if tasks and not prepared:
             raise DataError(f"no task has an item that can be asked of a model of {longest} tokens; name others")
-        for task in prepared:
-            if reference is not None:  # or its task was asked otherwise, now that the tokenizer is known
-                refuse_if_different(task.name, reference.results, _as_asked(task, results), "icl_tasks")
         if files is not None:
             files.refuse_to_replace(results, prepared)
         for task in prepared:
@@ -105,15 +89,11 @@ def evaluate(
         on_progress=on_progress,
     )
     for task in prepared:
-        plan = None
-        if reference is not None:
-            planned = reference.plan(task.name, _as_asked(task, results).items[task.name])
-            plan = describe_plan(planned, reference.results, task.name)
         # Rank 0's word, because it alone may see the files.
-        if files is not None and (known := broadcast_json(files.find(task, results, plan))) is not None:
+        if files is not None and (known := broadcast_json(files.find(task, results))) is not None:
             results.tasks[task.name] = known
             continue
-        results.tasks[task.name], items = run_task(asker, task, results, reference)
+        results.tasks[task.name], items = run_task(asker, task)
         if files is not None:
             with user_errors_on_all_ranks():  # rank 0 alone writes, and the others would wait for it at the next task
                 files.add(results, task, items)
@@ -151,17 +131,12 @@ def _leaving_out(on_nothing: Callable[[str], None] | None) -> Iterator[None]:
         on_nothing(str(error))
 
 
-def run_task(
-    asker: "Asker", task: Prepared, results: Results, reference: "Reference | None" = None
-) -> tuple[Record, list[Record]]:
-    """Return (the task's record, one for each item that was asked)."""
-    started, more = time.monotonic(), {}
+def run_task(asker: "Asker", task: Prepared) -> tuple[Record, list[Record]]:
+    """Return (the task's record, one for each item)."""
+    started = time.monotonic()
     asker.on_progress(task.name, 0, len(task.items))
-    if reference is None:
-        items = asker.ask(task, asker.on_progress)
-    else:
-        task, items, more["sequential"] = ask_until_decided(asker, task, reference, results)
-    record = summarise(task, items, time.monotonic() - started) | more
+    items = asker.ask(task, asker.on_progress)
+    record = summarise(task, items, time.monotonic() - started)
     return record | {"code": code_version(), "items_hash": hash_of(items)}, items
 
 
@@ -295,90 +270,3 @@ def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> st
         if any(stop in text for stop in prompt.stops):
             answer = re.split("|".join(map(re.escape, prompt.stops)), text)[0]
     return None if tokens is None else answer
-
-
-# -------------------------------------------------------------------------------------------- against a stored result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A stored result, and the rule by which a task has been asked enough."""
-
-    results: Results
-    rule: Rule
-
-    def plan(self, name: str, items: Sequence[Record]) -> Plan:
-        noun = noun_of(self.results.items[name], self.results.tasks[name]["metric"])
-        return plan_task(name, noun, list(map(unit_of, items)), self.rule)
-
-
-def load_reference(path: Path, rule: Rule, asked: Sequence[Outline], written: Sequence[Path]) -> Reference:
-    """Load a reference, and check all that can be known before a model is loaded. Raises DataError.
-
-    `written` are this evaluation's own files.
-    """
-    if path.resolve() in (file.resolve() for file in written):
-        raise DataError(
-            f"against: {path} is where this evaluation is written to; name the model otherwise, models.NAME=…, or "
-            "choose another results_folder"
-        )
-    (stored,) = load_results([path])
-    reference = Reference(results=stored, rule=rule)
-    for task in asked:
-        record = stored.tasks.get(task.name)
-        if record is None:
-            raise DataError(
-                f"against: {path} has no {task.name}; it has {', '.join(stored.items)}: ask for these in icl_tasks"
-            )
-        if num_unasked(record):
-            raise DataError(
-                f"against: {task.name} of {path} is sequential, {record['n']:,} of "
-                f"{record['sequential']['num_items']:,} items asked; evaluate it whole first, without against"
-            )
-        if differs := differences(record, task):
-            raise DataError(f"against: {path} has {task.name} with {'; '.join(differs)} asked for now")
-        reference.plan(task.name, stored.items[task.name])  # or there are too few
-    return reference
-
-
-def ask_until_decided(
-    asker: Asker, task: Prepared, reference: Reference, results: Results
-) -> tuple[Prepared, list[Record], Record]:
-    """Return (the task with the items that were asked, a record for each, the content of `sequential`).
-
-    All ranks must call this, and decide alike.
-    """
-    stored, now = reference.results, _as_asked(task, results)
-    units, total = list(map(unit_of, now.items[task.name])), len(task.items)
-    found: dict[int, Record] = {}
-
-    def answer(wanted: Sequence[str]) -> list[Record]:
-        chosen, num_before = set(wanted), len(found)
-        places = [place for place, unit in enumerate(units) if unit in chosen and place not in found]
-        part = replace(task, items=tuple(task.items[place] for place in places))
-
-        def on_progress(name: str, done: int, _: int) -> None:
-            # Not reported as done while another look may follow.
-            asker.on_progress(name, min(num_before + done, total - 1), total)
-
-        found.update(zip(places, asker.ask(part, on_progress), strict=True))
-        return [found[place] for place in sorted(found)]
-
-    metric = main_metric(stored, task.name, has_other_tokenizer(stored, now))
-    plan = reference.plan(task.name, now.items[task.name])
-    stage, decision = look_until_decided(plan, task.name, stored, now, metric, units, answer)
-    asker.on_progress(task.name, len(found), len(found))
-    asked = replace(task, items=tuple(task.items[place] for place in sorted(found)))
-    plan_record = describe_plan(plan, stored, task.name)
-    sequential = {"against": stored.name, **plan_record, "look": stage.look, "decision": decision}
-    return asked, [found[place] for place in sorted(found)], sequential
-
-
-def _as_asked(task: Prepared, results: Results) -> Results:
-    """Return the evaluation as a result without answers, to be compared before anything is asked."""
-    sizes = [
-        {"index": item.index, "log_probability": [0.0], "num_characters": [item.requests[0].num_characters]}
-        | ({} if item.cluster is None else {"cluster": item.cluster})
-        for item in task.items
-    ]
-    return replace(results, name=results.model, tasks={task.name: asked_of(task)}, items={task.name: sizes})

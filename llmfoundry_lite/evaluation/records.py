@@ -45,23 +45,13 @@ TASK = {
     "code": str,
     **dict.fromkeys(("fingerprint", "data_fingerprint", "items_hash"), str),
     **dict.fromkeys(("num_clusters", "num_documents"), int | None),
-    **dict.fromkeys(("skipped", "sequential", "lost_text"), dict | None),
+    **dict.fromkeys(("skipped", "lost_text"), dict | None),
 }
 """Keys of a task. `n` counts items. `metric` names what tables and the average show; its number has that key, its
 standard error METRIC_stderr. `fingerprint` is of all that is asked and how, `data_fingerprint` of the rows or texts
 alone. `skipped` counts items by the reason why they could not be asked. `lost_text` counts characters that the model's
 tokens do not spell, and that bits per byte therefore leave out. Besides: `num_fewshot`, `tokenization`,
 `chance`, `perplexity`, `categories`, `beginning` (tokens before each text), `seconds`, and counts of what was odd."""
-SEQUENTIAL = {
-    **dict.fromkeys(("against", "against_items", "spending"), str),
-    **dict.fromkeys(("num_items", "look", "seed"), int),
-    "level": float,
-    "caution": float,
-    "looks": list,
-    "margin": float | None,
-}
-"""Keys of a task's `sequential`: how it was asked until its difference to a stored one was decided. Besides:
-`decision`."""
 LOST_TEXT = {**dict.fromkeys(("characters", "text_bytes", "lost_bytes", *KINDS), int), "examples": list}
 """Keys of a task's `lost_text`, as in `data/spelling.py`."""
 ITEM = {
@@ -210,8 +200,6 @@ def check_result(facts: Any, path: object) -> None:
         numbers = {record["metric"], *(key for key in record if key.endswith("_stderr"))}
         _check_kinds(record, dict.fromkeys(numbers, int | float), whose)
         _check_kinds(record["settings"], {"limit": int | None}, whose)
-        if record.get("sequential") is not None:
-            _check_kinds(record["sequential"], SEQUENTIAL, whose)
         if record.get("lost_text") is not None:
             _check_kinds(record["lost_text"], LOST_TEXT, whose)
     if not facts["tasks"]:
@@ -266,11 +254,6 @@ def cut_at(record: Record) -> int | None:
     num_seen = record["n"] + sum((record.get("skipped") or {}).values())
     is_text = record.get("type") == "perplexity"  # whose limit is of windows
     return None if limit is None or (num_seen < limit and not is_text) else limit
-
-
-def num_unasked(record: Record) -> int:
-    """Return how many items were left when the difference to another result was decided."""
-    return max(0, (record.get("sequential") or {}).get("num_items", 0) - record["n"])
 
 
 def lost_share(record: Record) -> float:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, num_unasked
+from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at
 from llmfoundry_lite.evaluation.tasks import (
     TEXT_SETTINGS,
     NothingToAsk,
@@ -56,9 +56,7 @@ class Results:
 
     @property
     def average(self) -> float | None:
-        """The mean of the tasks' accuracies, each counting the same; None where one was not asked whole."""
-        if any(map(num_unasked, self.tasks.values())):
-            return None
+        """The mean of the tasks' accuracies, each counting the same; None without any."""
         values = [task[task["metric"]] for task in self.tasks.values() if task["metric"].startswith("acc")]
         return sum(values) / len(values) if values else None
 
@@ -269,9 +267,8 @@ class ResultFiles:
                 )
 
     def _finished(self) -> set[str]:
-        """Return the tasks that must not be lost: no try with a `limit`, and none that stopped when it was decided."""
-        tasks = self.known.tasks.items()
-        return {name for name, record in tasks if cut_at(record) is None and not num_unasked(record)}
+        """Return the tasks that must not be lost: no try with a `limit`."""
+        return {name for name, record in self.known.tasks.items() if cut_at(record) is None}
 
     def _other_model(self, results: Results) -> str:
         """Say what the file is of, beside what is evaluated now, if that is another model."""
@@ -287,13 +284,10 @@ class ResultFiles:
     def _is_whole(self, name: str) -> bool:
         return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
-    def find(self, task: Prepared, results: Results, plan: Record | None = None) -> Record | None:
-        """Return the finished result of this very task on this very model. One that stopped when it was decided is
-        finished if it was asked by the same `plan`."""
+    def find(self, task: Prepared, results: Results) -> Record | None:
+        """Return the finished result of this very task on this very model."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
         if record is None or not self._is_whole(task.name) or differences(record, task):
-            return None
-        if num_unasked(record) and (plan is None or any(record["sequential"][key] != plan[key] for key in plan)):
             return None
         return record
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
@@ -30,7 +30,6 @@ from llmfoundry_lite.evaluation.records import (
     cut_at,
     error_of_sum,
     lost_share,
-    num_unasked,
     score_of,
 )
 from llmfoundry_lite.evaluation.results import Results
@@ -58,11 +57,6 @@ ODD = {
     "num_trimmed": "{} with a context cut to fit the model",
     "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }
-
-SEQUENTIAL = (
-    " Sequential: p and intervals hold at all looks together (repeated confidence intervals). A difference that was "
-    "found early is on average smaller than it looks. There is no mean of tasks that stopped at different looks."
-)
 
 Point = tuple[float, float, float, bool]
 """A difference, its low and high end, and whether it is detected."""
@@ -210,12 +204,6 @@ def _oddities(record: Record) -> Iterator[str]:
         yield f"{record['n']:,} items in {num_clusters:,} clusters, which its standard error counts"
     if 1 < record.get("num_documents", 0) < MIN_DOCUMENTS:
         yield f"a standard error from {record['num_documents']} documents alone is rough"
-    if num_unasked(record):
-        part = record["sequential"]
-        yield (
-            f"{record['n']:,} of {part['num_items']:,} items asked, until the difference to {part['against']} was "
-            f"decided ({part['decision']}): no whole result, in no average"
-        )
     if limit := cut_at(record):
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
@@ -251,8 +239,7 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
     missing: dict[str, list[str]] = {}
     for category in config.categories:
         found = {benchmark.task: tasks.get(benchmark.task) for benchmark in category.benchmarks}
-        # A task that stopped when it was decided has an accuracy that leans to the verdict.
-        absent = [name for name, one in found.items() if not _is_whole(one) or one["metric"] not in ACCURACIES]
+        absent = [name for name, one in found.items() if one is None or one["metric"] not in ACCURACIES]
         if absent:
             missing[category.name] = absent
         else:
@@ -270,10 +257,6 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
 
 def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
     return config.averages or {"default_average": [category.name for category in config.categories]}
-
-
-def _is_whole(record: Record | None) -> TypeGuard[Record]:
-    return record is not None and not num_unasked(record)
 
 
 def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:
@@ -322,9 +305,7 @@ def published_table(results: Sequence[Results]) -> Scores:
         {key: value if key in ("model", "source") else float(value) for key, value in row.items()}
         for row in csv.DictReader(text.splitlines())
     ]
-    tasks = [
-        task for task in PUBLISHED_TASKS if all(_is_whole(result.tasks.get(f"{task}/0-shot")) for result in results)
-    ]
+    tasks = [task for task in PUBLISHED_TASKS if all(f"{task}/0-shot" in result.tasks for result in results)]
     if not tasks:
         raise DataError(
             f"--published: {' and '.join(result.name for result in results)} have none of the published tasks in "
@@ -435,7 +416,7 @@ def _console_row(paired: Paired, pair: Pair) -> list[str]:
     under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
     return [
         "\n".join((name or paired.task, *under)),
-        _items(paired, "\n") + (f"\n({paired.needed:,})" if paired.needed else ""),
+        f"{paired.n:,}" + (f"\n({paired.needed:,})" if paired.needed else ""),
         *_numbers(paired),
         f" {_difference(paired)}\n {paired.verdict}",
         f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
@@ -444,13 +425,6 @@ def _console_row(paired: Paired, pair: Pair) -> list[str]:
 
 def _numbers(paired: Paired) -> list[str]:
     return [f"{number:.{paired.digits}f}" for number in (paired.first, paired.other)]
-
-
-def _items(paired: Paired, space: str) -> str:
-    if paired.stage is None:
-        return f"{paired.n:,}"
-    plan = paired.stage.plan
-    return f"{paired.n:,}{space}of {plan.looks[-1] if paired.metric == BITS else plan.num_items:,}"
 
 
 def _difference(paired: Paired) -> str:
@@ -472,7 +446,6 @@ def legend(pairs: Sequence[Pair]) -> str:
         "level that decides, 0.05 over the number of tests left, so that they exclude 0 exactly where a difference "
         "is found. needed: items to find a difference of 0.01, one point, with 80 % power in a test of its own, "
         "where the two models part as often as here."
-        + (SEQUENTIAL if any(paired.stage for pair in pairs for paired in pair.tasks) else "")
     )
 
 
@@ -498,7 +471,7 @@ def _markdown_row(paired: Paired) -> list[str]:
     return [
         paired.task,
         "" if paired.metric == "mean" else paired.metric,
-        _items(paired, " "),
+        f"{paired.n:,}",
         f"{paired.needed:,}" if paired.needed else "",
         *_numbers(paired),
         _difference(paired),

@@ -27,7 +27,6 @@ from llmfoundry_lite.evaluation.models import TreeModel, load_subject
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
-from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.report.figure import Panel
 from tests.helpers.launch import launch, train
@@ -797,7 +796,7 @@ def test_rows_alike_are_one_cluster_however_often_they_are_there(tmp_path):
     rows = [{"context": f"q{i}", "continuation": "b"} for i in range(24)]
     right = {"base": set(range(12)), "ours": set(range(3, 21))}  # 9 won, 3 lost
 
-    def verdict(copies, rule=None):
+    def verdict(copies):
         paths = []
         for name, won in right.items():
             more = [{**row, "id": number} for number in range(copies) for row in rows]
@@ -805,13 +804,12 @@ def test_rows_alike_are_one_cluster_however_often_they_are_there(tmp_path):
             record, items = ask_by_hand("language_modeling", more, [-1.0] * len(more), greedy)
             paths.append(write_result(tmp_path / str(copies), name, {"t/0-shot": (record, items)}))
         results = load_results(paths)
-        (task,) = compare(results, sequential=rule)[0].tasks
+        (task,) = compare(results)[0].tasks
         return results[0].tasks["t/0-shot"]["acc_stderr"], task.p, task.low, task.high, task.verdict
 
     once = verdict(1)
     assert once[1] > 0.05 and once[-1] == "no detectable difference"
     assert verdict(20)[:-1] == pytest.approx(once[:-1]) and verdict(20)[-1] == once[-1]
-    assert verdict(20, Rule())[-1] == "no detectable difference"
 
 
 def test_a_result_names_its_code():
