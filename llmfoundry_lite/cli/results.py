@@ -67,33 +67,25 @@ def compare_results(
         str | None,
         typer.Option(metavar="FIELD", help="In logs of other tools, the field that related rows share."),
     ] = None,
-    published: Annotated[bool, typer.Option("--published", help="Also beside published results.")] = False,
 ) -> None:
     """Compare models item by item: differences, intervals, tests. It also says when nothing can be told."""
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare
     from llmfoundry_lite.evaluation.foreign import load_any
-    from llmfoundry_lite.evaluation.tables import panels, print_comparison, published_table, write_comparison
+    from llmfoundry_lite.evaluation.tables import panels, print_comparison, write_comparison
 
-    if len(results) < 2 and not published:
-        raise UserError(f"{results[0]} alone: name another result to compare it with, or --published")
+    if len(results) < 2:
+        raise UserError(f"{results[0]} alone: name another result to compare it with")
     loaded = load_any(results, cluster)
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
-    console, beside = Console(), published_table(loaded) if published else None
-    if beside is not None:
-        beside.print(console)
-        console.print()
-    if pairs:
-        print_comparison(pairs, console)
+    print_comparison(pairs, Console())
     if out is None:
         return
-    written = write_comparison(loaded, pairs, out, beside.markdown() if beside else "")
-    if pairs:
-        from llmfoundry_lite.report.figure import plot_differences
+    from llmfoundry_lite.report.figure import plot_differences
 
-        others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
-        written.append(out / "compare.png")
-        plot_differences(panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, 95 % intervals")
+    written = [*write_comparison(loaded, pairs, out), out / "compare.png"]
+    others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
+    plot_differences(panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, 95 % intervals")
     for path in written:
         print(printable(str(path)))

@@ -1,16 +1,14 @@
-"""Tables: results by task, LLM Foundry's Eval Gauntlet, results beside published ones, and comparisons.
+"""Tables: results by task, LLM Foundry's Eval Gauntlet, and comparisons.
 
 A table of scores has a row for each model, that of a comparison one for each task.
 """
 
-import csv
 import io
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +18,7 @@ from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_loss
-from llmfoundry_lite.errors import DataError, mask_credentials, printable
+from llmfoundry_lite.errors import mask_credentials, printable
 from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
@@ -33,22 +31,10 @@ from llmfoundry_lite.evaluation.records import (
     score_of,
 )
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, NUM_RESAMPLES, Z_TWO_SIDED
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, NUM_RESAMPLES
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 
-PUBLISHED_TASKS = {
-    "arc_challenge": "ARC-c",
-    "arc_easy": "ARC-e",
-    "boolq": "BoolQ",
-    "hellaswag": "Hella-\nSwag",
-    "piqa": "PIQA",
-    "winograd": "Wino-\ngrad",
-    "winogrande": "Wino-\ngrande",
-}
-SOURCE = 'published: MosaicML, "Training LLMs at Scale with AMD MI250 GPUs", October 2023, Table 2, zero-shot'
-TOLERANCE = 1.25
-"""Parameters and token budgets are called different beyond this ratio: published ones are rounded."""
 WARNING = "warning: "
 ODD = {
     "num_ties": "{} with a tie for the best, where the first counts",
@@ -80,11 +66,8 @@ class Scores:
         print_notes(console, self.notes)
 
     def markdown(self) -> str:
-        headings = [heading.replace("-\n", "").replace("\n", " ") for heading in self.columns.values()]
-        rows = [
-            [model.replace("\n", ", "), *(" ± ".join(filter(None, cell)) for cell in cells)]
-            for model, cells in self.rows
-        ]
+        headings = [heading.replace("\n", " ") for heading in self.columns.values()]
+        rows = [[model, *(" ± ".join(filter(None, cell)) for cell in cells)] for model, cells in self.rows]
         lines = Table(self.title, ["model", *headings], rows).markdown()
         return "\n".join([*lines, *(["", *markdown_list(self.notes)] if self.notes else []), ""])
 
@@ -292,86 +275,6 @@ def write_tables(all_results: Sequence[Results], folder: Path, gauntlet: Gauntle
     return written + (gauntlet_table(gauntlet, all_results).write(folder / "gauntlet") if gauntlet else [])
 
 
-# -------------------------------------------------------------------------------------------------------- published
-
-
-def published_table(results: Sequence[Results]) -> Scores:
-    """Put results beside MosaicML's "Training LLMs at Scale with AMD MI250 GPUs" (October 2023), Table 2, made with LLM
-    Foundry's harness. Its items are not known, so nothing is tested pairwise: a row says what a difference must exceed
-    to be more than noise. Raises DataError when no task is among the published ones.
-    """
-    text = files("llmfoundry_lite.evaluation").joinpath("published.csv").read_text(encoding="utf-8")
-    published: list[Record] = [
-        {key: value if key in ("model", "source") else float(value) for key, value in row.items()}
-        for row in csv.DictReader(text.splitlines())
-    ]
-    tasks = [task for task in PUBLISHED_TASKS if all(f"{task}/0-shot" in result.tasks for result in results)]
-    if not tasks:
-        raise DataError(
-            f"--published: {' and '.join(result.name for result in results)} have none of the published tasks in "
-            f"common, zero-shot: {', '.join(PUBLISHED_TASKS)}"
-        )
-    rows, largest = [], [0.0] * (len(tasks) + 1)
-    for row in published:
-        numbers = [row[task] for task in tasks]
-        cells = [cell_of(number) for number in (*numbers, sum(numbers) / len(numbers))]
-        rows.append((f"{row['model']}\n{_size(row)}", cells))
-    for result in results:
-        names = [f"{task}/0-shot" for task in tasks]
-        found = [score_of(result.tasks[name]) for name in names]
-        found.append((sum(number for number, _ in found) / len(found), average_error(result.tasks, names)))
-        rows.append((f"{result.name}\n{_size(vars(result))}", [cell_of(*score) for score in found]))
-        largest = [max(most, error or 0.0) for most, (_, error) in zip(largest, found, strict=True)]
-    rows.append(("noise (95 %)", [cell_of(Z_TWO_SIDED * math.sqrt(2) * error) for error in largest]))
-    notes = ["under each model: parameters, tokens trained on"]
-    notes += [warning for result in results for warning in _warnings(result, tasks, published)]
-    if absent := [task for task in PUBLISHED_TASKS if task not in tasks]:
-        notes.append(f"not in all results, so in no average here: {', '.join(absent)}")
-    notes.append(
-        "noise: what chance alone makes of the difference to a published number in 95 % of cases, if that is from "
-        "as many items as ours; compare two results of your own to see smaller ones"
-    )
-    return Scores(
-        title="beside published results, zero-shot accuracy ± standard error",
-        columns={**{task: PUBLISHED_TASKS[task] for task in tasks}, "mean": f"mean\nof {len(tasks)}"},
-        rows=rows,
-        notes=[*notes, SOURCE],
-    )
-
-
-def _size(facts: Record) -> str:
-    return f"{_count(facts.get('num_parameters'))}, {_count(facts.get('num_tokens_trained'))}"
-
-
-def _count(number: float | None) -> str:
-    if not number:
-        return "?"
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
-
-
-def _warnings(result: Results, tasks: Sequence[str], published: Sequence[Record]) -> list[str]:
-    found = []
-    for key, what in (("num_tokens_trained", "token budget"), ("num_parameters", "size")):
-        number = getattr(result, key)
-        if not number:
-            found.append(f"warning: the {what} of {result.name} is not known; published rows may have another")
-            continue
-        if others := [row for row in published if not 1 / TOLERANCE < row[key] / number < TOLERANCE]:
-            names = ", ".join(f"{row['model']} ({_count(row[key])})" for row in others)
-            found.append(f"warning: the {what} of {result.name} ({_count(number)}) is not that of {names}")
-    records = {task: result.tasks[f"{task}/0-shot"] for task in tasks}
-    if joint := [task for task, record in records.items() if record.get("tokenization") == "joint"]:
-        found.append(
-            f"warning: {result.name}: {', '.join(joint)} with tokenization joint; the published ones with separate"
-        )
-    if limited := [task for task, record in records.items() if record["settings"].get("limit")]:
-        found.append(f"warning: {result.name}: {', '.join(limited)} on the first items alone (limit)")
-    return found
-
-
 # ------------------------------------------------------------------------------------------------------ comparisons
 
 
@@ -449,18 +352,17 @@ def legend(pairs: Sequence[Pair]) -> str:
     )
 
 
-def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: Path, above: str = "") -> list[Path]:
-    """Write compare.md, which starts with `above`, and compare.json."""
+def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: Path) -> list[Path]:
+    """Write compare.md and compare.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [above] if above else []
+    lines = list[str]()
     for pair in pairs:
         title, measured = f"{pair.other} against {pair.first}", ["difference", "at", "won/lost/tied", "p", "verdict"]
         columns = ["task", "metric", "items", "needed", pair.first, pair.other, *measured]
         table = Table(title, columns, [_markdown_row(paired) for paired in [*pair.rows, *pair.more]])
         notes = [*filter(None, (pair.sentence, *pair.notes))]
         lines += [f"## {markdown_text(title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
-    if pairs:
-        lines += [legend(pairs), ""]
+    lines += [legend(pairs), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
     markdown.write_text(mask_credentials("\n".join(lines)))
     facts.write_text(mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")

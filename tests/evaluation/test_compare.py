@@ -523,29 +523,6 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     plt.close("all")
 
 
-# -------------------------------------------------------------------------------------------------- published
-
-
-def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    winograd = [1] * 189 + [0] * 84
-    facts = {"num_tokens_trained": 26_000_000_000, "num_parameters": 125_000_000}
-    tasks = {"winograd/0-shot": on(1, winograd), "piqa/0-shot": on(2, [0, 1] * 900, tokenization="joint")}
-    path = write_result(tmp_path, "ours", tasks, **facts)
-    assert main.run(["compare", str(path), "--published", "--out", str(tmp_path / "out")]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "AMD-MPT-1B 0.724 0.692 0.708 1.3B, 26B" in printed
-    assert "ours 0.500 0.692 0.596 125M, 26B ±0.012 ±0.028 ±0.015" in printed
-    assert "noise (95 %) 0.033 0.078" in printed
-    assert "token budget of ours (26B) is not that of Cerebras-GPT-2.7B (53B), AMD-MPT-3B (53B)" in printed
-    assert "size of ours (125M) is not that of Cerebras-GPT-1.3B (1.3B), AMD-MPT-1B" in printed
-    assert "not in all results, so in no average here: arc_challenge, arc_easy, boolq, hellaswag, winogrande" in printed
-    assert "ours: piqa with tokenization joint" in printed
-    assert "| AMD-MPT-1B, 1.3B, 26B | 0.724 | 0.692 | 0.708 |" in (tmp_path / "out/compare.md").read_text()
-    other = write_result(tmp_path, "other", {"copa/0-shot": TEN})
-    assert "other have none of the published tasks in common" in error_of(capsys, other, "--published")
-
-
 @pytest.mark.parametrize("change", [{"model": 3}, {"save_id": []}, {"num_parameters": "x"}])
 def test_a_result_of_odd_facts_is_refused_in_one_line(change, tmp_path):
     path = write_result(tmp_path, "odd", {"t/0-shot": TEN})
