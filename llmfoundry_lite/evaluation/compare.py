@@ -62,7 +62,6 @@ class Paired:
     p: float
     test: str
     p_corrected: float = math.nan
-    needed: int | None = None  # items that find a difference of 0.01 with 80 % power, in a test of its own
     error: float  # standard error of the difference
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # at a level, such as 0.05 for 95 %
     counts: significance.Counts | None = field(default=None, repr=False)  # of accuracies
@@ -307,12 +306,7 @@ def has_other_tokenizer(first: Results, other: Results) -> bool:
 def _pair_task(task: str, first: Results, other: Results, metric: str) -> Paired:
     if metric == BITS:
         return _pair_texts(task, first, other)
-    paired = _pair_answers([(task, metric)], first, other)
-    counts = paired.counts
-    if counts is not None and (discordant := counts.wins + counts.losses):
-        units = significance.items_needed(float(discordant) / counts.num_units, 0.01 / float(counts.jump))
-        paired.needed = math.ceil(units * paired.n / counts.num_units)
-    return paired
+    return _pair_answers([(task, metric)], first, other)
 
 
 def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> Paired:
@@ -362,7 +356,6 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
     # A function of the task, so that one more task or result changes no other number.
     generator = np.random.default_rng([SEED, zlib.crc32(f"{task} {BITS}".encode())])
     found = significance.difference_of_ratios(a * bits, b * bits, generator)
-    deviation = found.error * math.sqrt(len(a))
     return Paired(
         task=task,
         metric=BITS,
@@ -372,7 +365,6 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
         **_count_won(a[:, 0] / a[:, 1] - b[:, 0] / b[:, 1]),
         p=found.p,
         test="studentised bootstrap",
-        needed=significance.documents_needed(deviation) if len(a) > 1 and deviation else None,
         error=found.error,
         interval=found.interval,
         # Equal tokenizers lose the same. A byte takes 8 bits where nothing is predicted.

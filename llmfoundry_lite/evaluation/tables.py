@@ -283,7 +283,7 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
         for title, rows in ((f"{pair.other} against {pair.first}", pair.rows), ("by the other metrics", pair.more)):
             if rows:
                 names = map(fold, (pair.first, pair.other))
-                columns = ["task", "items\n(needed)", *names, " difference [interval]", "p\nwon/lost"]
+                columns = ["task", "items", *names, " difference [interval]", "p\nwon/lost"]
                 console.print(Text(printable(title), style="italic"))
                 table = Table(title, columns, [_console_row(paired, pair) for paired in rows], right={1, 2, 3, 5})
                 table.print(console, unbroken={4})
@@ -319,7 +319,7 @@ def _console_row(paired: Paired, pair: Pair) -> list[str]:
     under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
     return [
         "\n".join((name or paired.task, *under)),
-        f"{paired.n:,}" + (f"\n({paired.needed:,})" if paired.needed else ""),
+        f"{paired.n:,}",
         *_numbers(paired),
         f" {_difference(paired)}\n {paired.verdict}",
         f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
@@ -347,8 +347,7 @@ def legend(pairs: Sequence[Pair]) -> str:
         f"p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents; "
         f"corrected for {num} test{'' if num == 1 else 's'}{more} (Holm). Intervals are of the same tests, at the "
         "level that decides, 0.05 over the number of tests left, so that they exclude 0 exactly where a difference "
-        "is found. needed: items to find a difference of 0.01, one point, with 80 % power in a test of its own, "
-        "where the two models part as often as here."
+        "is found."
     )
 
 
@@ -358,7 +357,7 @@ def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: 
     lines = list[str]()
     for pair in pairs:
         title, measured = f"{pair.other} against {pair.first}", ["difference", "at", "won/lost/tied", "p", "verdict"]
-        columns = ["task", "metric", "items", "needed", pair.first, pair.other, *measured]
+        columns = ["task", "metric", "items", pair.first, pair.other, *measured]
         table = Table(title, columns, [_markdown_row(paired) for paired in [*pair.rows, *pair.more]])
         notes = [*filter(None, (pair.sentence, *pair.notes))]
         lines += [f"## {markdown_text(title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
@@ -374,7 +373,6 @@ def _markdown_row(paired: Paired) -> list[str]:
         paired.task,
         "" if paired.metric == "mean" else paired.metric,
         f"{paired.n:,}",
-        f"{paired.needed:,}" if paired.needed else "",
         *_numbers(paired),
         _difference(paired),
         f"{100 * paired.confidence:.4g} %",

@@ -23,7 +23,6 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
-from llmfoundry_lite.evaluation.significance import items_needed
 from llmfoundry_lite.evaluation.tables import fold, legend, panels, write_comparison
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
@@ -56,7 +55,6 @@ def test_a_task_by_hand(tmp_path):
     error = math.sqrt(0.4 - 0.2**2) / math.sqrt(10)
     assert task.detectable == pytest.approx(2.8016 * error, rel=1e-4)
     assert (task.low, task.high) == (pytest.approx(-0.269, abs=1e-3), pytest.approx(0.593, abs=1e-3))
-    assert task.needed == items_needed(0.4)
 
 
 def test_a_difference_is_called_one_when_it_outlasts_the_correction(tmp_path):
@@ -137,7 +135,6 @@ def test_items_of_a_cluster_count_as_one(tmp_path):
     pair = result_of(tmp_path, {"t/0-shot": five_times(a)}, {"t/0-shot": five_times(b)})
     (task,) = pair.tasks
     assert (task.n, task.low, task.high, task.p) == pytest.approx((200, alone.low, alone.high, alone.p))
-    assert task.needed == 5 * alone.needed
     assert pair.notes == ["t/0-shot: 200 items in 40 clusters, which are what is independent"]
     few = result_of(tmp_path, {"t/0-shot": five_times(a[:5])}, {"t/0-shot": five_times(b[:5])})
     assert few.tasks[0].low is None and few.notes == ["t/0-shot: 5 clusters: no interval and no verdict below 6"]
@@ -188,7 +185,7 @@ def test_one_document_is_resampled_by_window_or_not_at_all(tmp_path):
     pair = result_of(tmp_path, {"x/0-shot": many}, {"x/0-shot": text([[(8.0, 10)] * 20])})
     assert pair.tasks[0].is_detected and "one document: its windows are resampled, as if" in pair.notes[0]
     pair = result_of(tmp_path, {"x/0-shot": text([[(8.0, 10)]])}, {"x/0-shot": text([[(9.0, 10)]])})
-    assert (pair.tasks[0].low, pair.tasks[0].p, pair.tasks[0].needed) == (None, 1.0, None)
+    assert (pair.tasks[0].low, pair.tasks[0].p) == (None, 1.0)
     assert pair.notes == ["x/0-shot: one document: no interval and no verdict below 20"]
 
 
