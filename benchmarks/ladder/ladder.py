@@ -29,7 +29,8 @@ from benchmarks.ladder.plan import Shape
 from benchmarks.recover import Log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.evaluation.compare import compare, p_text
+from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.pairs import p_text
 from llmfoundry_lite.evaluation.records import by_document
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.report.reading import read_run

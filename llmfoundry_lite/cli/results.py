@@ -73,7 +73,7 @@ def compare_results(
 
     from llmfoundry_lite.evaluation.compare import compare
     from llmfoundry_lite.evaluation.foreign import load_any
-    from llmfoundry_lite.evaluation.tables import panels, print_comparison, write_comparison
+    from llmfoundry_lite.evaluation.pairs import panels, print_comparison, write_comparison
 
     if len(results) < 2:
         raise UserError(f"{results[0]} alone: name another result to compare it with")

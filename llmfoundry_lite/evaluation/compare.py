@@ -13,8 +13,7 @@ over texts choose differently. Models with different tokenizers are compared by 
 import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.foreign import load_any
+from llmfoundry_lite.evaluation.pairs import Pair, Paired
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
     BITS,
@@ -38,112 +38,6 @@ from llmfoundry_lite.evaluation.records import (
 )
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
-
-SIGNIFICANT = 0.05
-SEED = 17
-
-
-@dataclass(slots=True, kw_only=True)
-class Paired:
-    """One number of two models over the items that both were asked; differences are `other` less `first`."""
-
-    task: str
-    metric: str
-    n: int  # items; documents or windows of text for bits per byte
-    first: float
-    other: float
-    difference: float
-    low: float | None = None  # interval at `confidence`; None where too few items are independent
-    high: float | None = None
-    confidence: float = 0.95
-    wins: int  # items on which `other` did better
-    losses: int
-    ties: int
-    p: float
-    test: str
-    p_corrected: float = math.nan
-    error: float  # standard error of the difference
-    interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # at a level, such as 0.05 for 95 %
-    counts: significance.Counts | None = field(default=None, repr=False)  # of accuracies
-    is_detected: bool = False
-    lost_text: float = 0.0  # bits per byte that text may be worth which one of two tokenizers does not spell
-    is_comparable: bool = True
-
-    @property
-    def detectable(self) -> float | None:
-        """The difference that so many items find with 80 % power at `confidence`."""
-        return (significance.z_of(1 - self.confidence) + significance.Z_POWER) * self.error or None
-
-    def decide(self, p_corrected: float, level: float) -> None:
-        """Take the interval at its level, now that it is known how many tests there are."""
-        self.p_corrected, self.confidence, self.is_detected = p_corrected, 1 - level, self.p < level
-        if (found := self.interval(level)) is not None:
-            self.low, self.high = found
-        low, high = found or (self.difference, self.difference)
-        room = min(abs(low), abs(high)) if self.is_detected else max(abs(self.difference), (high - low) / 2)
-        self.is_comparable = not self.lost_text or self.lost_text < room
-        self.is_detected = self.is_detected and self.is_comparable
-
-    @property
-    def is_better(self) -> bool:
-        """Whether `other` has the better number."""
-        return (self.difference < 0) == (self.metric == BITS)
-
-    @property
-    def digits(self) -> int:
-        return 4 if self.metric == BITS else 3
-
-    @property
-    def margin(self) -> str:
-        """The difference without its sign, as text."""
-        text = f"{abs(self.difference):.{self.digits}f}"
-        if self.low is None or self.high is None:
-            return text
-        return f"{text} ± {(self.high - self.low) / 2:.{self.digits}f}"
-
-    @property
-    def verdict(self) -> str:
-        if not self.is_comparable:
-            return "not comparable: text is lost"
-        if self.is_detected:
-            return f"{'better' if self.is_better else 'worse'} by {self.margin}"
-        return "the same on every item" if self.ties == self.n else "no detectable difference"
-
-
-@dataclass(slots=True, kw_only=True, repr=False)
-class Pair:
-    """One result against the first."""
-
-    first: str
-    other: str
-    tasks: list[Paired]  # each by its main metric
-    mean: Paired | None  # the mean of the accuracies, each task counting the same
-    more: list[Paired]  # the other metrics, if they were asked for
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[Paired]:
-        """The tasks, and the mean if there is one."""
-        return [*self.tasks, *filter(None, [self.mean])]
-
-    @property
-    def sentence(self) -> str:
-        if self.mean is None:
-            return ""
-        where = f"on the {self.mean.task} (p {p_text(self.mean.p_corrected)})"
-        if not self.mean.is_detected:
-            if self.mean.detectable is None:
-                return f"{self.other} and {self.first}: the same answers {where}"
-            least = f"one of {self.mean.detectable:.3f} would be found four times in five"
-            return f"{self.other} and {self.first}: no detectable difference {where}; {least}"
-        direction = "better" if self.mean.is_better else "worse"
-        return f"{self.other} is {direction} than {self.first} by {self.mean.margin} {where}"
-
-    def __repr__(self) -> str:
-        """Return the table that `llmfoundry-lite compare` prints."""
-        from llmfoundry_lite.evaluation.tables import text_of  # which imports this module
-
-        return text_of([self])
 
 
 def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Pair]:
@@ -160,7 +54,7 @@ def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics
         [pair.mean for pair in pairs if pair.mean is not None],
         [paired for pair in pairs for paired in pair.more],
     ):
-        corrected, levels = significance.holm([paired.p for paired in family], SIGNIFICANT)
+        corrected, levels = significance.holm([paired.p for paired in family])
         for paired, *found in zip(family, corrected, levels, strict=True):
             paired.decide(*found)
     return pairs
@@ -354,7 +248,7 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
     a, b, _ = text_units(task, first, other)
     bits = np.array([1 / math.log(2), 1.0])
     # A function of the task, so that one more task or result changes no other number.
-    generator = np.random.default_rng([SEED, zlib.crc32(f"{task} {BITS}".encode())])
+    generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{task} {BITS}".encode())])
     found = significance.difference_of_ratios(a * bits, b * bits, generator)
     return Paired(
         task=task,
@@ -490,7 +384,3 @@ def _notes_on_task(paired: Paired, first: Results, other: Results) -> list[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"one {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def p_text(p: float) -> str:
-    return "<.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"

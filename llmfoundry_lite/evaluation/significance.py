@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+LEVEL = 0.05
+"""A difference is called one when its p, corrected, is below it."""
+SEED = 17
 NUM_RESAMPLES = 10_000
 MAX_RESAMPLED = 5_000
 """Units beyond which the normal distribution stands for the bootstrap."""
@@ -194,7 +197,7 @@ def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int =
     return np.concatenate(parts)
 
 
-def holm(values: Sequence[float], level: float = 0.05) -> tuple[list[float], list[float]]:
+def holm(values: Sequence[float], level: float = LEVEL) -> tuple[list[float], list[float]]:
     """Return (each p, corrected for there being several; the level each p itself was held against), after Holm
     (Scandinavian Journal of Statistics 6, 1979): the chance that any is below `level` by luck is `level`.
 
