@@ -13,9 +13,9 @@ over texts choose differently. Models with different tokenizers are compared by 
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from llmfoundry_lite.evaluation.records import (
 )
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
+
+Unit = tuple[str, int | str]
+"""(data, index of an item or name of a cluster): an item, or what is independent."""
 
 
 def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Pair]:
@@ -95,19 +98,21 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
             f"{first.name} and {other.name} have no task in common: {', '.join(first.items)} against "
             f"{', '.join(other.items)}"
         )
-    texts_alone = has_other_tokenizer(first, other)
     for task in common:
         refuse_if_different(task, first, other)
-    tasks = [_pair_task(task, first, other, main_metric(first, task, texts_alone)) for task in common]
+    metrics = {task: str(first.tasks[task]["metric"]) for task in common}
+    if other_tokenizer := has_other_tokenizer(first, other):
+        metrics = {task: "acc_norm" if metric == "acc_per_token" else metric for task, metric in metrics.items()}
+    tasks = [_pair_task(task, metric, first, other) for task, metric in metrics.items()]
     more = [
-        _pair_task(task.task, first, other, metric)
-        for task in tasks
-        for metric in first.tasks[task.task].get("metrics", ACCURACIES)
-        if all_metrics and metric != task.metric
-        if metric in first.tasks[task.task] and metric in other.tasks[task.task]
-        if not (texts_alone and metric == "acc_per_token")
+        _pair_task(task, metric, first, other)
+        for task in common
+        for metric in first.tasks[task].get("metrics", ACCURACIES)
+        if all_metrics and metric != metrics[task]
+        if metric in first.tasks[task] and metric in other.tasks[task]
+        if not (other_tokenizer and metric == "acc_per_token")
     ]
-    accuracies = [(task.task, task.metric) for task in tasks if task.metric != BITS]
+    accuracies = [(task, metric) for task, metric in metrics.items() if metric != BITS]
     return Pair(
         first=first.name,
         other=other.name,
@@ -116,11 +121,6 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
         more=more,
         notes=notes_on(first, other, tasks, skip),
     )
-
-
-def main_metric(result: Results, task: str, texts_alone: bool) -> str:
-    metric: str = result.tasks[task]["metric"]
-    return "acc_norm" if texts_alone and metric == "acc_per_token" else metric
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -143,20 +143,18 @@ def refuse_if_different(task: str, first: Results, other: Results) -> None:
             # max_seq_len is a setting only where a prompt did not fit into it.
             found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}{counts}")
     is_text, other_tokenizer = a["type"] == "perplexity", has_other_tokenizer(first, other)
-    limits = (ours.get("limit"), theirs.get("limit"))
-    same_limit = limits[0] == limits[1]
-    if is_text and other_tokenizer and same_limit and limits[0] is not None:
-        found.append(f"their tokenizers differ, so that limit {limits[0]!r}, of windows, ends elsewhere in the text")
-        same_limit = False
+    limit, is_cut_elsewhere = ours.get("limit"), ours.get("limit") != theirs.get("limit")
+    if is_text and other_tokenizer and limit is not None and not is_cut_elsewhere:
+        found.append(f"their tokenizers differ, so that limit {limit!r}, of windows, ends elsewhere in the text")
+        is_cut_elsewhere = True
     # What is beyond the limit of a text was not read, so that other limits make other data.
-    is_cut_elsewhere = is_text and any(limits) and (limits[0] != limits[1] or other_tokenizer)
-    if a["data_fingerprint"] != b["data_fingerprint"] and not is_cut_elsewhere:
+    if a["data_fingerprint"] != b["data_fingerprint"] and not (is_text and is_cut_elsewhere):
         found.append(f"the data ({a['n']:,} items against {b['n']:,}{other_rows})")
     same_fingerprint = a["fingerprint"] == b["fingerprint"]
     if not found and not same_fingerprint and not (is_text and other_tokenizer):
         found.append(f"what no setting tells (fingerprint {a['fingerprint']} against {b['fingerprint']})")
     if found:
-        remedy = "evaluate both with one task file" if same_limit else "evaluate both without limit"
+        remedy = "evaluate both without limit" if is_cut_elsewhere else "evaluate both with one task file"
         raise DataError(
             f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(found)}; {remedy}, "
             f"or {leave_out}"
@@ -197,31 +195,37 @@ def has_other_tokenizer(first: Results, other: Results) -> bool:
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-def _pair_task(task: str, first: Results, other: Results, metric: str) -> Paired:
-    if metric == BITS:
-        return _pair_texts(task, first, other)
-    return _pair_answers([(task, metric)], first, other)
+def _pair_task(task: str, metric: str, first: Results, other: Results) -> Paired:
+    return _pair_texts(task, first, other) if metric == BITS else _pair_answers([(task, metric)], first, other)
 
 
 def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> Paired:
     """Compare the mean of the accuracies by (task, metric), each counting the same."""
-    answers = [answers_of(task, first, other, metric) for task, metric in asked]
-    unit_of: dict[tuple[str, int], tuple[str, int | str]] = {}
-    for task in answers:  # clusters that one task knows hold for all of the same data
-        if task.clusters is not None:
-            unit_of |= {item: (item[0], cluster) for item, cluster in zip(task.items, task.clusters, strict=True)}
-    added: dict[tuple[str, int | str], float] = {}
-    share: dict[tuple[str, int | str], float] = {}
-    for task in answers:
-        weights = task.weights / len(answers)
-        for item, change, weight in zip(task.items, weights * (task.other - task.first), weights, strict=True):
+    parts: list[tuple[list[Unit], Floats, Floats, Floats]] = []
+    unit_of: dict[Unit, Unit] = {}
+    for task, metric in asked:
+        theirs = {item["index"]: item for item in other.items[task]}
+        ours = [item for item in first.items[task] if item["index"] in theirs]
+        if not ours:
+            raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
+        data = first.tasks[task]["data_fingerprint"]
+        items: list[Unit] = [(data, item["index"]) for item in ours]  # the same in every task that asks them
+        # Clusters that one task knows hold for all of the same data.
+        unit_of |= {(data, item["index"]): (data, item["cluster"]) for item in ours if "cluster" in item}
+        first_i = np.array([item[metric] for item in ours], np.float64)
+        other_i = np.array([theirs[item["index"]][metric] for item in ours], np.float64)
+        parts.append((items, weights_of(ours, has_categories(first.tasks[task])), first_i, other_i))
+    added, share = dict[Unit, float](), dict[Unit, float]()
+    for items, weights_i, first_i, other_i in parts:
+        weights_i = weights_i / len(parts)
+        for item, change, weight in zip(items, weights_i * (other_i - first_i), weights_i, strict=True):
             unit = unit_of.get(item, item)
             added[unit] = added.get(unit, 0.0) + change
             share[unit] = share.get(unit, 0.0) + weight
     # Rounded, so that what cancels out is 0.
     counts = significance.count(np.round(list(added.values()), 15), np.array(list(share.values())))
-    ours = sum(float(task.weights @ task.first) for task in answers) / len(answers)
-    theirs = sum(float(task.weights @ task.other) for task in answers) / len(answers)
+    ours = sum(float(weights_i @ first_i) for _, weights_i, first_i, _ in parts) / len(parts)
+    theirs = sum(float(weights_i @ other_i) for _, weights_i, _, other_i in parts) / len(parts)
     name, metric = asked[0] if len(asked) == 1 else (f"mean of {len(asked)} tasks", "mean")
     return Paired(
         task=name,
@@ -229,7 +233,7 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Resul
         first=ours,
         other=theirs,
         difference=theirs - ours,
-        **_count_won(np.concatenate([task.other - task.first for task in answers])),
+        **_count_won(np.concatenate([other_i - first_i for *_, first_i, other_i in parts])),
         p=significance.score_p(counts),
         test="score",
         error=math.sqrt(max(0.0, float(counts.variance))),
@@ -268,31 +272,6 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
     )
 
 
-class Answers(NamedTuple):
-    """Two models' scores on the items of a task that both have."""
-
-    first: Floats
-    other: Floats
-    weights: Floats  # they add up to 1
-    items: list[tuple[str, int]]  # (data, index) of each: the same in every task that asks it
-    clusters: list[str] | None
-
-
-def answers_of(task: str, first: Results, other: Results, metric: str) -> Answers:
-    theirs = {item["index"]: item for item in other.items[task]}
-    ours = [item for item in first.items[task] if item["index"] in theirs]
-    if not ours:
-        raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
-    record = first.tasks[task]
-    return Answers(
-        first=np.array([item[metric] for item in ours], np.float64),
-        other=np.array([theirs[item["index"]][metric] for item in ours], np.float64),
-        weights=weights_of(ours, has_categories(record)),
-        items=[(record["data_fingerprint"], item["index"]) for item in ours],
-        clusters=[item["cluster"] for item in ours] if "cluster" in ours[0] else None,
-    )
-
-
 def text_units(task: str, first: Results, other: Results) -> tuple[Floats, Floats, str]:
     """Return ((n, [nats, bytes]) of the first, of the other, what the n are)."""
     rows = [[text_row(item) for item in result.items[task]] for result in (first, other)]
@@ -315,6 +294,12 @@ FACTS = {
     "precision": "precision differs: {} {}, {} {}",
 }
 """Facts of two results -> what a reader must know where they differ."""
+TASK_FACTS = {
+    "beginning": ([], "prompts begin with tokens {1} for {0}, {3} for {2}"),
+    "generation": (None, "warning: answers are generated with {1} by {0}, {3} by {2}"),
+    "num_trimmed": (0, "contexts cut to fit: {1:,} of {0}, {3:,} of {2}"),
+}
+"""The same of a task, with the value of a record that does not have it."""
 
 
 def notes_on(first: Results, other: Results, tasks: Sequence[Paired], skip: Sequence[str]) -> list[str]:
@@ -342,44 +327,37 @@ def notes_on(first: Results, other: Results, tasks: Sequence[Paired], skip: Sequ
     return notes + [f"{paired.task}: {note}" for paired in tasks for note in _notes_on_task(paired, first, other)]
 
 
-def _notes_on_task(paired: Paired, first: Results, other: Results) -> list[str]:
-    task, counts, notes = paired.task, paired.counts, list[str]()
-    a, b = first.tasks[task], other.tasks[task]
-    if limit := cut_at(a):
-        notes.append(f"only its first {limit:,} items (limit): a try, not a result")
-    ours, theirs = a.get("beginning", []), b.get("beginning", [])
-    if ours != theirs and not has_other_tokenizer(first, other):
-        notes.append(f"prompts begin with tokens {ours} for {first.name}, {theirs} for {other.name}")
-    ours, theirs = a.get("generation"), b.get("generation")
-    if ours != theirs:
-        notes.append(f"warning: answers are generated with {ours} by {first.name}, {theirs} by {other.name}")
-    ours, theirs = a.get("num_trimmed", 0), b.get("num_trimmed", 0)
-    if ours != theirs:
-        notes.append(f"contexts cut to fit: {ours:,} of {first.name}, {theirs:,} of {other.name}")
+def _notes_on_task(paired: Paired, first: Results, other: Results) -> Iterator[str]:
+    task, counts = paired.task, paired.counts
+    if limit := cut_at(first.tasks[task]):
+        yield f"only its first {limit:,} items (limit): a try, not a result"
+    for key, (default, text) in TASK_FACTS.items():
+        ours, theirs = (result.tasks[task].get(key, default) for result in (first, other))
+        if ours != theirs and not (key == "beginning" and has_other_tokenizer(first, other)):
+            yield text.format(first.name, ours, other.name, theirs)
     for result in (first, other):
         if share := lost_share(result.tasks[task]):
-            notes.append(f"warning: the tokenizer of {result.name} loses {percent(share)} of the text")
+            yield f"warning: the tokenizer of {result.name} loses {percent(share)} of the text"
     if counts is None:
         found, _, unit = text_units(task, first, other)
         if len(found) < MIN_DOCUMENTS:
             is_cut = unit == "windows" and len(found) > 1
             noun = f"one document of {len(found)} windows" if is_cut else _count(len(found), "document")
-            notes.append(f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}")
+            yield f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}"
         elif unit == "windows":
-            notes.append("one document: its windows are resampled, as if they were independent")
-        return notes
+            yield "one document: its windows are resampled, as if they were independent"
+        return
     asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
     if alone := len(asked[0] ^ asked[1]):
-        notes.append(f"{alone:,} items that only one could be asked are left out")
+        yield f"{alone:,} items that only one could be asked are left out"
     has_clusters = "cluster" in first.items[task][0]
     if counts.num_effective < MIN_UNITS:
         noun = _count(counts.num_units, "cluster" if has_clusters else "item")
         if counts.num_units >= MIN_UNITS:
             noun += f", of such different weight that they are worth {counts.num_effective:.1f} equal ones"
-        notes.append(f"{noun}: no interval and no verdict below {MIN_UNITS}")
+        yield f"{noun}: no interval and no verdict below {MIN_UNITS}"
     elif has_clusters:
-        notes.append(f"{paired.n:,} items in {counts.num_units:,} clusters, which are what is independent")
-    return notes
+        yield f"{paired.n:,} items in {counts.num_units:,} clusters, which are what is independent"
 
 
 def _count(number: int, noun: str) -> str:
