@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def evaluate(
     prepared: list[Prepared] = []
     with user_errors_on_all_ranks():  # a file missing on one machine is an error on all ranks
         for config in tasks:
-            prepared += _prepare_task(config, tokenizer, longest, tokenization, limit, on_nothing)
+            prepared += _prepare_task(config, tokenizer, on_nothing, tokenization, max_seq_len=longest, limit=limit)
         if tasks and not prepared:
             raise DataError(f"no task has an item that can be asked of a model of {longest} tokens; name others")
         if files is not None:
@@ -81,13 +81,7 @@ def evaluate(
         for task in prepared:
             largest = (max(*r.context, *r.continuation, -1) for item in task.items for r in item.requests)
             check_tokens(model, largest, task.label)
-    asker = Asker(
-        model=model,
-        tokenizer=tokenizer,
-        max_batch_tokens=max_batch_tokens,
-        share=share or rank_and_size(None),
-        on_progress=on_progress,
-    )
+    asker = Asker(model, tokenizer, max_batch_tokens, share or rank_and_size(None), on_progress)
     for task in prepared:
         # Rank 0's word, because it alone may see the files.
         if files is not None and (known := broadcast_json(files.find(task, results))) is not None:
@@ -103,21 +97,16 @@ def evaluate(
 
 
 def _prepare_task(
-    config: TaskConfig,
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-    tokenization: str,
-    limit: int | None,
-    on_nothing: Callable[[str], None] | None,
+    config: TaskConfig, tokenizer: Tokenizer, on_nothing: Callable[[str], None] | None, tokenization: str, **sizes: Any
 ) -> list[Prepared]:
     found: list[Prepared] = []
     with _leaving_out(on_nothing):
         if config.icl_task_type == "perplexity":
-            return [prepare_text(config, tokenizer, max_seq_len=max_seq_len, limit=limit)]
-        rows, settings = read_rows(config), {"max_seq_len": max_seq_len, "tokenization": tokenization, "limit": limit}
+            return [prepare_text(config, tokenizer, **sizes)]
+        rows = read_rows(config)
         for shots in config.num_fewshot:
             with _leaving_out(on_nothing):
-                found.append(prepare(config, rows, shots, tokenizer, **settings))
+                found.append(prepare(config, rows, shots, tokenizer, tokenization=tokenization, **sizes))
     return found
 
 
@@ -131,18 +120,9 @@ def _leaving_out(on_nothing: Callable[[str], None] | None) -> Iterator[None]:
         on_nothing(str(error))
 
 
-def run_task(asker: "Asker", task: Prepared) -> tuple[Record, list[Record]]:
-    """Return (the task's record, one for each item)."""
-    started = time.monotonic()
-    asker.on_progress(task.name, 0, len(task.items))
-    items = asker.ask(task, asker.on_progress)
-    record = summarise(task, items, time.monotonic() - started)
-    return record | {"code": code_version(), "items_hash": hash_of(items)}, items
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Asker:
-    """A model that is asked a task's items."""
+    """A model, and what it takes to ask it."""
 
     model: Scorable
     tokenizer: Tokenizer
@@ -150,28 +130,34 @@ class Asker:
     share: tuple[int, int]
     on_progress: Progress
 
-    def ask(self, task: Prepared, on_progress: Progress) -> list[Record]:
-        """Return a record for each item."""
-        progress = partial(on_progress, task.name)
-        if task.kind in GENERATION:
-            max_new_tokens, stops = task.config.max_new_tokens, task.config.early_stopping_criteria
-            assert max_new_tokens is not None, "tasks.prepare fills it in"
-            prompts = [Prompt(item.requests[0].context, max_new_tokens, stops) for item in task.items]
-            texts = generate_answers(self.model, self.tokenizer, task.name, prompts, self.share, progress)
-            return [
-                generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
-                for item, text in zip(task.items, texts, strict=True)
-            ]
-        # As in training and eval/loss; prompts are one document, whatever tokens they have.
-        is_text = task.kind == "perplexity"
-        separator = text_separator(self.model, self.tokenizer.eos_token_id) if is_text else None
-        groups = [item.requests for item in task.items]
-        scores = score_all(self.model, task.name, groups, self.max_batch_tokens, self.share, progress, separator)
-        items, number = [], 0
-        for item in task.items:
-            items.append(scored_item(task, item, scores[number : number + len(item.requests)]))
-            number += len(item.requests)
-        return items
+
+def run_task(asker: Asker, task: Prepared) -> tuple[Record, list[Record]]:
+    """Return (the task's record, one for each item)."""
+    started, progress = time.monotonic(), partial(asker.on_progress, task.name)
+    progress(0, len(task.items))
+    items = (_generate if task.kind in GENERATION else _score)(asker, task, progress)
+    record = summarise(task, items, time.monotonic() - started)
+    return record | {"code": code_version(), "items_hash": hash_of(items)}, items
+
+
+def _generate(asker: Asker, task: Prepared, progress: Callable[[int, int], None]) -> list[Record]:
+    max_new_tokens, stops = task.config.max_new_tokens, task.config.early_stopping_criteria
+    assert max_new_tokens is not None, "tasks.prepare fills it in"
+    prompts = [Prompt(item.requests[0].context, max_new_tokens, stops) for item in task.items]
+    texts = generate_answers(asker.model, asker.tokenizer, task.name, prompts, asker.share, progress)
+    return [
+        generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
+        for item, text in zip(task.items, texts, strict=True)
+    ]
+
+
+def _score(asker: Asker, task: Prepared, progress: Callable[[int, int], None]) -> list[Record]:
+    # As in training and eval/loss; prompts are one document, whatever tokens they have.
+    is_text = task.kind == "perplexity"
+    separator = text_separator(asker.model, asker.tokenizer.eos_token_id) if is_text else None
+    groups = [item.requests for item in task.items]
+    scores = iter(score_all(asker.model, task.name, groups, asker.max_batch_tokens, asker.share, progress, separator))
+    return [scored_item(task, item, list(islice(scores, len(item.requests)))) for item in task.items]
 
 
 def score_all(

@@ -759,7 +759,7 @@ def ask_by_hand(kind, rows, nats, greedy=()):
     asker = harness.Asker(model=model, tokenizer=words, max_batch_tokens=64, share=(0, 1), on_progress=lambda *_: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "score", lambda *_, **__: [found])
-        return harness.run_task(asker, task, Results(model="m", suite="s", source=""))
+        return harness.run_task(asker, task)
 
 
 def test_three_scores_by_hand():
