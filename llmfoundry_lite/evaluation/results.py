@@ -254,21 +254,16 @@ class ResultFiles:
         if self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
-        finished = self._finished()
+        finished = [name for name, record in self.known.tasks.items() if cut_at(record) is None]  # others were tries
         if finished and (other := self._other_model(results)):
-            count = len(finished)
-            tasks = f"{count} finished task{'' if count == 1 else 's'}"
-            raise DataError(f"{self.path} holds {tasks} of {other}; {remedy.format('them' if count > 1 else 'it')}")
+            tasks, them = ("task", "it") if len(finished) == 1 else ("tasks", "them")
+            raise DataError(f"{self.path} holds {len(finished)} finished {tasks} of {other}; {remedy.format(them)}")
         for task in asked:
             is_whole = task.name in finished and self._is_whole(task.name)
-            if differs := differences(self.known.tasks[task.name], task) if is_whole else []:
+            if is_whole and (found := differences(self.known.tasks[task.name], task)):
                 raise DataError(
-                    f"{self.path} holds {task.name} with {'; '.join(differs)} asked for now; {remedy.format('it')}"
+                    f"{self.path} holds {task.name} with {'; '.join(found)} asked for now; {remedy.format('it')}"
                 )
-
-    def _finished(self) -> set[str]:
-        """Return the tasks that must not be lost: no try with a `limit`."""
-        return {name for name, record in self.known.tasks.items() if cut_at(record) is None}
 
     def _other_model(self, results: Results) -> str:
         """Say what the file is of, beside what is evaluated now, if that is another model."""
