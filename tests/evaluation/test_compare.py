@@ -597,6 +597,6 @@ def refuse_items(folder, record, items):
     """Their hash is the one that the result names, as if both were made up."""
     path = write_result(folder, "ours", {"t/0-shot": (record, items)})
     with pytest.raises(
-        DataError, match="the items of t/0-shot (are not those that the result was made from|give bits)"
+        DataError, match=r"the items of t/0-shot (are not those that the result was made from|give bits)"
     ):
         load_results([path])
