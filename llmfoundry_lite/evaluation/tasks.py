@@ -124,29 +124,23 @@ def _strip(value: Any) -> Any:
 
 def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each row, and where it stands. Raises DataError."""
-    label, path = config.label, config.dataset_uri
-    for number, line in enumerate(_read_lines(config), start=1):
-        if not line.strip():
-            continue
-        where = f"{label}: {path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = "too deep" if isinstance(error, RecursionError) else error
-            raise DataError(f"{where} is not JSON: {reason}") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where} is not a JSON object")
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no tokenizer takes
-            raise DataError(f"{where} has half a character, such as \\ud83d alone") from None
-        yield row, where
-
-
-def _read_lines(config: TaskConfig) -> Iterator[str]:
     with _naming_the_file(config):
-        for number, line in enumerate(read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task")):
-            yield line.decode("utf-8" if number else "utf-8-sig")
+        for number, content in enumerate(read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task"), start=1):
+            line = content.decode("utf-8-sig" if number == 1 else "utf-8")
+            if not line.strip():
+                continue
+            where = f"{config.label}: {config.dataset_uri}, line {number}"
+            try:
+                row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no tokenizer takes
+                raise DataError(f"{where} has half a character, such as \\ud83d alone") from None
+            except (ValueError, RecursionError) as error:
+                reason = "too deep" if isinstance(error, RecursionError) else error
+                raise DataError(f"{where} is not JSON: {reason}") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is not a JSON object")
+            yield row, where
 
 
 def read_text(config: TaskConfig) -> str:
@@ -222,14 +216,12 @@ def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
         raise DataError(f"{where}: aliases is {aliases!r}, expected texts")
     if config.has_categories and "category" not in row:
         raise DataError(f"{where}: no column 'category', which has_categories asks for")
-    grouping = [("category", "has_categories asks for")] if config.has_categories else []
-    grouping += [(config.cluster, "cluster names")] if config.cluster is not None else []
-    for column, why in grouping:
-        if not isinstance(row.get(column), (str, int)):
-            raise DataError(
-                f"{where}: {column} is {row.get(column)!r}, expected a text or a whole number, because {why} this "
-                "column"
-            )
+    grouping = {"category": "has_categories asks for"} if config.has_categories else {}
+    grouping |= {} if config.cluster is None else {config.cluster: "cluster names"}
+    for column, why in grouping.items():
+        if not isinstance(row.get(column), str | int):
+            expected = f"expected a text or a whole number, because {why} this column"
+            raise DataError(f"{where}: {column} is {row.get(column)!r}, {expected}")
     if kind not in CHOICES:
         return
     options, gold = row["choices" if kind == "multiple_choice" else "context_options"], row["gold"]
