@@ -390,15 +390,15 @@ def _sees_ahead(model: "PlainModel") -> bool:
     if not places:
         return False
     generator = torch.Generator().manual_seed(0)
-    tokens_t = torch.randint(model.vocab_size, (length,), generator=generator)
-    steps_t = torch.randint(1, max(2, model.vocab_size), (length,), generator=generator)
-    others_t = (tokens_t + steps_t) % model.vocab_size
-    columns_c = torch.tensor(sorted({*range(0, length, 8), *places, *(place - 1 for place in places)}))
-    expected_cv = model.logits(tokens_t, columns_c)
+    tokens_1t = torch.randint(model.vocab_size, (1, length), generator=generator).to(model.device)
+    steps_1t = torch.randint(1, max(2, model.vocab_size), (1, length), generator=generator).to(model.device)
+    others_1t = (tokens_1t + steps_1t) % model.vocab_size
+    columns_c = torch.tensor(sorted({*range(0, length, 8), *places, *(place - 1 for place in places)})).to(model.device)
+    expected_1cv = model.logits(tokens_1t, columns_c).float()
     tolerance = 1e-4 if next(model.model.parameters()).dtype == torch.float32 else 1e-2
     for place in places:
-        changed_t = torch.cat([tokens_t[:place], others_t[place:]])
-        apart_c = (model.logits(changed_t, columns_c) - expected_cv).abs().amax(dim=-1).cpu()
+        changed_1t = torch.cat([tokens_1t[:, :place], others_1t[:, place:]], dim=1)
+        apart_c = (model.logits(changed_1t, columns_c).float() - expected_1cv)[0].abs().amax(dim=-1)
         if apart_c[columns_c < place].max() > tolerance * apart_c[columns_c >= place].max():
             return True
     return False
@@ -427,19 +427,15 @@ class PlainModel:
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
         assert inputs.positions_bt is None, "rows are plain text"
-        options: dict[str, Any] = {}
-        columns_u = wanted.columns_u
-        if self.keeps_columns:  # logits of the columns alone at which any row has an answer
-            options["logits_to_keep"], columns_u = columns_u.unique(return_inverse=True)
-        logits_btv = self.model(input_ids=inputs.tokens_bt, **options).logits
-        return score_logits([logits_btv[wanted.rows_u, columns_u].float()], wanted)
+        columns_c, which_u = wanted.columns_u.unique(return_inverse=True)
+        logits_bcv = self.logits(inputs.tokens_bt, columns_c)
+        return score_logits([logits_bcv[wanted.rows_u, which_u].float()], wanted)
 
-    def logits(self, tokens_t: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits of one row at these columns [c, v]."""
-        columns_c = columns_c.to(self.device)
-        options = {"logits_to_keep": columns_c} if self.keeps_columns else {}
-        logits_cv = self.model(input_ids=tokens_t[None].to(self.device), **options).logits[0]
-        return (logits_cv if self.keeps_columns else logits_cv[columns_c]).float()
+    def logits(self, tokens_bt: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
+        """Return logits [b, c, v] of the columns."""
+        if self.keeps_columns:
+            return self.model(input_ids=tokens_bt, logits_to_keep=columns_c).logits
+        return self.model(input_ids=tokens_bt).logits[:, columns_c]
 
     @torch.no_grad()
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
