@@ -1,6 +1,5 @@
 """Two results, item by item: the numbers, the words, and which results are not compared at all."""
 
-import contextlib
 import json
 import math
 import re
@@ -564,21 +563,9 @@ def test_depth_is_no_reason_for_a_traceback(tmp_path):
         load_results([path])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"acc_per_token": "x"},
-        {"index": 3},
-        *({"cluster": value} for value in ("a", ["a"])),
-    ],
-    ids=str,
-)
-def test_an_item_that_no_evaluation_writes_is_refused(tmp_path, change):
+def test_an_item_that_no_evaluation_writes_is_refused(tmp_path):
     record, items = choice(TEN)
-    items[2] |= change
-    values = [item["acc_per_token"] for item in items]
-    with contextlib.suppress(TypeError):  # as if the result agreed
-        record["acc_per_token"] = float(np.mean(values))
+    items[2]["acc_per_token"] = "x"
     refuse_items(tmp_path, record, items)
 
 
