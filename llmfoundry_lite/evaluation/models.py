@@ -195,7 +195,22 @@ def separator_of(config: dict[str, Any]) -> Separator | None:
 
 
 def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement) -> Subject:
-    _check_description(where, folder, at.shard)
+    """Check what config.json tells before weights are read. Raises ExportError or DataError."""
+    hf_config = read_hf_config(folder)
+    check_no_adapter(folder)
+    kind, load = hf_config.get("model_type"), _load_folder
+    if not isinstance(kind, str):
+        raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
+    if kind in LAYOUTS:
+        check_keys(hf_config, LAYOUTS[kind], str(folder))
+    elif at.shard is not None:
+        raise DataError(
+            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; "
+            "set fsdp=false"
+        )
+    else:
+        read_plain_config(folder)
+        load = load_plain
     found = load_tokenizer(tokenizer or folder)
     own = _own_tokenizer(folder) if tokenizer else None
     if own is not None and own.fingerprint != found.fingerprint:
@@ -203,26 +218,10 @@ def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement)
             f"models: {where} has another tokenizer of its own ({own.fingerprint}) than {tokenizer} "
             f"({found.fingerprint}); leave tokenizer=… out"
         )
-    load = lambda: _load_folder(folder, at)  # noqa: E731
-    return Subject(source=where, save_id=_identify(folder), num_tokens_trained=None, load=load, tokenizer=found)
-
-
-def _check_description(where: str, folder: Path, shard: Shard | None) -> None:
-    """Check what config.json tells before weights are read. Raises ExportError or DataError."""
-    hf_config = read_hf_config(folder)
-    check_no_adapter(folder)
-    kind = hf_config.get("model_type")
-    if not isinstance(kind, str):
-        raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
-    if kind in LAYOUTS:
-        check_keys(hf_config, LAYOUTS[kind], str(folder))
-    elif shard is not None:
-        raise DataError(
-            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; "
-            "set fsdp=false"
-        )
-    else:
-        read_plain_config(folder)
+    save_id = _identify(folder)
+    return Subject(
+        source=where, save_id=save_id, num_tokens_trained=None, load=lambda: load(folder, at), tokenizer=found
+    )
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
@@ -233,8 +232,6 @@ def _own_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _load_folder(folder: Path, at: Placement) -> Any:
-    if read_hf_config(folder).get("model_type") not in LAYOUTS:
-        return load_plain(folder, at.dtype, at.device)
     config, weights = import_model(folder, lambda path: read_torch_file(path, str(path), is_trusted=False).content)
     model = _build_empty(config, at)
     _fill(model, weights, at)
@@ -348,7 +345,7 @@ def _refuse_what_fails(folder: Path) -> Iterator[None]:
         raise DataError(f"models: {folder} is no causal language model that transformers loads: {reason}") from error
 
 
-def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "PlainModel":
+def load_plain(folder: Path, at: Placement) -> "PlainModel":
     """Load a model of transformers. Raises DataError or ExportError unless it is the causal model that it claims."""
     from transformers import AutoModelForCausalLM
 
@@ -362,14 +359,14 @@ def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "Plain
         )
     with _refuse_what_fails(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            folder, config=config, dtype=at.dtype, output_loading_info=True, trust_remote_code=False
         )
     model, found = loaded
     for kind, fault in FAULTS.items():
         if names := sorted(map(str, found[kind])):
             raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
     with _refuse_what_fails(folder):  # such a model may not compute what its config.json promises
-        plain = PlainModel(model.to(device).eval(), device)
+        plain = PlainModel(model.to(at.device).eval(), at.device)
         sees_ahead = _sees_ahead(plain)
     if sees_ahead:
         raise DataError(

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,7 +86,7 @@ class Paired:
         return f"{number:{sign}.{4 if self.metric == BITS else 3}f}"
 
     def cells(self) -> list[str]:
-        """Return its row of a table with the columns of COLUMNS."""
+        """Return its row of the table of a pair."""
         difference = self._shown(self.difference, "+")
         if self.low is not None and self.high is not None:
             difference += f" [{self._shown(self.low, '+')}, {self._shown(self.high, '+')}]"
@@ -100,9 +99,6 @@ class Paired:
     def as_json(self) -> Record:
         known = {key: value for key, value in asdict(self).items() if key not in ("interval", "counts")}
         return {**known, "detectable": self.detectable, "verdict": self.verdict}
-
-
-COLUMNS = ("task", "metric", "items", "{first}", "{other}", "difference", "p", "verdict", "won/lost/tied", "at")
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -134,8 +130,19 @@ class Pair:
         direction = "better" if self.mean.is_better else "worse"
         return f"{self.other} is {direction} than {self.first} by {self.mean.margin} {where}"
 
-    def table(self, named: Callable[[str], str] = str) -> Table:
-        columns = [column.format(first=named(self.first), other=named(self.other)) for column in COLUMNS]
+    def table(self) -> Table:
+        columns = (
+            "task",
+            "metric",
+            "items",
+            self.first,
+            self.other,
+            "difference",
+            "p",
+            "verdict",
+            "won/lost/tied",
+            "at",
+        )
         rows = [paired.cells() for paired in [*self.rows, *self.more]]
         return Table(f"{self.other} against {self.first}", columns, rows, right={2, 3, 4, 6, 8, 9})
 
@@ -153,23 +160,13 @@ def p_text(p: float) -> str:
 
 def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
     for pair in pairs:
-        pair.table(fold).print_blocks(console)
+        pair.table().print_blocks(console)
         console.print()
         if pair.sentence:
             console.print(Text(printable(pair.sentence), style="bold"))
         print_notes(console, pair.notes)
         console.print()
     console.print(Text(legend(pairs), style="dim"))
-
-
-def fold(name: str) -> str:
-    """Break a name into lines of 9 characters or a little more, after its marks: never within a word of up to 16."""
-    lines = [""]
-    for part in re.findall(r"[^/_.:-]{1,16}[/_.:-]*|[/_.:-]+", name):
-        if lines[-1] and len(lines[-1]) + len(part) > 9:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
 
 
 def legend(pairs: Sequence[Pair]) -> str:

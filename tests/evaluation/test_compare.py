@@ -20,7 +20,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
-from llmfoundry_lite.evaluation.pairs import fold, legend, panels, write_comparison
+from llmfoundry_lite.evaluation.pairs import legend, panels, write_comparison
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
 from tests.helpers.models import normal_model
@@ -312,11 +312,6 @@ def test_the_legend_says_whether_a_mean_is_corrected(tmp_path):
     assert "corrected for 2 tests; the mean's is one test more, not corrected (Holm)" in one
     assert "corrected for 4 tests; the means' for 2 tests (Holm)" in two
     assert "mean" not in legend(compare(load_results(paths[:2]), skip=["a/0-shot"]))
-
-
-def test_a_path_is_folded_at_its_marks_and_a_long_word_alone_within():
-    assert fold("results/eval-7b/base-model.json") == "results/\neval-7b/\nbase-\nmodel.\njson"
-    assert fold("ours") == "ours" and fold("a" * 20) == "a" * 16 + "\n" + "a" * 4
 
 
 def test_tasks_of_one_alone_are_named_and_left_out(tmp_path):
