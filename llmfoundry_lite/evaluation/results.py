@@ -24,6 +24,7 @@ from llmfoundry_lite.evaluation.tasks import (
     NothingToAsk,
     Prepared,
     data_fingerprint,
+    decide,
     find_askable,
     limit_that_cuts,
     read_rows,
@@ -190,7 +191,7 @@ def outline_tasks(
             continue
         for shots in config.num_fewshot:
             cut = limit_that_cuts(limit, len(find_askable(config, rows, shots)))
-            settings = settings_of(config, shots, tokenization, cut)
+            settings = settings_of(decide(config, shots, tokenization), shots, cut)
             found.append(Outline(f"{config.label}/{shots}-shot", settings, data_fingerprint(rows)))
     return found
 

@@ -55,7 +55,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     while found:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
-            all_results.append(evaluate_one(config, tasks, device, subject, results, files))
+            all_results.append(evaluate_one(config, tasks, subject, results, files))
             if kept := [name for name in results.tasks if name not in [task.name for task in asked]]:
                 tell([f"{files.path}: keeps what it has of the same model besides: {', '.join(kept)}"])
         except CheckpointError as error:
@@ -150,21 +150,13 @@ def pass_over(config: EvalConfig, name: str, where: str) -> bool:
 
 
 def evaluate_one(
-    config: EvalConfig,
-    tasks: Sequence[TaskConfig],
-    device: torch.device,
-    subject: Subject,
-    results: Results,
-    files: ResultFiles,
+    config: EvalConfig, tasks: Sequence[TaskConfig], subject: Subject, results: Results, files: ResultFiles
 ) -> Results:
     with user_errors_on_all_ranks():
         model = subject.load()  # kept nowhere, so that one model alone takes memory
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
     progress = ProgressLine(results.model)
-
-    def leave_out(why: str) -> None:
-        tell([f"{results.model}: left out of the gauntlet: {why}"])
-
+    leave_out = lambda why: tell([f"{results.model}: left out of the gauntlet: {why}"])  # noqa: E731
     evaluated = evaluate(
         model,
         subject.tokenizer,
@@ -172,7 +164,7 @@ def evaluate_one(
         results,
         files,
         tokenization=config.tokenization,
-        max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[device.type],
+        max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[model.device.type],
         max_seq_len=config.max_seq_len,
         limit=config.limit,
         on_progress=progress,

@@ -115,6 +115,18 @@ def test_a_killed_evaluation_does_not_do_finished_tasks_again(here, monkeypatch)
     assert asked[5:] == list(results.tasks)
 
 
+@pytest.mark.parametrize("tokenization", ["separate", "joint"])
+def test_a_finished_task_is_known_again_before_a_model_is_loaded(here, tokenization):
+    """Of a schema task without examples the delimiter may be left out."""
+    rows = [{"context_options": ["the cat", "the dog"], "continuation": word, "gold": 0} for word in TEXT.split()]
+    (here / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"label": "s", "icl_task_type": "schema", "dataset_uri": "s.jsonl", "continuation_delimiter": ": "}
+    suite_of_it = {"models": {"ours": "model"}, "icl_tasks": [task], "tokenization": tokenization}
+    (here / "icl.yaml").write_text(json.dumps(suite_of_it))
+    for _ in range(2):
+        llmfoundry_lite.eval.main(["icl.yaml"])
+
+
 def test_a_torn_items_file_is_evaluated_again(here, monkeypatch):
     run()
     real, asked = harness.run_task, []
