@@ -22,7 +22,6 @@ from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.files import check_replaceable, open_own, open_regular
-from llmfoundry_lite.launch.journal import read_legs
 from llmfoundry_lite.launch.status import read_status, seconds_between_failures
 from llmfoundry_lite.prepare.listing import list_files, read_object
 from llmfoundry_lite.prepare.make_tasks import is_replaceable
@@ -76,7 +75,6 @@ READERS = {
     "metrics.jsonl": [lambda path: read_run(path.parent), lambda path: Watched(path.parent)],
     "config.yaml": [lambda path: read_run(path.parent), lambda path: read_layers([str(path)])],
     "manifest.json": [lambda path: is_checkpoint(str(path.parent))],
-    "relay.jsonl": [lambda path: read_legs(path.parent)],
     "summary.json": [
         lambda path: load_summary(path.parent),
         lambda path: check_places(path.parent, path.parent / "out"),
@@ -103,7 +101,6 @@ RIGHT = {
     "metrics.jsonl": '{"batch": 1, "launch": 1}',
     "config.yaml": "seed: 1",
     "manifest.json": f'{{"format": "{FORMAT}"}}',
-    "relay.jsonl": '{"number": 1, "place": "a", "turn": 0, "began": 1.0, "from_batch": 0, "host": "b"}',
     "task.jsonl": '{"context": "a", "continuation": "b", "text": "c"}',
 }
 """Files that each of their readers takes, so that it is not another fault that the next tests see."""
@@ -159,7 +156,7 @@ def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):
 
 OURS_OR_THE_SYSTEM_S = {
     *("checkpoint/start.py", "cli/listing.py", "config/auto_hardware.py", "config/starter.py", "devices.py"),
-    *("energy.py", "islands/member.py", "launch/launcher.py", "launch/processes.py"),
+    *("energy.py", "islands/member.py"),
     *("launch/replay.py", "models/products.py", "ranks/identity.py", "ranks/siblings.py", "release.py"),
     *("training/mirrors.py", "training/replay.py", "training/run_folder.py"),
 }

@@ -15,7 +15,7 @@ from tests.helpers.launch import ROOT
 
 IMPORTS = """
 import os, sys
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as `llmfoundry_lite.launch.server` sets it
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as `llmfoundry_ops.server` sets it
 import torch
 torch.version.hip, torch.version.cuda = "7.0.51831", None
 sys.modules["amdsmi"] = None  # then torch would count by HIP's runtime, which does not survive a fork

@@ -42,13 +42,13 @@ from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.legs import NO_GPU
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.islands.messages import TOKEN
-from llmfoundry_lite.launch.launcher import World
-from llmfoundry_lite.launch.server import open_channel
 from llmfoundry_lite.ranks.rank import rendezvous
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.training.lean_imports import HEAVY
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, spread, tell
 from llmfoundry_machines.bench.steps import write_run
+from llmfoundry_ops.launcher import World
+from llmfoundry_ops.server import open_channel
 
 SIZES = {"a": 2, "b": 1, "c": 1}
 """Ranks of each island."""
@@ -160,7 +160,7 @@ class Keeper:
         """Exit codes of launches that have ended."""
         self.is_over = threading.Event()
         mine, its = open_channel()
-        command = [sys.executable, "-m", "llmfoundry_lite.launch.server", str(its.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", "llmfoundry_ops.server", str(its.fileno()), str(os.getpid())]
         command += [program, "llmfoundry_lite.training.train", *HEAVY]
         with (folder / f"{name}.txt").open("ab") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output}

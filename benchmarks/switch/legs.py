@@ -21,7 +21,7 @@ import yaml
 from benchmarks import last_lines, with_root
 from benchmarks.recover import Log
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.launch.journal import read_legs
+from llmfoundry_ops.journal import read_legs
 
 INSTRUCTION_SETS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},

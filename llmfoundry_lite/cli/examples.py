@@ -11,7 +11,6 @@ generate runs/mpt-1b --prompt "Once upon a time"
 watch runs/mpt-1b
 report runs/a100 runs/mi250 --price A100-80GB=2.5 --price MI250=1.2 --out compared
 compare results/icl-zero-shot/base.json results/icl-zero-shot/ours.json --out compared
-relay relay.yaml
 replay runs/mpt-1b ba100..ba110 -n 8
 data prepare my-texts/ --out data/mine --tokenizer train:32768 --max-seq-len 2048
 data fetch-tasks arc_easy lambada_openai

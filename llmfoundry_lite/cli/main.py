@@ -36,7 +36,6 @@ app.add_typer(checkpoint.checkpoint, name="checkpoint")
 app.command("watch")(results.watch_run)
 app.command("report")(results.report_runs)
 app.command("compare")(results.compare_results)
-app.command("relay")(runs.relay_command)
 app.command("replay")(runs.replay_command)
 app.add_typer(runs.islands, name="islands")
 for name, command in companions.parts("commands", lambda name: " " not in name):

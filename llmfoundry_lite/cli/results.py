@@ -68,8 +68,8 @@ def compare_results(
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare
-    from llmfoundry_lite.evaluation.foreign import load_any
     from llmfoundry_lite.evaluation.pairs import panels, print_comparison, write_comparison
+    from llmfoundry_lite.evaluation.results import load_any
 
     if len(results) < 2:
         raise UserError(f"{results[0]} alone: name another result to compare it with")

@@ -1,4 +1,4 @@
-"""Commands that run a model: `init`, `train`, `eval`, `generate`, `relay`, `islands`, `replay`, `rehearse`."""
+"""Commands that run a model: `init`, `train`, `eval`, `generate`, `islands`, `replay`."""
 
 import os
 import shlex
@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.load_train import DRY_RUNS
 from llmfoundry_lite.errors import EXIT_DIFFERS, EXIT_DONE, ConfigError, UserError, printable
 
@@ -25,49 +26,38 @@ LogDir = Annotated[Path | None, typer.Option(help="With -n: for rank1.txt, … [
 
 def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = None, log_dir: LogDir = None) -> None:
     """Train a model: YAML files or names, then key=value. --help has more."""
-    from llmfoundry_lite.train import check, main, prepare_environment
+    from llmfoundry_lite.train import main
 
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
         _run_here("llmfoundry_lite.train", main, context.args)
-    from llmfoundry_lite.config.spans import parse_seconds
-    from llmfoundry_lite.launch.launcher import Launcher, Program
-    from llmfoundry_lite.launch.status import read_status
-    from llmfoundry_lite.training.lean_imports import HEAVY
-
-    config = check(context.args)[0].config
-    prepare_environment(config)
-    program = Program("llmfoundry_lite.train", "llmfoundry_lite.training.train", HEAVY)
-    logs = log_dir or Path(config.run_folder) / "logs"
-
-    def batch() -> int:
-        return (read_status(Path(config.run_folder)) or {}).get("batch", 0)
-
-    restarts = 3 if max_restarts is None else max_restarts
-    launcher = Launcher(program, num_ranks, restarts, logs, batch, parse_seconds(config.retry_for))
-    raise typer.Exit(launcher.run(context.args))
+    try:
+        launch = companions.find("commands", "train -n")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or composer -n {num_ranks} -m llmfoundry_lite.train …") from error
+    raise typer.Exit(launch(context.args, num_ranks, 3 if max_restarts is None else max_restarts, log_dir))
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
     """Evaluate models in context: models.NAME=WHERE. --help has more."""
-    from llmfoundry_lite.eval import main, prepare_environment
+    from llmfoundry_lite.eval import main
 
     if not _is_launch(context.args, num_ranks):
         _run_here("llmfoundry_lite.eval", main, context.args)
     from llmfoundry_lite.config.load_eval import load_eval_config
-    from llmfoundry_lite.launch.launcher import Launcher, Program
+    from llmfoundry_lite.launch.ranks import run_ranks
+    from llmfoundry_lite.preflight import check_installed
 
     config, _, _ = load_eval_config(context.args)
-    prepare_environment(config)
+    check_installed("composer")
     logs = log_dir or Path(config.results_folder) / "logs"
-    program = Program("llmfoundry_lite.eval", "llmfoundry_lite.evaluation.suite")
-    raise typer.Exit(Launcher(program, num_ranks, 0, logs).run(context.args))
+    raise typer.Exit(run_ranks("llmfoundry_lite.eval", context.args, num_ranks, logs))
 
 
 def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = False) -> bool:
     """Return whether there are ranks to start. One runs in this process unless `is_asked`, as do help and dry runs."""
     if num_ranks == 1 and not is_asked:
         return False
-    from llmfoundry_lite.launch.launcher import refuse_other_launchers
+    from llmfoundry_lite.launch.ranks import refuse_other_launchers
     from llmfoundry_lite.ranks.rank import rank_variables
 
     refuse_other_launchers()
@@ -158,28 +148,11 @@ def init(
     else:
         if size is not None:
             raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
-        from llmfoundry_lite.convert.like import name_of, write_like
-
-        path = out or Path(f"{name_of(like)}-{data.resolve().name}.yaml")
-        folder, note = write_like(data, like, path, trust_pickle=trust_pickle)
+        write_like = companions.find("commands", "init --like")
+        path, folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
         wrote = f"{folder} and {path}"
     print(printable(f"trains for {note}"))
     print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run"))
-
-
-def relay_command(
-    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="The run, its places, and when it moves.")],
-) -> None:
-    """Move a run between places until it is done. It moves every so many batches, or when a place preempts it.
-
-    May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
-    """
-    from llmfoundry_lite.launch.places import load_relay
-    from llmfoundry_lite.launch.relay import run
-    from llmfoundry_lite.ranks.output import ignore_output_errors
-
-    ignore_output_errors()
-    raise typer.Exit(run(load_relay(path)))
 
 
 islands = typer.Typer(help="Several launches that train one run at once.", no_args_is_help=True)
@@ -232,11 +205,10 @@ def replay_command(
     """
     from llmfoundry_lite.config.replayed import find_callbacks, find_code
     from llmfoundry_lite.config.schema import as_dict
-    from llmfoundry_lite.launch.launcher import Launcher, Program, refuse_other_launchers
+    from llmfoundry_lite.launch.ranks import refuse_other_launchers, run_ranks
     from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
     from llmfoundry_lite.ranks.rank import rank_variables
     from llmfoundry_lite.train import check, prepare_environment
-    from llmfoundry_lite.training.lean_imports import HEAVY
 
     refuse_other_launchers()
     states = [argument for argument in arguments or () if argument.startswith("ba") and "=" not in argument]
@@ -260,8 +232,8 @@ def replay_command(
             print(printable(f"--trust-code lets the run's own code take part: {code}"))
         if (callbacks := find_callbacks(plan.config)) and not trust_code:
             print(printable(f"without its callbacks {', '.join(map(str, callbacks))}, which --trust-code runs"))
-        program = Program("llmfoundry_lite.training.replay", "llmfoundry_lite.training.train", HEAVY, trust_code)
-        code = Launcher(program, num_ranks, 0, Path(temporary) / "logs").run([path])
+        logs = Path(temporary) / "logs"
+        code = run_ranks("llmfoundry_lite.training.replay", [path], num_ranks, logs, finds_modules_here=trust_code)
         if code != EXIT_DONE:
             raise typer.Exit(code)
         verdict = compare(plan, folder)

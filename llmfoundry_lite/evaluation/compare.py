@@ -22,7 +22,6 @@ import numpy as np
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.foreign import load_any
 from llmfoundry_lite.evaluation.pairs import Pair, Paired
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
@@ -36,7 +35,7 @@ from llmfoundry_lite.evaluation.records import (
     text_row,
     weights_of,
 )
-from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
 
 Unit = tuple[str, int | str]

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.checkpoint import restore
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Manifest
@@ -38,7 +39,6 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import check_no_adapter, read_dtypes
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
-from llmfoundry_lite.convert.pickles import read_torch_file
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError
@@ -232,7 +232,9 @@ def _own_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _load_folder(folder: Path, at: Placement) -> Any:
-    config, weights = import_model(folder, lambda path: read_torch_file(path, str(path), is_trusted=False).content)
+    config, weights = import_model(
+        folder, lambda path: companions.find("readers", "pytorch_model.bin")(path, is_trusted=False)[0]
+    )
     model = _build_empty(config, at)
     _fill(model, weights, at)
     return TreeModel(model, at.device)

@@ -1,7 +1,14 @@
 """A rank of `llmfoundry-lite replay`: trains some batches of a run again, and saves nothing.
 
-`launch/replay.py` starts it in a temporary run folder, and compares what it finds with the run's own records.
+The command starts it in a temporary run folder, and compares what it finds with the run's own records.
 """
+
+if __name__ == "__main__":  # before the imports below, which take long
+    from llmfoundry_lite.ranks.early_exit import leave_with_75_when_asked
+    from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
+
+    leave_with_75_when_asked()
+    import_lean(*HEAVY)
 
 import json
 import os
@@ -17,7 +24,7 @@ from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
 from llmfoundry_lite.errors import OtherDataError
 from llmfoundry_lite.launch.replay import BEGUN, RECORDED
 from llmfoundry_lite.ranks.codec import Item
-from llmfoundry_lite.ranks.ending import checks
+from llmfoundry_lite.ranks.ending import checks, run_and_exit
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 from llmfoundry_lite.train import check, prepare_environment
 from llmfoundry_lite.training.partners import Partners
@@ -68,3 +75,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _read_segments(folder: Path) -> list[Segment]:
     return [decode_segment(Item(one, RECORDED)) for one in json.loads((folder / RECORDED).read_text())]
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -23,7 +23,6 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.written import AMBIGUOUS
 from llmfoundry_lite.config.yaml_text import dump_record, dump_yaml, read_record, read_yaml
 from llmfoundry_lite.errors import CheckpointError, ConfigError
-from llmfoundry_lite.launch.places import Relay, load_relay
 
 AWKWARD = """
     010 007 008 5e12345 7e40404 5e12 1:30 3:55:00 1_000 0x10 0b11 1.10 1e-3 +5 -0 .5 5. .inf .nan 010e 1.2.3 0o17
@@ -31,7 +30,7 @@ AWKWARD = """
 """
 SPELLINGS = AWKWARD.split()
 QUOTED = '"${v}"'
-BLOCKS = [TrainConfig, EvalConfig, TaskConfig, GauntletConfig, Relay]
+BLOCKS = [TrainConfig, EvalConfig, TaskConfig, GauntletConfig]
 
 
 def text_fields(block: type, path: tuple[str, ...] = ()) -> typing.Iterator[tuple[str, ...]]:
@@ -103,7 +102,6 @@ def test_there_are_text_fields_in_every_block():
         ("TrainConfig", "environment.010"),
         ("TrainConfig", "icl_tasks"),
         ("EvalConfig", "models.010"),
-        ("Relay", "places.010.launch"),
     } <= names
 
 
@@ -228,16 +226,6 @@ def test_an_evaluation_keeps_names_of_models_tasks_and_suite(tmp_path, monkeypat
         f"models: [{{model_name: 1e3, model: {{name: mpt_causal_lm}}, load_path: 5e12}}]\nicl_tasks: [{task}]\n"
     )
     assert load_eval_config(["old.yaml"]).config.models == {"1e3": "5e12"}
-
-
-def test_a_relay_keeps_names_of_places(tmp_path):
-    file = tmp_path / "relay.yaml"
-    file.write_text(
-        "run: 010\npolicy: on_preemption\nplaces:\n"
-        "  010: {launch: 'true {arguments}'}\n  on: {launch: 'true {arguments}'}\n"
-    )
-    relay = load_relay(str(file))
-    assert (relay.run, list(relay.places)) == ("010", ["010", "on"])
 
 
 # ---------------------------------------------------------------------------------------------------- YAML text

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -22,7 +23,7 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.pairs import legend, panels, write_comparison
 from llmfoundry_lite.evaluation.records import mean_and_error
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any, load_results, read_others
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
 
@@ -512,6 +513,20 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     assert [line.get_markerfacecolor() != "white" for line in markers] == [True, False, True]
     assert panels(compare(load_results(paths))).keys() == {axes.get_xlabel() for axes in (accuracy, bits)}
     plt.close("all")
+
+
+def test_results_of_ours_need_no_companion_and_others_name_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(companions, "find_companions", list)
+    path = write_result(tmp_path / "out/suite", "ours", {"t/0-shot": TEN})
+    (tmp_path / "out/suite/compare.json").write_text("{}")
+    for where in (path, tmp_path / "out", tmp_path / "out/suite"):
+        assert load_any([where])[0].model == "ours"
+    write_result(tmp_path / "out/suite", "more", {"t/0-shot": TEN})
+    needs = "; logs of lm-eval and Inspect: needs the companion llmfoundry_formats"
+    for where, said in ((tmp_path / "no.json", "does not exist"), (tmp_path / "out", "cannot be read as JSON: ")):
+        with pytest.raises(DataError) as error:
+            load_any([path, where])
+        assert str(error.value).startswith(f"{where} {said}") and str(error.value).endswith(needs)
 
 
 @pytest.mark.parametrize("change", [{"model": 3}, {"save_id": []}, {"num_parameters": "x"}])

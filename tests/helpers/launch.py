@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = f"{ROOT}:{ROOT / 'companions'}"
+"""PYTHONPATH of a process that runs a module of a companion, or of its tests."""
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["tests.helpers.lean", "llmfoundry_lite.training.train", "tests.helpers.launch"])

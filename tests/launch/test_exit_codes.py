@@ -15,6 +15,7 @@ import pytest
 
 from llmfoundry_lite.launch.status import read_status
 from tests.helpers.launch import ROOT
+from tests.helpers.present import needs
 from tests.helpers.tiny import tiny_config, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -102,7 +103,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", [pytest.param("ours", marks=needs("train -n")), "one process", "composer", "nohup"])
 def test_a_run_whose_terminal_closes_is_saved(tmp_path, data, name):
     """`composer` does not outlive its terminal, its ranks do. Under `nohup` the run goes on."""
     command, expected = LAUNCHERS[name]

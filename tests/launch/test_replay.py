@@ -13,7 +13,7 @@ from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.config.replayed import find_code
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.launch import launcher, replay
+from llmfoundry_lite.launch import replay
 from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
 from llmfoundry_lite.report import reading
 from tests.helpers.recorded import HERE, record_of, rewrite, write_run
@@ -436,8 +436,8 @@ def command(run, monkeypatch, capfd, tmp_path):
     def call(*words, code=0, changes=None, **config):
         where, programs = run(**config), []
 
-        def ranks(self, arguments):
-            programs.append(self.program)
+        def ranks(module, arguments, num_ranks, logs, *, finds_modules_here):
+            programs.append((module, num_ranks, finds_modules_here))
             values = yaml.safe_load(Path(*arguments).read_text())
             out = tmp_path / "found"
             its = plan(where, None)
@@ -446,7 +446,7 @@ def command(run, monkeypatch, capfd, tmp_path):
                 (out / name).rename(f"{values['run_folder']}/{name}")
             return code
 
-        monkeypatch.setattr(launcher.Launcher, "run", ranks)
+        monkeypatch.setattr("llmfoundry_lite.launch.ranks.run_ranks", ranks)
         return run_command(["replay", str(where), *words]), programs, "".join(capfd.readouterr())
 
     return call
@@ -455,7 +455,7 @@ def command(run, monkeypatch, capfd, tmp_path):
 def test_the_command_ends_with_0_for_equal_3_for_a_difference_and_else_with_the_ranks_code(command):
     code, programs, told = command()
     assert code == 0 and "training batches 5 to 6 of" in told and "bit-equal: 2 of data/digest" in told
-    assert not programs[0].finds_modules_here, "the working directory may be the author's"
+    assert programs == [("llmfoundry_lite.training.replay", 1, False)], "the working directory may be the author's"
 
 
 def test_the_command_ends_with_3_where_it_does_not_fit(command):

@@ -3,8 +3,6 @@
 import csv
 import json
 import math
-import re
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -12,9 +10,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.launch.journal import append
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import first_words, prompt_in, report
 from llmfoundry_lite.report.segments import spans_of
@@ -51,46 +49,6 @@ def test_each_segment_has_its_speed_mfu_energy_and_cost(tmp_path):
     assert facts["total"]["cost"] is None, "a part of it is not known"
 
 
-def moved_by_a_relay(folder):
-    """20 batches of 2 s: 5 at a, 5 at b after a leg in vain, 5 at a, 5 that go on at b."""
-    where = write_run(folder, [record(b) for b in range(1, 21)], [on_cpu(1, 20)])
-    begun = {"turn": 0, "host": "h", "status_before": None}
-    spans = [
-        ("a", 0, 0, 20, 5),
-        ("b", 20, 5, 10, 5),
-        ("b", 40, 5, 20, 10),
-        ("a", 70, 10, 20, 15),
-        ("b", 90, 15, 20, None),
-    ]
-    for number, (place, began, from_batch, seconds, to_batch) in enumerate(spans, start=1):
-        price = {"a": 36.0, "b": None if number == 2 else 18.0}[place]
-        append(folder, number=number, place=place, began=1e9 + began, from_batch=from_batch, price=price, **begun)
-        if to_batch is not None:
-            ended, reason = ("failed", "no disk") if number == 2 else ("stopped", None)
-            over = {"over": 1e9 + began + seconds, "to_batch": to_batch, "code": 0, "ended": ended, "reason": reason}
-            append(folder, number=number, **over)
-    return where
-
-
-def test_a_relay_s_run_is_told_by_place_and_along_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(time, "time", lambda: 1e9 + 110)
-    (facts,) = report([moved_by_a_relay(tmp_path / "run")])["runs"]
-    a, b = facts["relay"]["places"]
-    assert (a["num_legs"], a["batches"], a["hours"] * 3600, a["training_hours"] * 3600) == pytest.approx(
-        (2, 10, 40, 20)
-    )
-    assert a["utilisation"] == pytest.approx(0.5) and a["cost"] == pytest.approx(0.4)
-    assert (b["num_legs"], b["batches"], b["utilisation"], b["cost"]) == (3, 10, pytest.approx(20 / 50), None)
-    assert facts["relay"]["idle_hours"] * 3600 == pytest.approx(20)  # 30 to 40, and 60 to 70
-    output = capsys.readouterr().out
-    assert re.search(r"^ *a +2 +10 +0:00:40 +0:00:20 +50% +0.4", output, re.M)
-    assert re.search(r"^ *2 +b +- +0:00:20 +0:00:10 +failed: no disk", output, re.M)
-    assert re.search(r"^ *5 +b +16-20 +0:01:30 +0:00:20 +running", output, re.M)
-    assert "in 0:01:50 from the first launch on; no place had the run for 0:00:20\n" in output
-    assert (tmp_path / "run/relay.png").stat().st_size > 10_000
-    assert "![time line](relay.png)" in (tmp_path / "run/report.md").read_text()
-
-
 def test_the_peak_of_the_run_tells_devices_of_one_name_apart(tmp_path):
     """A slice of a device bears the name of the whole, but the run, which counted its units, computed no MFU."""
     where = write_run(tmp_path / "slice", [record(b) for b in range(1, 5)], [on_gpu(1, 4)])
@@ -113,6 +71,15 @@ def test_batches_with_local_steps_are_a_span_of_their_own_by_name(tmp_path):
     first, second = spans_of(facts)
     assert second.label == f"{first.label} · local steps, every 100"
     assert "3-4: local steps, every 100" in (tmp_path / "run/report.md").read_text()
+
+
+def test_a_relay_s_run_names_the_companion_that_tells_of_places(tmp_path, monkeypatch):
+    where = switching(tmp_path / "run")
+    (tmp_path / "run/relay.jsonl").touch()
+    monkeypatch.setattr(companions, "find_spec", lambda name: None)
+    (facts,) = report([where])["runs"]
+    assert facts["relay"] is None
+    assert facts["notes"][-1] == "no places and no legs: relay.jsonl: needs the companion llmfoundry_ops"
 
 
 def test_names_and_samples_stay_text_in_markdown():

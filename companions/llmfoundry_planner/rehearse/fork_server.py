@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 class ForkServer:
     """`with ForkServer() as server: server.rehearse(...)`. Leaves nothing behind, however this process ends.
 
-    The launcher's server (`launch/server.py`) does not fit: Linux kills it with this process, and folders would stay.
+    The server of llmfoundry_ops does not fit: Linux kills it with this process, and folders would stay.
     """
 
     def __enter__(self) -> "ForkServer":

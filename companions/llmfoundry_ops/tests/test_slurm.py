@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry_lite.launch.journal import read_legs
-from tests.helpers.launch import ROOT
+from llmfoundry_ops.journal import read_legs
+from tests.helpers.launch import PATHS, ROOT
 from tests.helpers.slurm import NODES, Slurm, needs_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, needs_slurm]
@@ -35,7 +35,7 @@ time.sleep(600)
 TRAINS = """
 import sys
 from pathlib import Path
-from tests.launch.trainer import main
+from llmfoundry_ops.tests.trainer import main
 words = [word.split("=", 1) for word in sys.argv[1:]]
 sys.exit(main(Path("runs/x"), 100_000, {"place": "slurm", **dict(words)}))
 """
@@ -63,7 +63,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_program(folder: Path, text: str) -> None:
-    (folder / "scripts/train.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}")
+    (folder / "scripts/train.py").write_text(f"import sys\nsys.path[:0] = {PATHS!r}.split(':')\n{text}")
 
 
 def test_a_requeued_task_of_an_array_comes_back_alone(slurm, folder):
@@ -166,7 +166,7 @@ def test_a_relay_s_place_ends_when_its_job_ends(slurm, folder):
     write_program(folder, TRAINS)
     other = slurm.submit("-n1", "--job-name=llmfoundry-lite", "--wrap", "srun sleep 600", cwd=folder)
     job = f"sbatch --wait --no-requeue --job-name=x-relay {' '.join(ONE_TASK)} {SCRIPT} {{arguments}}"
-    here = f"PYTHONPATH={ROOT} {sys.executable} -m tests.launch.trainer runs/x 100 place=here {{arguments}}"
+    here = f"PYTHONPATH={PATHS} {sys.executable} -m llmfoundry_ops.tests.trainer runs/x 100 place=here {{arguments}}"
     places = {
         "slurm": {"launch": job, "leave": "scancel --signal=USR1 --name=x-relay"},
         "here": {"launch": here},

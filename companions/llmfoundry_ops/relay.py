@@ -39,10 +39,10 @@ from llmfoundry_lite.errors import (
     is_transient,
     printable,
 )
-from llmfoundry_lite.launch import journal, processes
-from llmfoundry_lite.launch.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Leg, read_legs
-from llmfoundry_lite.launch.places import ARGUMENTS, Place, Relay
 from llmfoundry_lite.launch.status import STATUS, is_sound, read_status
+from llmfoundry_ops import journal, processes
+from llmfoundry_ops.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Leg, read_legs
+from llmfoundry_ops.places import ARGUMENTS, Place, Relay
 
 T = TypeVar("T")
 LOCK, FOLDER = "relay.lock", "relay"

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -35,14 +36,14 @@ from llmfoundry_lite.errors import (
     ConfigError,
     printable,
 )
-from llmfoundry_lite.launch.processes import Ending, is_running
-from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 from llmfoundry_lite.launch.status import SAVES_STAND
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_ops.processes import Ending, is_running
+from llmfoundry_ops.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses before restarts in a row without progress; the last one repeats."""
@@ -63,8 +64,6 @@ as EXIT_BUG. Preempted ranks save, and end themselves when that takes too long."
 SILENCE_SECONDS = 10.0
 """Time without a beat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
-CLONE = Path(__file__).parents[2]
-"""The package itself is found in the working directory, where it is a clone that is not installed."""
 
 
 class Program(NamedTuple):
@@ -76,16 +75,6 @@ class Program(NamedTuple):
     """The module that takes long to import, which the server does once for all ranks."""
     packages: tuple[str, ...] = ()
     """Packages to import before it, lean."""
-    finds_modules_here: bool = True
-    """Whether a module in the working directory is imported, as `python -m` does."""
-
-
-def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError inside another launcher: each of its ranks would start all ranks again."""
-    under_srun = int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
-    if under_srun or "RANK" in environment:
-        other = "srun" if under_srun else "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "composer"
-        raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")
 
 
 @dataclass
@@ -199,13 +188,13 @@ class Launcher:
         if self._server is not None:
             return self._server
         mine, its = open_channel()
-        module, imports, packages, finds_modules_here = self.program
+        module, imports, packages = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
-        options = [] if finds_modules_here or Path.cwd() == CLONE else ["-P"]
-        command = [sys.executable, *options, "-m", "llmfoundry_lite.launch.server", *names]
+        command = [sys.executable, "-m", "llmfoundry_ops.server", *names]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
         try:
-            process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+            environment = {**os.environ, **search_path()}
+            process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         its.close()

@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
-from llmfoundry_lite.launch import processes
-from llmfoundry_lite.launch.journal import read_legs
-from llmfoundry_lite.launch.relay import FOLDER
+from llmfoundry_ops import processes
+from llmfoundry_ops.journal import read_legs
+from llmfoundry_ops.relay import FOLDER
 from tests.helpers.launch import ROOT, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 

@@ -1,6 +1,6 @@
 """A process that imports the training code once. Each rank is a fork of it, and starts at once.
 
-    python -m llmfoundry_lite.launch.server DESCRIPTOR LAUNCHER MODULE IMPORTS PACKAGES
+    python -m llmfoundry_ops.server DESCRIPTOR LAUNCHER MODULE IMPORTS PACKAGES
 
 Server and ranks share one end of a socket, the launcher has the other: `Start` goes down, the rest comes up.
 No process outlives the one that began it: Linux kills the server with the launcher, and the ranks with the server.

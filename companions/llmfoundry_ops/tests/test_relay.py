@@ -21,17 +21,18 @@ import pytest
 import yaml
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.config.layers import merge_layers, read_layers
 from llmfoundry_lite.errors import CheckpointError, ConfigError, UserError
-from llmfoundry_lite.launch import processes
-from llmfoundry_lite.launch import relay as relay_module
-from llmfoundry_lite.launch.journal import JOURNAL, Leg, append, read_legs
-from llmfoundry_lite.launch.places import load_relay
-from llmfoundry_lite.launch.relay import GivenUp, how_it_ended, rest_of, run, turns_from
+from llmfoundry_ops import processes
+from llmfoundry_ops import relay as relay_module
+from llmfoundry_ops.journal import JOURNAL, Leg, append, read_legs
+from llmfoundry_ops.places import Relay, load_relay
+from llmfoundry_ops.relay import GivenUp, how_it_ended, rest_of, run, turns_from
 from tests.checkpoint.saves import save
-from tests.helpers.launch import ROOT
+from tests.helpers.launch import PATHS
 
 DEADLINE_SECONDS = 60
-TRAINER = f"PYTHONPATH={ROOT} {sys.executable} -m tests.launch.trainer runs/x"
+TRAINER = f"PYTHONPATH={PATHS} {sys.executable} -m llmfoundry_ops.tests.trainer runs/x"
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def begin() -> subprocess.Popen[Any]:
     """The relay as users start it."""
     command = [sys.executable, "-m", "llmfoundry_lite", "relay", "relay.yaml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATHS}, **pipes)
 
 
 def ask_to_leave(process: subprocess.Popen[Any], number: int = signal.SIGTERM) -> str:
@@ -739,3 +740,18 @@ def test_a_step_of_the_clock_changes_no_rest_and_after_another_relay_there_is_no
     assert resting._rest_left("a", [last]) == 0
     resting.ended_at[last.number] = time.monotonic() - 120
     assert resting._rest_left("a", [last]) == pytest.approx(480, abs=30)
+
+
+def test_a_relay_keeps_names_of_places(tmp_path):
+    file = tmp_path / "relay.yaml"
+    file.write_text(
+        "run: 010\npolicy: on_preemption\nplaces:\n"
+        "  010: {launch: 'true {arguments}'}\n  on: {launch: 'true {arguments}'}\n"
+    )
+    relay = load_relay(str(file))
+    assert (relay.run, list(relay.places)) == ("010", ["010", "on"])
+    keys = ("launch", "leave", "status")
+    for value in ("010", "5e12", "1:30", "no", "0x10", "1_000"):
+        file.write_text(f"places: {{010: {{{', '.join(f'{key}: {value}' for key in keys)}}}}}\ncheckpoints: {value}\n")
+        values = merge_layers(read_layers([str(file)]), Relay)
+        assert (values["places"]["010"], values["checkpoints"]) == (dict.fromkeys(keys, value), value)

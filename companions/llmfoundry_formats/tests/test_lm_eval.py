@@ -13,17 +13,17 @@ import pytest
 import torch
 import yaml
 
+from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.foreign import load_any
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.loaded import load
 from llmfoundry_lite.evaluation.models import load_subject
-from llmfoundry_lite.evaluation.results import ResultFiles, Results
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any
 from tests.helpers.launch import ROOT, free_port
 from tests.helpers.models import normal_model
 
@@ -88,11 +88,16 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def ask(folder, out, *arguments, module="llmfoundry_lite.lm_eval", num_ranks=1, tasks=ALL):
+def ask(folder, out, *arguments, module="llmfoundry_formats.lm_eval", num_ranks=1, tasks=ALL):
     """Run lm_eval's command line; return the process of rank 0 and the folder of its logs."""
     command = [python_of("LM_EVAL_PYTHON", "lm_eval"), "-m", module, "--tasks", tasks]
     command += ["--include_path", str(folder), "--log_samples", "--output_path", str(folder / out), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **search_path({"PYTHONPATH": str(ROOT)}),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"HF_DATASETS_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []

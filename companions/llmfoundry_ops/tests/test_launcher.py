@@ -12,17 +12,16 @@ import psutil
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.launch import launcher as module
-from llmfoundry_lite.launch.launcher import (
+from llmfoundry_ops import launcher as module
+from llmfoundry_ops.launcher import (
     Launcher,
     Program,
     Restarts,
     World,
     make_room_for_logs,
-    refuse_other_launchers,
     verdict,
 )
-from llmfoundry_lite.launch.server import BEAT_SECONDS, Beat, open_channel, receive, send
+from llmfoundry_ops.server import BEAT_SECONDS, Beat, open_channel, receive, send
 from tests.helpers.launch import ROOT
 
 DEADLINE_SECONDS = 60
@@ -37,7 +36,7 @@ class Launched:
         logs.mkdir()
         self.logs = logs
         numbers = (str(num_ranks), str(max_restarts))
-        command = (sys.executable, "-m", "tests.launch.program", str(logs), *numbers, imports, *words)
+        command = (sys.executable, "-m", "llmfoundry_ops.tests.program", str(logs), *numbers, imports, *words)
         silent = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **silent)
 
@@ -118,7 +117,16 @@ def test_a_rank_that_dies_takes_all_to_the_next_try_which_carries_on(launched, e
 
 @pytest.mark.parametrize("closed", ["2>/dev/full", "<&- >&- 2>&-"])
 def test_ranks_start_again_though_nobody_hears_of_it(closed, tmp_path):
-    command = [sys.executable, "-m", "tests.launch.program", str(tmp_path), "2", "1", "json", "1.0=kill:SIGKILL"]
+    command = [
+        sys.executable,
+        "-m",
+        "llmfoundry_ops.tests.program",
+        str(tmp_path),
+        "2",
+        "1",
+        "json",
+        "1.0=kill:SIGKILL",
+    ]
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command, "0.0=wait"]
     assert subprocess.run(shell, cwd=ROOT, capture_output=True, timeout=DEADLINE_SECONDS).returncode == 0
     assert (tmp_path / "rank1.txt").read_text() == "rank 1 of 2 speaks, try 0\nrank 1 of 2 speaks, try 1\n"
@@ -211,7 +219,7 @@ def test_a_rank_whose_log_cannot_be_opened_yet_is_not_taken_for_frozen(tmp_path)
     mine, its = open_channel()
     mine.settimeout(DEADLINE_SECONDS)
     begins = "become(Start(1, [], {}, sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))"
-    program = f"import socket, sys; from llmfoundry_lite.launch.server import Start, become; {begins}"
+    program = f"import socket, sys; from llmfoundry_ops.server import Start, become; {begins}"
     command = [sys.executable, "-c", program, str(tmp_path / "rank1.txt"), str(its.fileno())]
     rank = subprocess.Popen(command, cwd=ROOT, pass_fds=[its.fileno()])
     its.close()
@@ -250,7 +258,7 @@ def test_arguments_that_no_rank_can_be_handed_are_refused(tmp_path):
 
 def test_asked_to_leave_while_it_imports_it_leaves_at_once(launched, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    slow = "tests.launch.imports_that_take_long"
+    slow = "llmfoundry_ops.tests.imports_that_take_long"
     run = launched(2, 3, imports=slow, TAKES_LONG=str(tmp_path / "fifo"))
     with (tmp_path / "fifo").open("w"):  # the server is importing
         run.process.send_signal(signal.SIGTERM)
@@ -307,22 +315,6 @@ def test_a_server_that_ends_before_it_has_a_rank_is_a_failed_try(launched):
         "launcher: the process that starts the ranks has ended; restart 1 of 1, from the newest save",
         "launcher: the process that starts the ranks has ended; that was restart 1 of 1",
     ]
-
-
-@pytest.mark.parametrize(
-    ("environment", "name"),
-    [
-        ({"RANK": "0"}, "composer"),
-        ({"RANK": "3", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
-        ({"SLURM_STEP_NUM_TASKS": "8", "RANK": "1"}, "srun"),
-    ],
-    ids=["composer", "torchrun", "srun"],
-)
-def test_ranks_of_ranks_are_refused(environment, name):
-    refuse_other_launchers({"SLURM_STEP_NUM_TASKS": "1"})
-    with pytest.raises(ConfigError) as caught:
-        refuse_other_launchers(environment)
-    assert str(caught.value) == (f"-n: {name} has started this process as one of its ranks; leave out -n, or {name}")
 
 
 class Tried:

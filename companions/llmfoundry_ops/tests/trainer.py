@@ -1,6 +1,6 @@
 """What a launch leaves in its run folder, without training: status.json, checkpoints, a line for each batch.
 
-    python -m tests.launch.trainer runs/x 60 [seconds_per_batch=0.01] [host=elsewhere] autoresume=true stop_after=20ba
+    python -m llmfoundry_ops.tests.trainer runs/x 60 [seconds_per_batch=0.01] [host=elsewhere] stop_after=20ba …
 
 Saves every 5 batches and when it leaves; SIGTERM or SIGUSR1 makes it leave with 75.
 """

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from composer.core import Callback
 
-from llmfoundry_lite.launch.journal import read_legs
 from llmfoundry_lite.ranks.rank import this_rank
-from tests.helpers.launch import ROOT, train
+from llmfoundry_ops.journal import read_legs
+from tests.helpers.launch import PATHS, ROOT, train
 from tests.helpers.signals import wait_until_told
 from tests.helpers.slurm import NODES, Slurm, SlurmWithQos, needs_slurm, needs_slurmdbd
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -65,7 +65,7 @@ def folder(tmp_path, monkeypatch):
     """A folder to submit from, with the repository's scripts, asked for with our programs."""
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PATHS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return tmp_path
 

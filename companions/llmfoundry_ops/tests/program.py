@@ -1,6 +1,6 @@
 """A program for the launcher to start, and the launcher's own process.
 
-    python -m tests.launch.program LOGS NUM_RANKS MAX_RESTARTS WORD…
+    python -m llmfoundry_ops.tests.program LOGS NUM_RANKS MAX_RESTARTS WORD…
 
 Each word says what a rank does on a try, `RANK.TRY=ACTION` (`1.0=exit:2`); ranks that no word names leave with 0.
 """
@@ -36,11 +36,11 @@ def main(arguments: list[str]) -> None:
 
 
 def launch() -> int:
-    from llmfoundry_lite.launch import launcher
+    from llmfoundry_ops import launcher
 
     launcher.SILENCE_SECONDS = float(os.environ.get("SILENCE_SECONDS", launcher.SILENCE_SECONDS))
     logs, num_ranks, max_restarts, imports, *words = sys.argv[1:]
-    program = launcher.Program("tests.launch.program", imports)
+    program = launcher.Program("llmfoundry_ops.tests.program", imports)
     one = launcher.Launcher(program, int(num_ranks), int(max_restarts), Path(logs))
     one.retry_seconds = float(os.environ.get("RETRY_SECONDS", "0"))
     return one.run(words)

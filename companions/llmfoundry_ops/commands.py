@@ -1,0 +1,41 @@
+"""`relay`, and what `train -n` of the core calls."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log_dir: Path | None) -> int:
+    """Train on ranks of this machine and return the launch's exit code. Raises UserError as a rank would."""
+    from llmfoundry_lite.config.spans import parse_seconds
+    from llmfoundry_lite.launch.status import read_status
+    from llmfoundry_lite.train import check, prepare_environment
+    from llmfoundry_lite.training.lean_imports import HEAVY
+    from llmfoundry_ops.launcher import Launcher, Program
+
+    config = check(arguments)[0].config
+    prepare_environment(config)
+    program = Program("llmfoundry_lite.train", "llmfoundry_lite.training.train", HEAVY)
+    logs = log_dir or Path(config.run_folder) / "logs"
+
+    def batch() -> int:
+        return (read_status(Path(config.run_folder)) or {}).get("batch", 0)
+
+    return Launcher(program, num_ranks, max_restarts, logs, batch, parse_seconds(config.retry_for)).run(arguments)
+
+
+def relay_command(
+    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="The run, its places, and when it moves.")],
+) -> None:
+    """Move a run between places until it is done. It moves every so many batches, or when a place preempts it.
+
+    May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
+    """
+    from llmfoundry_lite.ranks.output import ignore_output_errors
+    from llmfoundry_ops.places import load_relay
+    from llmfoundry_ops.relay import run
+
+    ignore_output_errors()
+    raise typer.Exit(run(load_relay(path)))

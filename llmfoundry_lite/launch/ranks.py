@@ -1,0 +1,66 @@
+"""Several ranks of this machine for `eval -n` and `replay -n`, started by `composer`."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError
+from llmfoundry_lite.ranks.rank import rank_variables
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
+
+CLONE = Path(__file__).parents[2]
+"""The package itself is found in the working directory, where it is a clone that is not installed."""
+
+
+def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError inside another launcher: each of its ranks would start all ranks again."""
+    under_srun = int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+    if under_srun or "RANK" in environment:
+        other = "srun" if under_srun else "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "composer"
+        raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")
+
+
+def run_ranks(
+    module: str, arguments: Sequence[str], num_ranks: int, logs: Path, *, finds_modules_here: bool = True
+) -> int:
+    """Run `python -m module` on each rank, and return the exit code, which is composer's for several.
+
+    Rank 0 prints here, rank R into `logs`/rankR.txt. Signals go to the ranks: composer would leave them behind. Without
+    `finds_modules_here`, no module in the working directory is imported. Raises ConfigError for a folder that takes no
+    logs.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    if num_ranks > 1:
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
+        file = str(logs).replace("{", "{{").replace("}", "}}") + "/rank{rank}.txt"
+        options = ["-n", str(num_ranks), "--stdout", file, "--stderr", file]
+        command = [sys.executable, "-m", "composer.cli", *options, "-m", module, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in rank_variables(0, 1)}
+    if not finds_modules_here and Path.cwd() != CLONE:
+        environment["PYTHONSAFEPATH"] = "1"
+    process, asked = subprocess.Popen(command, env=environment), list[int]()
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
+        with suppress(psutil.Error):
+            launched = psutil.Process(process.pid)
+            for one in (launched.children() if num_ranks > 1 else []) or [launched]:
+                one.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    listen(pass_on)
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else EXIT_PREEMPTED if asked else EXIT_BUG
