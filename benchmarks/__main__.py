@@ -39,7 +39,6 @@ BENCHMARKS = {
     "eval-parity": ("eval.parity", "The same answers as lm-evaluation-harness, item by item."),
     "eval-within": ("eval.within", "Our model inside lm-evaluation-harness, beside its own."),
     "intervals": ("intervals", "How often `compare`'s intervals cover, by simulation."),
-    "sequential": ("sequential", "Errors of comparisons that stop when decided."),
     "ladder": ("ladder.ladder", "A scaling law of small models, the next size predicted, comparisons."),
     "switch": ("switch.switch", "Is a run that switches between clusters the same run?"),
     "islands": ("islands.islands", "Is a run of two islands, one of which dies, one run?"),

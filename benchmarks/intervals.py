@@ -41,9 +41,9 @@ def run(*, num_draws: int = 20_000, out: Path | None = None) -> list[Row]:
     for row in [*items(num_draws), *means(num_draws), *texts(max(1, num_draws // TEXT_DRAWS))]:
         console.print(f"{row.case}, {row.size}: {row.difference:+.2f}", markup=False)
         rows.append(row)
-    powers, levels = list(promised_power(num_draws)), list(texts_among_others(max(1, num_draws // TEXT_DRAWS)))
-    tables = table_of_cases(rows), table_of_powers(powers), table_of_levels(levels)
-    report = describe_conditions() | {"cases": [row._asdict() for row in rows], "powers": powers, "levels": levels}
+    levels = list(texts_among_others(max(1, num_draws // TEXT_DRAWS)))
+    tables = table_of_cases(rows), table_of_levels(levels)
+    report = describe_conditions() | {"cases": [row._asdict() for row in rows], "levels": levels}
     heading = "What intervals and verdicts of `compare` keep of what they promise"
     command = "python -m benchmarks intervals"
     tell(report, *tables, [PROMISE], name="intervals", heading=heading, command=command, out=out)
@@ -224,20 +224,6 @@ def texts_among_others(num_draws: int) -> Iterator[tuple[int, int, float, int]]:
             yield n, num_tests, float((p < LEVEL / num_tests).mean()), num_draws
 
 
-# ----------------------------------------------------------------------------------------------------------- power
-
-
-def promised_power(num_draws: int) -> Iterator[tuple[float, float, int, float]]:
-    """(discordance, difference, items needed, how often they find it)"""
-    generator = np.random.default_rng(SEED + 3)
-    for discordance, difference in ((0.01, 0.01), (0.05, 0.01), (0.2, 0.01), (0.05, 0.03), (0.15, 0.03), (0.3, 0.1)):
-        n = significance.items_needed(discordance, difference)
-        won, lost = (discordance + difference) / 2, (discordance - difference) / 2
-        draws = generator.multinomial(n, [won, lost, 1 - discordance], num_draws)
-        found = sum(significance.score_p(Counts(float(a), float(b), n, 1.0)) < LEVEL for a, b, _ in draws.tolist())
-        yield discordance, difference, n, found / num_draws
-
-
 PROMISE = (
     "By simulation. An interval should cover the true difference in 95 % of draws. Where there is no difference, one "
     "may be claimed in at most 5 %. A contradiction is an interval that excludes 0 beside a verdict that claims "
@@ -256,12 +242,6 @@ def table_of_cases(rows: list[Row]) -> Table:
         for r in rows
     ]
     return measured_table("coverage and claims", headings, cells)
-
-
-def table_of_powers(powers: list[tuple[float, float, int, float]]) -> Table:
-    title = "how often as many items as `compare` says are needed find the difference; it promises 0.80"
-    rows = [[f"{q:.0%}", f"{d:.2f}", f"{n:,}", f"{power:.3f}"] for q, d, n, power in powers]
-    return measured_table(title, ["discordant", "difference", "items needed", "found"], rows)
 
 
 def table_of_levels(levels: list[tuple[int, int, float, int]]) -> Table:

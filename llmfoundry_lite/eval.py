@@ -24,7 +24,6 @@ usage: composer -n RANKS -m llmfoundry_lite.eval [YAML ...] [key=value ...] [--a
 
 YAML                a file, or one that comes with the package, by name; none: all tasks whose data are here
 models.NAME=WHERE   a run, a checkpoint, a folder of a Hugging Face model, or hf:NAME
-against=RESULT.json ask items in a random order until the difference to a stored result is decided
 --all-checkpoints   every checkpoint of the runs that follow: a learning curve
 
 Example: llmfoundry-lite eval -n 8 icl-zero-shot models.ours=runs/mpt-1b models.base=hf:mosaicml/mpt-7b

@@ -29,10 +29,10 @@ from benchmarks.ladder.plan import Shape
 from benchmarks.recover import Log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.evaluation.compare import compare, p_text
+from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.pairs import p_text
 from llmfoundry_lite.evaluation.records import by_document
 from llmfoundry_lite.evaluation.results import Results, load_results
-from llmfoundry_lite.evaluation.sequential import Rule
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, open_console, tabulate, tell
@@ -210,16 +210,12 @@ def measure_text(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
 
 
 def pair_neighbours(keep: Path, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
-    """Return what a test says of each size and the one before it, by all items and by as many as decide."""
+    """Return what a test says of each size and the one before it."""
     rows = []
     for names in itertools.pairwise(map(str, shapes)):
-        results = results_of(keep, *names)
-        whole, stopped = compare(results)[0].tasks, compare(results, sequential=Rule())[0].tasks
-        for paired, early in zip(whole, stopped, strict=True):
-            assert early.stage is not None
+        for paired in compare(results_of(keep, *names))[0].tasks:
             row = {"pair": f"{names[1]} over {names[0]}", "task": paired.task, "verdict": paired.verdict}
-            row |= {"p": paired.p_corrected, "early": early.verdict, "asked": early.stage.num_asked}
-            rows.append(row | {"items": early.stage.plan.num_items})
+            rows.append(row | {"p": paired.p_corrected})
     return rows
 
 
@@ -322,10 +318,8 @@ def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
     pairs = [
         ("", "{pair}"),
         ("task", "{task}"),
-        ("all items", "{verdict}"),
+        ("verdict", "{verdict}"),
         ("p", lambda row: p_text(row["p"])),
-        ("asked until decided", "{asked:,} of {items:,}"),
-        ("verdict then", "{early}"),
     ]
     read = f"bits per byte of {NUM_PIECES} held-out files' beginnings; the n-gram has read as much as the largest model"
     return [

@@ -63,48 +63,25 @@ def compare_results(
         str | None,
         typer.Option(metavar="FIELD", help="In logs of other tools, the field that related rows share."),
     ] = None,
-    published: Annotated[bool, typer.Option("--published", help="Also beside published results.")] = False,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="Stop a task when it is decided: what fewer items would have said.")
-    ] = False,
-    spending: Annotated[
-        Literal["obrien_fleming", "pocock"], typer.Option(help="Of --sequential: when its error is spent.")
-    ] = "obrien_fleming",
-    margin: Annotated[
-        float | None, typer.Option(min=0, help="Of --sequential: stop also when no difference is as large as this.")
-    ] = None,
 ) -> None:
     """Compare models item by item: differences, intervals, tests. It also says when nothing can be told."""
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare
+    from llmfoundry_lite.evaluation.pairs import panels, print_comparison, write_comparison
     from llmfoundry_lite.evaluation.results import load_any
-    from llmfoundry_lite.evaluation.sequential import Rule
-    from llmfoundry_lite.evaluation.tables import panels, print_comparison, published_table, write_comparison
 
-    if len(results) < 2 and not published:
-        raise UserError(f"{results[0]} alone: name another result to compare it with, or --published")
-    if sequential and all_metrics:
-        raise UserError("--all-metrics: a --sequential comparison stops by the main metric alone; remove one of them")
-    if not sequential and margin is not None:
-        raise UserError("--margin: it is for a comparison that is --sequential; add that")
+    if len(results) < 2:
+        raise UserError(f"{results[0]} alone: name another result to compare it with")
     loaded = load_any(results, cluster)
-    rule = Rule(spending=spending, margin=margin) if sequential else None
-    pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, sequential=rule)
-    console, beside = Console(), published_table(loaded) if published else None
-    if beside is not None:
-        beside.print(console)
-        console.print()
-    if pairs:
-        print_comparison(pairs, console)
+    pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
+    print_comparison(pairs, Console())
     if out is None:
         return
-    written = write_comparison(loaded, pairs, out, beside.markdown() if beside else "")
-    if pairs:
-        from llmfoundry_lite.report.figure import plot_differences
+    from llmfoundry_lite.report.figure import plot_differences
 
-        others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
-        written.append(out / "compare.png")
-        plot_differences(panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, 95 % intervals")
+    written = [*write_comparison(loaded, pairs, out), out / "compare.png"]
+    others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
+    plot_differences(panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, 95 % intervals")
     for path in written:
         print(printable(str(path)))

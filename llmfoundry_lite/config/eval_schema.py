@@ -149,12 +149,6 @@ class EvalConfig:
     """Default: the model's."""
     limit: int | None = setting(None, POSITIVE)
     """Only the first so many items of each task: a try, not a result."""
-    against: str | None = None
-    """A stored result, MODEL.json: items are asked in a random order, until the difference to it is decided."""
-    spending: str = setting("obrien_fleming", choices="obrien_fleming pocock")
-    """With against: when the error is spent, late, or evenly with pocock."""
-    margin: float | None = None
-    """With against: a task also ends when no difference is as large as this, in accuracy or bits per byte."""
     tokenizer: str | None = None
     """Default: the model's own."""
     fsdp: bool = False

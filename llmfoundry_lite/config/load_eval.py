@@ -1,7 +1,6 @@
 """YAML files and `key=value` arguments -> a checked, frozen `EvalConfig` and its tasks. No torch."""
 
 import difflib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -102,11 +101,6 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
 
 def _check(config: EvalConfig) -> None:
     """Check combinations of keys, and names that become files. Raises ConfigError."""
-    if config.margin is not None and (config.against is None or not 0 < config.margin < math.inf):
-        expected = "a number above 0" if config.against else "one only beside against=RESULT.json"
-        raise ConfigError(f"margin: {config.margin:g} given, expected {expected}")
-    if config.against is not None and config.all_checkpoints:
-        raise ConfigError("against: a learning curve needs whole results; remove it, or all_checkpoints")
     if not re.fullmatch(r"\w[\w. \-]{0,150}", config.suite):
         folder = f"a folder in results_folder ({config.results_folder}), without slashes"
         raise ConfigError(f"suite: {config.suite!r} given, expected the name of {folder}")

@@ -7,6 +7,6 @@ records.py      log-probabilities -> an item, items -> a task's record; the sche
 harness.py      the above for each task, on all ranks, and answers that a model writes; loaded.py: for programs
 results.py      records <-> files
 suite.py        the above for each model (models.py)
-compare.py      two results -> differences; significance.py: tests and intervals, sequential.py: looks and boundaries
-tables.py       records, and differences -> tables
+compare.py      two results -> differences, pairs.py; significance.py: tests and intervals
+tables.py       records -> tables of results and of the gauntlet
 """

@@ -1,7 +1,6 @@
 """Evaluation of one model on tasks, on one rank or several.
 
-Files are written after every task, so that an evaluation that was killed repeats no finished task. Against a stored
-result, a task's items are asked until their difference is decided.
+Files are written after every task, so that an evaluation that was killed repeats no finished task.
 """
 
 import math
@@ -9,29 +8,18 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError, NonFiniteError
-from llmfoundry_lite.evaluation.compare import has_other_tokenizer, look_until_decided, main_metric, refuse_if_different
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.records import (
-    Record,
-    asked_of,
-    generated_item,
-    hash_of,
-    num_unasked,
-    scored_item,
-    summarise,
-)
-from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, code_version, differences, load_results
+from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_version
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, check_tokens, score, text_separator
-from llmfoundry_lite.evaluation.sequential import Plan, Rule, describe_plan, noun_of, plan_task, unit_of
 from llmfoundry_lite.evaluation.tasks import (
     GENERATION,
     NothingToAsk,
@@ -55,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 """(task, items done, items)"""
 
 
-# 13 parameters: what is joined, and the settings of a suite, each with a default.
+# 12 parameters: what is joined, and the settings of a suite, each with a default.
 def evaluate(
     model: Scorable,
     tokenizer: Tokenizer,
@@ -69,10 +57,9 @@ def evaluate(
     limit: int | None = None,
     on_progress: Progress = lambda task, done, total: None,
     share: tuple[int, int] | None = None,
-    reference: "Reference | None" = None,
     on_nothing: Callable[[str], None] | None = None,
 ) -> Results:
-    """Ask all `tasks`, or those that `files` does not have yet; with a `reference`, until a difference is decided.
+    """Ask all `tasks`, or those that `files` does not have yet.
 
     With `on_nothing`, a task that no item of can be asked is left out, and this is told why.
 
@@ -86,34 +73,21 @@ def evaluate(
     prepared: list[Prepared] = []
     with user_errors_on_all_ranks():  # a file missing on one machine is an error on all ranks
         for config in tasks:
-            prepared += _prepare_task(config, tokenizer, longest, tokenization, limit, on_nothing)
+            prepared += _prepare_task(config, tokenizer, on_nothing, tokenization, max_seq_len=longest, limit=limit)
         if tasks and not prepared:
             raise DataError(f"no task has an item that can be asked of a model of {longest} tokens; name others")
-        for task in prepared:
-            if reference is not None:  # or its task was asked otherwise, now that the tokenizer is known
-                refuse_if_different(task.name, reference.results, _as_asked(task, results), "icl_tasks")
         if files is not None:
             files.refuse_to_replace(results, prepared)
         for task in prepared:
             largest = (max(*r.context, *r.continuation, -1) for item in task.items for r in item.requests)
             check_tokens(model, largest, task.label)
-    asker = Asker(
-        model=model,
-        tokenizer=tokenizer,
-        max_batch_tokens=max_batch_tokens,
-        share=share or rank_and_size(None),
-        on_progress=on_progress,
-    )
+    asker = Asker(model, tokenizer, max_batch_tokens, share or rank_and_size(None), on_progress)
     for task in prepared:
-        plan = None
-        if reference is not None:
-            planned = reference.plan(task.name, _as_asked(task, results).items[task.name])
-            plan = describe_plan(planned, reference.results, task.name)
         # Rank 0's word, because it alone may see the files.
-        if files is not None and (known := broadcast_json(files.find(task, results, plan))) is not None:
+        if files is not None and (known := broadcast_json(files.find(task, results))) is not None:
             results.tasks[task.name] = known
             continue
-        results.tasks[task.name], items = run_task(asker, task, results, reference)
+        results.tasks[task.name], items = run_task(asker, task)
         if files is not None:
             with user_errors_on_all_ranks():  # rank 0 alone writes, and the others would wait for it at the next task
                 files.add(results, task, items)
@@ -123,21 +97,16 @@ def evaluate(
 
 
 def _prepare_task(
-    config: TaskConfig,
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-    tokenization: str,
-    limit: int | None,
-    on_nothing: Callable[[str], None] | None,
+    config: TaskConfig, tokenizer: Tokenizer, on_nothing: Callable[[str], None] | None, tokenization: str, **sizes: Any
 ) -> list[Prepared]:
     found: list[Prepared] = []
     with _leaving_out(on_nothing):
         if config.icl_task_type == "perplexity":
-            return [prepare_text(config, tokenizer, max_seq_len=max_seq_len, limit=limit)]
-        rows, settings = read_rows(config), {"max_seq_len": max_seq_len, "tokenization": tokenization, "limit": limit}
+            return [prepare_text(config, tokenizer, **sizes)]
+        rows = read_rows(config)
         for shots in config.num_fewshot:
             with _leaving_out(on_nothing):
-                found.append(prepare(config, rows, shots, tokenizer, **settings))
+                found.append(prepare(config, rows, shots, tokenizer, tokenization=tokenization, **sizes))
     return found
 
 
@@ -151,23 +120,9 @@ def _leaving_out(on_nothing: Callable[[str], None] | None) -> Iterator[None]:
         on_nothing(str(error))
 
 
-def run_task(
-    asker: "Asker", task: Prepared, results: Results, reference: "Reference | None" = None
-) -> tuple[Record, list[Record]]:
-    """Return (the task's record, one for each item that was asked)."""
-    started, more = time.monotonic(), {}
-    asker.on_progress(task.name, 0, len(task.items))
-    if reference is None:
-        items = asker.ask(task, asker.on_progress)
-    else:
-        task, items, more["sequential"] = ask_until_decided(asker, task, reference, results)
-    record = summarise(task, items, time.monotonic() - started) | more
-    return record | {"code": code_version(), "items_hash": hash_of(items)}, items
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Asker:
-    """A model that is asked a task's items."""
+    """A model, and what it takes to ask it."""
 
     model: Scorable
     tokenizer: Tokenizer
@@ -175,28 +130,34 @@ class Asker:
     share: tuple[int, int]
     on_progress: Progress
 
-    def ask(self, task: Prepared, on_progress: Progress) -> list[Record]:
-        """Return a record for each item."""
-        progress = partial(on_progress, task.name)
-        if task.kind in GENERATION:
-            max_new_tokens, stops = task.config.max_new_tokens, task.config.early_stopping_criteria
-            assert max_new_tokens is not None, "tasks.prepare fills it in"
-            prompts = [Prompt(item.requests[0].context, max_new_tokens, stops) for item in task.items]
-            texts = generate_answers(self.model, self.tokenizer, task.name, prompts, self.share, progress)
-            return [
-                generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
-                for item, text in zip(task.items, texts, strict=True)
-            ]
-        # As in training and eval/loss; prompts are one document, whatever tokens they have.
-        is_text = task.kind == "perplexity"
-        separator = text_separator(self.model, self.tokenizer.eos_token_id) if is_text else None
-        groups = [item.requests for item in task.items]
-        scores = score_all(self.model, task.name, groups, self.max_batch_tokens, self.share, progress, separator)
-        items, number = [], 0
-        for item in task.items:
-            items.append(scored_item(task, item, scores[number : number + len(item.requests)]))
-            number += len(item.requests)
-        return items
+
+def run_task(asker: Asker, task: Prepared) -> tuple[Record, list[Record]]:
+    """Return (the task's record, one for each item)."""
+    started, progress = time.monotonic(), partial(asker.on_progress, task.name)
+    progress(0, len(task.items))
+    items = (_generate if task.kind in GENERATION else _score)(asker, task, progress)
+    record = summarise(task, items, time.monotonic() - started)
+    return record | {"code": code_version(), "items_hash": hash_of(items)}, items
+
+
+def _generate(asker: Asker, task: Prepared, progress: Callable[[int, int], None]) -> list[Record]:
+    max_new_tokens, stops = task.config.max_new_tokens, task.config.early_stopping_criteria
+    assert max_new_tokens is not None, "tasks.prepare fills it in"
+    prompts = [Prompt(item.requests[0].context, max_new_tokens, stops) for item in task.items]
+    texts = generate_answers(asker.model, asker.tokenizer, task.name, prompts, asker.share, progress)
+    return [
+        generated_item(task, item, text, is_right=is_right(task.config, text, item.answers))
+        for item, text in zip(task.items, texts, strict=True)
+    ]
+
+
+def _score(asker: Asker, task: Prepared, progress: Callable[[int, int], None]) -> list[Record]:
+    # As in training and eval/loss; prompts are one document, whatever tokens they have.
+    is_text = task.kind == "perplexity"
+    separator = text_separator(asker.model, asker.tokenizer.eos_token_id) if is_text else None
+    groups = [item.requests for item in task.items]
+    scores = iter(score_all(asker.model, task.name, groups, asker.max_batch_tokens, asker.share, progress, separator))
+    return [scored_item(task, item, list(islice(scores, len(item.requests)))) for item in task.items]
 
 
 def score_all(
@@ -295,90 +256,3 @@ def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> st
         if any(stop in text for stop in prompt.stops):
             answer = re.split("|".join(map(re.escape, prompt.stops)), text)[0]
     return None if tokens is None else answer
-
-
-# -------------------------------------------------------------------------------------------- against a stored result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A stored result, and the rule by which a task has been asked enough."""
-
-    results: Results
-    rule: Rule
-
-    def plan(self, name: str, items: Sequence[Record]) -> Plan:
-        noun = noun_of(self.results.items[name], self.results.tasks[name]["metric"])
-        return plan_task(name, noun, list(map(unit_of, items)), self.rule)
-
-
-def load_reference(path: Path, rule: Rule, asked: Sequence[Outline], written: Sequence[Path]) -> Reference:
-    """Load a reference, and check all that can be known before a model is loaded. Raises DataError.
-
-    `written` are this evaluation's own files.
-    """
-    if path.resolve() in (file.resolve() for file in written):
-        raise DataError(
-            f"against: {path} is where this evaluation is written to; name the model otherwise, models.NAME=…, or "
-            "choose another results_folder"
-        )
-    (stored,) = load_results([path])
-    reference = Reference(results=stored, rule=rule)
-    for task in asked:
-        record = stored.tasks.get(task.name)
-        if record is None:
-            raise DataError(
-                f"against: {path} has no {task.name}; it has {', '.join(stored.items)}: ask for these in icl_tasks"
-            )
-        if num_unasked(record):
-            raise DataError(
-                f"against: {task.name} of {path} is sequential, {record['n']:,} of "
-                f"{record['sequential']['num_items']:,} items asked; evaluate it whole first, without against"
-            )
-        if differs := differences(record, task):
-            raise DataError(f"against: {path} has {task.name} with {'; '.join(differs)} asked for now")
-        reference.plan(task.name, stored.items[task.name])  # or there are too few
-    return reference
-
-
-def ask_until_decided(
-    asker: Asker, task: Prepared, reference: Reference, results: Results
-) -> tuple[Prepared, list[Record], Record]:
-    """Return (the task with the items that were asked, a record for each, the content of `sequential`).
-
-    All ranks must call this, and decide alike.
-    """
-    stored, now = reference.results, _as_asked(task, results)
-    units, total = list(map(unit_of, now.items[task.name])), len(task.items)
-    found: dict[int, Record] = {}
-
-    def answer(wanted: Sequence[str]) -> list[Record]:
-        chosen, num_before = set(wanted), len(found)
-        places = [place for place, unit in enumerate(units) if unit in chosen and place not in found]
-        part = replace(task, items=tuple(task.items[place] for place in places))
-
-        def on_progress(name: str, done: int, _: int) -> None:
-            # Not reported as done while another look may follow.
-            asker.on_progress(name, min(num_before + done, total - 1), total)
-
-        found.update(zip(places, asker.ask(part, on_progress), strict=True))
-        return [found[place] for place in sorted(found)]
-
-    metric = main_metric(stored, task.name, has_other_tokenizer(stored, now))
-    plan = reference.plan(task.name, now.items[task.name])
-    stage, decision = look_until_decided(plan, task.name, stored, now, metric, units, answer)
-    asker.on_progress(task.name, len(found), len(found))
-    asked = replace(task, items=tuple(task.items[place] for place in sorted(found)))
-    plan_record = describe_plan(plan, stored, task.name)
-    sequential = {"against": stored.name, **plan_record, "look": stage.look, "decision": decision}
-    return asked, [found[place] for place in sorted(found)], sequential
-
-
-def _as_asked(task: Prepared, results: Results) -> Results:
-    """Return the evaluation as a result without answers, to be compared before anything is asked."""
-    sizes = [
-        {"index": item.index, "log_probability": [0.0], "num_characters": [item.requests[0].num_characters]}
-        | ({} if item.cluster is None else {"cluster": item.cluster})
-        for item in task.items
-    ]
-    return replace(results, name=results.model, tasks={task.name: asked_of(task)}, items={task.name: sizes})

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from operator import index
 from threading import Lock
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -32,6 +32,13 @@ INCOMPLETE = "\ufffd"
 """A decoder's stand-in for a character whose bytes have not all arrived."""
 _one_at_a_time = Lock()
 """PyTorch's choice of attention kernels, which a forward pass sets and restores, is of the process, not of a thread."""
+
+
+class Sampling(TypedDict, total=False):
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
 
 
 class LoadedModel:
@@ -88,27 +95,9 @@ class LoadedModel:
         return arrays[0] if isinstance(texts, str) else arrays
 
     @overload
-    def generate(
-        self,
-        prompt: str = "",
-        max_new_tokens: int = 200,
-        *,
-        temperature: float = 0.8,
-        top_k: int | None = 50,
-        top_p: float | None = None,
-        seed: int = 0,
-    ) -> str: ...
+    def generate(self, prompt: str = "", max_new_tokens: int = 200, **sampling: Unpack[Sampling]) -> str: ...
     @overload
-    def generate(
-        self,
-        prompt: Iterable[str],
-        max_new_tokens: int = 200,
-        *,
-        temperature: float = 0.8,
-        top_k: int | None = 50,
-        top_p: float | None = None,
-        seed: int = 0,
-    ) -> list[str]: ...
+    def generate(self, prompt: Iterable[str], max_new_tokens: int = 200, **sampling: Unpack[Sampling]) -> list[str]: ...
 
     # The settings of sampling, each with a default.
     def generate(

@@ -195,7 +195,22 @@ def separator_of(config: dict[str, Any]) -> Separator | None:
 
 
 def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement) -> Subject:
-    _check_description(where, folder, at.shard)
+    """Check what config.json tells before weights are read. Raises ExportError or DataError."""
+    hf_config = read_hf_config(folder)
+    check_no_adapter(folder)
+    kind, load = hf_config.get("model_type"), _load_folder
+    if not isinstance(kind, str):
+        raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
+    if kind in LAYOUTS:
+        check_keys(hf_config, LAYOUTS[kind], str(folder))
+    elif at.shard is not None:
+        raise DataError(
+            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; "
+            "set fsdp=false"
+        )
+    else:
+        read_plain_config(folder)
+        load = load_plain
     found = load_tokenizer(tokenizer or folder)
     own = _own_tokenizer(folder) if tokenizer else None
     if own is not None and own.fingerprint != found.fingerprint:
@@ -203,26 +218,10 @@ def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement)
             f"models: {where} has another tokenizer of its own ({own.fingerprint}) than {tokenizer} "
             f"({found.fingerprint}); leave tokenizer=… out"
         )
-    load = lambda: _load_folder(folder, at)  # noqa: E731
-    return Subject(source=where, save_id=_identify(folder), num_tokens_trained=None, load=load, tokenizer=found)
-
-
-def _check_description(where: str, folder: Path, shard: Shard | None) -> None:
-    """Check what config.json tells before weights are read. Raises ExportError or DataError."""
-    hf_config = read_hf_config(folder)
-    check_no_adapter(folder)
-    kind = hf_config.get("model_type")
-    if not isinstance(kind, str):
-        raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
-    if kind in LAYOUTS:
-        check_keys(hf_config, LAYOUTS[kind], str(folder))
-    elif shard is not None:
-        raise DataError(
-            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; "
-            "set fsdp=false"
-        )
-    else:
-        read_plain_config(folder)
+    save_id = _identify(folder)
+    return Subject(
+        source=where, save_id=save_id, num_tokens_trained=None, load=lambda: load(folder, at), tokenizer=found
+    )
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
@@ -233,8 +232,6 @@ def _own_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _load_folder(folder: Path, at: Placement) -> Any:
-    if read_hf_config(folder).get("model_type") not in LAYOUTS:
-        return load_plain(folder, at.dtype, at.device)
     config, weights = import_model(
         folder, lambda path: companions.find("readers", "pytorch_model.bin")(path, is_trusted=False)[0]
     )
@@ -350,7 +347,7 @@ def _refuse_what_fails(folder: Path) -> Iterator[None]:
         raise DataError(f"models: {folder} is no causal language model that transformers loads: {reason}") from error
 
 
-def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "PlainModel":
+def load_plain(folder: Path, at: Placement) -> "PlainModel":
     """Load a model of transformers. Raises DataError or ExportError unless it is the causal model that it claims."""
     from transformers import AutoModelForCausalLM
 
@@ -364,14 +361,14 @@ def load_plain(folder: Path, dtype: torch.dtype, device: torch.device) -> "Plain
         )
     with _refuse_what_fails(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            folder, config=config, dtype=at.dtype, output_loading_info=True, trust_remote_code=False
         )
     model, found = loaded
     for kind, fault in FAULTS.items():
         if names := sorted(map(str, found[kind])):
             raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
     with _refuse_what_fails(folder):  # such a model may not compute what its config.json promises
-        plain = PlainModel(model.to(device).eval(), device)
+        plain = PlainModel(model.to(at.device).eval(), at.device)
         sees_ahead = _sees_ahead(plain)
     if sees_ahead:
         raise DataError(
@@ -392,15 +389,15 @@ def _sees_ahead(model: "PlainModel") -> bool:
     if not places:
         return False
     generator = torch.Generator().manual_seed(0)
-    tokens_t = torch.randint(model.vocab_size, (length,), generator=generator)
-    steps_t = torch.randint(1, max(2, model.vocab_size), (length,), generator=generator)
-    others_t = (tokens_t + steps_t) % model.vocab_size
-    columns_c = torch.tensor(sorted({*range(0, length, 8), *places, *(place - 1 for place in places)}))
-    expected_cv = model.logits(tokens_t, columns_c)
+    tokens_1t = torch.randint(model.vocab_size, (1, length), generator=generator).to(model.device)
+    steps_1t = torch.randint(1, max(2, model.vocab_size), (1, length), generator=generator).to(model.device)
+    others_1t = (tokens_1t + steps_1t) % model.vocab_size
+    columns_c = torch.tensor(sorted({*range(0, length, 8), *places, *(place - 1 for place in places)})).to(model.device)
+    expected_1cv = model.logits(tokens_1t, columns_c).float()
     tolerance = 1e-4 if next(model.model.parameters()).dtype == torch.float32 else 1e-2
     for place in places:
-        changed_t = torch.cat([tokens_t[:place], others_t[place:]])
-        apart_c = (model.logits(changed_t, columns_c) - expected_cv).abs().amax(dim=-1).cpu()
+        changed_1t = torch.cat([tokens_1t[:, :place], others_1t[:, place:]], dim=1)
+        apart_c = (model.logits(changed_1t, columns_c).float() - expected_1cv)[0].abs().amax(dim=-1)
         if apart_c[columns_c < place].max() > tolerance * apart_c[columns_c >= place].max():
             return True
     return False
@@ -429,19 +426,15 @@ class PlainModel:
 
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
         assert inputs.positions_bt is None, "rows are plain text"
-        options: dict[str, Any] = {}
-        columns_u = wanted.columns_u
-        if self.keeps_columns:  # logits of the columns alone at which any row has an answer
-            options["logits_to_keep"], columns_u = columns_u.unique(return_inverse=True)
-        logits_btv = self.model(input_ids=inputs.tokens_bt, **options).logits
-        return score_logits([logits_btv[wanted.rows_u, columns_u].float()], wanted)
+        columns_c, which_u = wanted.columns_u.unique(return_inverse=True)
+        logits_bcv = self.logits(inputs.tokens_bt, columns_c)
+        return score_logits([logits_bcv[wanted.rows_u, which_u].float()], wanted)
 
-    def logits(self, tokens_t: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits of one row at these columns [c, v]."""
-        columns_c = columns_c.to(self.device)
-        options = {"logits_to_keep": columns_c} if self.keeps_columns else {}
-        logits_cv = self.model(input_ids=tokens_t[None].to(self.device), **options).logits[0]
-        return (logits_cv if self.keeps_columns else logits_cv[columns_c]).float()
+    def logits(self, tokens_bt: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
+        """Return logits [b, c, v] of the columns."""
+        if self.keeps_columns:
+            return self.model(input_ids=tokens_bt, logits_to_keep=columns_c).logits
+        return self.model(input_ids=tokens_bt).logits[:, columns_c]
 
     @torch.no_grad()
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:

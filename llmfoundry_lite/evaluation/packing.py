@@ -8,7 +8,6 @@ to its ancestors and itself. Short items are packed into one row, so that there 
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -82,31 +81,16 @@ class Row:
         return separator is not None and self.tokens[index if separator.begins else parent] == separator.token
 
 
-@dataclass(slots=True)
-class Batch:
-    """Rows computed in one forward pass, padded to the longest."""
-
-    rows: list[Row]
-
-    @property
-    def width(self) -> int:
-        return max(len(row) for row in self.rows)
-
-    @property
-    def numbers(self) -> list[int]:
-        """Numbers of the requests in it."""
-        return sorted({number for row in self.rows for _, _, number in row.targets})
-
-
 Numbered = tuple[int, Request]
 
 
-def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: bool = True) -> list[Batch]:
+def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: bool = True) -> list[list[Row]]:
     """Put requests, grouped by what belongs together, into batches of up to about `max_batch_tokens` tokens.
 
-    A function of its arguments alone: every rank makes the same batches, so that results do not depend on how many
-    share them. Requests are numbered in order. Long rows come first, so that memory runs out at once if it does.
-    Without `shares`, every request has a row of plain text to itself.
+    A batch is rows that are computed in one forward pass, padded to its first. A function of its arguments alone: every
+    rank makes the same batches, so that results do not depend on how many share them. Requests are numbered in order.
+    Long rows come first, so that memory runs out at once if it does. Without `shares`, every request has a row of plain
+    text to itself.
     """
     count = itertools.count()
     numbered = [[(next(count), request) for request in group] for group in groups]
@@ -115,17 +99,16 @@ def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: 
     else:
         rows = [_row([one]) for group in numbered for one in group]
     rows.sort(key=lambda row: (-len(row), row.targets[0][2]))
-    batches: list[Batch] = []
-    current: list[Row] = []
+    batches: list[list[Row]] = []
     for row in rows:
-        is_full = bool(current) and len(current[0]) * (len(current) + 1) > max_batch_tokens
+        last = batches[-1] if batches else []
+        width = len(last[0]) if last else 0
         # A batch that is large enough to be computed well ends before padding costs more than another batch.
-        is_enough = bool(current) and len(current[0]) * len(current) >= max_batch_tokens // 4
-        if is_full or (is_enough and len(row) < 0.92 * len(current[0])):
-            batches.append(Batch(current))
-            current = []
-        current.append(row)
-    return [*batches, Batch(current)] if current else batches
+        is_enough = width * len(last) >= max_batch_tokens // 4 and len(row) < 0.92 * width
+        if not last or is_enough or width * (len(last) + 1) > max_batch_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 def _row(requests: Iterable[Numbered]) -> Row:

@@ -1,7 +1,10 @@
 """Records of a result and its items: their JSON schema, how they are computed and validated.
 
 `<suite>/<model>.json` has the keys of RESULT and under `tasks` those of TASK for each task. `<model>.items.jsonl` has a
-line with the keys of ITEM for each item.
+line for each item, with these keys: `task`; `index`, that of its row, or of a window's document; `category`; `cluster`,
+which items share that are not independent; a number from 0 to 1 for each of ACCURACIES that it has. `log_probability`
+(nats), `num_tokens` and `num_characters` (of a window: bytes) have a number for each option. Besides: `num_trimmed`; of
+choices `gold`, `chosen`, `tie`, `has_duplicates`; of generation `text`, `answers`.
 """
 
 import contextlib
@@ -27,7 +30,7 @@ Record = dict[str, Any]
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 BITS = "bits_per_byte"
 MAX_MAGNITUDE = 1e30
-"""Nats or bytes beyond which sums of squares may overflow."""
+"""A number that no result has."""
 
 RESULT = {
     **dict.fromkeys(("model", "suite", "source"), str),
@@ -45,42 +48,15 @@ TASK = {
     "code": str,
     **dict.fromkeys(("fingerprint", "data_fingerprint", "items_hash"), str),
     **dict.fromkeys(("num_clusters", "num_documents"), int | None),
-    **dict.fromkeys(("skipped", "sequential", "lost_text"), dict | None),
+    **dict.fromkeys(("skipped", "lost_text"), dict | None),
 }
 """Keys of a task. `n` counts items. `metric` names what tables and the average show; its number has that key, its
 standard error METRIC_stderr. `fingerprint` is of all that is asked and how, `data_fingerprint` of the rows or texts
 alone. `skipped` counts items by the reason why they could not be asked. `lost_text` counts characters that the model's
 tokens do not spell, and that bits per byte therefore leave out. Besides: `num_fewshot`, `tokenization`,
 `chance`, `perplexity`, `categories`, `beginning` (tokens before each text), `seconds`, and counts of what was odd."""
-SEQUENTIAL = {
-    **dict.fromkeys(("against", "against_items", "spending"), str),
-    **dict.fromkeys(("num_items", "look", "seed"), int),
-    "level": float,
-    "caution": float,
-    "looks": list,
-    "margin": float | None,
-}
-"""Keys of a task's `sequential`: how it was asked until its difference to a stored one was decided. Besides:
-`decision`."""
 LOST_TEXT = {**dict.fromkeys(("characters", "text_bytes", "lost_bytes", *KINDS), int), "examples": list}
 """Keys of a task's `lost_text`, as in `data/spelling.py`."""
-ITEM = {
-    "index": lambda value: type(value) is int and value >= 0,
-    **dict.fromkeys(ACCURACIES, lambda value: _is_within(value, 0, 1)),
-    **dict.fromkeys(("category", "cluster"), lambda value: isinstance(value, str)),
-    "log_probability": lambda value: (
-        isinstance(value, list) and all(_is_within(v, -MAX_MAGNITUDE, MAX_MAGNITUDE) for v in value)
-    ),
-    "num_characters": lambda value: isinstance(value, list) and all(_is_within(v, 0, MAX_MAGNITUDE) for v in value),
-}
-"""Keys of an item that comparisons read. `index` is of its row; of a window it is its document's. Items with the same
-`cluster` are not independent. `log_probability` (nats) and `num_characters` (of a window: bytes) have a number for
-each option. Besides: `task`, `num_tokens`, `num_trimmed`; of choices `gold`, `chosen`, `tie`, `has_duplicates`; of
-generation `text`, `answers`."""
-
-
-def _is_within(value: Any, minimum: float, maximum: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -125,9 +101,9 @@ def _groups(item: Item) -> Record:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def asked_of(task: Prepared) -> Record:
-    """Build the part of a task's record that is known before it is answered."""
-    return {
+def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
+    """Build a task's record: means with their standard errors, and counts of irregular items."""
+    record: Record = {
         "type": task.kind,
         "n": len(task.items),
         "num_fewshot": task.num_fewshot,
@@ -138,11 +114,6 @@ def asked_of(task: Prepared) -> Record:
         "metric": task.metric,
         **({} if task.lost_text is None else {"lost_text": task.lost_text}),
     }
-
-
-def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
-    """Build a task's record: means with their standard errors, and counts of irregular items."""
-    record = asked_of(task)
     for name in ACCURACIES if task.kind in CHOICES else () if task.kind == "perplexity" else ("acc",):
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name, has_categories(record))
     if task.kind != "perplexity" and any("cluster" in item for item in items):
@@ -210,8 +181,6 @@ def check_result(facts: Any, path: object) -> None:
         numbers = {record["metric"], *(key for key in record if key.endswith("_stderr"))}
         _check_kinds(record, dict.fromkeys(numbers, int | float), whose)
         _check_kinds(record["settings"], {"limit": int | None}, whose)
-        if record.get("sequential") is not None:
-            _check_kinds(record["sequential"], SEQUENTIAL, whose)
         if record.get("lost_text") is not None:
             _check_kinds(record["lost_text"], LOST_TEXT, whose)
     if not facts["tasks"]:
@@ -241,16 +210,10 @@ def check_items(record: Record, lines: Sequence[str], whose: str) -> list[Record
     return items
 
 
-def _score_of(record: Record, items: Sequence[Record]) -> float | None:
-    """Recompute the task's score from its items; None for items that no evaluation has written."""
-    if not all(is_sound(item[key]) for item in items for key, is_sound in ITEM.items() if key in item):
-        return None
-    if 0 < sum("cluster" in item for item in items) < len(items):
-        return None
+def _score_of(record: Record, items: Sequence[Record]) -> float:
+    """Recompute the task's score from its items."""
     if record["metric"] == BITS:
         return float(bits_per_byte(by_document(items).sum(axis=0)))
-    if len({item["index"] for item in items}) < len(items):
-        return None
     for name in ACCURACIES:
         if name in record:
             mean_and_error(items, name)  # or an item lacks it
@@ -266,11 +229,6 @@ def cut_at(record: Record) -> int | None:
     num_seen = record["n"] + sum((record.get("skipped") or {}).values())
     is_text = record.get("type") == "perplexity"  # whose limit is of windows
     return None if limit is None or (num_seen < limit and not is_text) else limit
-
-
-def num_unasked(record: Record) -> int:
-    """Return how many items were left when the difference to another result was decided."""
-    return max(0, (record.get("sequential") or {}).get("num_items", 0) - record["n"])
 
 
 def lost_share(record: Record) -> float:

@@ -19,12 +19,13 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, num_unasked
+from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at
 from llmfoundry_lite.evaluation.tasks import (
     TEXT_SETTINGS,
     NothingToAsk,
     Prepared,
     data_fingerprint,
+    decide,
     find_askable,
     limit_that_cuts,
     read_rows,
@@ -57,9 +58,7 @@ class Results:
 
     @property
     def average(self) -> float | None:
-        """The mean of the tasks' accuracies, each counting the same; None where one was not asked whole."""
-        if any(map(num_unasked, self.tasks.values())):
-            return None
+        """The mean of the tasks' accuracies, each counting the same; None without any."""
         values = [task[task["metric"]] for task in self.tasks.values() if task["metric"].startswith("acc")]
         return sum(values) / len(values) if values else None
 
@@ -223,7 +222,7 @@ def outline_tasks(
             continue
         for shots in config.num_fewshot:
             cut = limit_that_cuts(limit, len(find_askable(config, rows, shots)))
-            settings = settings_of(config, shots, tokenization, cut)
+            settings = settings_of(decide(config, shots, tokenization), shots, cut)
             found.append(Outline(f"{config.label}/{shots}-shot", settings, data_fingerprint(rows)))
     return found
 
@@ -287,22 +286,16 @@ class ResultFiles:
         if self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
-        finished = self._finished()
+        finished = [name for name, record in self.known.tasks.items() if cut_at(record) is None]  # others were tries
         if finished and (other := self._other_model(results)):
-            count = len(finished)
-            tasks = f"{count} finished task{'' if count == 1 else 's'}"
-            raise DataError(f"{self.path} holds {tasks} of {other}; {remedy.format('them' if count > 1 else 'it')}")
+            tasks, them = ("task", "it") if len(finished) == 1 else ("tasks", "them")
+            raise DataError(f"{self.path} holds {len(finished)} finished {tasks} of {other}; {remedy.format(them)}")
         for task in asked:
             is_whole = task.name in finished and self._is_whole(task.name)
-            if differs := differences(self.known.tasks[task.name], task) if is_whole else []:
+            if is_whole and (found := differences(self.known.tasks[task.name], task)):
                 raise DataError(
-                    f"{self.path} holds {task.name} with {'; '.join(differs)} asked for now; {remedy.format('it')}"
+                    f"{self.path} holds {task.name} with {'; '.join(found)} asked for now; {remedy.format('it')}"
                 )
-
-    def _finished(self) -> set[str]:
-        """Return the tasks that must not be lost: no try with a `limit`, and none that stopped when it was decided."""
-        tasks = self.known.tasks.items()
-        return {name for name, record in tasks if cut_at(record) is None and not num_unasked(record)}
 
     def _other_model(self, results: Results) -> str:
         """Say what the file is of, beside what is evaluated now, if that is another model."""
@@ -318,13 +311,10 @@ class ResultFiles:
     def _is_whole(self, name: str) -> bool:
         return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
-    def find(self, task: Prepared, results: Results, plan: Record | None = None) -> Record | None:
-        """Return the finished result of this very task on this very model. One that stopped when it was decided is
-        finished if it was asked by the same `plan`."""
+    def find(self, task: Prepared, results: Results) -> Record | None:
+        """Return the finished result of this very task on this very model."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
         if record is None or not self._is_whole(task.name) or differences(record, task):
-            return None
-        if num_unasked(record) and (plan is None or any(record["sequential"][key] != plan[key] for key in plan)):
             return None
         return record
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.packing import Batch, Separator, pack
+from llmfoundry_lite.evaluation.packing import Row, Separator, pack
 from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.models.attention import for_any_width
 from llmfoundry_lite.models.products import logits_in_parts
@@ -84,7 +84,10 @@ def score(
     batches = pack(groups, max_batch_tokens, shares=model.shares_prefixes)
     for start in range(0, len(batches), world_size):
         is_mine = start + rank < len(batches)
-        found = score_batch(model, batches[start + rank if is_mine else -1], separator)
+        found: dict[int, Score] = {}
+        for number, value, likeliest in score_tokens(model, batches[start + rank if is_mine else -1], separator):
+            before = found.get(number, Score(0.0, True))
+            found[number] = Score(before.log_probability + value, before.is_greedy and likeliest)
         yield found if is_mine else {}
 
 
@@ -103,28 +106,18 @@ def text_separator(model: Scorable, eos_token_id: int) -> Separator | None:
     return (model.separator or Separator(eos_token_id)) if model.separates_documents else None
 
 
-def score_batch(model: Scorable, batch: Batch, separator: Separator | None = None) -> dict[int, Score]:
-    """Return the scores of a batch by number of request."""
-    sums: dict[int, float] = dict.fromkeys(batch.numbers, 0.0)
-    greedy: dict[int, bool] = dict.fromkeys(batch.numbers, True)
-    for number, value, likeliest in score_tokens(model, batch, separator):
-        sums[number] += value
-        greedy[number] &= likeliest
-    return {number: Score(sums[number], greedy[number]) for number in batch.numbers}
-
-
 @torch.no_grad()
 def score_tokens(
-    model: Scorable, batch: Batch, separator: Separator | None = None
+    model: Scorable, batch: Sequence[Row], separator: Separator | None = None
 ) -> Iterator[tuple[int, float, bool]]:
     """Return (number of request, log-probability, is the likeliest) of each token; those of a request in order."""
-    width = batch.width
-    tokens_bt = np.array([row.tokens + [0] * (width - len(row)) for row in batch.rows], np.int64)
+    width = max(map(len, batch))
+    tokens_bt = np.array([row.tokens + [0] * (width - len(row)) for row in batch], np.int64)
     positions_bt = attention_mask_bts = None
-    if not all(row.is_plain(separator) for row in batch.rows):
-        positions_bt = np.array([row.positions + [0] * (width - len(row)) for row in batch.rows], np.int64)
-        attention_mask_bts = np.stack([row.attention_mask(width, separator) for row in batch.rows])
-    targets = [((i, column), *rest) for i, row in enumerate(batch.rows) for column, *rest in row.targets]
+    if not all(row.is_plain(separator) for row in batch):
+        positions_bt = np.array([row.positions + [0] * (width - len(row)) for row in batch], np.int64)
+        attention_mask_bts = np.stack([row.attention_mask(width, separator) for row in batch])
+    targets = [((i, column), *rest) for i, row in enumerate(batch) for column, *rest in row.targets]
     positions, expected, numbers = zip(*targets, strict=True)
     index = {position: u for u, position in enumerate(dict.fromkeys(positions))}
     rows, columns = zip(*index, strict=True)

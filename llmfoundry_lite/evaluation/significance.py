@@ -1,4 +1,4 @@
-"""Paired significance tests of two models on the same items, the intervals that invert them, and sample sizes.
+"""Paired significance tests of two models on the same items, the and the intervals that invert them.
 
 The input is what each independent unit adds to a difference; compare.py decides what the units are. At every level an
 interval excludes 0 exactly when its test's p is below the level. Neither scipy nor statsmodels is a dependency, and
@@ -15,7 +15,6 @@ symmetric and equal tails. Few documents do not show a long tail, so its p is mu
 Legend: u independent units, d draws, k columns.
 """
 
-import bisect
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -26,6 +25,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+LEVEL = 0.05
+"""A difference is called one when its p, corrected, is below it."""
+SEED = 17
 NUM_RESAMPLES = 10_000
 MAX_RESAMPLED = 5_000
 """Units beyond which the normal distribution stands for the bootstrap."""
@@ -37,9 +39,7 @@ MIN_DOCUMENTS = 20
 CAUTION = 40
 """In documents. Fitted, with 20 to 200 of them, to differences that are log-normal with sigma 1."""
 CORRECTION = 0.5
-MAX_EXACT = 400
-"""Discordant items below which power is summed, not approximated."""
-Z_TWO_SIDED, Z_POWER = NormalDist().inv_cdf(0.975), NormalDist().inv_cdf(0.8)
+Z_POWER = NormalDist().inv_cdf(0.8)
 
 
 def z_of(level: float) -> float:
@@ -122,39 +122,6 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
     return high
 
 
-def items_needed(discordance: float, difference: float = 0.01, power: float = 0.8) -> int:
-    """Return the items that `score_p` needs to be below 0.05 with this power, when the share `discordance` of items is
-    right in one model alone: Connor's normal approximation (Biometrics 43, 1987) with our correction, then exact counts
-    while they are few."""
-    share, z_power = max(discordance, difference), NormalDist().inv_cdf(power)
-    first = Z_TWO_SIDED * math.sqrt(share) + z_power * math.sqrt(share - difference**2)
-    # n d - z √(n s) - correction = z_power √(n (s - d²)), a quadratic in √n
-    root = (first + math.sqrt(first**2 + 4 * difference * CORRECTION)) / (2 * difference)
-    n = max(MIN_UNITS, math.ceil(root**2))
-    if n * share > MAX_EXACT:
-        return n
-    # Power is all but monotonic in n.
-    return bisect.bisect_left(range(2 * n + 20), power, lo=MIN_UNITS, key=lambda n: exact_power(n, share, difference))
-
-
-def exact_power(num_items: int, discordance: float, difference: float) -> float:
-    """Return the chance that `score_p` is below 0.05: summed over how many items one model alone answers."""
-    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, num_items + 1)))])
-
-    def binomial(n: int, p: float) -> Floats:
-        k = np.arange(n + 1)
-        if p >= 1:
-            return (k == n).astype(np.float64)
-        return np.exp(logs[n] - logs[k] - logs[n - k] + k * math.log(p) + (n - k) * math.log1p(-p))
-
-    chances, won = binomial(num_items, discordance), (1 + difference / discordance) / 2
-    found = 0.0
-    for num in np.flatnonzero(chances > 1e-9).tolist():
-        distance = np.abs(2 * np.arange(num + 1) - num) - CORRECTION
-        found += float(chances[num] * binomial(num, won)[distance > Z_TWO_SIDED * math.sqrt(num)].sum())
-    return found
-
-
 class Studentised(NamedTuple):
     """A difference, its standard error, and how many errors chance puts between the two."""
 
@@ -230,17 +197,7 @@ def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int =
     return np.concatenate(parts)
 
 
-def documents_needed(deviation: float, difference: float = 0.01) -> int:
-    """Return what `items_needed` does, for differences that are numbers with this standard deviation (Guenther, The
-    American Statistician 35, 1981)."""
-    n = float(MIN_DOCUMENTS)
-    for _ in range(20):  # more documents need less caution, which needs fewer of them: it settles at once
-        z = z_of(0.05 / (1 + CAUTION / math.ceil(n)))
-        n = max(MIN_DOCUMENTS, ((z + Z_POWER) * deviation / difference) ** 2 + z**2 / 2)
-    return math.ceil(n)
-
-
-def holm(values: Sequence[float], level: float = 0.05) -> tuple[list[float], list[float]]:
+def holm(values: Sequence[float], level: float = LEVEL) -> tuple[list[float], list[float]]:
     """Return (each p, corrected for there being several; the level each p itself was held against), after Holm
     (Scandinavian Journal of Statistics 6, 1979): the chance that any is below `level` by luck is `level`.
 

@@ -4,7 +4,6 @@ import datetime
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,21 +24,18 @@ from llmfoundry_lite.errors import (
     mask_credentials,
     printable,
 )
-from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.harness import Reference, evaluate, load_reference
+from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
 from llmfoundry_lite.evaluation.records import ACCURACIES, score_of
 from llmfoundry_lite.evaluation.results import (
     Outline,
     ResultFiles,
     Results,
-    load_results,
     lock_folder,
     outline_tasks,
     read_others,
 )
-from llmfoundry_lite.evaluation.sequential import Rule
-from llmfoundry_lite.evaluation.tables import gauntlet_table, print_comparison, print_results, write_tables
+from llmfoundry_lite.evaluation.tables import gauntlet_table, print_results, write_tables
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
@@ -54,13 +50,12 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     device = start(config)
     folder = Path(config.results_folder) / config.suite
     asked = find_asked(config, tasks)
-    reference = find_reference(config, asked) if config.against is not None else None
     found = find_models(config, asked, device)
     all_results: list[Results] = []
     while found:
         subject, results, files = found.pop(0)  # and with it what it holds, when it is done
         try:
-            all_results.append(evaluate_one(config, tasks, device, subject, results, files, reference))
+            all_results.append(evaluate_one(config, tasks, subject, results, files))
             if kept := [name for name in results.tasks if name not in [task.name for task in asked]]:
                 tell([f"{files.path}: keeps what it has of the same model besides: {', '.join(kept)}"])
         except CheckpointError as error:
@@ -72,29 +67,17 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if this_rank().rank == 0:
-        show(config, asked, reference, all_results, folder)
+        show(config, all_results, folder)
     return all_results
 
 
-def show(
-    config: EvalConfig,
-    asked: Sequence[Outline],
-    reference: Reference | None,
-    all_results: Sequence[Results],
-    folder: Path,
-) -> None:
+def show(config: EvalConfig, all_results: Sequence[Results], folder: Path) -> None:
     """Print the tables, write them, and name the files."""
     console, gauntlet = Console(), config.eval_gauntlet
     print_results(all_results, console)
     if gauntlet:
         console.print()
         gauntlet_table(gauntlet, all_results).print(console)
-    if reference is not None:  # what was decided of the tasks that were asked, as `compare` says it
-        paths = [reference.results.path, *(folder / f"{results.model}.json" for results in all_results)]
-        names = [task.name for task in asked]
-        loaded = [replace(one, items={name: one.items[name] for name in names}) for one in load_results(paths)]
-        console.print()
-        print_comparison(compare(loaded), console)
     written = write_suite(all_results, folder, gauntlet)
     if config.all_checkpoints:
         written.append(plot_learning_curves(all_results, folder / "learning.png"))
@@ -112,14 +95,6 @@ def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]
         if (of_rank_0 := broadcast_json(names)) != names:  # data are not on all machines, and no YAML names the tasks
             raise DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
     return asked
-
-
-def find_reference(config: EvalConfig, asked: Sequence[Outline]) -> Reference:
-    """Read the stored result on each rank; the error is shared by all tasks of all models."""
-    rule = Rule(spending=config.spending, margin=config.margin).among(len(asked) * len(config.models))
-    written = [Path(config.results_folder) / config.suite / f"{name}.json" for name in config.models]
-    with user_errors_on_all_ranks():
-        return load_reference(Path(str(config.against)), rule, asked, written)
 
 
 def find_models(
@@ -175,22 +150,13 @@ def pass_over(config: EvalConfig, name: str, where: str) -> bool:
 
 
 def evaluate_one(
-    config: EvalConfig,
-    tasks: Sequence[TaskConfig],
-    device: torch.device,
-    subject: Subject,
-    results: Results,
-    files: ResultFiles,
-    reference: Reference | None = None,
+    config: EvalConfig, tasks: Sequence[TaskConfig], subject: Subject, results: Results, files: ResultFiles
 ) -> Results:
     with user_errors_on_all_ranks():
         model = subject.load()  # kept nowhere, so that one model alone takes memory
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
     progress = ProgressLine(results.model)
-
-    def leave_out(why: str) -> None:
-        tell([f"{results.model}: left out of the gauntlet: {why}"])
-
+    leave_out = lambda why: tell([f"{results.model}: left out of the gauntlet: {why}"])  # noqa: E731
     evaluated = evaluate(
         model,
         subject.tokenizer,
@@ -198,11 +164,10 @@ def evaluate_one(
         results,
         files,
         tokenization=config.tokenization,
-        max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[device.type],
+        max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[model.device.type],
         max_seq_len=config.max_seq_len,
         limit=config.limit,
         on_progress=progress,
-        reference=reference,
         on_nothing=leave_out if config.eval_gauntlet else None,
     )
     if not progress.task:

@@ -1,18 +1,10 @@
-"""Tables: results by task, LLM Foundry's Eval Gauntlet, results beside published ones, and comparisons.
+"""Tables of scores, with a row for each model: results by task, and LLM Foundry's Eval Gauntlet."""
 
-A table of scores has a row for each model, that of a comparison one for each task.
-"""
-
-import csv
-import io
-import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
@@ -20,36 +12,13 @@ from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_loss
-from llmfoundry_lite.errors import DataError, mask_credentials, printable
-from llmfoundry_lite.evaluation.compare import SEED, SIGNIFICANT, Pair, Paired, p_text
-from llmfoundry_lite.evaluation.records import (
-    ACCURACIES,
-    BITS,
-    RESULT,
-    Record,
-    cut_at,
-    error_of_sum,
-    lost_share,
-    num_unasked,
-    score_of,
-)
+from llmfoundry_lite.errors import printable
+from llmfoundry_lite.evaluation.records import ACCURACIES, Record, cut_at, error_of_sum, lost_share, score_of
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, NUM_RESAMPLES, Z_TWO_SIDED
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
+from llmfoundry_lite.report.tables import Table, markdown_list
 
-PUBLISHED_TASKS = {
-    "arc_challenge": "ARC-c",
-    "arc_easy": "ARC-e",
-    "boolq": "BoolQ",
-    "hellaswag": "Hella-\nSwag",
-    "piqa": "PIQA",
-    "winograd": "Wino-\ngrad",
-    "winogrande": "Wino-\ngrande",
-}
-SOURCE = 'published: MosaicML, "Training LLMs at Scale with AMD MI250 GPUs", October 2023, Table 2, zero-shot'
-TOLERANCE = 1.25
-"""Parameters and token budgets are called different beyond this ratio: published ones are rounded."""
 WARNING = "warning: "
 ODD = {
     "num_ties": "{} with a tie for the best, where the first counts",
@@ -59,49 +28,39 @@ ODD = {
     "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }
 
-SEQUENTIAL = (
-    " Sequential: p and intervals hold at all looks together (repeated confidence intervals). A difference that was "
-    "found early is on average smaller than it looks. There is no mean of tasks that stopped at different looks."
-)
-
-Point = tuple[float, float, float, bool]
-"""A difference, its low and high end, and whether it is detected."""
 Cell = tuple[str, str]
 """A number and its standard error, as text; empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Models and their scores, with notes below."""
+    """Numbers of models, and notes on them."""
 
     title: str
     columns: dict[str, str]  # name of a column -> its heading, which may have several lines
-    rows: list[tuple[str, list[Cell]]]  # (model, its scores)
+    rows: list[tuple[str, list[Cell]]]  # (model, its numbers)
     notes: list[str]
 
-    def print(self, console: Console) -> None:
-        rows = [[model, *("\n±".join(filter(None, cell)) for cell in cells)] for model, cells in self.rows]
-        if self.columns:
-            Table(self.title, ["model", *self.columns.values()], rows).print_blocks(console)
-        print_notes(console, self.notes)
+    def table(self, headings: Sequence[str], between: str) -> Table:
+        """Return a table in which this text stands between a number and its error."""
+        rows = [[model, *(between.join(filter(None, cell)) for cell in cells)] for model, cells in self.rows]
+        return Table(self.title, ["model", *headings], rows)
 
-    def markdown(self) -> str:
-        headings = [heading.replace("-\n", "").replace("\n", " ") for heading in self.columns.values()]
-        rows = [
-            [model.replace("\n", ", "), *(" ± ".join(filter(None, cell)) for cell in cells)]
-            for model, cells in self.rows
-        ]
-        lines = Table(self.title, ["model", *headings], rows).markdown()
-        return "\n".join([*lines, *(["", *markdown_list(self.notes)] if self.notes else []), ""])
+    def print(self, console: Console) -> None:
+        if self.columns:
+            self.table([*self.columns.values()], "\n±").print_blocks(console)
+        print_notes(console, self.notes)
 
     def write(self, path: Path) -> list[Path]:
         """Write PATH.md and PATH.csv, with the same numbers."""
+        lines = self.table([heading.replace("\n", " ") for heading in self.columns.values()], " ± ").markdown()
+        notes = ["", *markdown_list(self.notes)] if self.notes else []
         columns = ["model", *(part for name in self.columns for part in (name, f"{name} stderr"))]
         rows = [[model, *(part for cell in cells for part in cell)] for model, cells in self.rows]
-        written = {".md": self.markdown(), ".csv": Table(self.title, columns, rows).csv()}
-        for suffix, content in written.items():
-            write_atomically(path.with_suffix(suffix), content)
-        return [path.with_suffix(suffix) for suffix in written]
+        markdown, numbers = path.with_suffix(".md"), path.with_suffix(".csv")
+        write_atomically(markdown, "\n".join([*lines, *notes, ""]))
+        write_atomically(numbers, Table(self.title, columns, rows).csv())
+        return [markdown, numbers]
 
 
 def print_notes(console: Console, notes: Sequence[str]) -> None:
@@ -210,12 +169,6 @@ def _oddities(record: Record) -> Iterator[str]:
         yield f"{record['n']:,} items in {num_clusters:,} clusters, which its standard error counts"
     if 1 < record.get("num_documents", 0) < MIN_DOCUMENTS:
         yield f"a standard error from {record['num_documents']} documents alone is rough"
-    if num_unasked(record):
-        part = record["sequential"]
-        yield (
-            f"{record['n']:,} of {part['num_items']:,} items asked, until the difference to {part['against']} was "
-            f"decided ({part['decision']}): no whole result, in no average"
-        )
     if limit := cut_at(record):
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
@@ -234,7 +187,7 @@ class Gauntlet(NamedTuple):
 
 
 class _Part(NamedTuple):
-    weight: float
+    weight: float  # of a category's parts they add up to 1
     score: float
     error: float
     data: str
@@ -251,29 +204,25 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
     missing: dict[str, list[str]] = {}
     for category in config.categories:
         found = {benchmark.task: tasks.get(benchmark.task) for benchmark in category.benchmarks}
-        # A task that stopped when it was decided has an accuracy that leans to the verdict.
-        absent = [name for name, one in found.items() if not _is_whole(one) or one["metric"] not in ACCURACIES]
+        absent = [name for name, one in found.items() if one is None or one["metric"] not in ACCURACIES]
         if absent:
             missing[category.name] = absent
-        else:
-            parts[category.name] = [_part(config, one, tasks[one.task]) for one in category.benchmarks]
+            continue
+        some = [_part(config, one, tasks[one.task]) for one in category.benchmarks]
+        total = sum(part.weight for part in some)
+        parts[category.name] = [part._replace(weight=part.weight / total) for part in some]
     scores = {}
     for name, categories in ({name: [name] for name in parts} | averages_of(config)).items():
-        there = [parts[category] for category in parts if category in categories]
-        totals = [len(there) * sum(part.weight for part in found) for found in there]
-        of_all = [(p, p.weight / total) for found, total in zip(there, totals, strict=True) for p in found]
-        if there:
-            error = error_of_sum([(part.data, weight * part.error) for part, weight in of_all])
-            scores[name] = Composite(sum(weight * part.score for part, weight in of_all), error)
+        if there := [parts[category] for category in parts if category in categories]:
+            some = [part for found in there for part in found]
+            error = error_of_sum((part.data, part.weight * part.error) for part in some)
+            score = sum(part.weight * part.score for part in some)
+            scores[name] = Composite(score / len(there), error / len(there))
     return Gauntlet(scores, missing)
 
 
 def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
     return config.averages or {"default_average": [category.name for category in config.categories]}
-
-
-def _is_whole(record: Record | None) -> TypeGuard[Record]:
-    return record is not None and not num_unasked(record)
 
 
 def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:
@@ -307,239 +256,3 @@ def write_tables(all_results: Sequence[Results], folder: Path, gauntlet: Gauntle
     folder.mkdir(parents=True, exist_ok=True)
     written = results_table(all_results).write(folder / "table")
     return written + (gauntlet_table(gauntlet, all_results).write(folder / "gauntlet") if gauntlet else [])
-
-
-# -------------------------------------------------------------------------------------------------------- published
-
-
-def published_table(results: Sequence[Results]) -> Scores:
-    """Put results beside MosaicML's "Training LLMs at Scale with AMD MI250 GPUs" (October 2023), Table 2, made with LLM
-    Foundry's harness. Its items are not known, so nothing is tested pairwise: a row says what a difference must exceed
-    to be more than noise. Raises DataError when no task is among the published ones.
-    """
-    text = files("llmfoundry_lite.evaluation").joinpath("published.csv").read_text(encoding="utf-8")
-    published: list[Record] = [
-        {key: value if key in ("model", "source") else float(value) for key, value in row.items()}
-        for row in csv.DictReader(text.splitlines())
-    ]
-    tasks = [
-        task for task in PUBLISHED_TASKS if all(_is_whole(result.tasks.get(f"{task}/0-shot")) for result in results)
-    ]
-    if not tasks:
-        raise DataError(
-            f"--published: {' and '.join(result.name for result in results)} have none of the published tasks in "
-            f"common, zero-shot: {', '.join(PUBLISHED_TASKS)}"
-        )
-    rows, largest = [], [0.0] * (len(tasks) + 1)
-    for row in published:
-        numbers = [row[task] for task in tasks]
-        cells = [cell_of(number) for number in (*numbers, sum(numbers) / len(numbers))]
-        rows.append((f"{row['model']}\n{_size(row)}", cells))
-    for result in results:
-        names = [f"{task}/0-shot" for task in tasks]
-        found = [score_of(result.tasks[name]) for name in names]
-        found.append((sum(number for number, _ in found) / len(found), average_error(result.tasks, names)))
-        rows.append((f"{result.name}\n{_size(vars(result))}", [cell_of(*score) for score in found]))
-        largest = [max(most, error or 0.0) for most, (_, error) in zip(largest, found, strict=True)]
-    rows.append(("noise (95 %)", [cell_of(Z_TWO_SIDED * math.sqrt(2) * error) for error in largest]))
-    notes = ["under each model: parameters, tokens trained on"]
-    notes += [warning for result in results for warning in _warnings(result, tasks, published)]
-    if absent := [task for task in PUBLISHED_TASKS if task not in tasks]:
-        notes.append(f"not in all results, so in no average here: {', '.join(absent)}")
-    notes.append(
-        "noise: what chance alone makes of the difference to a published number in 95 % of cases, if that is from "
-        "as many items as ours; compare two results of your own to see smaller ones"
-    )
-    return Scores(
-        title="beside published results, zero-shot accuracy ± standard error",
-        columns={**{task: PUBLISHED_TASKS[task] for task in tasks}, "mean": f"mean\nof {len(tasks)}"},
-        rows=rows,
-        notes=[*notes, SOURCE],
-    )
-
-
-def _size(facts: Record) -> str:
-    return f"{_count(facts.get('num_parameters'))}, {_count(facts.get('num_tokens_trained'))}"
-
-
-def _count(number: float | None) -> str:
-    if not number:
-        return "?"
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
-
-
-def _warnings(result: Results, tasks: Sequence[str], published: Sequence[Record]) -> list[str]:
-    found = []
-    for key, what in (("num_tokens_trained", "token budget"), ("num_parameters", "size")):
-        number = getattr(result, key)
-        if not number:
-            found.append(f"warning: the {what} of {result.name} is not known; published rows may have another")
-            continue
-        if others := [row for row in published if not 1 / TOLERANCE < row[key] / number < TOLERANCE]:
-            names = ", ".join(f"{row['model']} ({_count(row[key])})" for row in others)
-            found.append(f"warning: the {what} of {result.name} ({_count(number)}) is not that of {names}")
-    records = {task: result.tasks[f"{task}/0-shot"] for task in tasks}
-    if joint := [task for task, record in records.items() if record.get("tokenization") == "joint"]:
-        found.append(
-            f"warning: {result.name}: {', '.join(joint)} with tokenization joint; the published ones with separate"
-        )
-    if limited := [task for task, record in records.items() if record["settings"].get("limit")]:
-        found.append(f"warning: {result.name}: {', '.join(limited)} on the first items alone (limit)")
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------ comparisons
-
-
-def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
-    for pair in pairs:
-        for title, rows in ((f"{pair.other} against {pair.first}", pair.rows), ("by the other metrics", pair.more)):
-            if rows:
-                names = map(fold, (pair.first, pair.other))
-                columns = ["task", "items\n(needed)", *names, " difference [interval]", "p\nwon/lost"]
-                console.print(Text(printable(title), style="italic"))
-                table = Table(title, columns, [_console_row(paired, pair) for paired in rows], right={1, 2, 3, 5})
-                table.print(console, unbroken={4})
-                console.print()
-        if pair.sentence:
-            console.print(Text(printable(pair.sentence), style="bold"))
-        print_notes(console, pair.notes)
-        console.print()
-    console.print(Text(legend(pairs), style="dim"))
-
-
-def text_of(pairs: Sequence[Pair]) -> str:
-    """Return what `print_comparison` prints, without colours."""
-    console = Console(file=io.StringIO(), width=100)
-    with console.capture() as capture:
-        print_comparison(pairs, console)
-    return capture.get().rstrip()
-
-
-def fold(name: str) -> str:
-    """Break a name into lines of 9 characters or a little more, after its marks: never within a word of up to 16."""
-    lines = [""]
-    for part in re.findall(r"[^/_.:-]{1,16}[/_.:-]*|[/_.:-]+", name):
-        if lines[-1] and len(lines[-1]) + len(part) > 9:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
-
-
-def _console_row(paired: Paired, pair: Pair) -> list[str]:
-    name, _, shots = paired.task.rpartition("/")
-    is_plain = paired is pair.mean or (paired in pair.tasks and paired.metric in ("acc_per_token", "acc"))
-    under = filter(None, (shots if name else "", "" if is_plain else paired.metric.replace("_", " ")))
-    return [
-        "\n".join((name or paired.task, *under)),
-        _items(paired, "\n") + (f"\n({paired.needed:,})" if paired.needed else ""),
-        *_numbers(paired),
-        f" {_difference(paired)}\n {paired.verdict}",
-        f"{p_text(paired.p_corrected)}\n{paired.wins:,}/{paired.losses:,}",
-    ]
-
-
-def _numbers(paired: Paired) -> list[str]:
-    return [f"{number:.{paired.digits}f}" for number in (paired.first, paired.other)]
-
-
-def _items(paired: Paired, space: str) -> str:
-    if paired.stage is None:
-        return f"{paired.n:,}"
-    plan = paired.stage.plan
-    return f"{paired.n:,}{space}of {plan.looks[-1] if paired.metric == BITS else plan.num_items:,}"
-
-
-def _difference(paired: Paired) -> str:
-    text = f"{paired.difference:+.{paired.digits}f}"
-    if paired.low is None or paired.high is None:
-        return text
-    return f"{text} [{paired.low:+.{paired.digits}f}, {paired.high:+.{paired.digits}f}]"
-
-
-def legend(pairs: Sequence[Pair]) -> str:
-    num, num_more = sum(len(pair.tasks) for pair in pairs), sum(len(pair.more) for pair in pairs)
-    more = f", and for {num_more} by the other metrics" if num_more else ""
-    means = sum(pair.mean is not None for pair in pairs)
-    if means:
-        more += "; the mean's is one test more, not corrected" if means == 1 else f"; the means' for {means} tests"
-    return (
-        f"p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents; "
-        f"corrected for {num} test{'' if num == 1 else 's'}{more} (Holm). Intervals are of the same tests, at the "
-        "level that decides, 0.05 over the number of tests left, so that they exclude 0 exactly where a difference "
-        "is found. needed: items to find a difference of 0.01, one point, with 80 % power in a test of its own, "
-        "where the two models part as often as here."
-        + (SEQUENTIAL if any(paired.stage for pair in pairs for paired in pair.tasks) else "")
-    )
-
-
-def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: Path, above: str = "") -> list[Path]:
-    """Write compare.md, which starts with `above`, and compare.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [above] if above else []
-    for pair in pairs:
-        title, measured = f"{pair.other} against {pair.first}", ["difference", "at", "won/lost/tied", "p", "verdict"]
-        columns = ["task", "metric", "items", "needed", pair.first, pair.other, *measured]
-        table = Table(title, columns, [_markdown_row(paired) for paired in [*pair.rows, *pair.more]])
-        notes = [*filter(None, (pair.sentence, *pair.notes))]
-        lines += [f"## {markdown_text(title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
-    if pairs:
-        lines += [legend(pairs), ""]
-    markdown, facts = folder / "compare.md", folder / "compare.json"
-    markdown.write_text(mask_credentials("\n".join(lines)))
-    facts.write_text(mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
-    return [markdown, facts]
-
-
-def _markdown_row(paired: Paired) -> list[str]:
-    return [
-        paired.task,
-        "" if paired.metric == "mean" else paired.metric,
-        _items(paired, " "),
-        f"{paired.needed:,}" if paired.needed else "",
-        *_numbers(paired),
-        _difference(paired),
-        f"{100 * paired.confidence:.4g} %",
-        f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",
-        p_text(paired.p_corrected),
-        paired.verdict,
-    ]
-
-
-def _as_json(results: Sequence[Results], pairs: Sequence[Pair]) -> Record:
-    def as_record(paired: Paired) -> Record:
-        known = {key: value for key, value in asdict(paired).items() if key not in ("interval", "counts")}
-        return {**known, "detectable": paired.detectable, "verdict": paired.verdict}
-
-    keys = [key for key in RESULT if key != "suite"]
-    return {
-        "results": {result.name: {key: getattr(result, key) for key in keys} for result in results},
-        "comparisons": [
-            {
-                "first": pair.first,
-                "other": pair.other,
-                "mean": pair.mean and as_record(pair.mean),
-                "tasks": [as_record(paired) for paired in pair.tasks],
-                "other_metrics": [as_record(paired) for paired in pair.more],
-                "notes": pair.notes,
-            }
-            for pair in pairs
-        ],
-        "method": {"num_resamples": NUM_RESAMPLES, "seed": SEED, "level": SIGNIFICANT, "correction": "Holm"},
-    }
-
-
-def panels(pairs: Sequence[Pair]) -> dict[str, dict[str, dict[str, Point]]]:
-    """Return what a figure shows: what is measured -> task -> model -> (difference, low, high, whether detected)."""
-    found: dict[str, dict[str, dict[str, Point]]] = {}
-    for pair in pairs:
-        for paired in pair.rows:
-            better = "left is better" if paired.metric == BITS else "right is better"
-            title = f"difference in {'bits per byte' if paired.metric == BITS else 'accuracy'} ({better})"
-            low, high = (paired.difference if end is None else end for end in (paired.low, paired.high))
-            point = (paired.difference, low, high, paired.is_detected)
-            found.setdefault(title, {}).setdefault(paired.task, {})[pair.other] = point
-    return {title: found[title] for title in sorted(found)}

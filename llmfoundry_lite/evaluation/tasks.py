@@ -124,29 +124,23 @@ def _strip(value: Any) -> Any:
 
 def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each row, and where it stands. Raises DataError."""
-    label, path = config.label, config.dataset_uri
-    for number, line in enumerate(_read_lines(config), start=1):
-        if not line.strip():
-            continue
-        where = f"{label}: {path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = "too deep" if isinstance(error, RecursionError) else error
-            raise DataError(f"{where} is not JSON: {reason}") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where} is not a JSON object")
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no tokenizer takes
-            raise DataError(f"{where} has half a character, such as \\ud83d alone") from None
-        yield row, where
-
-
-def _read_lines(config: TaskConfig) -> Iterator[str]:
     with _naming_the_file(config):
-        for number, line in enumerate(read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task")):
-            yield line.decode("utf-8" if number else "utf-8-sig")
+        for number, content in enumerate(read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task"), start=1):
+            line = content.decode("utf-8-sig" if number == 1 else "utf-8")
+            if not line.strip():
+                continue
+            where = f"{config.label}: {config.dataset_uri}, line {number}"
+            try:
+                row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no tokenizer takes
+                raise DataError(f"{where} has half a character, such as \\ud83d alone") from None
+            except (ValueError, RecursionError) as error:
+                reason = "too deep" if isinstance(error, RecursionError) else error
+                raise DataError(f"{where} is not JSON: {reason}") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is not a JSON object")
+            yield row, where
 
 
 def read_text(config: TaskConfig) -> str:
@@ -222,14 +216,12 @@ def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:
         raise DataError(f"{where}: aliases is {aliases!r}, expected texts")
     if config.has_categories and "category" not in row:
         raise DataError(f"{where}: no column 'category', which has_categories asks for")
-    grouping = [("category", "has_categories asks for")] if config.has_categories else []
-    grouping += [(config.cluster, "cluster names")] if config.cluster is not None else []
-    for column, why in grouping:
-        if not isinstance(row.get(column), (str, int)):
-            raise DataError(
-                f"{where}: {column} is {row.get(column)!r}, expected a text or a whole number, because {why} this "
-                "column"
-            )
+    grouping = {"category": "has_categories asks for"} if config.has_categories else {}
+    grouping |= {} if config.cluster is None else {config.cluster: "cluster names"}
+    for column, why in grouping.items():
+        if not isinstance(row.get(column), str | int):
+            expected = f"expected a text or a whole number, because {why} this column"
+            raise DataError(f"{where}: {column} is {row.get(column)!r}, {expected}")
     if kind not in CHOICES:
         return
     options, gold = row["choices" if kind == "multiple_choice" else "context_options"], row["gold"]
@@ -257,7 +249,7 @@ def prepare(
     limit: int | None = None,
 ) -> Prepared:
     """Render and tokenise every item. Raises DataError when there are too few rows, or none that can be asked."""
-    tokenization = config.tokenization or tokenization
+    config = decide(config, num_fewshot, tokenization)
     groups, askable = groups_of(config, rows), find_askable(config, rows, num_fewshot)
     group_of = {index: group for group in groups for index in group}
     if num_fewshot >= max(map(len, groups)):
@@ -266,14 +258,13 @@ def prepare(
             f"{' in its largest category' if config.has_categories else ''}, "
             f"too few for {num_fewshot} examples and a question"
         )
-    config = replace(config, continuation_delimiter=delimiter_of(config, num_fewshot, tokenization))
-    settings = settings_of(config, num_fewshot, tokenization, limit_that_cuts(limit, len(askable)))
+    settings = settings_of(config, num_fewshot, limit_that_cuts(limit, len(askable)))
     if config.icl_task_type in GENERATION and (stops := stop_tokens_of(tokenizer)):
         settings["stop_tokens"] = stops  # named only where there are any, so that results without them stay the same
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     clusters = find_clusters(config, rows)
-    encode = _Encoding(tokenizer, tokenization, max_seq_len, strips=config.strip_dataset)
+    encode = _Encoding(tokenizer, config, max_seq_len)
     items, skipped = [], dict[str, list[int]]()
     for index in askable[:limit]:
         examples = choose_examples(config, group_of[index], index, num_fewshot)
@@ -299,7 +290,7 @@ def prepare(
         beginning=tokenizer.beginning,
         num_repeated=len(items) - len({_question(config, rows[item.index]) for item in items}),
         skipped={f"{reason}, first in row {rows[0] + 1}": len(rows) for reason, rows in skipped.items()},
-        config=replace(config, tokenization=tokenization),
+        config=config,
     )
 
 
@@ -354,15 +345,19 @@ def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: in
     return [index for index in range(len(rows)) if index not in reserved]
 
 
-def delimiter_of(config: TaskConfig, num_fewshot: int, tokenization: str) -> str:
-    """Return what stands between context and answer. LLM Foundry leaves it out of a schema task's question that
-    nothing precedes; where both are tokenised together, a space remains."""
-    delimiter = config.continuation_delimiter
-    if config.icl_task_type != "schema" or num_fewshot or config.prompt_string:
-        return delimiter
-    if tokenization == "separate":
-        return delimiter if config.strip_dataset and not delimiter.strip() else ""
-    return " " if delimiter.strip() else delimiter
+def decide(config: TaskConfig, num_fewshot: int, tokenization: str) -> TaskConfig:
+    """Return the task with what this number of examples and the evaluation's tokenization decide.
+
+    LLM Foundry leaves the delimiter out of a schema task's question that nothing precedes; where context and answer are
+    tokenised together, a space remains.
+    """
+    tokenization, delimiter = config.tokenization or tokenization, config.continuation_delimiter
+    if config.icl_task_type == "schema" and not num_fewshot and not config.prompt_string:
+        if tokenization == "joint":
+            delimiter = " " if delimiter.strip() else delimiter
+        elif delimiter.strip() or not config.strip_dataset:
+            delimiter = ""
+    return replace(config, tokenization=tokenization, continuation_delimiter=delimiter)
 
 
 def limit_that_cuts(limit: int | None, num_items: int) -> int | None:
@@ -378,8 +373,8 @@ def groups_of(config: TaskConfig, rows: list[dict[str, Any]]) -> list[list[int]]
     return list(groups.values())
 
 
-def settings_of(config: TaskConfig, num_fewshot: int, tokenization: str, limit: int | None) -> dict[str, Any]:
-    """Return what decides the prompts and their scoring; the name of the task and of its file do not."""
+def settings_of(config: TaskConfig, num_fewshot: int, limit: int | None) -> dict[str, Any]:
+    """Return what of a decided task makes its prompts and scores; the names of the task and of its file do not."""
     names = (
         *("icl_task_type", "fewshot_random_seed", "fewshot_fixed", "prompt_string", "example_delimiter"),
         *("continuation_delimiter", "prelimiter", "strip_dataset", "max_new_tokens", "early_stopping_criteria"),
@@ -387,9 +382,8 @@ def settings_of(config: TaskConfig, num_fewshot: int, tokenization: str, limit: 
         # Named only where set, so that results without them stay the same.
         *(name for name in ("has_categories", "cluster") if getattr(config, name)),
     )
-    tokenization = config.tokenization or tokenization
     decisive = {name: getattr(config, name) for name in names}
-    return {**decisive, "num_fewshot": num_fewshot, "tokenization": tokenization, "limit": limit}
+    return {**decisive, "num_fewshot": num_fewshot, "tokenization": config.tokenization, "limit": limit}
 
 
 def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fewshot: int) -> list[int]:
@@ -506,10 +500,10 @@ class _Encoding:
     """Text -> requests, by one convention. Both put the tokenizer's beginning before the first text and nowhere else;
     trimming takes it away with the rest."""
 
-    def __init__(self, tokenizer: Tokenizer, tokenization: str, max_seq_len: int, *, strips: bool):
+    def __init__(self, tokenizer: Tokenizer, config: TaskConfig, max_seq_len: int):
         self.tokenizer = tokenizer
-        self.strips = strips
-        self.is_joint = tokenization == "joint"
+        self.strips = config.strip_dataset
+        self.is_joint = config.tokenization == "joint"
         # The last token is predicted and never read, so one more fits; LLM Foundry does not use that.
         self.max_tokens = max_seq_len + self.is_joint
         # Byte-level BPE has a token for " a"; SentencePiece adds the space by itself.

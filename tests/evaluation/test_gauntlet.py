@@ -261,15 +261,6 @@ def test_a_perplexity_is_no_accuracy():
     assert run_gauntlet(GauntletConfig(categories=[READING]), done).missing == {"reading": ["squad/3-shot"]}
 
 
-def test_a_task_that_stopped_when_it_was_decided_counts_as_absent():
-    """Its accuracy leans to the verdict."""
-    stopped = {**TASKS_DONE["squad/3-shot"], "n": 400, "sequential": {"num_items": 10570}}
-    asked_to_the_end = {**stopped, "n": 10570}
-    config = GauntletConfig(categories=[READING])
-    assert run_gauntlet(config, {"squad/3-shot": stopped}).missing == {"reading": ["squad/3-shot"]}
-    assert run_gauntlet(config, {"squad/3-shot": asked_to_the_end}).scores["reading"].score == pytest.approx(0.31)
-
-
 def test_the_tables_hold_every_model(tmp_path):
     def done(model, tasks):
         record = {"type": "language_modeling", "num_fewshot": 0, "fingerprint": "f", "settings": {}}

@@ -59,7 +59,7 @@ def test_a_model_writes_what_it_finds_likeliest_whatever_it_keeps_between_tokens
     plain, tokens = PlainModel(model.eval(), torch.device("cpu")), [3, 5, 7, 11, 13]
     written = list(plain.generate(tokens, 8))
     for token in written:
-        assert token == plain.logits(torch.tensor(tokens), torch.tensor([len(tokens) - 1]))[0].argmax()
+        assert token == plain.logits(torch.tensor([tokens]), torch.tensor([len(tokens) - 1])).argmax()
         tokens.append(token)
 
 

@@ -11,21 +11,18 @@ from hypothesis import strategies as st
 from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.significance import (
-    MAX_EXACT,
     MAX_RESAMPLED,
     Counts,
     Studentised,
     bootstrap_sums,
     count,
     difference_of_ratios,
-    documents_needed,
-    exact_power,
     holm,
-    items_needed,
     score_interval,
     score_p,
     upper_limit,
 )
+from tests.helpers.present import needs
 
 
 @pytest.mark.parametrize(
@@ -208,25 +205,7 @@ def test_what_is_equally_good_is_called_different_at_most_one_time_in_twenty():
     assert 60 <= one <= 125 and any_of_five <= 125, (one, any_of_five)
 
 
-@pytest.mark.parametrize(("discordance", "difference"), [(0.01, 0.01), (0.05, 0.01), (0.15, 0.03), (0.3, 0.1)])
-def test_the_items_needed_find_the_difference_four_times_in_five(discordance, difference):
-    n = items_needed(discordance, difference)
-    shares = [(discordance + difference) / 2, (discordance - difference) / 2, 1 - discordance]
-    draws = np.random.default_rng(8).multinomial(n, shares, 5000)
-    power = np.mean([score_p(Counts(float(wins), float(losses), n, 1.0)) < 0.05 for wins, losses, _ in draws])
-    assert power == pytest.approx(0.8, abs=0.025)
-    if n * discordance <= MAX_EXACT:
-        assert exact_power(n, discordance, difference) == pytest.approx(power, abs=0.02)
-
-
-def test_more_are_needed_where_more_differ():
-    assert items_needed(0.0) == items_needed(0.01) < items_needed(0.05) < items_needed(0.4)
-    assert (
-        documents_needed(0.1, 0.01) == 799
-    )  # 787 at the level 0.05, (2.8016 * 10) ** 2 + 1.96 ** 2 / 2; here it is 0.0476
-    assert documents_needed(0.001) == 20
-
-
+@needs("bench")
 def test_the_bench_writes_its_table_and_finds_no_contradiction(tmp_path, capsys):
     assert run_benchmark(["intervals", "--num-draws", "20", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "intervals.md").read_text()
@@ -234,4 +213,3 @@ def test_the_bench_writes_its_table_and_finds_no_contradiction(tmp_path, capsys)
         line.split(" | ") for line in written.splitlines() if line.startswith(("| one", "| mean", "| clus", "| bits"))
     ]
     assert len(rows) > 40 and {row[5] for row in rows} == {"0"}
-    assert "| 30% | 0.10 | 241 |" in written

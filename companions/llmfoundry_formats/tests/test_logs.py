@@ -16,7 +16,6 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.compare import compare, compare_files
 from llmfoundry_lite.evaluation.results import load_any
-from llmfoundry_lite.evaluation.sequential import Rule
 from tests.helpers.bombs import MIB, little_memory
 from tests.helpers.results import write_result
 
@@ -63,7 +62,7 @@ def test_lm_eval_logs_give_the_numbers_that_lm_eval_printed():
         assert (results.num_parameters, results.precision) == (247_552, "float32")
 
 
-def test_models_are_compared_with_clusters_corrections_and_looks():
+def test_models_are_compared_with_clusters_and_corrections():
     (pair,) = compare(load_any(LM_EVAL, "passage"), all_metrics=True)
     by_task = {task.task: task for task in pair.tasks}
     assert (by_task["text"].wins, by_task["text"].losses, by_task["text"].is_detected) == (19, 1, True)
@@ -71,9 +70,6 @@ def test_models_are_compared_with_clusters_corrections_and_looks():
     assert [paired.metric for paired in pair.more] == ["acc_norm", "exact_match,vowel"]
     assert pair.notes == ["short choices: 12 items in 6 clusters, which are what is independent"]
     assert repr(compare_files(*LM_EVAL, cluster="passage", all_metrics=True)) == repr(pair), "as the library has it"
-    (looked,) = compare(load_any(LM_EVAL), skip=["written"], sequential=Rule())
-    assert [task.test for task in looked.tasks] == ["score, sequential", "studentised bootstrap, sequential"]
-    assert looked.notes[-1].startswith("text: 20 of 20 items asked, look 1 of 1 (obrien fleming, level 0.025)")
 
 
 def test_epochs_of_an_inspect_sample_are_one_item():
