@@ -30,7 +30,7 @@ def load_hf(folder: str, device: str) -> LM:
 def load_ours(folder: str, device: str) -> LM:
     from lm_eval.api.registry import get_model
 
-    from llmfoundry_lite.lm_eval import register
+    from llmfoundry_formats.lm_eval import register
 
     register()
     return get_model("llmfoundry_lite")(hf=folder, device=device)

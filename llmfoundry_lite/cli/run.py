@@ -158,7 +158,7 @@ def init(
     else:
         if size is not None:
             raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
-        from llmfoundry_lite.convert.like import name_of, write_like
+        from llmfoundry_formats.like import name_of, write_like
 
         path = out or Path(f"{name_of(like)}-{data.resolve().name}.yaml")
         folder, note = write_like(data, like, path, trust_pickle=trust_pickle)

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from llmfoundry_formats.dcp import Held, hold, publish, write_pieces
+from llmfoundry_formats.pickles import read_dcp_metadata, read_torch_file
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
-from llmfoundry_lite.checkpoint.dcp import Held, hold, publish, write_pieces
 from llmfoundry_lite.checkpoint.folders import Folder
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, MANIFEST, Timestamp
 from llmfoundry_lite.checkpoint.paths import TOKENIZER, check_outside_checkpoints
@@ -37,7 +38,6 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import VOCABULARY_FILES, read_json, write_json
 from llmfoundry_lite.convert.huggingface import fit_weights, from_hugging_face, import_model
-from llmfoundry_lite.convert.pickles import read_dcp_metadata, read_torch_file
 from llmfoundry_lite.data import tokenizer as tokenizers
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.files import open_regular

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmfoundry_formats.logs import load_any
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.foreign import load_any
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
     BITS,

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from llmfoundry_formats.pickles import read_torch_file
 from llmfoundry_lite.checkpoint import restore
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Manifest
@@ -38,7 +39,6 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import check_no_adapter, read_dtypes
 from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
-from llmfoundry_lite.convert.pickles import read_torch_file
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError

@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 import llmfoundry_lite
-from llmfoundry_lite.checkpoint.dcp import PortableStorageReader
+from llmfoundry_formats.dcp import PortableStorageReader
+from llmfoundry_formats.pickles import StandIn, TensorsOnly, read_torch_file
+from llmfoundry_formats.tests import composer_saves
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -27,13 +29,11 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
-from llmfoundry_lite.convert.pickles import StandIn, TensorsOnly, read_torch_file
 from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError
 from llmfoundry_lite.evaluation.models import find_subject
 from llmfoundry_lite.models.mpt import MPT
-from tests import composer_saves
 from tests.helpers.bombs import MIB, little_memory
 from tests.helpers.launch import launch, train
 from tests.helpers.models import ALIBI, LLAMA, SMALL, random_model

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 PAGE = (ROOT / "docs/any-loop.md").read_text()
 PLAIN, TITAN = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-STORAGE = "from llmfoundry_lite.checkpoint.dcp import PortableStorageReader, PortableStorageWriter\n"
+STORAGE = "from llmfoundry_formats.dcp import PortableStorageReader, PortableStorageWriter\n"
 LOAD, SAVE = (f"dcp.{verb}(state, checkpoint_id=SAVED)" for verb in ("load", "save"))
 PORTABLE = STORAGE + TITAN.replace('"titan"', '"titan/ba0"').replace(
     LOAD, "dcp.load(state, storage_reader=PortableStorageReader(SAVED))"

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llmfoundry_lite.checkpoint import dcp as dcp_writer
+from llmfoundry_formats import dcp as dcp_writer
+from llmfoundry_formats.dcp import PortableStorageReader, PortableStorageWriter
 from llmfoundry_lite.checkpoint import local_folder, manifest, restore
-from llmfoundry_lite.checkpoint.dcp import PortableStorageReader, PortableStorageWriter
 from llmfoundry_lite.checkpoint.full_tensors import consolidate
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, encode
 from llmfoundry_lite.checkpoint.save import Saver, as_bytes

@@ -1,4 +1,4 @@
-"""Our model behind the three questions of lm-evaluation-harness: `python -m llmfoundry_lite.lm_eval`.
+"""Our model behind the three questions of lm-evaluation-harness: `python -m llmfoundry_formats.lm_eval`.
 
 Prompts, examples, metrics and files are lm_eval's; log-probabilities and answers are ours. Several ranks divide the
 requests of each task, and give the same results as one.

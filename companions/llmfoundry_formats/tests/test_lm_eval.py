@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 
+from llmfoundry_formats.logs import load_any
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.foreign import load_any
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.loaded import load
 from llmfoundry_lite.evaluation.models import load_subject
@@ -88,7 +88,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def ask(folder, out, *arguments, module="llmfoundry_lite.lm_eval", num_ranks=1, tasks=ALL):
+def ask(folder, out, *arguments, module="llmfoundry_formats.lm_eval", num_ranks=1, tasks=ALL):
     """Run lm_eval's command line; return the process of rank 0 and the folder of its logs."""
     command = [python_of("LM_EVAL_PYTHON", "lm_eval"), "-m", module, "--tasks", tasks]
     command += ["--include_path", str(folder), "--log_samples", "--output_path", str(folder / out), *arguments]

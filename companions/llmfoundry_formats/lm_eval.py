@@ -1,7 +1,7 @@
 """lm-evaluation-harness asks its tasks of a checkpoint as it is, with our scorer and no export.
 
-python -m llmfoundry_lite.lm_eval --model llmfoundry_lite --model_args run=runs/mpt-1b --tasks arc_easy
-composer -n 8 -m llmfoundry_lite.lm_eval --model llmfoundry_lite --model_args run=runs/mpt-1b --tasks arc_easy
+python -m llmfoundry_formats.lm_eval --model llmfoundry_lite --model_args run=runs/mpt-1b --tasks arc_easy
+composer -n 8 -m llmfoundry_formats.lm_eval --model llmfoundry_lite --model_args run=runs/mpt-1b --tasks arc_easy
 
 lm_eval 0.4.13 knows models by a table of its own, and no entry point adds to it. `register` adds ours; then lm_eval's
 command line runs as it is. In Python, call `register()` before `lm_eval.simple_evaluate(model="llmfoundry_lite", …)`.
@@ -33,7 +33,7 @@ def register() -> None:
         raise ConfigError(
             f"lm_eval is not here, or not the release that this is for ({error}); pip install 'lm-eval==0.4.13'"
         ) from None
-    model_registry.register("llmfoundry_lite", target="llmfoundry_lite.evaluation.lm_eval:CheckpointLM")
+    model_registry.register("llmfoundry_lite", target="llmfoundry_formats.lm_eval_model:CheckpointLM")
 
 
 if __name__ == "__main__":
