@@ -23,7 +23,7 @@ from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
 from llmfoundry_lite.checkpoint.shards import NUM_THREADS, ReadRequest, open_shard, verify_file
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_tensor
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import check_readable
+from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import (
     CheckpointError,
@@ -93,7 +93,7 @@ def load_newest(
         checkpoint = None
         with exchange.raising_on_all_ranks():
             if is_main:
-                search = store.newest_intact(check_readable, quarantine=lease, skip=passed)
+                search = store.newest_intact(check_present, quarantine=lease, skip=passed)
                 checkpoint = search.checkpoint
                 passed |= search.passed
         name = exchange.broadcast_json(checkpoint.name if checkpoint else None)

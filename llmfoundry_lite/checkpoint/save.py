@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
-from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_buffers, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
@@ -116,7 +116,7 @@ class Saver:
         self.has_lease = False
         """Whether rank 0 has one; the same on all ranks."""
         self.parent_save_id = parent_save_id
-        self.log_parts: tuple[FileRecord, ...] = ()
+        self.log_parts: tuple[LogPart, ...] = ()
         """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
         self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")

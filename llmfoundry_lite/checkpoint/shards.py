@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, T, retry_on_damage, unreadable
-from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, ITEM_BYTES, FileRecord, TensorRecord
+from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, ITEM_BYTES, FileRecord, LogPart, TensorRecord
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
@@ -27,8 +27,6 @@ BLOCK_BYTES = 1 << 20
 TRANSFER_BYTES = 8 << 20
 """Bytes that one thread writes or reads at a time."""
 NUM_THREADS = 4
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors."""
 HASHES = "__hashes__"
 
 
@@ -175,48 +173,21 @@ class Shard:
 
     def __init__(self, folder: Folder, file: FileRecord, source: Source):
         self.folder, self.file, self.source = folder, file, source
-        self.hashes = bytes.fromhex(file.block_hashes)
-        self.contents: dict[str, Stored] = {}
-        if file.digest:
-            self.hashes, self.contents = self._read_twice_if_damaged(self._read_header)
-        elif file.name.endswith(".safetensors"):  # of format 1
-            self.contents = self._read_hashed_header()
+        self.hashes, self.contents = self._read(self._read_header)
 
     def _read_header(self, source: Source) -> tuple[bytes, dict[str, Stored]]:
         file = self.file
-        header = _read_bytes(source, 0, file.header_bytes)
-        hashes = _read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
+        header = read_bytes(source, 0, file.header_bytes)
+        hashes = read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
         if hash_buffers([header, hashes]).hex() != file.digest:
             raise self.damage("its header or its hashes are not what was written")
         return hashes, parse_header(header, self)
 
-    def _read_hashed_header(self) -> dict[str, Stored]:
-        length = self._read_twice_if_damaged(lambda source: int.from_bytes(_read_bytes(source, 0, 8), "little"))
-        if not 2 <= length <= min(MAX_HEADER_BYTES, self.file.num_bytes - 8):
-            raise self.damage(f"its header claims {length:,} bytes")
-        header = np.empty(8 + length, np.uint8)
-        self.read([ReadRequest(0, 8 + length, header, "header")])
-        return parse_header(header.tobytes(), self)
-
     def damage(self, text: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{self.folder.url}/{self.file.name}: {text}", self.file.name)
 
-    def _read_twice_if_damaged(self, read: Callable[[Source], T]) -> T:
-        """Return what `read` finds. Damage counts if it is found a second time, past the cache."""
-
-        def once(bypass_cache: bool) -> T:
-            source = _open_once(self.folder, self.file, bypass_cache=True) if bypass_cache else self.source
-            try:
-                return read(source)
-            except EOFError as error:
-                raise self.damage(str(error)) from None
-            except OSError as error:
-                raise unreadable(self.folder, self.file.name, error) from error
-            finally:
-                if bypass_cache:
-                    source.close()
-
-        return retry_on_damage(once)
+    def _read(self, read: Callable[[Source], T]) -> T:
+        return read_file(self.folder, self.file, read, self.source)
 
     def find(self, key: str, dtype: str, shape: Sequence[int]) -> Stored:
         """Return where a slice lies. Raises DamagedCheckpointError if it is absent or has another dtype or shape."""
@@ -277,7 +248,7 @@ class Shard:
                     inside = f" (in {hit[0]}{more})" if hit else ""
                     raise self.damage(f"bytes {begin:,} to {end:,} are not what was written{inside}")
 
-        self._read_twice_if_damaged(read)
+        self._read(read)
 
 
 @contextmanager
@@ -290,12 +261,25 @@ def open_shard(folder: Folder, file: FileRecord) -> Iterator[Shard]:
         source.close()
 
 
-def read_verified(folder: Folder, file: FileRecord) -> bytes:
-    """Return the content of a file that is no shard. Raises UnsoundCheckpointError."""
-    with open_shard(folder, file) as opened:  # the size first: the memory for one that lies may not be there
-        content = np.empty(file.num_bytes, np.uint8)
-        opened.read([ReadRequest(0, file.num_bytes, content, file.name)])
-    return content.tobytes()
+def read_file(
+    folder: Folder, file: FileRecord | LogPart, read: Callable[[Source], T], opened: Source | None = None
+) -> T:
+    """Return what `read` finds in a file, which may be `opened` already. Damage counts if it is found a second time,
+    past the cache. Raises UnsoundCheckpointError."""
+
+    def once(bypass_cache: bool) -> T:
+        source = _open_once(folder, file, bypass_cache) if bypass_cache or opened is None else opened
+        try:
+            return read(source)
+        except EOFError as error:
+            raise DamagedCheckpointError(f"{folder.url}/{file.name}: {error}", file.name) from None
+        except OSError as error:
+            raise unreadable(folder, file.name, error) from error
+        finally:
+            if source is not opened:
+                source.close()
+
+    return retry_on_damage(once)
 
 
 def verify_file(folder: Folder, file: FileRecord, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
@@ -371,7 +355,7 @@ def _transfer_bytes(block_bytes: int) -> int:
     return max(block_bytes, TRANSFER_BYTES // block_bytes * block_bytes)
 
 
-def _open_once(folder: Folder, file: FileRecord, bypass_cache: bool) -> Source:
+def _open_once(folder: Folder, file: FileRecord | LogPart, bypass_cache: bool) -> Source:
     try:
         source = folder.source(file.name, bypass_cache=bypass_cache)
     except OSError as error:
@@ -383,7 +367,7 @@ def _open_once(folder: Folder, file: FileRecord, bypass_cache: bool) -> Source:
     return source
 
 
-def _read_bytes(source: Source, offset: int, size: int) -> bytes:
+def read_bytes(source: Source, offset: int, size: int) -> bytes:
     buffer = bytearray(size)
     source.read_into(offset, [memoryview(buffer)])
     return bytes(buffer)

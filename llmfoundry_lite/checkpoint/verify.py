@@ -10,9 +10,8 @@ from llmfoundry_lite.errors import DamagedCheckpointError
 
 def check_present(checkpoint: Checkpoint) -> None:
     """Check by one listing that every file is there with its size. Raises UnsoundCheckpointError."""
-    files = (*checkpoint.manifest.files, *checkpoint.manifest.attachments)
     try:
-        check_files(checkpoint.folder, {file.name: file.num_bytes for file in files})
+        check_files(checkpoint.folder, {file.name: file.num_bytes for file in checkpoint.manifest.files})
     except OSError as error:
         raise unreadable(checkpoint.folder.parent(), checkpoint.name, error) from error
 
@@ -42,16 +41,9 @@ def check_structure(checkpoint: Checkpoint) -> None:
             )
 
 
-def check_readable(checkpoint: Checkpoint) -> None:
-    """Check what one rank looks at before all read the tensors, which are verified as they are read."""
-    check_present(checkpoint)
-    for file in checkpoint.manifest.attachments:
-        verify_file(checkpoint.folder, file)
-
-
 def verify_checkpoint(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Hash every block of every file, and compare all headers with the manifest. Errors name file and tensor."""
     for file in checkpoint.manifest.files:
         verify_file(checkpoint.folder, file, on_read)
     check_structure(checkpoint)
-    check_readable(checkpoint)
+    check_present(checkpoint)

@@ -89,14 +89,12 @@ def list_checkpoints(where: Where) -> None:
 
 
 def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
-    """Return batch, tokens, size and date; from the beginning of the manifest if it has them all, as in format 2."""
+    """Return batch, tokens, size and date; None for one that cannot be read."""
     head = candidate.head
-    if head is None or head.num_bytes is None:
-        if candidate.checkpoint is None:
-            return None
-        head = candidate.checkpoint.manifest.head
+    if head is None:
+        return None
     written = (head.written_at or "").replace("+00:00", "Z")
-    return f"{head.batch:,}", f"{head.num_tokens:,}", megabytes(head.num_bytes or 0), written
+    return f"{head.batch:,}", f"{head.num_tokens:,}", megabytes(head.num_bytes), written
 
 
 @checkpoint.command("inspect")

@@ -132,7 +132,8 @@ def test_the_last_tensor_has_the_hashes_of_all_blocks_before_it(tmp_path):
 @given(st.integers(1, 2_000_000), st.integers(1, 2_000))
 def test_how_much_is_hashed_follows_from_the_size_of_the_file(hashed_bytes, block_bytes):
     num_blocks = -(-hashed_bytes // block_bytes)
-    record = FileRecord(name="s", num_bytes=hashed_bytes + 16 * num_blocks, block_bytes=block_bytes, digest="x")
+    sizes = {"num_bytes": hashed_bytes + 16 * num_blocks, "block_bytes": block_bytes, "header_bytes": 0}
+    record = FileRecord(name="s", digest="x", **sizes)
     assert (record.hashed_bytes, record.num_blocks) == (hashed_bytes, num_blocks)
 
 
