@@ -21,6 +21,7 @@ from llmfoundry_lite.errors import (
     UnsoundCheckpointError,
     is_masked,
 )
+from llmfoundry_lite.retry import Budget
 
 T = TypeVar("T")
 Buffer = Any
@@ -28,9 +29,8 @@ Buffer = Any
 
 NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 
-ATTEMPTS = 4
-PAUSE_SECONDS = 0.2
-"""After the first attempt; three times as long after each further one."""
+PAUSES_SECONDS = (0.2, 0.6, 1.8)
+"""Before each further attempt at a file."""
 
 
 class Sink(Protocol):
@@ -188,17 +188,17 @@ def retry_on_damage(look: Callable[[bool], T]) -> T:
 
 def retry_transient_errors(call: Callable[[], T], only: Sequence[int] | None = None) -> T:
     """Repeat a call after an error that may pass: any OSError of disk or network, or with `only` those errnos."""
-    for attempt in range(ATTEMPTS):
+    budget = Budget(PAUSES_SECONDS, attempts=len(PAUSES_SECONDS))
+    while True:
         try:
             with as_os_errors():
                 return call()
         except (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError):
             raise
         except OSError as error:
-            if attempt == ATTEMPTS - 1 or (only is not None and error.errno not in only):
+            if (only is not None and error.errno not in only) or (pause := budget.pause()) is None:
                 raise
-            time.sleep(PAUSE_SECONDS * 3**attempt)
-    raise AssertionError
+        time.sleep(pause)
 
 
 @contextlib.contextmanager

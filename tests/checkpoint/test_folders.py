@@ -129,7 +129,7 @@ def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.Monkey
     def fail(*args: object, **kwargs: object) -> None:
         raise NoCredentials("Unable to locate credentials\nand more")
 
-    monkeypatch.setattr(folders, "ATTEMPTS", 1)
+    monkeypatch.setattr(folders, "PAUSES_SECONDS", ())
     for name in ("ls", "info", "open", "pipe_file"):
         monkeypatch.setattr(MemoryFileSystem, name, fail)
     store = CheckpointStore("memory://bucket/run")

@@ -283,7 +283,7 @@ def proxy(connect, server, monkeypatch):
     """Before the server of a new bucket. The client asks once, and waits for nothing."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(folders, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
     proxy = RefusingProxy(server)
     proxy.url = connect()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")

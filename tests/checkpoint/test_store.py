@@ -574,7 +574,7 @@ class Disk:
     def __init__(self, monkeypatch, name, count, answer):
         self.name, self.count, self.answer = name, count, answer
         self.pread, self.open = os.preadv, open
-        monkeypatch.setattr(folders, "PAUSE_SECONDS", 0)
+        monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
         monkeypatch.setattr(os, "preadv", self.preadv)
         monkeypatch.setattr(local_folder, "open", self.open_file, raising=False)
 
@@ -640,7 +640,7 @@ def test_a_disk_that_refuses_once_to_list_or_to_open_is_asked_again(two_saves, t
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path, *options, **named)
 
-    monkeypatch.setattr(folders, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
     monkeypatch.setattr(os, call, called)
     found = store.newest_intact(verify_checkpoint, quarantine=lease)
     assert refused and found.checkpoint is not None and (found.checkpoint.name, found.notes) == ("ba2", [])
