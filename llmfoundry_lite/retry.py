@@ -19,7 +19,7 @@ class Budget:
     num_paused: int = 0
 
     def pause(self, now: float = 0.0) -> float | None:
-        """Return the seconds until the next attempt; None if there is none. `now` is of the clock that `began` is of."""
+        """Return the seconds until the next attempt; None if there is none. `now` is of the clock of `began`."""
         left = self.began + self.seconds - now
         if self.num_paused >= self.attempts or left <= 0:
             return None

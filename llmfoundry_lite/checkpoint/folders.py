@@ -6,7 +6,6 @@ operating system pass through as OSError.
 
 import contextlib
 import errno
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from llmfoundry_lite.errors import (
-    CheckpointError,
     DamagedCheckpointError,
     IncompleteCheckpointError,
     UnreadableCheckpointError,
     UnsoundCheckpointError,
-    is_masked,
 )
 from llmfoundry_lite.retry import Budget
 
@@ -103,48 +100,6 @@ class Folder(Protocol):
     def source(self, name: str, *, bypass_cache: bool = False) -> Source:
         """Open a file for reading. `bypass_cache`: drop what this machine has cached of it, where that is possible."""
         ...
-
-
-EXTRAS = {"s3": "s3", "s3a": "s3"}
-
-
-def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """Return the folder of a path or URL. Raises CheckpointError if the protocol's package is not installed, or a
-    client would read another folder."""
-    from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-
-    text = os.fspath(url)
-    protocol, separator, rest = text.partition("://")
-    if "${oc." in text:
-        raise CheckpointError(
-            f"{text}: recorded as it was written, and only a launch resolves it; give the folder itself"
-        )
-    if is_masked(text):
-        raise CheckpointError(
-            f"{text}: credentials are not recorded; give the URL with them, in a YAML by ${{oc.env:NAME}}"
-        )
-    if not separator:
-        return LocalFolder(Path(os.path.expanduser(text)))
-    if protocol in ("file", "local"):
-        return LocalFolder(Path(rest))
-    # fsspec splits an URL at `::`; s3fs cuts it at `?versionId=`, takes a newline for its end, and lists nothing of a
-    # folder whose path has `//`, though it writes there.
-    is_wrong = {part: part in text for part in ("::", "?versionId=", *"\n\r\0")} | {"//": "//" in rest.strip("/")}
-    if wrong := next((part for part, is_here in is_wrong.items() if is_here), None):
-        raise CheckpointError(f"{text!r}: {wrong!r} is not possible in the URL of a folder; give another name")
-    import fsspec
-
-    from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem
-
-    try:
-        filesystem, path = fsspec.core.url_to_fs(text)
-    except ImportError as error:
-        extra = EXTRAS.get(protocol)
-        remedy = f"pip install 'llmfoundry-lite[{extra}]'" if extra else f"install the package it names: {error}"
-        raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
-    except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
-        raise CheckpointError(f"{text}: {first_line(error)}") from error
-    return RemoteFolder(RenewingFilesystem(filesystem), path, text.rstrip("/"))
 
 
 def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
-from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.layouts import Slice
 from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, decode
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
 from llmfoundry_lite.checkpoint.shards import NUM_THREADS, ReadRequest, open_shard, verify_file
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_tensor

@@ -14,8 +14,8 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.store import (
     Candidate,

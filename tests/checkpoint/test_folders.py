@@ -16,9 +16,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.checkpoint import folders, local_folder, shards
-from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import part_bytes
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.save import About, Saver, aligned_memory, as_bytes

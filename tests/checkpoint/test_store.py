@@ -17,10 +17,10 @@ import pytest
 
 from llmfoundry_lite.checkpoint import commit, folders, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
-from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import encode
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure, verify_checkpoint
@@ -301,7 +301,7 @@ def test_a_manifest_of_a_terabyte_is_not_read(tmp_path):
     os.truncate(tmp_path / "ba2" / "manifest.json", 1 << 40)  # a hole: it takes no disk
     found = store.newest_intact(verify_checkpoint)
     assert found.checkpoint.name == "ba1"
-    assert "bytes, more than the 268,435,456 a manifest may have" in found.notes[0]
+    assert "bytes, more than the 67,108,864 a manifest may have" in found.notes[0]
 
 
 @pytest.mark.fault
