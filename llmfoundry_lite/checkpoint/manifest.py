@@ -1,6 +1,6 @@
 """The manifest of a portable checkpoint: everything but the arrays, and how each array lies in the files. No torch.
 
-`decode` guarantees that the slices of every tensor cover it once, and lie in files that the manifest names.
+`decode` guarantees that the chunks of every tensor cover it once, and lie in files that the manifest names.
 docs/checkpoint-format.md describes the JSON, and the rule for versions.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from llmfoundry_lite.checkpoint.layouts import Extra, Grid, Slice
+from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk, Extra, Grid
 from llmfoundry_lite.config.changes import in_words
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 from llmfoundry_lite.ranks.codec import Item, encode_value, fits, parse_json, shorten, write_json
@@ -35,14 +35,6 @@ MAX_BYTES = 64 << 20
 ALGORITHM = "xxh3_128"
 HASH_BYTES = 16
 HASH_CHARACTERS = 2 * HASH_BYTES
-
-ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
-}
-"""dtypes in safetensors' spelling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +126,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor's dtype, shape and slices."""
+    """A tensor's dtype, shape and chunks."""
 
     dtype: str
     """A key of ITEM_BYTES."""
@@ -148,12 +140,8 @@ class TensorRecord:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
-    def num_slices(self) -> int:
-        return self.layout.num_slices(self.shape)
-
-    def overlapping(self, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
-        """Return the slices that reach into a box of this tensor."""
-        return self.layout.overlapping(self.shape, offset, lengths)
+    def num_chunks(self) -> int:
+        return self.layout.num_chunks(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +219,12 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    def overlapping(self, tensor: str, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
+        """Yield the chunks of a tensor that reach into a box, each with the index of its file in `files`."""
+        record = self.tensors[tensor]
+        for file, box in record.layout.overlapping(record.shape, offset, lengths):
+            yield file, Chunk(tensor, record.dtype, *box)
 
     @property
     def dcp_state(self) -> dict[str, Any] | None:

@@ -24,11 +24,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
+from llmfoundry_lite.checkpoint.layouts import Chunk
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_buffers, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
@@ -282,7 +283,7 @@ class Saver:
         return record, hash_buffers([repr([found.optimizer, found.aliases]).encode()]), digest
 
     def _examine(self, plan: Plan) -> tuple[list[str], int]:
-        """Return the staged slices with a value that is not finite, and this rank's part of the state's digest."""
+        """Return the staged chunks with a value that is not finite, and this rank's part of the state's digest."""
         poisoned, digest = [], 0
         for key, one in plan.mine.items():
             staged = self._staged[key]
@@ -348,8 +349,8 @@ class Saver:
         self.after_publish(self.lease)
 
 
-def _sources(plan: Plan, found: state.State) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """Yield each slice that this rank writes, and what it holds of it."""
+def _sources(plan: Plan, found: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """Yield each chunk that this rank writes, and what it holds of it."""
     for one in plan.mine.values():
         tensor = found.tensors[one.tensor]
         source = local_tensor(tensor)

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest
+from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES
+from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import CheckpointError
 

@@ -137,10 +137,10 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if tensors:
         say()
         rows = [
-            (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_slices))
+            (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_chunks))
             for name, tensor in manifest.tensors.items()
         ]
-        print_columns(("tensor", "dtype", "shape", "slices"), rows, right=(3,))
+        print_columns(("tensor", "dtype", "shape", "chunks"), rows, right=(3,))
 
 
 def segment_row(segment: Any) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ LIES = {
     "no such layout": (tensor(layout=1), "one of the 1 layouts"),
     "a file that is not there": (layout(chunks=[1], files=[0], strides=[1]), "file number 3"),
     "a file before the first": (layout(chunks=[2], files=[0], strides=[-1]), "file number -1"),
-    "too few files": (layout(chunks=[1], files=[0, 1]), "2 files for 4 slices"),
+    "too few files": (layout(chunks=[1], files=[0, 1]), "2 files for 4 chunks"),
     "negative chunks": (layout(chunks=[-1], files=[0], strides=[0]), "whole number"),
     "cuts in disorder": (layout(chunks=[[2, 1]], files=[0], strides=[0]), "chunks"),
     "cuts outside": (layout(chunks=[[2, 4]], files=[0], strides=[0]), "reach out"),
@@ -126,7 +126,7 @@ LIES = {
     "strides of another rank": (layout(chunks=[2], files=[0], strides=[1, 1]), "strides"),
     "cells beyond number": (
         {**tensor(shape=[2**40, 1]), **layout(chunks=[1], files=[0], strides=[0])},
-        "slices, cut in a way no run",
+        "chunks, cut in a way no run",
     ),
     "absolute path": (named("/etc/passwd.safetensors"), "leads out"),
     "parent path": (log(name="../../x.jsonl"), "leads out"),
@@ -225,7 +225,7 @@ def test_what_is_too_large_to_be_read_is_not_written(monkeypatch):
 
 @pytest.mark.fault
 def test_what_would_not_be_read_is_not_written():
-    with pytest.raises(CheckpointError, match="1 files for 2 slices"):
+    with pytest.raises(CheckpointError, match="1 files for 2 chunks"):
         encode(sound(tensors={"model/embed": tensor_record(Grid((2,), (0,)))}))
     with pytest.raises(CheckpointError, match="scalars"):
         encode(sound(scalars={"x": {1, 2}}))

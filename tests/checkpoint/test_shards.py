@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from llmfoundry_lite.checkpoint import local_folder, shards
-from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord, TensorRecord
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.shards import (
     HASHES,
-    Entry,
     ReadRequest,
     build_header,
     file_order,
@@ -72,7 +71,7 @@ def test_any_ranges_come_back_however_bytes_are_cut(tmp_path_factory, data, size
 
 
 def write(folder, name, pieces, **options):
-    entries = [Entry(f"t{i:02}", "U8", (0,), (len(piece),)) for i, piece in enumerate(pieces)]
+    entries = [Chunk(f"t{i:02}", "U8", (0,), (len(piece),)) for i, piece in enumerate(pieces)]
     header = build_header({entry.key: entry for entry in entries}, {}, block_bytes=BLOCK)
     return write_shard(folder, name, header, pieces, block_bytes=BLOCK, **options)
 
