@@ -1,12 +1,27 @@
-"""A path or URL that a user gives -> its folder. No torch, and fsspec for a URL alone."""
+"""A path or URL that a user gives -> its folder, and errors for its files. No torch, and fsspec for a URL alone."""
 
+import errno
 import os
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 
-from llmfoundry_lite.checkpoint.folders import Folder, first_line
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem
-from llmfoundry_lite.errors import CheckpointError, is_masked
+from llmfoundry_lite.checkpoint.folders import NO_FILE, first_line
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder, LocalSource
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RemoteSource, RenewingFilesystem
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnreadableCheckpointError,
+    UnsoundCheckpointError,
+    is_masked,
+)
+
+Folder = LocalFolder | RemoteFolder
+"""Their methods are the same, but for what one kind of commit needs. Errors of the system pass through as OSError."""
+Source = LocalSource | RemoteSource
+"""A file being read, from any thread."""
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
@@ -42,3 +57,34 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
     except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
         raise CheckpointError(f"{text}: {first_line(error)}") from error
     return RemoteFolder(RenewingFilesystem(filesystem), path, text.rstrip("/"))
+
+
+def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
+    """Return the error for a file that is not there, or that this machine cannot read. Neither is damage."""
+    reason = error.strerror or str(error)
+    if error.errno in NO_FILE or isinstance(error, FileNotFoundError):
+        is_missing = error.errno == errno.ENOENT or error.errno is None
+        return IncompleteCheckpointError(f"{folder.url}/{name}: {'missing' if is_missing else reason}", name)
+    host = socket.gethostname()
+    return UnreadableCheckpointError(f"{folder.url}/{name}: cannot be read on host {host}: {reason}", name)
+
+
+def check_files(folder: Folder, expected: Mapping[str, int]) -> None:
+    """Check files by name -> bytes, with one listing a folder. Raises IncompleteCheckpointError for one that is not
+    there, DamagedCheckpointError for one of another size, and OSError.
+
+    A network disk may list what was there a moment ago, so a file that differs is opened.
+    """
+    parents = {name.rpartition("/")[0] for name in expected}
+    sizes = {parent: (folder.child(parent) if parent else folder).sizes() for parent in parents}
+    for path, num_bytes in expected.items():
+        parent, _, name = path.rpartition("/")
+        if sizes[parent].get(name) != num_bytes:
+            try:
+                source = folder.source(path, bypass_cache=True)
+            except (FileNotFoundError, IsADirectoryError):
+                raise IncompleteCheckpointError(f"{folder.url}/{path}: missing", path) from None
+            source.close()
+            if source.num_bytes != num_bytes:
+                sizes = f"has {source.num_bytes:,} bytes, expected {num_bytes:,}"
+                raise DamagedCheckpointError(f"{folder.url}/{path}: {sizes}", path)

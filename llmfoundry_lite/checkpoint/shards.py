@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, T, retry_on_damage, unreadable
+from llmfoundry_lite.checkpoint.folders import Buffer, T, retry_on_damage
 from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk
 from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, FileRecord, LogPart, TensorRecord
+from llmfoundry_lite.checkpoint.open_folder import Folder, Source, unreadable
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 

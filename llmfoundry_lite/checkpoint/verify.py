@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from llmfoundry_lite.checkpoint.commit import Checkpoint
-from llmfoundry_lite.checkpoint.folders import check_files, unreadable
+from llmfoundry_lite.checkpoint.open_folder import check_files, unreadable
 from llmfoundry_lite.checkpoint.shards import open_shard, verify_file
 from llmfoundry_lite.errors import DamagedCheckpointError
 

@@ -28,8 +28,8 @@ from llmfoundry_formats.dcp import Held, hold, publish, write_pieces
 from llmfoundry_formats.pickles import read_dcp_metadata, read_torch_file
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
-from llmfoundry_lite.checkpoint.folders import Folder
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, MANIFEST, Timestamp
+from llmfoundry_lite.checkpoint.open_folder import Folder
 from llmfoundry_lite.checkpoint.paths import TOKENIZER, check_outside_checkpoints
 from llmfoundry_lite.checkpoint.save import About, Saver, file_name
 from llmfoundry_lite.checkpoint.state import Tensors, clean_name
