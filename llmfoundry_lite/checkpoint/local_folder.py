@@ -147,7 +147,7 @@ class LocalSink:
         self._write(self._descriptor, offset, buffers)
 
     def _write(self, descriptor: int, offset: int, buffers: Sequence[Buffer]) -> None:
-        _transfer(WRITE, descriptor, offset, buffers, f"{self.path}: the disk took no more bytes")
+        _transfer(WRITE, descriptor, offset, buffers, OSError("the disk took no more bytes"))
 
     def close(self) -> None:
         """Make the file durable."""
@@ -187,7 +187,7 @@ class LocalSource:
             # A stale descriptor stays stale, and other threads read with it: a further attempt opens its own.
             descriptor = open_regular(self.path) if next(attempts) else self._descriptor
             try:
-                _transfer(os.preadv, descriptor, offset, buffers, f"{self.path}: ends before byte {offset}+")
+                _transfer(os.preadv, descriptor, offset, buffers, EOFError(f"{self.path}: ends before byte {offset}+"))
             finally:
                 if descriptor != self._descriptor:
                     os.close(descriptor)
@@ -203,14 +203,14 @@ def _retry(call: Callable[[], T]) -> T:
 
 
 def _transfer(
-    call: Callable[[int, Any, int], int], descriptor: int, offset: int, buffers: Sequence[Buffer], if_none: str
+    call: Callable[[int, Any, int], int], descriptor: int, offset: int, buffers: Sequence[Buffer], if_none: Exception
 ) -> None:
-    """Write or read all of `buffers`, however few bytes each call moves. Raises EOFError when one moves none."""
+    """Write or read all of `buffers`, however few bytes each call moves. Raises `if_none` when one moves none."""
     rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while rest:
         done = call(descriptor, rest[:MAX_VECTORS], offset)
         if done == 0:
-            raise EOFError(if_none)
+            raise if_none
         offset += done
         while done and done >= len(rest[0]):
             done -= len(rest.pop(0))

@@ -274,7 +274,6 @@ def read_head(raw: bytes) -> Head | None:
 
 # ---------------------------------------------------------------------------------------------------- types -> JSON
 
-FILE_COLUMNS = ("names", "num_bytes", "header_bytes")
 HEAD_FIELDS = ("save_id", "parent_save_id", "lease_epoch", "run_name", "written_at")
 PLAIN_FIELDS = (*HEAD_FIELDS, "fingerprints", "config", "scalars", "optimizer", "aliases")
 """Fields of a manifest that stand in JSON under their names, as typed values."""
@@ -356,19 +355,16 @@ def _envelope(inside: bytes) -> bytes:
 def decode(raw: bytes, where: str) -> Manifest:
     """Read a manifest; `where` names it in errors. Raises DamagedCheckpointError and NewerFormatError."""
     if len(raw) > MAX_BYTES:
-        _refuse_newer(_announced_version(raw), where)
+        _refuse_newer(raw, where)
         raise DamagedCheckpointError(f"{where}: {len(raw):,} bytes, more than the {MAX_BYTES:,} a manifest may have")
     start = len(_envelope(b""))
     inside = raw[start:-2]
     if not raw.startswith(b'{"checksum":"') or not raw.endswith(b"}}\n") or raw[:start] != _envelope(inside):
         raise DamagedCheckpointError(f"{where}: the checksum does not match: it was cut off or changed after writing")
-    _refuse_newer(_announced_version(raw), where)
+    _refuse_newer(raw, where)
     item = Item(parse_json(inside, where), where)
-    if item.get("format").value != FORMAT:
-        raise DamagedCheckpointError(f"{where}: format {shorten(item.get('format').value)}, expected {FORMAT!r}")
-    version = item.get("version").integer()
-    _refuse_newer(version, where)
-    item.get("version").expect(version == VERSION, str(VERSION))
+    for key, expected in (("format", FORMAT), ("version", VERSION)):
+        item.get(key).expect(item.get(key).value == expected, str(expected))
     files, files_extra = _decode_files(item.get("files"))
     manifest = Manifest(
         **item.fields(Manifest, PLAIN_FIELDS),
@@ -393,15 +389,11 @@ def decode_segment(item: Item) -> Segment:
     return segment
 
 
-def _announced_version(raw: bytes) -> int:
-    """Return the version in a manifest's first bytes, for one that cannot be parsed; 0 if there is none."""
+def _refuse_newer(raw: bytes, where: str) -> None:
+    """Read the version from the first bytes, which every version has alike. Raises NewerFormatError."""
     start = rb'\{"checksum":"[^"]*","manifest":\{\s*"format":\s*"[^"]*",\s*"version":\s*(\d{1,9})\b'
     match = re.match(start, raw[:1000])
-    return int(match[1]) if match else 0
-
-
-def _refuse_newer(version: int, where: str) -> None:
-    if version > VERSION:
+    if match and (version := int(match[1])) > VERSION:
         raise NewerFormatError(
             f"{where}: written by a newer release (format {version}; this one reads up to {VERSION}): install a newer "
             "release"
@@ -414,26 +406,17 @@ def _decode_record(kind: Any, item: Item, needed: Sequence[str] = ()) -> Any:
 
 
 def _decode_files(listed: Item) -> tuple[tuple[FileRecord, ...], Extra]:
-    names, sizes, headers = (listed.get(column).items() for column in FILE_COLUMNS)
-    digests = listed.get("digests").string()
-    listed.expect(
-        len(names) == len(sizes) == len(headers) and len(digests) == len(names) * HASH_CHARACTERS,
-        "as many names as sizes, headers and digests",
-    )
-    if not re.fullmatch(r"[0-9a-f]*", digests):
-        raise DamagedCheckpointError(f"{listed.where}: digests are not hexadecimal")
+    names = [name.string() for name in listed.get("names").items()]
+    sizes, headers = listed.get("num_bytes").integers(), listed.get("header_bytes").integers()
+    digests = re.findall(f"[0-9a-f]{{{HASH_CHARACTERS}}}", listed.get("digests").string())
+    is_whole = "".join(digests) == listed.get("digests").value and len(names) == len(sizes) == len(headers)
+    listed.expect(is_whole and len(names) == len(digests), "as many names as sizes, headers and hexadecimal digests")
     shared = {"algorithm": listed.get("algorithm").string(), "block_bytes": listed.get("block_bytes").integer()}
     files = tuple(
-        FileRecord(
-            name=name.string(),
-            num_bytes=size.integer(),
-            header_bytes=header.integer(),
-            digest=digests[i * HASH_CHARACTERS : (i + 1) * HASH_CHARACTERS],
-            **shared,
-        )
-        for i, (name, size, header) in enumerate(zip(names, sizes, headers, strict=True))
+        FileRecord(name=name, num_bytes=size, header_bytes=header, digest=digest, **shared)
+        for name, size, header, digest in zip(names, sizes, headers, digests, strict=True)
     )
-    return files, listed.besides("algorithm", "block_bytes", "digests", *FILE_COLUMNS)
+    return files, listed.besides("names", "num_bytes", "header_bytes", "algorithm", "block_bytes", "digests")
 
 
 def _decode_tensors(item: Item) -> dict[str, TensorRecord]:

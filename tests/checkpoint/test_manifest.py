@@ -111,7 +111,7 @@ def columns(**changes):
 LIES = {
     "fewer names than digests": (columns(names=["a.safetensors"]), "as many names as sizes"),
     "short digests": (columns(digests="0" * 63), "as many names as sizes"),
-    "odd digests": (columns(digests="Z" * 64), "not hexadecimal"),
+    "odd digests": (columns(digests="Z" * 64), "hexadecimal"),
     "a way out": (named("../a.safetensors"), "leads out"),
     "a name twice": (columns(names=["a.safetensors"] * 2), "listed twice"),
     "a header longer than its file": (columns(header_bytes=[4096, 9_990]), "a header of 9990 bytes"),

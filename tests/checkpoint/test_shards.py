@@ -172,7 +172,7 @@ def test_short_writes_are_completed(tmp_path, small_chunks, monkeypatch):
 @pytest.mark.fault
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(local_folder, "WRITE", lambda descriptor, pieces, offset: 0)
-    with pytest.raises(EOFError, match="took no more bytes"):
+    with pytest.raises(OSError, match="took no more bytes"):
         write_one(tmp_path)
 
 
