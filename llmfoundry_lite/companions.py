@@ -22,6 +22,12 @@ GROUP = "llmfoundry_lite.companions"
 OURS: Mapping[str, tuple[str, ...]] = {
     "llmfoundry_planner": ("plan", "fabric", "rehearse"),
     "llmfoundry_machines": ("bench", "doctor"),
+    "llmfoundry_formats": (
+        "init --like",
+        "checkpoints of Composer and DCP",
+        "pytorch_model.bin",
+        "logs of lm-eval and Inspect",
+    ),
 }
 """Package -> its commands, blocks, readers and models: what a missing one is asked for."""
 SOURCE = Path(__file__).parents[1] / "companions"

@@ -138,7 +138,7 @@ class PortableStorageWriter(StorageWriter):
                 held[item.index] = hold(item.index.fqn, tensor, data.chunk.offsets, data.size)
         if held:
             store, _ = open_store(self.checkpoint_id)
-            pieces = write_pieces(store, plan.storage_data, file_name(self.rank), list(held.values()))
+            pieces = write_chunks(store, plan.storage_data, file_name(self.rank), list(held.values()))
             for index, piece in zip(held, pieces, strict=True):
                 results.append(WriteResult(index, piece.chunk.num_bytes, piece))
         return _done(results)
@@ -247,7 +247,7 @@ def fqn_of(name: str) -> str:
     return f"model.{name.removeprefix('model/')}" if name.startswith("model/") else name
 
 
-def write_pieces(store: CheckpointStore, save_id: str, name: str, held: Sequence[Held]) -> list[Written]:
+def write_chunks(store: CheckpointStore, save_id: str, name: str, held: Sequence[Held]) -> list[Written]:
     """Write chunks to one file of a draft. Raises CheckpointError, and then the file is not there."""
     folder, _ = store.open_draft(save_id)
     # A tensor without elements has no chunk in a file, and the others stand in the file's order.

@@ -36,12 +36,13 @@ load_weights_only: true
 """
 
 
-def write_like(data: Path, like: str, out: Path, *, trust_pickle: bool = False) -> tuple[Path, str]:
-    """Write `out` and, beside it, the weights of `like` (a folder, or hf:NAME) as a checkpoint.
+def write_like(data: Path, like: str, out: Path | None, *, trust_pickle: bool = False) -> tuple[Path, Path, str]:
+    """Write a YAML and, beside it, the weights of `like` (a folder, or hf:NAME) as a checkpoint.
 
-    Returns the checkpoint's folder, and a sentence on how long the YAML trains. Raises DataError for data of another
-    tokenizer or of longer samples, ConfigError if a place is taken, and what `import_checkpoint` raises.
+    Returns the YAML's path, the checkpoint's folder, and a sentence on how long the YAML trains. Raises DataError for
+    data of another tokenizer or of longer samples, ConfigError if a place is taken, and as `import_checkpoint` does.
     """
+    out = out or Path(f"{name_of(like)}-{data.resolve().name}.yaml")
     facts = check_places(data, out)
     if like == HUB or (not like.startswith(HUB) and not (Path(like) / "config.json").is_file()):
         raise DataError(f"--like: {like} has no config.json; expected the folder of a Hugging Face model, or hf:NAME")
@@ -66,7 +67,7 @@ def write_like(data: Path, like: str, out: Path, *, trust_pickle: bool = False) 
     imported = publish_weights(weights, like, store, str(folder))
     text, note = describe(data, like, out, facts, weights.config, imported.checkpoint.url)
     write_yaml(out, text)
-    return folder, "; ".join([note, *imported.notes])
+    return out, folder, "; ".join([note, *imported.notes])
 
 
 def name_of(like: str) -> str:

@@ -66,7 +66,7 @@ class Row(NamedTuple):
     text: tuple[float, int] | None = None  # (nats, bytes) of a held-out text
 
 
-def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]:
+def load_logs(paths: Sequence[Path], cluster: str | None) -> list[Results]:
     """Load results of one tool, whichever it is; `cluster` is a field of the rows of another tool than ours.
 
     Raises DataError for what cannot be read, or cannot be compared item by item.

@@ -1,4 +1,4 @@
-"""Reader of pickles that other programs wrote. The one module of this package that unpickles anything.
+"""Reader of pickles that other programs wrote. The one module here that unpickles anything.
 
 LLM Foundry's and Composer's checkpoints, and Hugging Face weights older than safetensors, exist as pickles only. A
 pickle is a program that may call whatever Python can import. torch's own weights-only reader is tried first. With
@@ -25,9 +25,10 @@ import torch.distributed.checkpoint.metadata as dcp
 from torch.distributed._shard.sharded_tensor import metadata as older_dcp
 
 from llmfoundry_lite.checkpoint.folders import first_line
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, ExportError
 from llmfoundry_lite.files import open_regular
 
+STOOD_IN = "read with stand-ins for everything but tensors and plain values; nothing in it was run"
 MAX_REPEATED_BYTES = 1 << 20
 """Bytes that a tensor may have beyond those stored, such as a mask that was expanded."""
 
@@ -38,6 +39,20 @@ class Unpickled(NamedTuple):
     content: Any
     refused: str | None
     """The name that torch's weights-only reader refused; None if it read everything."""
+
+    def describe(self, name: str) -> str:
+        if self.refused is None:
+            return f"{name} was read by torch's weights-only reader"
+        return f"{name} holds {self.refused}, so it was {STOOD_IN}"
+
+
+def read_weights_file(path: Path, *, is_trusted: bool) -> tuple[dict[str, torch.Tensor], str]:
+    """Read a pytorch_model.bin: its tensors, and how it was read. Raises CheckpointError or ExportError."""
+    found = read_torch_file(path, str(path), is_trusted=is_trusted)
+    content = found.content
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ExportError(f"{path}: expected tensors by name and nothing else")
+    return content, found.describe(path.name)
 
 
 def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Unpickled:

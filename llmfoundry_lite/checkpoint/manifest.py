@@ -24,7 +24,7 @@ VERSION = 2
 """The major version of the format that this release writes."""
 MANIFEST = "manifest.json"
 DCP_STATE = "torch.distributed.checkpoint"
-"""Key of `scalars` for those who save through `dcp.py`: `values` that are no tensors, and `paths` in the nested state
+"""Key of `scalars` for those who save through DCP: `values` that are no tensors, and `paths` in the nested state
 dict, by name."""
 NO_STATE: dict[str, Any] = {"values": {}, "paths": {}}
 HEAD_BYTES = 4096

@@ -77,8 +77,8 @@ def compare_results(
     """Compare models item by item: differences, intervals, tests. It also says when nothing can be told."""
     from rich.console import Console
 
-    from llmfoundry_formats.logs import load_any
     from llmfoundry_lite.evaluation.compare import compare
+    from llmfoundry_lite.evaluation.results import load_any
     from llmfoundry_lite.evaluation.sequential import Rule
     from llmfoundry_lite.evaluation.tables import panels, print_comparison, published_table, write_comparison
 

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.load_train import DRY_RUNS
 from llmfoundry_lite.errors import EXIT_DIFFERS, EXIT_DONE, ConfigError, UserError, printable
 
@@ -158,10 +159,8 @@ def init(
     else:
         if size is not None:
             raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
-        from llmfoundry_formats.like import name_of, write_like
-
-        path = out or Path(f"{name_of(like)}-{data.resolve().name}.yaml")
-        folder, note = write_like(data, like, path, trust_pickle=trust_pickle)
+        write_like = companions.find("commands", "init --like")
+        path, folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
         wrote = f"{folder} and {path}"
     print(printable(f"trains for {note}"))
     print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run"))

@@ -150,7 +150,9 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.chmod(mode)
 
 
-def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dict[str, torch.Tensor]:
+def read_weights(
+    folder: Path, read_pickle: Callable[[Path], dict[str, torch.Tensor]] | None
+) -> dict[str, torch.Tensor]:
     """Read all tensors of a folder, from safetensors or else from pickles. Raises ExportError."""
     check_no_adapter(folder)
     files = _weight_files(folder, "model", "safetensors")
@@ -169,14 +171,7 @@ def read_weights(folder: Path, read_pickle: Callable[[Path], Any] | None) -> dic
     files = _weight_files(folder, "pytorch_model", "bin")
     if files is None:
         raise ExportError(f"{folder}: holds {pickles[0]}; expected model.safetensors or pytorch_model.bin")
-
-    def read(path: Path) -> dict[str, torch.Tensor]:
-        content = read_pickle(path)
-        if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-            raise ExportError(f"{path}: expected tensors by name and nothing else")
-        return content
-
-    return _read_all(folder, files, read)
+    return _read_all(folder, files, read_pickle)
 
 
 def check_no_adapter(folder: Path) -> None:

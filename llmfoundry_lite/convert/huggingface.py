@@ -8,7 +8,6 @@ and tests hold them against it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -85,7 +84,7 @@ def export_model(
 
 
 def import_model(
-    folder: str | Path, read_pickle: Callable[[Path], Any] | None = None
+    folder: str | Path, read_pickle: Callable[[Path], dict[str, torch.Tensor]] | None = None
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Read a Hugging Face folder in MPT, GPT-2 or Llama layout: the model it describes, and its weights as stored.
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmfoundry_formats.logs import load_any
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
@@ -39,7 +38,7 @@ from llmfoundry_lite.evaluation.records import (
     text_row,
     weights_of,
 )
-from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.sequential import (
     Plan,
     Rule,

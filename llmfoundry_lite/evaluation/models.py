@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from llmfoundry_formats.pickles import read_torch_file
+from llmfoundry_lite import companions
 from llmfoundry_lite.checkpoint import restore
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Manifest
@@ -235,7 +235,9 @@ def _own_tokenizer(folder: Path) -> Tokenizer | None:
 def _load_folder(folder: Path, at: Placement) -> Any:
     if read_hf_config(folder).get("model_type") not in LAYOUTS:
         return load_plain(folder, at.dtype, at.device)
-    config, weights = import_model(folder, lambda path: read_torch_file(path, str(path), is_trusted=False).content)
+    config, weights = import_model(
+        folder, lambda path: companions.find("readers", "pytorch_model.bin")(path, is_trusted=False)[0]
+    )
     model = _build_empty(config, at)
     _fill(model, weights, at)
     return TreeModel(model, at.device)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, num_unasked
 from llmfoundry_lite.evaluation.tasks import (
     TEXT_SETTINGS,
@@ -84,6 +85,36 @@ def code_version() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
+
+
+def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]:
+    """Load results of ours, or logs of another tool, which a companion reads; `cluster` is a field of their rows.
+
+    Raises DataError for what cannot be read, or cannot be compared item by item.
+    """
+    ours = [_ours_at(path) for path in paths]
+    if cluster is None and all(ours):
+        return load_results([path for path in ours if path])
+    try:
+        load_logs = companions.find("readers", "logs of lm-eval and Inspect")
+    except ConfigError as missing:
+        if cluster is not None:
+            raise
+        try:
+            return load_results([found or path for found, path in zip(ours, paths, strict=True)])
+        except DataError as error:
+            raise DataError(f"{error}; {missing}") from error
+    return load_logs(paths, cluster)
+
+
+def _ours_at(path: Path) -> Path | None:
+    """Return the result at `path`, or the one within an output folder; None for logs, several results or none."""
+    if not path.is_dir():
+        return path if _items_path(path).exists() else None
+    files = [file for depth in ("", "*/", "*/*/") for file in path.glob(f"{depth}*") if not file.is_dir()]
+    logs = [file for file in files if file.match("samples_*.jsonl") or file.suffix == ".eval"]
+    found = [file for file in files if file.suffix == ".json" and _items_path(file) in files]
+    return found[0] if len(found) == 1 and not logs else None
 
 
 def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None = None) -> list[Results]:

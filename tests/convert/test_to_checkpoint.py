@@ -1,46 +1,30 @@
-"""Weights from elsewhere become a checkpoint like any other; pickles are read only when trusted, and never run."""
+"""Weights from elsewhere become a checkpoint like any other."""
 
-import io
-import os
-import pickle
 import re
 import shutil
-import zipfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch._utils
-import torch.distributed.checkpoint as dcp_state
-import torch.distributed.checkpoint.metadata as dcp
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 import llmfoundry_lite
-from llmfoundry_formats.dcp import PortableStorageReader
-from llmfoundry_formats.pickles import StandIn, TensorsOnly, read_torch_file
-from llmfoundry_formats.tests import composer_saves
-from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
-from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.cli import main
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
-from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.evaluation.models import find_subject
-from llmfoundry_lite.models.mpt import MPT
-from tests.helpers.bombs import MIB, little_memory
-from tests.helpers.launch import launch, train
+from tests.helpers.importing import folder_of, refusal, run
+from tests.helpers.launch import train
 from tests.helpers.models import ALIBI, LLAMA, SMALL, random_model
+from tests.helpers.readers import find_unpickling
 from tests.helpers.tiny import (
     SEQ_LEN,
     VOCAB_SIZE,
-    build_tokenizer,
     read_metrics,
     tiny_config,
     values,
@@ -49,30 +33,6 @@ from tests.helpers.tiny import (
 )
 
 PACKAGE = Path(llmfoundry_lite.__file__).parent
-
-
-def run(capsys, *arguments):
-    code = main.run(["checkpoint", *map(str, arguments)])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
-def folder_of(path, config=ALIBI, dtype="fp32"):
-    build_tokenizer(path.parent / "tokenizer")
-    model = random_model(config)
-    export_model(model.state_dict(), config, path, tokenizer_folder=path.parent / "tokenizer", dtype=dtype)
-    return model
-
-
-def refusal(source, out, **options):
-    with pytest.raises((CheckpointError, ExportError)) as error:
-        import_checkpoint(str(source), str(out), **options)
-    assert "\n" not in str(error.value)
-    assert not (Path(out) / "ba0").exists()
-    return str(error.value)
-
-
-# --------------------------------------------------------------------------------------------------- Hugging Face
 
 
 @pytest.mark.parametrize(
@@ -137,17 +97,6 @@ def test_a_model_of_the_hub_comes_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     words = "hf:owner/name: not in the local cache, and the Hugging Face Hub cannot be reached (ConnectionError)"
     assert refusal("hf:owner/name", tmp_path / "other").startswith(words)
-
-
-def test_a_pytorch_bin_is_read_only_when_trusted(tmp_path):
-    model = folder_of(tmp_path / "hf")
-    torch.save(load_file(tmp_path / "hf" / "model.safetensors"), tmp_path / "hf" / "pytorch_model.bin")
-    (tmp_path / "hf" / "model.safetensors").unlink()
-    assert refusal(tmp_path / "hf", tmp_path / "out").endswith("if you trust where it comes from, add --trust-pickle")
-    imported = import_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"), trust_pickle=True)
-    assert imported.notes == ["pytorch_model.bin was read by torch's weights-only reader"]
-    weights = load_full_tensors(imported.checkpoint.url)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
 
 
 REPLACES = "already holds {}, which the import would replace; give another folder, or remove it"
@@ -262,193 +211,19 @@ def test_sources_that_are_none_are_refused_by_name(tmp_path):
     assert "neither a Hugging Face folder" in message and message.endswith(
         "did you mean " + str(tmp_path / "saves/ep0-ba10-rank0.pt") + "?"
     )
-    (tmp_path / "x.pt").write_bytes(b"not a pickle")
-    assert "x.pt: not a file of torch.save, or cut off" in refusal(tmp_path / "x.pt", out, trust_pickle=True)
+    (tmp_path / "x.safetensors").touch()
+    assert "give the folder that has its config.json" in refusal(tmp_path / "x.safetensors", out)
 
 
-# ------------------------------------------------------------------------------------------ LLM Foundry / Composer
-
-
-@pytest.fixture(scope="module")
-def saves(tmp_path_factory):
-    """Of Composer's Trainer: composer/ep0-ba2-rank0.pt and expected/, sharded/ep0-ba2 and sharded/full.pt."""
-    folder = tmp_path_factory.mktemp("composer")
-    build_tokenizer(folder / "tokenizer")
-    launch(composer_saves.save_one_file, (str(folder),), folder, 1).check()
-    launch(composer_saves.save_sharded, (str(folder),), folder, 2).check()
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_checkpoint_of_composers_trainer_becomes_a_portable_one(saves, tmp_path, capsys):
-    source = saves / "composer" / "ep0-ba2-rank0.pt"
-    code, out, err = run(capsys, "import", source, tmp_path / "no")
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    assert "ep0-ba2-rank0.pt: a pickle, which can run code when it is read" in err and "--trust-pickle" in err
-    code, out, err = run(capsys, "import", source, tmp_path / "out", "--trust-pickle")
-    assert code == 0, err
-    assert "not carried   optimizer state, position in the data" in out
-    assert "holds datetime.timedelta, so it was read with stand-ins" in out and "nothing in it was run" in out
-    checkpoint = open_checkpoint(tmp_path / "out" / "ba0")
-    verify_checkpoint(checkpoint)
-    config = build_block(ModelConfig, checkpoint.manifest.config["model"], "model")
-    assert (config.d_model, config.n_layers, config.attn_config.alibi, config.no_bias) == (48, 2, True, True)
-    expected = load_file(saves / "expected" / "model.safetensors")
-    weights = load_full_tensors(checkpoint.url)
-    assert weights.keys() == expected.keys() == MPT(config).state_dict().keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert "tokenizer" in checkpoint.manifest.fingerprints
-    assert run(capsys, "export", tmp_path / "out", tmp_path / "hf")[0] == 0
-    exported = load_file(tmp_path / "hf" / "model.safetensors")
-    assert all(torch.equal(exported[name], expected[name]) for name in expected)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_sharded_checkpoint_is_put_together_and_a_lost_shard_named(saves, tmp_path):
-    source = saves / "sharded" / "ep0-ba2"
-    assert {path.name for path in source.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
-    assert ".metadata: a pickle" in refusal(source, tmp_path / "out")
-    imported = import_checkpoint(str(source), str(tmp_path / "out"), trust_pickle=True)
-    expected = torch.load(saves / "sharded" / "full.pt", weights_only=True)
-    weights = load_full_tensors(imported.checkpoint.url)
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    one_file = import_checkpoint(str(saves / "composer/ep0-ba2-rank0.pt"), str(tmp_path / "mono"), trust_pickle=True)
-    assert imported.checkpoint.manifest.config["model"] == one_file.checkpoint.manifest.config["model"]
-    assert imported.checkpoint.manifest.fingerprints == one_file.checkpoint.manifest.fingerprints
-    shutil.copytree(source, tmp_path / "lossy")
-    (tmp_path / "lossy" / "__1_0.distcp").unlink()
-    assert "lossy/__1_0.distcp: missing" in refusal(tmp_path / "lossy", tmp_path / "none", trust_pickle=True)
-
-
-def composer_file(path, model, **state):
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    torch.save({"state": {"model": tensors, **state}, "rng": []}, path)
-    return path
-
-
-def test_the_yaml_says_what_model_it_is_when_the_checkpoint_does_not(tmp_path):
-    source = composer_file(tmp_path / "ep0-ba1-rank0.pt", random_model(SMALL))
-    out = tmp_path / "out"
-    assert refusal(source, out, trust_pickle=True).endswith("add --config and the YAML it was trained with")
-    model = {
-        key: value for key, value in asdict(SMALL).items() if key in ("d_model", "n_heads", "n_layers", "vocab_size")
-    }
-    run_config = {**tiny_config(tmp_path), "model": {"name": "mpt_causal_lm", "max_seq_len": 32, **model}}
-    path = write_config(tmp_path / "train.yaml", run_config)
-    imported = import_checkpoint(str(source), str(out), trust_pickle=True, config=[path])
-    assert build_block(ModelConfig, imported.checkpoint.manifest.config["model"], "model") == SMALL
-    assert imported.notes == ["ep0-ba1-rank0.pt was read by torch's weights-only reader"]
-    with pytest.raises(ConfigError, match=r"train\.yam: no such file|neither a \.yaml"):
-        import_checkpoint(str(source), str(tmp_path / "more"), trust_pickle=True, config=[str(tmp_path / "train.yam")])
-
-
-def test_tensors_that_do_not_fit_are_listed(tmp_path):
-    source = composer_file(tmp_path / "ep0-ba1-rank0.pt", random_model(SMALL))
-    run_config = {**tiny_config(tmp_path), "model": {"name": "mpt_causal_lm", "d_model": 48, "n_heads": 4}}
-
-    def with_model(**changes):
-        config = {**run_config, "model": {**run_config["model"], "max_seq_len": 32, "vocab_size": 97, **changes}}
-        path = write_config(tmp_path / "train.yaml", config)
-        return refusal(source, tmp_path / "out", trust_pickle=True, config=[path])
-
-    missing = with_model(n_layers=4)
-    assert "tensor transformer.blocks.3.norm_1.weight is missing" in missing
-    assert "likewise transformer.blocks.3.norm_1.bias, transformer.blocks.3.attn.Wqkv.weight" in missing
-    assert missing.endswith("and 3 more")
-    unknown = with_model(n_layers=3, no_bias=True)
-    assert "tensor transformer.blocks.0.norm_1.bias has no place" in unknown and "likewise" in unknown
-    misshapen = with_model(n_layers=3, expansion_ratio=2)
-    assert "ffn.up_proj.weight has shape [192, 48], the model's configuration says [96, 48]; likewise" in misshapen
-
-
-# -------------------------------------------------------------------------------------------------------- pickles
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-@pytest.mark.parametrize("trust_pickle", [False, True])
-def test_a_malicious_pickle_is_never_run(tmp_path, trust_pickle):
-    exploded = tmp_path / "exploded"
-    hostile = composer_file(tmp_path / "ep0-ba1-rank0.pt", random_model(SMALL), integrations=Bomb(exploded))
-    (tmp_path / "old.pt").write_bytes(pickle.dumps(Bomb(exploded)))
-    (tmp_path / "sharded").mkdir()
-    (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Bomb(exploded)))
-    for source in (hostile, tmp_path / "old.pt", tmp_path / "sharded"):
-        message = refusal(source, tmp_path / "out", trust_pickle=trust_pickle)
-        assert ("--trust-pickle" in message) != trust_pickle
-    assert not exploded.exists()
-    torch.load(hostile, weights_only=False)
-    assert exploded.exists(), "or this test could not fail"
-
-
-class Getattr:
-    """`getattr(owner, name)`, to be done by whoever unpickles it."""
-
-    def __init__(self, owner, name):
-        self.arguments = owner, name
-
-    def __reduce__(self):
-        return getattr, self.arguments
-
-
-def test_a_member_of_an_enumeration_may_be_named_as_python_3_11_2_names_it_and_nothing_else(tmp_path):
-    def read(content):
-        (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-        with open(tmp_path / ".metadata", "rb") as file:
-            return TensorsOnly(file).load()
-
-    member = MemoryFormat.TORCH_CONTIGUOUS_FORMAT
-    assert read(Getattr(MemoryFormat, member.name)) is member
-    assert isinstance(read(Getattr(MemoryFormat, member.name)), MemoryFormat)
-    assert isinstance(read(Getattr(Path, "touch")), StandIn)
-    assert isinstance(read(Getattr(torch.Size, "numel")), StandIn)
-
-
-def named(module, name):
-    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
-
-
-def with_attribute(target, name, value):
-    """A pickle of `target` after `setattr(target, name, value)`, as BUILD does it to whatever is on the stack."""
-    return b"\x80\x04" + target + b"(N}\x8c" + bytes([len(name)]) + name.encode() + value + b"stb."
-
-
-DCP = "torch.distributed.checkpoint.metadata"
-INSTANCE = named(DCP, "BytesStorageMetadata") + b")\x81"
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize(
-    ("target", "name"),
-    [
-        (named("torch._utils", "_rebuild_tensor_v2"), "__defaults__"),
-        (named(DCP, "Metadata"), "__eq__"),
-        (named(DCP, "MetadataIndex"), "__hash__"),
-        (named("torch", "float32"), "itemsize"),
-        (named("os", "system"), "__call__"),
-        (INSTANCE, "__class__"),
-    ],
-    ids=["function", "class", "frozen class", "dtype", "stand-in", "instance"],
-)
-def test_a_pickle_sets_no_attribute_of_what_is_torchs_or_ours(tmp_path, target, name):
-    def attributes():
-        owners = (torch._utils._rebuild_tensor_v2, dcp.Metadata, dcp.MetadataIndex, StandIn)
-        return [getattr(owner, name, None) for owner in owners]
-
-    before = attributes()
-    (tmp_path / "old.pt").write_bytes(with_attribute(target, name, named("torch", "Size")))
-    message = refusal(tmp_path / "old.pt", tmp_path / "out", trust_pickle=True)
-    assert "old.pt: cannot be read: it sets attributes of " in message
-    assert attributes() == before
+def test_what_a_companion_reads_is_left_to_it(tmp_path, monkeypatch):
+    (tmp_path / "ep0-ba1").mkdir()
+    for source in (tmp_path / "ep0-ba1/.metadata", tmp_path / "ep0-ba1-rank0.pt"):
+        source.touch()
+        monkeypatch.setattr(companions, "find_companions", list)
+        with pytest.raises(
+            ConfigError, match="checkpoints of Composer and DCP: needs the companion llmfoundry_formats"
+        ):
+            import_checkpoint(str(source.parent if source.name == ".metadata" else source), str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("form", ["~/imported", "file://{}/imported"])
@@ -472,138 +247,12 @@ def test_a_tokenizer_lies_beside_what_was_imported_however_its_folder_is_written
         assert words in refusal(tmp_path / "model", out.replace("imported", place))
 
 
-PLACES = {
-    "more dimensions": {"offset": (0, 0, 0)},
-    "before the file": {"begin": -5},
-    "negative length": {"length": -5},
-    "length beyond all machines": {"length": 1 << 70},
-    "size beyond all machines": {"size": 1 << 62},
-    "a name that is none": {"name": 5},
-}
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_metadata_that_lies_of_where_tensors_are_is_refused_in_one_line(tmp_path, place):
-    said = {"offset": (0,), "begin": 0, "length": 10, "size": 4, "name": "__0_0.distcp", **place}
-    offset = torch.Size(said["offset"])
-    chunk = dcp.ChunkStorageMetadata(offset, torch.Size([4] * len(offset)))
-    tensor = dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size([said["size"]]), [chunk])
-    where = _StorageInfo(said["name"], said["begin"], said["length"])
-    metadata = dcp.Metadata({"w": tensor}, {"w": ("state", "model", "w")}, {dcp.MetadataIndex("w", offset): where})
-    (tmp_path / "ep0-ba1").mkdir()
-    (tmp_path / "ep0-ba1" / ".metadata").write_bytes(pickle.dumps(metadata))
-    (tmp_path / "ep0-ba1" / "__0_0.distcp").write_bytes(bytes(100))
-    message = refusal(tmp_path / "ep0-ba1", tmp_path / "out", trust_pickle=True)
-    assert "ep0-ba1: damaged: " in message and "\n" not in message
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("kind", ["sparse", "meta"])
-def test_weights_without_values_of_their_own_are_refused(tmp_path, kind):
-    model = {
-        f"model.{name}": tensor.to_sparse() if kind == "sparse" else tensor.to("meta")
-        for name, tensor in random_model(SMALL).state_dict().items()
+def test_nothing_here_unpickles_and_an_evaluation_asks_for_tensors_alone():
+    assert not find_unpickling(PACKAGE) and not find_unpickling(PACKAGE.parent / "scripts")
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    asked = {path: re.findall(r'"pytorch_model.bin"\)\((.*?)\)', text) for path, text in sources.items()}
+    assert {path: found for path, found in asked.items() if found} == {
+        "convert/to_checkpoint.py": ["path, is_trusted=True"],
+        "evaluation/models.py": ["path, is_trusted=False"],
     }
-    torch.save({"state": {"model": model}}, tmp_path / "ep0-ba1-rank0.pt")
-    yaml = write_config(tmp_path / "run.yaml", tiny_config(tmp_path) | {"model": asdict(SMALL)})
-    message = refusal(tmp_path / "ep0-ba1-rank0.pt", tmp_path / "out", trust_pickle=True, config=[yaml])
-    assert "is a tensor without values of its own" in message
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("trust_pickle", [False, True])
-def test_a_tensor_with_the_shape_of_terabytes_and_four_stored_is_refused(tmp_path, trust_pickle):
-    huge = {name: torch.zeros(1).expand(1 << 20, 1 << 20) for name in random_model(SMALL).state_dict()}
-    torch.save(huge if not trust_pickle else {"state": {"model": huge}}, path := tmp_path / "ep0-ba1-rank0.pt")
-    with pytest.raises(CheckpointError) as caught:
-        read_torch_file(path, str(path), is_trusted=trust_pickle)
-    size = f"has {1 << 42:,} bytes, and 4 are stored; save its values"
-    assert str(caught.value) == f"{path}: a tensor of shape [1048576, 1048576] {size}"
-
-
-def test_a_mask_that_was_expanded_and_tensors_that_share_memory_are_read(tmp_path):
-    weight = torch.arange(6.0)
-    content = {"mask": torch.ones(1).expand(64, 64), "tied": [weight, {"again": weight[2:].view(2, 2)}]}
-    content["itself"] = [content["tied"]] * 2
-    torch.save(content, tmp_path / "a.pt")
-    found = read_torch_file(tmp_path / "a.pt", "a.pt", is_trusted=False).content
-    assert found["mask"].sum() == 4096 and found["itself"][1][1]["again"].tolist() == [[2, 3], [4, 5]]
-
-
-@pytest.mark.fault
-def test_a_file_of_torch_that_is_packed_inside_is_refused(tmp_path):
-    """A few kB unpack to gigabytes, and torch takes the packed bytes of a tensor for its values."""
-    torch.save({"w": torch.ones(3)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed:
-        for name in plain.namelist():
-            packed.writestr(name, plain.read(name))
-    with pytest.raises(CheckpointError, match=r"packed.pt: .*data.pkl in it is packed, which torch.save never does"):
-        read_torch_file(tmp_path / "packed.pt", "packed.pt", is_trusted=True)
-
-
-@pytest.mark.fault
-def test_a_pickle_gets_no_memory_for_bytes_that_it_only_announces():
-    announced = b"\x80\x05" + pickle.BYTEARRAY8 + (64 * MIB).to_bytes(8, "little") + b"x."
-    with little_memory(32), pytest.raises(KeyError):
-        TensorsOnly(io.BytesIO(announced)).load()
-
-
-@pytest.mark.timeout(60)
-def test_a_pipe_in_a_pickle_s_place_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(pipe := tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=f"{pipe}: cannot be read: not a regular file"):
-        read_torch_file(pipe, str(pipe), is_trusted=True)
-
-
-def test_a_record_is_given_its_fields_and_no_others():
-    index = dcp.MetadataIndex("w", torch.Size([1]))
-    vars(index)["__reduce__"] = "more"
-    found = TensorsOnly(io.BytesIO(pickle.dumps(index))).load()
-    assert found == dcp.MetadataIndex("w", torch.Size([1])) and vars(found).keys() == {"fqn", "offset", "index"}
-
-
-UNPICKLES = re.compile(
-    r"\b(import|from)\s+(pickle|cPickle|_pickle|dill|cloudpickle|joblib|shelve|marshal)\b|\bpickle\.\w|\b[Uu]npickler\b"
-    r"|torch\.(load|save|serialization|package)\b|from torch import .*\b(load|save)\b|allow_pickle\s*=\s*True"
-    r"|(gather|broadcast|scatter|send|recv)_object|object_list|all_gather_object|_MaybePickler"
-    r"|\b(dcp|dist_cp)\.(load|save|async_save)\b|FileSystem(Reader|Writer)|HuggingFaceStorage|torch\.hub\b|jit\.load"
-)
-
-
-def test_one_module_may_unpickle_and_two_may_ask_it_to_one_of_them_for_tensors_alone():
-    sources = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-    sources |= {path: path.read_text() for path in sorted((PACKAGE.parent / "scripts").glob("*.py"))}
-    code = {path: re.sub(r'""".*?"""|#[^\n]*|"[^"\n]*"', "", text, flags=re.S) for path, text in sources.items()}
-    assert [str(path) for path, text in code.items() if UNPICKLES.search(text)] == ["convert/pickles.py"]
-    asks = re.compile(r"\bllmfoundry_lite\.convert(\.| import )pickles\b")
-    users = [str(path) for path, text in code.items() if asks.search(text)]
-    assert users == ["convert/to_checkpoint.py", "evaluation/models.py"]
-    asked = re.findall(r"read_torch_file\([^\n]*", code[Path("evaluation/models.py")])
-    assert asked == ["read_torch_file(path, str(path), is_trusted=False).content)"]
-    assert "import_checkpoint" not in "".join(text for path, text in code.items() if "training" in path.parts)
-
-
-class Odd:
-    """A class of somebody else's."""
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_folder_of_torch_distributed_checkpoint_is_imported_with_all_that_is_plain_in_it(tmp_path, capsys):
-    weight = torch.randn(4, 3).bfloat16()
-    state = {"layers.0.weight": weight, "optimizer": {"state": [{"step": torch.tensor(5.0)}], "lr": 0.1}, "odd": Odd()}
-    dcp_state.save(state, checkpoint_id=tmp_path / "step-5")
-    source, out = tmp_path / "step-5", tmp_path / "out"
-    assert "a pickle, which can run code when it is read" in refusal(source, out)
-    assert "leave out --config" in refusal(source, out, trust_pickle=True, config=["a.yaml"])
-    code, said, err = run(capsys, "import", source, out, "--trust-pickle")
-    assert code == 0, err
-    assert "2 tensors" in said and "note: odd is not carried: it holds more than plain values" in said
-    verify_checkpoint(open_checkpoint(out / "ba0"))
-    loaded = {"layers.0.weight": torch.zeros_like(weight), "optimizer": {"state": [{"step": torch.ones(())}], "lr": 0}}
-    dcp_state.load(loaded, storage_reader=PortableStorageReader(out / "ba0"))
-    assert torch.equal(loaded["layers.0.weight"], weight)
-    assert loaded["optimizer"] == state["optimizer"]
-    (source / "__0_0.distcp").unlink()
-    assert "step-5/__0_0.distcp: missing" in refusal(source, tmp_path / "none", trust_pickle=True)
-    assert not CheckpointStore(tmp_path / "none").candidates()
+    assert "import_checkpoint" not in "".join(text for path, text in sources.items() if path.startswith("training/"))

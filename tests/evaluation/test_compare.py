@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -22,7 +23,7 @@ from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.records import mean_and_error
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_results, read_others
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any, load_results, read_others
 from llmfoundry_lite.evaluation.significance import items_needed
 from llmfoundry_lite.evaluation.tables import fold, legend, panels, write_comparison
 from tests.helpers.models import normal_model
@@ -544,6 +545,20 @@ def test_published_rows_stand_beside_ours_with_what_differs(tmp_path, capsys, mo
     assert "| AMD-MPT-1B, 1.3B, 26B | 0.724 | 0.692 | 0.708 |" in (tmp_path / "out/compare.md").read_text()
     other = write_result(tmp_path, "other", {"copa/0-shot": TEN})
     assert "other have none of the published tasks in common" in error_of(capsys, other, "--published")
+
+
+def test_results_of_ours_need_no_companion_and_others_name_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(companions, "find_companions", list)
+    path = write_result(tmp_path / "out/suite", "ours", {"t/0-shot": TEN})
+    (tmp_path / "out/suite/compare.json").write_text("{}")
+    for where in (path, tmp_path / "out", tmp_path / "out/suite"):
+        assert load_any([where])[0].model == "ours"
+    write_result(tmp_path / "out/suite", "more", {"t/0-shot": TEN})
+    needs = "; logs of lm-eval and Inspect: needs the companion llmfoundry_formats"
+    for where, said in ((tmp_path / "no.json", "does not exist"), (tmp_path / "out", "cannot be read as JSON: ")):
+        with pytest.raises(DataError) as error:
+            load_any([path, where])
+        assert str(error.value).startswith(f"{where} {said}") and str(error.value).endswith(needs)
 
 
 @pytest.mark.parametrize("change", [{"model": 3}, {"save_id": []}, {"num_parameters": "x"}])

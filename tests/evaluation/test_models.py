@@ -2,10 +2,8 @@
 
 import io
 import json
-import pickle
 import sys
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,21 +14,12 @@ from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.models import TreeModel, find_subject
-from llmfoundry_lite.models.mpt import MPT
-from tests.helpers.folders import OWN_CODE, VOCAB, edit_config, load, refusal
+from tests.helpers.folders import OWN_CODE, VOCAB, edit_config, load, refusal, write_foundry
 from tests.helpers.models import normal_model
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(d_model=16, n_heads=2, n_layers=4, max_seq_len=32, vocab_size=VOCAB)
 TOKENS_BT = torch.arange(24)[None] * 13 % VOCAB
-
-
-def write_foundry(folder: Path, model: MPT, **changes) -> None:
-    """A folder of LLM Foundry's checkpointer: a pickle, and a config.json that names code of its own."""
-    code = {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}
-    marks = {"model_type": "mpt", "architectures": ["MPTForCausalLM"], "auto_map": code, "init_device": "cpu"}
-    (folder / "config.json").write_text(json.dumps({**asdict(model.config), **marks, **changes}))
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +34,7 @@ def write_foundry(folder: Path, model: MPT, **changes) -> None:
     ],
     ids=["learned positions", "RoPE", "qk_ln", "rmsnorm", "window", "logit_scale"],
 )
-def test_a_pickled_llm_foundry_folder_is_evaluated_as_the_model_it_describes(config, folder):
+def test_an_llm_foundry_folder_is_evaluated_as_the_model_it_describes(config, folder):
     model = normal_model(config)
     write_foundry(folder, model)
     loaded = load(folder)
@@ -77,13 +66,8 @@ def test_a_pickled_llm_foundry_folder_is_evaluated_as_the_model_it_describes(con
         ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4} in config.json, which is not known'),
     ],
 )
-@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
-def test_what_a_folder_of_our_types_says_is_understood_or_refused_by_name(changes, message, suffix, folder):
-    model = normal_model(PLAIN)
-    write_foundry(folder, model, **changes)
-    if suffix == "safetensors":
-        save_file(model.state_dict(), folder / "model.safetensors")
-        (folder / "pytorch_model.bin").unlink()
+def test_what_a_folder_of_our_types_says_is_understood_or_refused_by_name(changes, message, folder):
+    write_foundry(folder, normal_model(PLAIN), **changes)
     assert refusal(folder).startswith(f"{folder}: {message}")
 
 
@@ -110,31 +94,9 @@ def test_ropes_that_contradict_each_other_are_refused(folder):
     assert refusal(folder / "out").endswith("rope_parameters and rope_scaling differ in rope_type in config.json")
 
 
-class Opens:
-    """A pickle of this creates a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return io.open, (str(self.path), "w")
-
-
-def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(folder, tmp_path):
-    model = normal_model(PLAIN)
-    write_foundry(folder, model)
-    torch.save({**model.state_dict(), "more": Opens(tmp_path / "ran")}, folder / "pytorch_model.bin")
-    message = refusal(folder)
-    assert "pytorch_model.bin: a pickle that holds more than tensors (io.open)" in message
-    assert "llmfoundry-lite checkpoint import FOLDER OUT --trust-pickle" in message
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Opens(tmp_path / "ran"), protocol=2))
-    assert "pytorch_model.bin: " in refusal(folder) and not (tmp_path / "ran").exists()
-
-
 def test_weights_are_those_of_safetensors_where_both_are_there(folder):
     model = normal_model(PLAIN)
     write_foundry(folder, model)
-    save_file(model.state_dict(), folder / "model.safetensors")
     torch.save({}, folder / "pytorch_model.bin")
     found = load(folder).model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in load_file(folder / "model.safetensors").items())

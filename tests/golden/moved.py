@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDERS = ("llmfoundry_lite", "scripts", "benchmarks")
+FOLDERS = ("llmfoundry_lite", "companions", "scripts", "benchmarks")
 
 
 class Function(NamedTuple):

@@ -1,13 +1,16 @@
 """Folders of models as others export them: loaded, or refused in one line."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.models.mpt import MPT
 
 VOCAB = 320
 OWN_CODE = """
@@ -22,6 +25,14 @@ class MyTokenizer(PreTrainedTokenizerFast):
     pass
 """
 """A module that tells, in the file {path}, when it is imported."""
+
+
+def write_foundry(folder: Path, model: MPT, **changes) -> None:
+    """A folder as LLM Foundry writes it, with a config.json that names code of its own."""
+    code = {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}
+    marks = {"model_type": "mpt", "architectures": ["MPTForCausalLM"], "auto_map": code, "init_device": "cpu"}
+    (folder / "config.json").write_text(json.dumps({**asdict(model.config), **marks, **changes}))
+    save_file(model.state_dict(), folder / "model.safetensors")
 
 
 def edit_config(folder: Path, **changes) -> None:

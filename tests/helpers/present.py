@@ -16,5 +16,5 @@ def present(cases: Iterable[Case]) -> list[Case]:
 def command_of(case: object) -> str:
     while isinstance(case, (list, tuple)):
         case = case[0]
-    words = str(case).removeprefix("OMP_NUM_THREADS=1 ").removeprefix("llmfoundry-lite ").split()
+    words = str(case).rpartition("llmfoundry-lite ")[2].split()
     return words[0] if words else ""

@@ -9,6 +9,12 @@ from typing import Any
 
 from llmfoundry_lite.errors import UserError
 
+UNPICKLES = re.compile(
+    r"\b(import|from)\s+(pickle|cPickle|_pickle|dill|cloudpickle|joblib|shelve|marshal)\b|\bpickle\.\w|\b[Uu]npickler\b"
+    r"|torch\.(load|save|serialization|package)\b|from torch import .*\b(load|save)\b|allow_pickle\s*=\s*True"
+    r"|(gather|broadcast|scatter|send|recv)_object|object_list|all_gather_object|_MaybePickler"
+    r"|\b(dcp|dist_cp)\.(load|save|async_save)\b|FileSystem(Reader|Writer)|HuggingFaceStorage|torch\.hub\b|jit\.load"
+)
 WHOLE = re.compile(r"\.read_(text|bytes)\(|OmegaConf\.load\((?!io)|base\.compression import decompress")
 
 
@@ -29,5 +35,17 @@ def give_brackets(path: Path, read: Callable[[Path], Any]) -> None:
 
 def find_whole_reads(package: Path) -> set[str]:
     """Return the modules of a package that read whole files."""
-    modules = [path for path in package.rglob("*.py") if "tests" not in path.relative_to(package).parts]
-    return {str(path.relative_to(package)) for path in modules if WHOLE.search(path.read_text())}
+    return {name for name, text in _sources(package).items() if WHOLE.search(text)}
+
+
+def find_unpickling(package: Path) -> list[str]:
+    """Return the modules of a package that pickle or unpickle, comments and texts apart."""
+    code = {
+        name: re.sub(r'""".*?"""|#[^\n]*|"[^"\n]*"', "", text, flags=re.S) for name, text in _sources(package).items()
+    }
+    return [name for name, text in code.items() if UNPICKLES.search(text)]
+
+
+def _sources(package: Path) -> dict[str, str]:
+    modules = [path for path in sorted(package.rglob("*.py")) if "tests" not in path.relative_to(package).parts]
+    return {str(path.relative_to(package)): path.read_text() for path in modules}

@@ -74,3 +74,10 @@ def save_sharded(folder: str) -> None:
     if dist.get_rank() == 0:
         torch.save(full, f"{folder}/sharded/full.pt")
     trainer.close()
+
+
+def composer_file(path, model, **state):
+    """Write what Composer's Trainer saves of a model, in one file."""
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state": {"model": tensors, **state}, "rng": []}, path)
+    return path

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from llmfoundry_formats.logs import load_any
+from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
@@ -23,7 +23,7 @@ from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.loaded import load
 from llmfoundry_lite.evaluation.models import load_subject
-from llmfoundry_lite.evaluation.results import ResultFiles, Results
+from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any
 from tests.helpers.launch import ROOT, free_port
 from tests.helpers.models import normal_model
 
@@ -92,7 +92,12 @@ def ask(folder, out, *arguments, module="llmfoundry_formats.lm_eval", num_ranks=
     """Run lm_eval's command line; return the process of rank 0 and the folder of its logs."""
     command = [python_of("LM_EVAL_PYTHON", "lm_eval"), "-m", module, "--tasks", tasks]
     command += ["--include_path", str(folder), "--log_samples", "--output_path", str(folder / out), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **search_path({"PYTHONPATH": str(ROOT)}),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"HF_DATASETS_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []

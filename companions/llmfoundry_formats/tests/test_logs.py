@@ -11,10 +11,11 @@ import pytest
 from streaming.base.compression import compress
 
 from llmfoundry_formats import logs as foreign
-from llmfoundry_formats.logs import ZSTANDARD, load_any, read_member
+from llmfoundry_formats.logs import ZSTANDARD, read_member
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.compare import compare, compare_files
+from llmfoundry_lite.evaluation.results import load_any
 from llmfoundry_lite.evaluation.sequential import Rule
 from tests.helpers.bombs import MIB, little_memory
 from tests.helpers.results import write_result

@@ -1,0 +1,12 @@
+"""What foreign formats add to the core."""
+
+from llmfoundry_lite.companions import Companion
+
+COMPANION = Companion(
+    commands={"init --like": "llmfoundry_formats.like:write_like"},
+    readers={
+        "checkpoints of Composer and DCP": "llmfoundry_formats.checkpoints:import_pickled",
+        "pytorch_model.bin": "llmfoundry_formats.pickles:read_weights_file",
+        "logs of lm-eval and Inspect": "llmfoundry_formats.logs:load_logs",
+    },
+)
