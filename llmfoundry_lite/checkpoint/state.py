@@ -89,20 +89,6 @@ def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
     return found
 
 
-def to_parameter_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Reorder a whole tensor whose rows come in the ranks' order."""
-    result, at = torch.empty_like(tensor), 0
-    for first, count in runs:
-        result[first : first + count] = tensor[at : at + count]
-        at += count
-    return result
-
-
-def to_rank_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Undo `to_parameter_order`."""
-    return torch.cat([tensor[first : first + count] for first, count in runs])
-
-
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Return id(parameter) -> name, for all that the optimizer updates. Raises CheckpointError if one is not the
     model's."""

@@ -303,12 +303,8 @@ def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
 def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> list[bytes]:
     """Add lines of batches that another machine trained, which travel with its checkpoints."""
     lines = content.splitlines(keepends=True)
-    try:
-        carried, _, lost = read_log(newest)
-        notes.extend(lost)
-    except CheckpointError as error:
-        notes.append(f"the log that came with {newest.name} is damaged: {error}")
-        return lines
+    carried, _, lost = read_log(newest)
+    notes.extend(lost)
     if carried is None:
         return lines
     merged = merge_logs(content, carried)

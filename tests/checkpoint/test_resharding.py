@@ -25,11 +25,12 @@ from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_local_te
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
-from llmfoundry_lite.checkpoint.state import DTYPES, local_tensor, to_parameter_order
+from llmfoundry_lite.checkpoint.state import DTYPES, local_tensor
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.config.layout import divide_stack
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.training.muon import to_parameter_order
 
 SAVE_ID = "e1-ba1-0123456789ab"
 
