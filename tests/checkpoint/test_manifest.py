@@ -110,6 +110,10 @@ def columns(**changes):
 
 LIES = {
     "fewer names than digests": (columns(names=["a.safetensors"]), "as many names as sizes"),
+    "fewer sizes": (columns(num_bytes=[20_000]), "as many names as sizes"),
+    "fewer headers": (columns(header_bytes=[4096]), "as many names as sizes"),
+    "fewer digests": (columns(digests="0" * 32), "as many names as sizes"),
+    "no header": (columns(header_bytes=[9, 4096]), "a header of 9 bytes"),
     "short digests": (columns(digests="0" * 63), "as many names as sizes"),
     "odd digests": (columns(digests="Z" * 64), "hexadecimal"),
     "a way out": (named("../a.safetensors"), "leads out"),
@@ -159,6 +163,8 @@ LIES = {
 
 
 HEADS = {
+    "format": "zip",
+    "version": 3,
     "save_id": "e1-ba3-0123456789az",
     "lease_epoch": "1",
     "num_bytes": 10**400,

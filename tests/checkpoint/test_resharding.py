@@ -317,4 +317,7 @@ def test_chunks_of_uneven_cuts_are_those_that_reach_into_a_box():
     chunks = [(7, ((0, 0), (2, 3))), (8, ((2, 0), (3, 3))), (9, ((5, 0), (1, 3)))]
     assert all(grid.has((6, 3), file, box) for file, box in chunks)
     others = [(8, chunks[0][1]), (8, ((4, 0), (1, 3))), (9, ((5, 0), (1, 2))), (9, ((6, 0), (1, 3))), (7, ((0,), (2,)))]
+    others += [(9, ((6, 0), (0, 3))), (7, ((-1, 0), (2, 3)))]
     assert not any(grid.has((6, 3), file, box) for file, box in others)
+    assert not Grid((2,), (0,), (1,)).has((6,), 3, ((6,), (0,)))
+    assert not Grid((2,), (2,), (-1,)).has((6,), 3, ((-2,), (2,)))

@@ -96,6 +96,22 @@ def test_only_the_blocks_that_are_read_are_verified(tmp_path):
 
 
 @pytest.mark.fault
+def test_a_second_look_at_damage_goes_past_the_cache(tmp_path, monkeypatch):
+    _, record = write_one(tmp_path)
+    flip(tmp_path / "s", 5 * BLOCK + 1)
+    looks, source = [], LocalFolder.source
+
+    def look(folder, name, *, bypass_cache=False):
+        looks.append(bypass_cache)
+        return source(folder, name, bypass_cache=bypass_cache)
+
+    monkeypatch.setattr(LocalFolder, "source", look)
+    with pytest.raises(DamagedCheckpointError):
+        verify_file(LocalFolder(tmp_path), record)
+    assert looks == [False, True]
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("position", [9, -1], ids=["header", "hashes"])
 def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, position):
     _, record = write_one(tmp_path)
@@ -108,12 +124,21 @@ def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, position)
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("offsets", ["[0, 1e999]", "[0, -1]", "[0]", '["a", 4]'])
-def test_a_header_whose_offsets_are_none_is_damage(offsets):
-    text = b'{"w@0":{"dtype":"F32","shape":[1],"data_offsets":%s}}' % offsets.encode()
-    shard: Any = SimpleNamespace(damage=DamagedCheckpointError, file=SimpleNamespace(hashed_bytes=1 << 20))
+@pytest.mark.parametrize(
+    ("key", "offsets", "hashed_bytes"),
+    [("w@0", offsets, 1 << 20) for offsets in ("[0, 1e999]", "[0, -1]", "[0]", '["a", 4]', "[4, 8]")]
+    + [(key, "[0, 4]", 1 << 20) for key in ("w", "w@00", "w@x")]
+    + [("w@0", "[0, 4]", 16)],
+)
+def test_a_header_that_no_shard_has_is_damage(key, offsets, hashed_bytes):
+    def parse(key, offsets, hashed_bytes):
+        text = b'{"%s":{"dtype":"F32","shape":[1],"data_offsets":%s}}' % (key.encode(), offsets.encode())
+        shard: Any = SimpleNamespace(damage=DamagedCheckpointError, file=SimpleNamespace(hashed_bytes=hashed_bytes))
+        return parse_header(len(text).to_bytes(8, "little") + text, shard)
+
+    assert [*parse("w@0", "[0, 4]", 1 << 20)] == [Chunk("w", "F32", (0,), (1,))]
     with pytest.raises(DamagedCheckpointError, match="not that of a safetensors file"):
-        parse_header(len(text).to_bytes(8, "little") + text, shard)
+        parse(key, offsets, hashed_bytes)
 
 
 def test_the_last_tensor_has_the_hashes_of_all_blocks_before_it(tmp_path):

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,9 +18,10 @@ import pytest
 
 from llmfoundry_lite.checkpoint import commit, folders, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
+from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
-from llmfoundry_lite.checkpoint.manifest import encode
+from llmfoundry_lite.checkpoint.manifest import TensorRecord, encode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -33,7 +35,7 @@ from llmfoundry_lite.errors import (
 from llmfoundry_lite.ranks.codec import write_json
 from llmfoundry_lite.ranks.identity import describe_this_process, start_ticks
 from tests.checkpoint.mounts import mounted
-from tests.checkpoint.saves import flip, names, save, saved, write_draft
+from tests.checkpoint.saves import ROWS, flip, names, save, saved, write_draft
 
 
 def test_what_is_published_can_be_found_and_verified(url):
@@ -249,6 +251,30 @@ def test_damaged_ones_are_passed_over_in_a_line_each_and_set_aside(tmp_path):
     assert any("manifest.json: the checksum" in note for note in found.notes)
     assert names(store) == ["ba1"]
     assert len([name for name in os.listdir(tmp_path) if name.startswith(".damaged-ba")]) == 2
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"model/w": ("F64", 2 * ROWS, ROWS)}, "model/w@0 is I64 [50000] in its header alone"),
+        ({"model/w": ("I64", 2 * ROWS, 2 * ROWS)}, "model/w@0 is I64 [50000] in its header alone"),
+        ({}, "model/w@0 is I64 [50000] in its header alone"),
+        (
+            {"model/w": ("I64", 2 * ROWS, ROWS), "model/v": ("U8", 2, 1)},
+            "model/v has 2 chunks in the manifest and 0 in the files' headers",
+        ),
+    ],
+    ids=["dtype", "shape", "unknown", "missing"],
+)
+def test_headers_that_are_not_the_manifest_s_are_named(tmp_path, tensors, words):
+    store, lease = saved(tmp_path)
+    records = {
+        name: TensorRecord(dtype, (n,), Grid((chunk,), (0,), (1,))) for name, (dtype, n, chunk) in tensors.items()
+    }
+    checkpoint = store.publish(replace(write_draft(store, lease, 1), tensors=records), lease)
+    with pytest.raises(DamagedCheckpointError, match=re.escape(words)):
+        check_structure(checkpoint)
 
 
 @pytest.mark.fault
