@@ -27,7 +27,7 @@ from tests.checkpoint.saves import names, save, saved, write_draft
 
 def beside_compare(monkeypatch, happen):
     """`happen` comes between a prune's look at what a name holds and its removal, once."""
-    look, looks = commit.save_id_in, []
+    look, looks = commit.head_of, []
 
     def compared(folder):
         found = look(folder)
@@ -36,7 +36,7 @@ def beside_compare(monkeypatch, happen):
             happen()
         return found
 
-    monkeypatch.setattr(commit, "save_id_in", compared)
+    monkeypatch.setattr(commit, "head_of", compared)
     return looks
 
 
