@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
-from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
-from llmfoundry_lite.checkpoint.planning import describe, make_plan, slices_of_rank
-from llmfoundry_lite.checkpoint.restore import find_overlaps, gather_held_keys, read_tensors
+from llmfoundry_lite.checkpoint.planning import chunks_of_rank, describe, make_plan
+from llmfoundry_lite.checkpoint.restore import find_reads, gather_names, read_tensors
 from llmfoundry_lite.checkpoint.save import REPORT, About, Saver, file_name
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_buffers, open_shard, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, open_shard, write_shard
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
@@ -197,7 +197,7 @@ def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_rank
     hash_of_zeros = hash_buffers([zeros])
     started = time.perf_counter()
     for rank in range(1, num_ranks):
-        entries = slices_of_rank(saver._plan.tensors, rank, seen)
+        entries = chunks_of_rank(saver._plan.tensors, rank, seen)
         header = build_header(entries, {"save_id": saver._flight.save_id}, block_bytes=BLOCK_BYTES)  # type: ignore[union-attr]
         header_bytes = max(header_bytes, len(header))
         size = len(header) + sum(entry.num_bytes for entry in entries.values())
@@ -228,13 +228,13 @@ def measure_resume(figures: dict[str, float], model: Any, optimizer: Any, folder
         started = time.perf_counter()
         manifest = decode(checkpoint.raw, "manifest")
         decoded = time.perf_counter()
-        _, by_file = find_overlaps(manifest, tensors)
-        for index, overlaps in by_file.items():
+        _, by_file = find_reads(manifest, tensors)
+        for index, reads in by_file.items():
             with open_shard(checkpoint.folder, manifest.files[index]) as shard:
-                for name, source, *_ in overlaps:
-                    shard.find(source.key(name), manifest.tensors[name].dtype, source.shape)
+                for one in reads:
+                    shard.find(one.chunk)
         with _no_others():
-            gather_held_keys(model, optimizer)
+            gather_names(model, optimizer)
         return {"decode": decoded - started, "files": len(by_file)}
 
     seconds, megabytes, found = _in_child(prepare)
@@ -295,7 +295,7 @@ def measure_requests(figures: dict[str, float], num_ranks: int) -> None:
             folder, prefix = store.commits.draft(save_id)
             files = []
             for rank in range(num_ranks):
-                entry = Entry("model/w", "U8", (rank,), (1,))
+                entry = Chunk("model/w", "U8", (rank,), (1,))
                 header = build_header({entry.key: entry}, {}, block_bytes=BLOCK_BYTES)
                 record = write_shard(folder, file_name(rank), header, [bytes(1)])
                 files.append(replace(record, name=prefix + record.name))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from llmfoundry_formats.dcp import Held, hold, publish, write_pieces
+from llmfoundry_formats.dcp import Held, hold, publish, write_chunks
 from llmfoundry_formats.pickles import STOOD_IN, read_dcp_metadata, read_torch_file
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE
 from llmfoundry_lite.checkpoint.save import file_name
@@ -161,7 +161,7 @@ def import_state(
 
     def write() -> None:
         files = {piece.file.name for piece in pieces}
-        pieces.extend(write_pieces(store, save_id, file_name(len(files)), held))
+        pieces.extend(write_chunks(store, save_id, file_name(len(files)), held))
         held.clear()
 
     try:

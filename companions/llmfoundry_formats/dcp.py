@@ -10,6 +10,8 @@ stand in the manifest as typed JSON. DCP raises `CheckpointException` on every r
 
 import dataclasses
 import datetime
+import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from llmfoundry_lite.checkpoint.commit import COMMITTED, SAVE_ID, Checkpoint, batch_of, committed_name, head_of
-from llmfoundry_lite.checkpoint.layouts import Grid, Slice, grid_of
+from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
 from llmfoundry_lite.checkpoint.lease import is_other_live_process
 from llmfoundry_lite.checkpoint.manifest import (
     DCP_STATE,
@@ -50,9 +52,9 @@ from llmfoundry_lite.checkpoint.manifest import (
     Timestamp,
 )
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
-from llmfoundry_lite.checkpoint.restore import Overlap, overlap_of, read_files
+from llmfoundry_lite.checkpoint.restore import ChunkRead, read_files, read_of
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, file_order, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, file_order, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
@@ -62,10 +64,10 @@ from llmfoundry_lite.ranks.codec import encode_value
 Id = str | os.PathLike[str]
 
 
-class Piece(NamedTuple):
-    """A slice that one rank has written."""
+class Written(NamedTuple):
+    """A chunk that one rank has written."""
 
-    slice: Entry
+    chunk: Chunk
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     file: FileRecord
@@ -74,9 +76,9 @@ class Piece(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A slice in memory."""
+    """A chunk in memory."""
 
-    slice: Entry
+    chunk: Chunk
     shape: tuple[int, ...]
     tensor: torch.Tensor
 
@@ -136,16 +138,16 @@ class PortableStorageWriter(StorageWriter):
                 held[item.index] = hold(item.index.fqn, tensor, data.chunk.offsets, data.size)
         if held:
             store, _ = open_store(self.checkpoint_id)
-            pieces = write_pieces(store, plan.storage_data, file_name(self.rank), list(held.values()))
+            pieces = write_chunks(store, plan.storage_data, file_name(self.rank), list(held.values()))
             for index, piece in zip(held, pieces, strict=True):
-                results.append(WriteResult(index, piece.slice.num_bytes, piece))
+                results.append(WriteResult(index, piece.chunk.num_bytes, piece))
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store, _ = open_store(self.checkpoint_id)
         written = [(one.index.fqn, one.storage_data) for of_rank in results for one in of_rank]
-        pieces = [found for _, found in written if isinstance(found, Piece)]
-        values = {fqn: found for fqn, found in written if not isinstance(found, Piece)}
+        pieces = [found for _, found in written if isinstance(found, Written)]
+        values = {fqn: found for fqn, found in written if not isinstance(found, Written)}
         paths = {fqn: list(path) for fqn, path in (metadata.planner_data or {}).items()}
         assert self.lease is not None, "the coordinator has a lease"
         publish(store, self.lease, self.save_id, pieces, {DCP_STATE: {"values": values, "paths": paths}})
@@ -222,13 +224,13 @@ def _set_value(planner: LoadPlanner, fqn: str, value: Any) -> None:
 
 
 def hold(fqn: str, tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> Held:
-    """Return a slice on the host, contiguous. Raises CheckpointError for one that the format has no words for."""
+    """Return a chunk on the host, contiguous. Raises CheckpointError for one that the format has no words for."""
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None or tensor.layout != torch.strided:
         raise CheckpointError(
             f"{fqn}: {tensor.dtype}, {tensor.layout} given, expected a dense tensor of a dtype that safetensors names"
         )
-    one = Entry(stored_name(fqn), dtype, tuple(offset), tuple(tensor.shape))
+    one = Chunk(stored_name(fqn), dtype, tuple(offset), tuple(tensor.shape))
     return Held(one, tuple(shape), tensor.detach().to("cpu").contiguous())
 
 
@@ -245,25 +247,25 @@ def fqn_of(name: str) -> str:
     return f"model.{name.removeprefix('model/')}" if name.startswith("model/") else name
 
 
-def write_pieces(store: CheckpointStore, save_id: str, name: str, held: Sequence[Held]) -> list[Piece]:
-    """Write slices to one file of a draft. Raises CheckpointError, and then the file is not there."""
+def write_chunks(store: CheckpointStore, save_id: str, name: str, held: Sequence[Held]) -> list[Written]:
+    """Write chunks to one file of a draft. Raises CheckpointError, and then the file is not there."""
     folder, _ = store.open_draft(save_id)
-    # A tensor without elements has no slice in a file, and the others stand in the file's order.
-    tensors = {one.slice.key: one.tensor for one in held}
-    entries = file_order({one.slice.key: one.slice for one in held if one.slice.num_bytes})
+    # A tensor without elements has no chunk in a file, and the others stand in the file's order.
+    tensors = {one.chunk.key: one.tensor for one in held}
+    entries = file_order({one.chunk.key: one.chunk for one in held if one.chunk.num_bytes})
     header = build_header(entries, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
     try:
         record = write_shard(folder, name, header, [as_bytes(tensors[key]) for key in entries])
     except (OSError, EOFError) as error:
         raise CheckpointError(f"{folder.url}/{name}: not written: {getattr(error, 'strerror', '') or error}") from error
     return [
-        Piece(one.slice, one.shape, record, sum_keyed(one.slice.tensor, one.tensor, one.slice.offset, one.shape))
+        Written(one.chunk, one.shape, record, sum_keyed(one.chunk.tensor, one.tensor, one.chunk.offset, one.shape))
         for one in held
     ]
 
 
 def publish(
-    store: CheckpointStore, lease: Lease, save_id: str, pieces: Sequence[Piece], scalars: dict[str, Any]
+    store: CheckpointStore, lease: Lease, save_id: str, pieces: Sequence[Written], scalars: dict[str, Any]
 ) -> Checkpoint:
     """Commit a draft whose files are written. Raises CheckpointError unless the pieces cover each tensor once."""
     _, prefix = store.open_draft(save_id)
@@ -281,29 +283,47 @@ def publish(
     return store.publish(manifest, lease)
 
 
-def lay_out(pieces: Sequence[Piece], file_numbers: dict[str, int]) -> dict[str, TensorRecord]:
-    pieces_of: dict[str, list[Piece]] = {}
+def lay_out(pieces: Sequence[Written], file_numbers: dict[str, int]) -> dict[str, TensorRecord]:
+    pieces_of: dict[str, list[Written]] = {}
     for piece in pieces:
-        pieces_of.setdefault(piece.slice.tensor, []).append(piece)
+        pieces_of.setdefault(piece.chunk.tensor, []).append(piece)
     grids: dict[Any, Grid | str] = {}
     records = {}
     for name, found in pieces_of.items():
-        dtype, shape = found[0].slice.dtype, found[0].shape
-        if other := next((one for one in found if (one.slice.dtype, one.shape) != (dtype, shape)), None):
+        dtype, shape = found[0].chunk.dtype, found[0].shape
+        if other := next((one for one in found if (one.chunk.dtype, one.shape) != (dtype, shape)), None):
             raise CheckpointError(
-                f"{name} is {other.slice.dtype} {list(other.shape)} on one rank and {dtype} {list(shape)} on another"
+                f"{name} is {other.chunk.dtype} {list(other.shape)} on one rank and {dtype} {list(shape)} on another"
             )
-        slices = tuple(
-            Slice(file_numbers[one.file.name], one.slice.offset, one.slice.shape)
-            for one in found
-            if one.slice.num_bytes
-        )
-        if (slices, shape) not in grids:
-            grids[slices, shape] = grid_of(slices, shape)
-        if isinstance(grid := grids[slices, shape], str):
+        chunks = tuple((file_numbers[one.file.name], one.chunk) for one in found if one.chunk.num_bytes)
+        if (key := (tuple((file, *chunk[2:]) for file, chunk in chunks), shape)) not in grids:
+            grids[key] = grid_of(chunks, shape)
+        if isinstance(grid := grids[key], str):
             raise CheckpointError(f"{name}: {grid}; this sharding cannot be saved")
         records[name] = TensorRecord(dtype, shape, grid)
     return records
+
+
+def grid_of(chunks: Sequence[tuple[int, Chunk]], shape: tuple[int, ...]) -> Grid | str:
+    """Return the grid that a tensor's chunks form, each with the number of its file, or why they form none."""
+    boxes = [(chunk.offset, chunk.shape) for _, chunk in chunks]
+    for offset, lengths in boxes:
+        if len(offset) != len(shape) or len(lengths) != len(shape):
+            return f"chunk at {offset} of shape {lengths} in {shape}"
+        if any(n <= 0 or begin + n > whole for begin, n, whole in zip(offset, lengths, shape, strict=True)):
+            return f"chunk at {offset} of shape {lengths} reaches out of {shape}"
+    covered, whole = sum(math.prod(lengths) for _, lengths in boxes), math.prod(shape)
+    if covered != whole:
+        return f"{covered:,} of its {whole:,} values are there; a chunk is missing or chunks overlap"
+    if not whole:
+        return Grid((), (0,))
+    cuts = [sorted({offset[dim] for offset, _ in boxes}) for dim in range(len(shape))]
+    files = {chunk.offset: file for file, chunk in chunks}
+    if len(files) == len(chunks) == math.prod(map(len, cuts)):
+        grid = Grid(tuple(tuple(cut[1:]) for cut in cuts), tuple(files.get(at, -1) for at in itertools.product(*cuts)))
+        if {box for _, box in grid.overlapping(shape, (0,) * len(shape), shape)} == {*boxes}:
+            return grid
+    return "chunks overlap, or are not cut as a grid"
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -360,7 +380,7 @@ class PortableStorageReader(StorageReader):
         checkpoint = self._open
         manifest, values = checkpoint.manifest, (checkpoint.manifest.dcp_state or NO_STATE)["values"]
         boxes: dict[Any, torch.Tensor] = {}
-        rounds: list[dict[int, list[Overlap]]] = []
+        rounds: list[dict[int, list[ChunkRead]]] = []
         """A tensor is in each at most once: two names of one may ask for the same bytes."""
         num_boxes: Counter[str] = Counter()
         staged = []
@@ -379,9 +399,9 @@ class PortableStorageReader(StorageReader):
             if box not in boxes:
                 boxes[box] = torch.empty(tuple(item.lengths), dtype=DTYPES[record.dtype])
                 rounds += [{}] * (num_boxes[name] == len(rounds))
-                for source in record.overlapping(item.storage_offsets, item.lengths):
-                    part = overlap_of(name, source, item.storage_offsets, item.lengths, boxes[box])
-                    rounds[num_boxes[name]].setdefault(source.file, []).append(part)
+                for file, chunk in manifest.overlapping(name, item.storage_offsets, item.lengths):
+                    read = read_of(chunk, item.storage_offsets, item.lengths, boxes[box])
+                    rounds[num_boxes[name]].setdefault(file, []).append(read)
                 num_boxes[name] += 1
             staged.append((item, target, boxes[box]))
         for by_file in rounds:

@@ -1,5 +1,6 @@
-"""Portable checkpoints, format 2: saved by any number of ranks, verified and restored by any other number.
+"""Portable checkpoints: saved by any number of ranks, verified and restored by any other number.
 
-Modules from the bottom up, without torch: `layouts`, `manifest`, `folders`, `shards`, `lease`, `commit`, `store`,
-`log_parts`, `verify`, `paths`. With torch: `state`, `planning`, `save`, `restore`, `full_tensors`.
+Modules from the bottom up, without torch: `layouts`, `manifest`, `folders`, `local_folder`, `remote_folder`,
+`open_folder`, `shards`, `lease`, `commit`, `store`, `log_parts`, `verify`, `paths`, `start`. With torch: `state`,
+`planning`, `save`, `restore`, `full_tensors`.
 """

@@ -7,9 +7,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llmfoundry_lite.checkpoint.folders import Folder, retry_on_damage, unreadable
+from llmfoundry_lite.checkpoint.folders import retry_on_damage
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, MAX_BYTES, Head, Manifest, decode, read_head
+from llmfoundry_lite.checkpoint.open_folder import Folder, unreadable
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
@@ -63,10 +64,6 @@ def _read_once(folder: Folder) -> Checkpoint:
 def head_of(folder: Folder) -> Head:
     """Read no more of a manifest than is needed. Raises OSError and CheckpointError."""
     return read_head(folder.read(MANIFEST, HEAD_BYTES)) or read_checkpoint(folder).manifest.head
-
-
-def save_id_in(folder: Folder) -> str:
-    return head_of(folder).save_id
 
 
 def committed_name(save_id: str) -> str:
@@ -144,7 +141,7 @@ class RenameCommits:
     def remove(self, name: str, save_id: str) -> None:
         """Remove a save, not another that has its name by now. Where the name is a link, the link goes."""
         folder = self.root.child(name)
-        if MANIFEST in folder.names() and save_id_in(folder) != save_id:
+        if MANIFEST in folder.names() and head_of(folder).save_id != save_id:
             return
         doomed = f"{DELETING}{save_id}-{uuid.uuid4().hex[:6]}"
         self.root.rename(name, doomed)
@@ -167,7 +164,7 @@ class RenameCommits:
                 self._remove_or_put_back(name)
             elif has_lease and name.startswith(REPLACED) and SAVE_ID.fullmatch(save := name.removeprefix(REPLACED)):
                 with contextlib.suppress(CheckpointError, OSError):
-                    if save_id_in(self.root.child(committed_name(save))) == save:
+                    if head_of(self.root.child(committed_name(save))).save_id == save:
                         self.root.child(name).remove_all()
 
     def _only_replaced(self, names: Sequence[str]) -> list[str]:
@@ -188,7 +185,7 @@ class RenameCommits:
             return
         is_meant = False
         with contextlib.suppress(CheckpointError, OSError):  # what cannot be read is put back
-            is_meant = MANIFEST not in doomed.names() or save_id_in(doomed) == save[0]
+            is_meant = MANIFEST not in doomed.names() or head_of(doomed).save_id == save[0]
         if not is_meant:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 self.root.rename(name, committed_name(save[0]))
@@ -225,14 +222,14 @@ class PutCommits:
         folder, version = self.root.child(name), None
         if MANIFEST in folder.names():
             version = folder.version(MANIFEST)
-            if save_id_in(folder) != save_id:
+            if head_of(folder).save_id != save_id:
                 return
         if not folder.remove_version(MANIFEST, version):
             return
         self.on_phase("mid-prune")
         names = folder.names()
         if MANIFEST in names:  # of a save that has come meanwhile: what is right in here may be that one's
-            names = [] if save_id_in(folder) == save_id else [save_id]
+            names = [] if head_of(folder).save_id == save_id else [save_id]
         for child in names:  # files right in here were copied from a local disk
             if child == save_id or not SAVE_ID.fullmatch(child):
                 folder.child(child).remove_all()

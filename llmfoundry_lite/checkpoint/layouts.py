@@ -1,4 +1,4 @@
-"""Grids: how a tensor is cut into slices, and which file holds which slice, by arithmetic. No torch."""
+"""Grids: how a tensor is cut into chunks, and which file holds which chunk, by arithmetic. No torch."""
 
 import itertools
 import math
@@ -7,48 +7,67 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-MAX_SLICES = 1 << 24
+MAX_CHUNKS = 1 << 24
 """A tensor's limit. A run on 16,384 ranks has a thousandth of it."""
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+"""dtypes in safetensors' spelling."""
 
 Extra = dict[str, Any]
 """Fields that a later release has added, as JSON. They are written again."""
 
 
-class Slice(NamedTuple):
-    """A box of a tensor that one file holds, row-major."""
+class Chunk(NamedTuple):
+    """A rectangular part of a tensor, which one file holds, row-major."""
 
-    file: int
-    """Index into `Manifest.files`."""
+    tensor: str
+    dtype: str
+    """A key of ITEM_BYTES."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def key(self, tensor: str) -> str:
-        """Return its name inside the safetensors file."""
-        return f"{tensor}@{','.join(map(str, self.offset))}"
+    @property
+    def key(self) -> str:
+        """Its name inside the safetensors file."""
+        return f"{self.tensor}@{','.join(map(str, self.offset))}"
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and lengths of a rectangular part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The slices of a tensor, as many along each dimension as it has chunks there. Tensors cut alike share one."""
+    """The chunks of a tensor, for tensors that are cut alike."""
 
     chunks: tuple[int | tuple[int, ...], ...]
-    """For each of the first dimensions: the length of its chunks, of which the last may be short; 0: not cut; a tuple:
+    """For each of the first dimensions: the length of chunks, of which the last may be short; 0: not cut; a tuple:
     where it is cut. Further dimensions are not cut."""
     files: tuple[int, ...]
-    """The file of the first slice, with `strides`; else that of every slice, row-major."""
+    """The file of the first chunk, with `strides`; else that of every chunk, row-major."""
     strides: tuple[int, ...] | None = None
-    """How much the file's number grows with the slice's index in each dimension of `chunks`."""
+    """How much the file's number grows with the chunk's index in each dimension of `chunks`."""
     extra: Extra = field(default_factory=dict)
 
     def counts(self, shape: Sequence[int]) -> list[int]:
         """Return the number of chunks along each dimension of `chunks`."""
         return [_num_chunks(chunk, length) for chunk, length in zip(self.chunks, shape, strict=False)]
 
-    def num_slices(self, shape: Sequence[int]) -> int:
+    def num_chunks(self, shape: Sequence[int]) -> int:
         return math.prod(self.counts(shape)) if math.prod(shape) else 0
 
-    def overlapping(self, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
-        """Yield the slices that reach into a box; as much work as there are of them."""
+    def overlapping(
+        self, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]
+    ) -> Iterator[tuple[int, Box]]:
+        """Yield file and box of the chunks that reach into a box; as much work as there are of them."""
         if not math.prod(lengths):
             return
         counts = self.counts(shape)
@@ -57,10 +76,10 @@ class Grid:
             for chunk, begin, n in zip(self.chunks, offset, lengths, strict=False)
         ]
         for index in itertools.product(*spans):
-            yield Slice(self._file(index, counts), *self.box(shape, index))
+            yield self._file(index, counts), self.box(shape, index)
 
-    def box(self, shape: Sequence[int], index: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return offset and lengths of a slice, given its index along each dimension of `chunks`."""
+    def box(self, shape: Sequence[int], index: Sequence[int]) -> Box:
+        """Return the box of a chunk, given its index along each dimension of `chunks`."""
         uncut = tuple(shape[len(self.chunks) :])
         ends = [_chunk_ends(chunk, length, i) for chunk, length, i in zip(self.chunks, shape, index, strict=False)]
         return (
@@ -68,15 +87,14 @@ class Grid:
             (*(end - begin for begin, end in ends), *uncut),
         )
 
-    def at(self, shape: Sequence[int], offset: Sequence[int]) -> Slice | None:
-        """Return the slice that begins at `offset`, if one does."""
-        if len(offset) != len(shape) or any(not 0 <= begin < n for begin, n in zip(offset, shape, strict=True)):
-            return None
-        found = next(self.overlapping(shape, offset, [1] * len(shape)), None)
-        return found if found is not None and found.offset == tuple(offset) else None
+    def has(self, shape: Sequence[int], file: int, box: Box) -> bool:
+        """Return whether this box is a chunk, which this file holds."""
+        offset, _ = box
+        is_inside = len(offset) == len(shape) and all(0 <= at < n for at, n in zip(offset, shape, strict=True))
+        return is_inside and next(self.overlapping(shape, offset, [1] * len(shape))) == (file, box)
 
     def indices_by_file(self, shape: Sequence[int]) -> dict[int, list[tuple[int, ...]]]:
-        """Return each file's slices, by their index along each dimension of `chunks`."""
+        """Return each file's chunks, by their index along each dimension of `chunks`."""
         counts = self.counts(shape)
         found: dict[int, list[tuple[int, ...]]] = {}
         for index in itertools.product(*map(range, counts)) if math.prod(shape) else ():
@@ -98,16 +116,16 @@ class Grid:
         for chunk, length in zip(self.chunks, shape, strict=False):
             if not isinstance(chunk, int) and chunk and chunk[-1] >= length:
                 return f"chunks {self.chunks} reach out of {tuple(shape)}"
-        num_slices = self.num_slices(shape)
-        if num_slices > MAX_SLICES:
-            return f"{num_slices:,} slices, cut in a way no run produces"
+        num_chunks = self.num_chunks(shape)
+        if num_chunks > MAX_CHUNKS:
+            return f"{num_chunks:,} chunks, cut in a way no run produces"
         if self.strides is None:
-            return None if len(self.files) >= num_slices else f"{len(self.files)} files for {num_slices} slices"
+            return None if len(self.files) >= num_chunks else f"{len(self.files)} files for {num_chunks} chunks"
         reach = [stride * (count - 1) for stride, count in zip(self.strides, self.counts(shape), strict=True)]
         lowest = self.files[0] + sum(min(n, 0) for n in reach)
         highest = self.files[0] + sum(max(n, 0) for n in reach)
-        if num_slices and not 0 <= lowest <= highest < num_files:
-            return f"slice in file number {lowest if lowest < 0 else highest}, which is not there"
+        if num_chunks and not 0 <= lowest <= highest < num_files:
+            return f"chunk in file number {lowest if lowest < 0 else highest}, which is not there"
         return None
 
     def _file(self, index: Sequence[int], counts: Sequence[int]) -> int:
@@ -117,27 +135,6 @@ class Grid:
         for i, count in zip(index, counts, strict=True):
             position = position * count + i
         return self.files[position]
-
-
-def grid_of(slices: Sequence[Slice], shape: tuple[int, ...]) -> Grid | str:
-    """Return the grid that listed slices form, as format 1 lists them, or why they form none."""
-    for one in slices:
-        if len(one.offset) != len(shape) or len(one.shape) != len(shape):
-            return f"slice at {one.offset} of shape {one.shape} in {shape}"
-        if any(n <= 0 or begin + n > whole for begin, n, whole in zip(one.offset, one.shape, shape, strict=True)):
-            return f"slice at {one.offset} of shape {one.shape} reaches out of {shape}"
-    covered, whole = sum(math.prod(one.shape) for one in slices), math.prod(shape)
-    if covered != whole:
-        return f"{covered:,} of its {whole:,} values are there; a slice is missing or slices overlap"
-    if not whole:
-        return Grid((), (0,))
-    cuts = [sorted({one.offset[dim] for one in slices}) for dim in range(len(shape))]
-    files = {one.offset: one.file for one in slices}
-    if len(files) == len(slices) == math.prod(map(len, cuts)):
-        grid = Grid(tuple(tuple(cut[1:]) for cut in cuts), tuple(files.get(at, -1) for at in itertools.product(*cuts)))
-        if {*grid.overlapping(shape, (0,) * len(shape), shape)} == {*slices}:
-            return grid
-    return "slices overlap, or are not cut as a grid"
 
 
 def _num_chunks(chunk: int | tuple[int, ...], length: int) -> int:

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.checkpoint.folders import Folder
+from llmfoundry_lite.checkpoint.open_folder import Folder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import parse_json, write_json
 from llmfoundry_lite.ranks.identity import describe_this_process, lives, pid_namespace
@@ -21,7 +21,7 @@ FOLDER = ".leases"
 NUM_KEPT = 8
 """A listing may miss a file created while it is read; with several left it still finds a high number."""
 MAX_BYTES = 1 << 16
-CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(?:\.[0-9a-f]{32})?")
+CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(\..*)?")
 """A claim, or what a kill left of one that was being made."""
 
 

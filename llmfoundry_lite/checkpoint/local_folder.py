@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,15 @@ DIRECT_BYTES = 4096
 
 
 class LocalFolder:
-    """A `Folder` at a path of this machine."""
+    """A folder at a path of this machine."""
 
     max_open_files = 4
+    """How many of its files are worth reading at a time."""
 
     def __init__(self, path: Path):
         self.path = path
         self.path_here: Path | None = path
+        """Where it lies on this machine; None behind a URL."""
         self.url = str(path)
 
     def child(self, name: str) -> "LocalFolder":
@@ -43,6 +44,7 @@ class LocalFolder:
         return LocalFolder(self.path.absolute().parent)
 
     def names(self) -> list[str]:
+        """Return the files and folders right in here; none if there is no such folder."""
         try:
             return sorted(_retry(lambda: os.listdir(self.path)))
         except OSError as error:
@@ -51,6 +53,8 @@ class LocalFolder:
             raise
 
     def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file right in here, by one listing."""
+
         def listed() -> dict[str, int]:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -68,9 +72,12 @@ class LocalFolder:
         return self.path.is_symlink()
 
     def make(self, *, with_parents: bool = False) -> None:
+        """Create this folder. Those above it only when asked: one may be an unmounted disk."""
         self.path.mkdir(parents=with_parents, exist_ok=True)
 
     def read(self, name: str, max_bytes: int) -> bytes:
+        """Return at most `max_bytes` + 1 bytes, so that the caller can tell. Raises FileNotFoundError."""
+
         def content() -> bytes:
             with open(self.path / name, "rb", opener=open_regular) as file:
                 return file.read(max_bytes + 1)
@@ -81,29 +88,12 @@ class LocalFolder:
             raise FileNotFoundError(*error.args) from None
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        """Write a file durably, whole or not at all. Raises FileExistsError when it should have been new: then its name
+        is taken first, and the content follows."""
         if only_if_new:
-            self._create(name, data)
-        else:
-            write_atomically(self.path / name, data)
+            (self.path / name).touch(exist_ok=False)
+        write_atomically(self.path / name, data)
         sync(self.path)
-
-    def _create(self, name: str, data: bytes) -> None:
-        draft, target = self.path / f".{name}.{uuid.uuid4().hex}", self.path / name
-        try:
-            with open(draft, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(draft, target)
-            except FileExistsError:
-                raise
-            except OSError:  # a file system without hard links; then the name is taken first and the content follows
-                os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-                os.replace(draft, target)
-        finally:
-            with contextlib.suppress(OSError):  # what it has is published, or is an error already
-                draft.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
@@ -122,9 +112,11 @@ class LocalFolder:
         sync(self.path)
 
     def sink(self, name: str, num_bytes: int) -> "LocalSink":
+        """Open a file of `num_bytes` for writing. The folder must have been made."""
         return LocalSink(self.path / name)
 
     def source(self, name: str, *, bypass_cache: bool = False) -> "LocalSource":
+        """Open a file for reading. `bypass_cache`: drop what this machine has cached of it, where that is possible."""
         return LocalSource(self.path / name, bypass_cache)
 
 
@@ -136,6 +128,7 @@ class LocalSink:
     """
 
     any_order = True
+    """It takes any offset from any thread; else only the next byte."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -154,9 +147,10 @@ class LocalSink:
         self._write(self._descriptor, offset, buffers)
 
     def _write(self, descriptor: int, offset: int, buffers: Sequence[Buffer]) -> None:
-        _transfer(WRITE, descriptor, offset, buffers, f"{self.path}: the disk took no more bytes")
+        _transfer(WRITE, descriptor, offset, buffers, OSError("the disk took no more bytes"))
 
     def close(self) -> None:
+        """Make the file durable."""
         try:
             os.fsync(self._descriptor)  # of the file, by whichever descriptor it was written
         finally:
@@ -186,13 +180,14 @@ class LocalSource:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Fill `buffers` from `offset` on. Raises EOFError when the file ends before."""
         attempts = itertools.count()
 
         def read() -> None:
             # A stale descriptor stays stale, and other threads read with it: a further attempt opens its own.
             descriptor = open_regular(self.path) if next(attempts) else self._descriptor
             try:
-                _transfer(os.preadv, descriptor, offset, buffers, f"{self.path}: ends before byte {offset}+")
+                _transfer(os.preadv, descriptor, offset, buffers, EOFError(f"{self.path}: ends before byte {offset}+"))
             finally:
                 if descriptor != self._descriptor:
                     os.close(descriptor)
@@ -208,14 +203,14 @@ def _retry(call: Callable[[], T]) -> T:
 
 
 def _transfer(
-    call: Callable[[int, Any, int], int], descriptor: int, offset: int, buffers: Sequence[Buffer], if_none: str
+    call: Callable[[int, Any, int], int], descriptor: int, offset: int, buffers: Sequence[Buffer], if_none: Exception
 ) -> None:
-    """Write or read all of `buffers`, however few bytes each call moves. Raises EOFError when one moves none."""
+    """Write or read all of `buffers`, however few bytes each call moves. Raises `if_none` when one moves none."""
     rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while rest:
         done = call(descriptor, rest[:MAX_VECTORS], offset)
         if done == 0:
-            raise EOFError(if_none)
+            raise if_none
         offset += done
         while done and done >= len(rest[0]):
             done -= len(rest.pop(0))

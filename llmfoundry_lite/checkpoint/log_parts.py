@@ -6,13 +6,11 @@ A log is not state: if a part is lost, the others are read, and the next launch 
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.commit import LOG, Checkpoint
-from llmfoundry_lite.checkpoint.manifest import FileRecord
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_blocks, read_verified
+from llmfoundry_lite.checkpoint.manifest import LogPart
+from llmfoundry_lite.checkpoint.open_folder import Folder, Source
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_blocks, read_bytes, read_file
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.errors import CheckpointError
-
-NAME = "metrics.jsonl"
-"""Format 1 had the whole log as an attachment of this name."""
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 
 class Log(NamedTuple):
@@ -20,23 +18,20 @@ class Log(NamedTuple):
 
     content: bytes | None
     """None if the checkpoint came without."""
-    parts: tuple[FileRecord, ...]
+    parts: tuple[LogPart, ...]
     """Those at its beginning that are whole."""
     notes: list[str]
     """A line for each part that is not."""
 
 
 def read_log(checkpoint: Checkpoint) -> Log:
-    """Read a checkpoint's log. Lost parts are noted; a damaged attachment of format 1 raises UnsoundCheckpointError."""
-    for file in checkpoint.manifest.attachments:
-        if file.name.rsplit("/", 1)[-1] == NAME:
-            return Log(read_verified(checkpoint.folder, file), (), [])
+    """Read a checkpoint's log. Lost parts are noted."""
     if not checkpoint.manifest.log:
         return Log(None, (), [])
     found, whole, notes = [], [], []
     for part in checkpoint.manifest.log:
         try:
-            found.append(read_verified(checkpoint.folder.parent(), part))
+            found.append(_read_part(checkpoint.folder.parent(), part))
             if not notes:
                 whole.append(part)
         except CheckpointError as error:
@@ -44,14 +39,22 @@ def read_log(checkpoint: Checkpoint) -> Log:
     return Log(b"".join(found), tuple(whole), notes)
 
 
-def write_log(
-    store: CheckpointStore, save_id: str, content: bytes, before: tuple[FileRecord, ...]
-) -> tuple[FileRecord, ...]:
+def _read_part(folder: Folder, part: LogPart) -> bytes:
+    def read(source: Source) -> bytes:
+        content = read_bytes(source, 0, part.num_bytes)
+        if hash_blocks(content, part.block_bytes).hex() != part.block_hashes:
+            raise DamagedCheckpointError(f"{folder.url}/{part.name}: its bytes are not what was written", part.name)
+        return content
+
+    return read_file(folder, part, read)
+
+
+def write_log(store: CheckpointStore, save_id: str, content: bytes, before: tuple[LogPart, ...]) -> tuple[LogPart, ...]:
     """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError.
 
     A new part takes in the ones before it that are no longer than itself: a million lines are in twenty parts or fewer.
     """
-    kept: list[FileRecord] = []
+    kept: list[LogPart] = []
     end = 0
     for part in before:
         if hash_blocks(content[end : end + part.num_bytes], part.block_bytes).hex() != part.block_hashes:
@@ -68,5 +71,5 @@ def write_log(
     folder.make()
     folder.put(name, new)
     hashes = hash_blocks(new, BLOCK_BYTES).hex()
-    record = FileRecord(name=f"{LOG}/{name}", num_bytes=len(new), block_bytes=BLOCK_BYTES, block_hashes=hashes)
+    record = LogPart(name=f"{LOG}/{name}", num_bytes=len(new), block_bytes=BLOCK_BYTES, block_hashes=hashes)
     return (*kept, record)

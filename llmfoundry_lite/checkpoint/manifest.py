@@ -1,6 +1,6 @@
 """The manifest of a portable checkpoint: everything but the arrays, and how each array lies in the files. No torch.
 
-`decode` guarantees that the slices of every tensor cover it once, and lie in files that the manifest names.
+`decode` guarantees that the chunks of every tensor cover it once, and lie in files that the manifest names.
 docs/checkpoint-format.md describes the JSON, and the rule for versions.
 """
 
@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from llmfoundry_lite.checkpoint.layouts import Extra, Grid, Slice, grid_of
+from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk, Extra, Grid
 from llmfoundry_lite.config.changes import in_words
-from llmfoundry_lite.config.recorded import translate_recorded
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
-from llmfoundry_lite.ranks.codec import Item, count_values, encode_value, fits, parse_json, shorten, write_json
+from llmfoundry_lite.ranks.codec import Item, encode_value, fits, parse_json, shorten, write_json
 
 FORMAT = "llmfoundry_lite checkpoint"
 VERSION = 2
@@ -30,22 +29,12 @@ dict, by name."""
 NO_STATE: dict[str, Any] = {"values": {}, "paths": {}}
 HEAD_BYTES = 4096
 """First bytes of a manifest, which a listing reads."""
-MAX_BYTES = 256 << 20
-MAX_VALUES = 80_000_000
-"""JSON values. Every manifest of a past release is within this and MAX_BYTES: format 1 lists every slice, in three
-bytes or more for each value. More is an attack."""
+MAX_BYTES = 64 << 20
+"""A hundred times the manifest of MPT-70B on 4,096 ranks. Parsed, so many bytes take 1.6 GB at most."""
 
 ALGORITHM = "xxh3_128"
 HASH_BYTES = 16
 HASH_CHARACTERS = 2 * HASH_BYTES
-
-ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
-}
-"""dtypes in safetensors' spelling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +126,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor's dtype, shape and slices."""
+    """A tensor's dtype, shape and chunks."""
 
     dtype: str
     """A key of ITEM_BYTES."""
@@ -151,40 +140,47 @@ class TensorRecord:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
-    def num_slices(self) -> int:
-        return self.layout.num_slices(self.shape)
-
-    def overlapping(self, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
-        """Return the slices that reach into a box of this tensor."""
-        return self.layout.overlapping(self.shape, offset, lengths)
+    def num_chunks(self) -> int:
+        return self.layout.num_chunks(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """A file of a checkpoint, its size and its hashes."""
+    """A shard: its size, and the hash from which all its bytes can be verified."""
 
     name: str
-    """Path from the manifest; for parts of the log, from the folder that the checkpoint is in."""
+    """Path from the manifest."""
     num_bytes: int
     algorithm: str = ALGORITHM
     block_bytes: int
-    header_bytes: int = 0
-    """Where a shard's tensors begin."""
-    digest: str = ""
-    """Hash of a shard's header and hash table, one after the other; "": the hashes are in `block_hashes`."""
-    block_hashes: str = ""
-    """HASH_CHARACTERS for each block of a file without a table; the last block may be short."""
-    extra: Extra = field(default_factory=dict)
+    header_bytes: int
+    """Where its tensors begin."""
+    digest: str
+    """Hash of its header and its table of hashes, one after the other."""
 
     @property
     def num_blocks(self) -> int:
-        """Number of hashed blocks; a shard's are those before its table."""
-        return -(-self.num_bytes // (self.block_bytes + (HASH_BYTES if self.digest else 0)))
+        """Number of hashed blocks: those before the table."""
+        return -(-self.num_bytes // (self.block_bytes + HASH_BYTES))
 
     @property
     def hashed_bytes(self) -> int:
         """Number of bytes before the table of hashes."""
-        return self.num_bytes - (HASH_BYTES * self.num_blocks if self.digest else 0)
+        return self.num_bytes - HASH_BYTES * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPart:
+    """A part of the run's log."""
+
+    name: str
+    """Path from the folder that the checkpoint is in."""
+    num_bytes: int
+    algorithm: str = ALGORITHM
+    block_bytes: int
+    block_hashes: str
+    """HASH_CHARACTERS for each block; the last block may be short."""
+    extra: Extra = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,19 +210,21 @@ class Manifest:
     """Second names of tied tensors -> the name they are stored under."""
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     files: tuple[FileRecord, ...] = ()
-    """Shards; in one list all have the same block size."""
-    attachments: tuple[FileRecord, ...] = ()
-    """Files without tensors, hashed like the others. Format 1 has the log among them; no release writes others."""
-    log: tuple[FileRecord, ...] = ()
+    """Shards; all have the same block size."""
+    log: tuple[LogPart, ...] = ()
     """The run's log so far, in parts that later checkpoints share."""
-    version: int = VERSION
-    """The format it was read from."""
     files_extra: Extra = field(default_factory=dict)
     extra: Extra = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in (*self.files, *self.attachments))
+        return sum(file.num_bytes for file in self.files)
+
+    def overlapping(self, tensor: str, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
+        """Yield the chunks of a tensor that reach into a box, each with the index of its file in `files`."""
+        record = self.tensors[tensor]
+        for file, box in record.layout.overlapping(record.shape, offset, lengths):
+            yield file, Chunk(tensor, record.dtype, *box)
 
     @property
     def dcp_state(self) -> dict[str, Any] | None:
@@ -247,8 +245,7 @@ class Head(NamedTuple):
     batch: int
     num_tokens: int
     written_at: str | None
-    num_bytes: int | None
-    """None: format 1 does not say it in its first bytes."""
+    num_bytes: int
 
 
 def read_head(raw: bytes) -> Head | None:
@@ -264,10 +261,10 @@ def read_head(raw: bytes) -> Head | None:
             if "num_bytes" in lines:
                 break
         stamp = lines["timestamp"]
-        beyond = lines.get("written_at"), lines.get("num_bytes")
+        beyond = lines["written_at"], lines["num_bytes"]
         head = Head(lines["save_id"], lines["lease_epoch"], stamp["batch"], stamp["token"], *beyond)
-        is_known = lines["format"] == FORMAT and 1 <= lines["version"] <= VERSION
-        kinds = {"lease_epoch": int, "batch": int, "num_tokens": int, "written_at": str | None, "num_bytes": int | None}
+        is_known = lines["format"] == FORMAT and lines["version"] == VERSION
+        kinds = {"lease_epoch": int, "batch": int, "num_tokens": int, "written_at": str | None, "num_bytes": int}
         agrees = all(fits(getattr(head, name), kind) for name, kind in kinds.items())
         agrees = agrees and re.fullmatch(rf"e{head.lease_epoch}-ba{head.batch}-[0-9a-f]+", head.save_id) is not None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
@@ -277,16 +274,12 @@ def read_head(raw: bytes) -> Head | None:
 
 # ---------------------------------------------------------------------------------------------------- types -> JSON
 
-LISTED_FILE = ("name", "num_bytes", "algorithm", "block_bytes", "block_hashes")
-FILE_COLUMNS = ("names", "num_bytes", "header_bytes")
-PLAIN_FIELDS = (
-    *("save_id", "parent_save_id", "lease_epoch", "run_name", "written_at"),
-    *("fingerprints", "config", "scalars", "optimizer", "aliases"),
-)
+HEAD_FIELDS = ("save_id", "parent_save_id", "lease_epoch", "run_name", "written_at")
+PLAIN_FIELDS = (*HEAD_FIELDS, "fingerprints", "config", "scalars", "optimizer", "aliases")
 """Fields of a manifest that stand in JSON under their names, as typed values."""
 KNOWN = (
     *("format", "version", *PLAIN_FIELDS, "timestamp", "num_bytes", "state_digest", "segments"),
-    *("files", "attachments", "log", "layouts", "tensors"),
+    *("files", "log", "layouts", "tensors"),
 )
 
 
@@ -304,12 +297,10 @@ def encode(manifest: Manifest) -> bytes:
     content = {
         "format": FORMAT,
         "version": VERSION,
-        **{name: plain.pop(name) for name in ("save_id", "parent_save_id", "lease_epoch", "run_name")},
+        **{name: plain.pop(name) for name in HEAD_FIELDS},
         "timestamp": _plain(manifest.timestamp),
-        "written_at": plain.pop("written_at"),
         "num_bytes": manifest.num_bytes,
         **({} if manifest.state_digest is None else {"state_digest": manifest.state_digest}),
-        "fingerprints": plain.pop("fingerprints"),
         "segments": [encode_segment(segment) for segment in manifest.segments],
         **plain,
         "files": {
@@ -321,8 +312,7 @@ def encode(manifest: Manifest) -> bytes:
             "digests": "".join(file.digest for file in manifest.files),
             **manifest.files_extra,
         },
-        "attachments": [_plain(file, LISTED_FILE) for file in manifest.attachments],
-        "log": [_plain(file, LISTED_FILE) for file in manifest.log],
+        "log": [_plain(part) for part in manifest.log],
         "layouts": [json.loads(layout) for layout in layouts],
         "tensors": {
             name: {"dtype": t.dtype, "shape": t.shape, "layout": places[id(t.layout)], **t.extra}
@@ -334,10 +324,10 @@ def encode(manifest: Manifest) -> bytes:
     inside = b"{" + b",".join(b"\n" + write_json(key) + b":" + write_json(value) for key, value in content.items())
     inside += b"\n}"
     raw = _envelope(inside) + inside + b"}\n"
-    if problem := _too_large(raw):
+    if len(raw) > MAX_BYTES:
         raise CheckpointError(
-            f"{manifest.save_id}: its manifest would have {problem} that can be read back; save from fewer ranks "
-            "(a smaller shard degree under HYBRID_SHARD); older checkpoints stand"
+            f"{manifest.save_id}: its manifest would have {len(raw):,} bytes, more than the {MAX_BYTES:,} that can be "
+            "read back; save from fewer ranks (a smaller shard degree under HYBRID_SHARD); older checkpoints stand"
         )
     return raw
 
@@ -346,8 +336,8 @@ def encode_segment(segment: Segment) -> dict[str, Any]:
     return _plain(segment)
 
 
-def _plain(record: Any, names: Sequence[str] = ()) -> dict[str, Any]:
-    fields = {name: getattr(record, name) for name in names or _names(type(record))}
+def _plain(record: Any) -> dict[str, Any]:
+    fields = {name: getattr(record, name) for name in _names(type(record))}
     return encode_value(fields, type(record).__name__) | record.extra
 
 
@@ -359,51 +349,35 @@ def _envelope(inside: bytes) -> bytes:
     return b'{"checksum":"%s:%s","manifest":' % (ALGORITHM.encode(), xxhash.xxh3_128_hexdigest(inside).encode())
 
 
-def _too_large(raw: bytes) -> str | None:
-    """Return how a manifest is too large; None if it is not. `encode` asks too, so that none is written in vain."""
-    if len(raw) > MAX_BYTES:
-        return f"{len(raw):,} bytes, more than the {MAX_BYTES:,}"
-    if (num_values := count_values(raw)) > MAX_VALUES:
-        return f"{num_values:,} values, more than the {MAX_VALUES:,}"
-    return None
-
-
 # ---------------------------------------------------------------------------------------------------- JSON -> types
 
 
 def decode(raw: bytes, where: str) -> Manifest:
-    """Read a manifest of any format; `where` names it in errors. Raises DamagedCheckpointError and NewerFormatError."""
-    if problem := _too_large(raw):
-        _refuse_newer(_announced_version(raw), where)
-        raise DamagedCheckpointError(f"{where}: {problem} a manifest may have")
+    """Read a manifest; `where` names it in errors. Raises DamagedCheckpointError and NewerFormatError."""
+    if len(raw) > MAX_BYTES:
+        _refuse_newer(raw, where)
+        raise DamagedCheckpointError(f"{where}: {len(raw):,} bytes, more than the {MAX_BYTES:,} a manifest may have")
     start = len(_envelope(b""))
     inside = raw[start:-2]
     if not raw.startswith(b'{"checksum":"') or not raw.endswith(b"}}\n") or raw[:start] != _envelope(inside):
         raise DamagedCheckpointError(f"{where}: the checksum does not match: it was cut off or changed after writing")
-    _refuse_newer(_announced_version(raw), where)
+    _refuse_newer(raw, where)
     item = Item(parse_json(inside, where), where)
-    if item.get("format").value != FORMAT:
-        raise DamagedCheckpointError(f"{where}: format {shorten(item.get('format').value)}, expected {FORMAT!r}")
-    version = item.get("version").integer()
-    item.get("version").expect(version >= 1, "1 or more")
-    _refuse_newer(version, where)
-    files, files_extra, tensors = _decode_format_1(item) if version == 1 else _decode_format_2(item)
-    plain = item.fields(Manifest, PLAIN_FIELDS)
-    plain["config"] = translate_recorded(plain["config"], is_imported="imported_from" in plain["scalars"])
+    for key, expected in (("format", FORMAT), ("version", VERSION)):
+        item.get(key).expect(item.get(key).value == expected, str(expected))
+    files, files_extra = _decode_files(item.get("files"))
     manifest = Manifest(
-        **plain,
+        **item.fields(Manifest, PLAIN_FIELDS),
         state_digest=item.get("state_digest").string() if "state_digest" in item.object() else None,
         timestamp=_decode_record(Timestamp, item.get("timestamp"), _names(Timestamp)),
         segments=tuple(decode_segment(segment) for segment in item.get("segments").items()),
-        tensors=tensors,
+        tensors=_decode_tensors(item),
         files=files,
-        attachments=_decode_files(item.get("attachments")),
-        log=_decode_files(item.get("log")) if version > 1 else (),
-        version=version,
+        log=tuple(_decode_record(LogPart, part, _names(LogPart)) for part in item.get("log").items()),
         files_extra=files_extra,
         extra=item.besides(*KNOWN),
     )
-    if version > 1 and item.get("num_bytes").integer() != manifest.num_bytes:
+    if item.get("num_bytes").integer() != manifest.num_bytes:
         raise DamagedCheckpointError(f"{where}: num_bytes is not the sum of its files'")
     check(manifest, where)
     return manifest
@@ -415,15 +389,11 @@ def decode_segment(item: Item) -> Segment:
     return segment
 
 
-def _announced_version(raw: bytes) -> int:
-    """Return the version in a manifest's first bytes, for one that cannot be parsed; 0 if there is none."""
+def _refuse_newer(raw: bytes, where: str) -> None:
+    """Read the version from the first bytes, which every version has alike. Raises NewerFormatError."""
     start = rb'\{"checksum":"[^"]*","manifest":\{\s*"format":\s*"[^"]*",\s*"version":\s*(\d{1,9})\b'
     match = re.match(start, raw[:1000])
-    return int(match[1]) if match else 0
-
-
-def _refuse_newer(version: int, where: str) -> None:
-    if version > VERSION:
+    if match and (version := int(match[1])) > VERSION:
         raise NewerFormatError(
             f"{where}: written by a newer release (format {version}; this one reads up to {VERSION}): install a newer "
             "release"
@@ -435,61 +405,32 @@ def _decode_record(kind: Any, item: Item, needed: Sequence[str] = ()) -> Any:
     return kind(**item.fields(kind, needed), extra=item.besides(*(needed or _names(kind))))
 
 
-def _decode_files(item: Item) -> tuple[FileRecord, ...]:
-    """Read a list in which each file has its hashes."""
-    return tuple(_decode_record(FileRecord, file, LISTED_FILE) for file in item.items())
-
-
-def _decode_format_2(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[str, TensorRecord]]:
-    listed = item.get("files")
-    names, sizes, headers = (listed.get(column).items() for column in FILE_COLUMNS)
-    digests = listed.get("digests").string()
-    listed.expect(
-        len(names) == len(sizes) == len(headers) and len(digests) == len(names) * HASH_CHARACTERS,
-        "as many names as sizes, headers and digests",
-    )
-    if not re.fullmatch(r"[0-9a-f]*", digests):
-        raise DamagedCheckpointError(f"{listed.where}: digests are not hexadecimal")
+def _decode_files(listed: Item) -> tuple[tuple[FileRecord, ...], Extra]:
+    names = [name.string() for name in listed.get("names").items()]
+    sizes, headers = listed.get("num_bytes").integers(), listed.get("header_bytes").integers()
+    digests = re.findall(f"[0-9a-f]{{{HASH_CHARACTERS}}}", listed.get("digests").string())
+    is_whole = "".join(digests) == listed.get("digests").value and len(names) == len(sizes) == len(headers)
+    listed.expect(is_whole and len(names) == len(digests), "as many names as sizes, headers and hexadecimal digests")
     shared = {"algorithm": listed.get("algorithm").string(), "block_bytes": listed.get("block_bytes").integer()}
     files = tuple(
-        FileRecord(
-            name=name.string(),
-            num_bytes=size.integer(),
-            header_bytes=header.integer(),
-            digest=digests[i * HASH_CHARACTERS : (i + 1) * HASH_CHARACTERS],
-            **shared,
-        )
-        for i, (name, size, header) in enumerate(zip(names, sizes, headers, strict=True))
+        FileRecord(name=name, num_bytes=size, header_bytes=header, digest=digest, **shared)
+        for name, size, header, digest in zip(names, sizes, headers, digests, strict=True)
     )
+    return files, listed.besides("names", "num_bytes", "header_bytes", "algorithm", "block_bytes", "digests")
+
+
+def _decode_tensors(item: Item) -> dict[str, TensorRecord]:
     layouts = [_decode_layout(layout) for layout in item.get("layouts").items()]
     tensors = {}
     for name, tensor in item.get("tensors").entries():
         number = tensor.get("layout").integer()
         tensor.expect(number < len(layouts), f"one of the {len(layouts)} layouts")
-        tensors[name] = _decode_tensor(tensor, "layout", layouts[number])
-    return files, listed.besides("algorithm", "block_bytes", "digests", *FILE_COLUMNS), tensors
+        dtype, shape = tensor.get("dtype").string(), tensor.get("shape").integers()
+        tensors[name] = TensorRecord(dtype, shape, layouts[number], tensor.besides("dtype", "shape", "layout"))
+    return tensors
 
 
-def _decode_tensor(item: Item, its_layout: str, layout: Grid | list[Slice]) -> TensorRecord:
-    """Read a tensor whose `layout` stands in the field `its_layout`."""
-    shape = item.get("shape").integers()
-    grid = layout if isinstance(layout, Grid) else grid_of(layout, shape)
-    if isinstance(grid, str):
-        raise DamagedCheckpointError(f"{item.where}: {grid}")
-    return TensorRecord(item.get("dtype").string(), shape, grid, item.besides("dtype", "shape", its_layout))
-
-
-def _decode_slice(item: Item, fields: str) -> Slice:
-    """Read a list of these `fields`, of which file, offset and shape count."""
-    item.expect(isinstance(item.value, list) and len(item.value) == fields.count(",") + 1, fields)
-    file, *_, offset, shape = item.items()
-    return Slice(file.integer(), offset.integers(), shape.integers())
-
-
-def _decode_layout(item: Item) -> Grid | list[Slice]:
-    """Read a grid, or listed slices, which the format allows and no release of ours writes."""
-    if "boxes" in item.object():
-        return [_decode_slice(one, "[file, offset, shape]") for one in item.get("boxes").items()]
+def _decode_layout(item: Item) -> Grid:
     chunks = [c.integers() if isinstance(c.value, list) else c.integer() for c in item.get("chunks").items()]
     strides = None
     if "strides" in item.object():
@@ -498,15 +439,6 @@ def _decode_layout(item: Item) -> Grid | list[Slice]:
             for stride in item.get("strides").items()
         )
     return Grid(tuple(chunks), item.get("files").integers(), strides, item.besides("chunks", "files", "strides"))
-
-
-def _decode_format_1(item: Item) -> tuple[tuple[FileRecord, ...], Extra, dict[str, TensorRecord]]:
-    """Read lists of every slice, and files with every hash. Where slices lie in a file is in its header as well."""
-    tensors = {}
-    for name, tensor in item.get("tensors").entries():
-        slices = [_decode_slice(one, "[file, begin, end, offset, shape]") for one in tensor.get("slices").items()]
-        tensors[name] = _decode_tensor(tensor, "slices", slices)
-    return _decode_files(item.get("files")), {}, tensors
 
 
 # ------------------------------------------------------------------------------------------------ what must hold
@@ -519,17 +451,12 @@ def check(manifest: Manifest, where: str) -> None:
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    for files in ((*manifest.files, *manifest.attachments), manifest.log):
+    for files in (manifest.files, manifest.log):
         names = [file.name for file in files]
         if len(set(names)) != len(names):
             yield "a file is listed twice"
         for file in files:
             yield from (f"file {shorten(file.name)}: {problem}" for problem in _problems_of_file(file))
-    for file in manifest.files:
-        if not file.name.endswith(".safetensors") or file.num_bytes < 8:
-            yield f"file {shorten(file.name)}: expected a .safetensors file"
-        if manifest.version > 1 and not (file.digest and 10 <= file.header_bytes <= file.hashed_bytes):
-            yield f"file {shorten(file.name)}: a header of {file.header_bytes} bytes in {file.num_bytes:,}"
     state = manifest.dcp_state or NO_STATE
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in ("values", "paths")):
         yield f"scalars: {DCP_STATE}: expected values and paths"
@@ -551,12 +478,17 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"alias {alias} of {name}, which is not there or is stored as well"
 
 
-def _problems_of_file(file: FileRecord) -> Iterator[str]:
+def _problems_of_file(file: FileRecord | LogPart) -> Iterator[str]:
     if any(part in ("", ".", "..") for part in file.name.split("/")) or any(c in file.name for c in "\\:\0"):
         yield "the name leads out of the checkpoint's folder"
     if file.algorithm != ALGORITHM:
         yield f"hash algorithm {file.algorithm!r}, expected {ALGORITHM!r}"
     if not 4096 <= file.block_bytes <= 1 << 30:
         yield f"{file.num_bytes} bytes in blocks of {file.block_bytes}"
-    if not file.digest and len(file.block_hashes) != file.num_blocks * HASH_CHARACTERS:
-        yield f"block hashes for another size than {file.num_bytes} bytes"
+    elif isinstance(file, LogPart):
+        if len(file.block_hashes) != -(-file.num_bytes // file.block_bytes) * HASH_CHARACTERS:
+            yield f"block hashes for another size than {file.num_bytes} bytes"
+    elif not file.name.endswith(".safetensors"):
+        yield "expected a .safetensors file"
+    elif not 10 <= file.header_bytes <= file.hashed_bytes:
+        yield f"a header of {file.header_bytes} bytes in {file.num_bytes:,}"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES
 from llmfoundry_lite.checkpoint.commit import COMMITTED, Checkpoint
-from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FORMAT, HEAD_BYTES, MANIFEST
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.files import check_is_path
 

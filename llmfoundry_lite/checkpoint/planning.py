@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmfoundry_lite.checkpoint.layouts import Grid
-from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, TensorRecord
-from llmfoundry_lite.checkpoint.shards import Entry, file_order
+from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Box, Chunk, Grid
+from llmfoundry_lite.checkpoint.manifest import TensorRecord
+from llmfoundry_lite.checkpoint.shards import file_order
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, Tensors, local_tensor
 from llmfoundry_lite.config.layout import Runs, runs_between
 from llmfoundry_lite.errors import CheckpointError
@@ -38,8 +38,8 @@ class Plan:
     """Which rank writes what. The same on all ranks, but for `mine`."""
 
     tensors: dict[str, TensorRecord]
-    mine: dict[str, Entry]
-    """Slices that this rank writes, by key, in the order of its file."""
+    mine: dict[str, Chunk]
+    """Chunks that this rank writes, by key, in the order of its file."""
     first_ranks: list[int]
     """The first rank with each different table."""
     table_of_rank: list[int]
@@ -120,14 +120,14 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """The slices that a tensor of one table is cut into, and the ranks that have each."""
+class Sharding:
+    """The chunks that a tensor of one table is cut into, and the ranks that have each."""
 
     cuts: tuple[Cut, ...]
     holders: Ranks
     """[replica, chunk along the first dimension, …]"""
     num_bytes: Ranks
-    """Bytes of each slice."""
+    """Bytes of each chunk."""
 
 
 def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size: int) -> Plan:
@@ -135,7 +135,7 @@ def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size
     records = lay_out(tables, world_size)
     by_rank = {one: number for number, (_, ranks) in enumerate(tables) for one in ranks}
     table_of_rank = [by_rank[one] for one in range(world_size)]
-    return Plan(records, slices_of_rank(records, rank, {}), [ranks[0] for _, ranks in tables], table_of_rank)
+    return Plan(records, chunks_of_rank(records, rank, {}), [ranks[0] for _, ranks in tables], table_of_rank)
 
 
 def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dict[str, TensorRecord]:
@@ -153,7 +153,7 @@ def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dic
             if row is not first:
                 rows[name].append(row)
     meshes = [[np.array(ranks, np.int64).reshape(shape) for shape, ranks in table["meshes"]] for table, _ in tables]
-    spreads: dict[Any, Spread] = {}
+    shardings: dict[Any, Sharding] = {}
     layouts: dict[Any, Grid] = {}
     loads = np.zeros(world_size, np.int64)
     records: dict[str, TensorRecord] = {}
@@ -162,44 +162,44 @@ def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dic
         options = []
         for number, dtype, shape, mesh, placements, order in rows[name]:
             key = (number, mesh, order, dtype, *shape, str(placements))
-            if key not in spreads:
+            if key not in shardings:
                 ranks = np.array(tables[number][1], np.int64) if mesh is None else meshes[number][mesh]
-                spread = spread_over(shape, ranks, placements if mesh is not None else [[]], ITEM_BYTES[dtype])
+                sharding = shard_over(shape, ranks, placements if mesh is not None else [[]], ITEM_BYTES[dtype])
                 if order is not None:
-                    spread = spread_in_row_order(spread, tables[number][0]["orders"][order], shape[0])
-                spreads[key] = spread
-            spread = spreads[key]
-            highest = (loads[spread.holders] + spread.num_bytes).reshape(len(spread.holders), -1).max(axis=1)
+                    sharding = in_row_order(sharding, tables[number][0]["orders"][order], shape[0])
+                shardings[key] = sharding
+            sharding = shardings[key]
+            highest = (loads[sharding.holders] + sharding.num_bytes).reshape(len(sharding.holders), -1).max(axis=1)
             replica = int(highest.argmin())
             options.append((int(highest[replica]), number, replica, key))
         _, _, replica, key = min(options)
-        spread, holders = spreads[key], spreads[key].holders[replica]
-        np.add.at(loads, holders.ravel(), spread.num_bytes.ravel())
-        alike = (*key[:3], key[-1], spread.cuts, holders.shape, replica)
+        sharding, holders = shardings[key], shardings[key].holders[replica]
+        np.add.at(loads, holders.ravel(), sharding.num_bytes.ravel())
+        alike = (*key[:3], key[-1], sharding.cuts, holders.shape, replica)
         if alike not in layouts:
-            layouts[alike] = _as_grid(spread.cuts, holders)
+            layouts[alike] = _as_grid(sharding.cuts, holders)
         first = rows[name][0]
         records[name] = TensorRecord(first.dtype, tuple(first.shape), layouts[alike])
     return {name: records[name] for name in rows}
 
 
-def slices_of_rank(records: dict[str, TensorRecord], rank: int, seen: dict[Any, Any]) -> dict[str, Entry]:
+def chunks_of_rank(records: dict[str, TensorRecord], rank: int, seen: dict[Any, Any]) -> dict[str, Chunk]:
     """Return what a rank writes, in the order of its file. `seen` keeps work for further calls, for other ranks."""
-    slices = []
+    chunks = []
     for name, record in records.items():
         layout = record.layout
         indices = seen.get(key := (id(layout), *layout.counts(record.shape), math.prod(record.shape) > 0))
         if indices is None:
             indices = seen[key] = layout.indices_by_file(record.shape)
-        slices += [Entry(name, record.dtype, *layout.box(record.shape, index)) for index in indices.get(rank, ())]
-    return file_order({one.key: one for one in slices})
+        chunks += [Chunk(name, record.dtype, *layout.box(record.shape, index)) for index in indices.get(rank, ())]
+    return file_order({one.key: one for one in chunks})
 
 
-def spread_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequence[int]], item_bytes: int) -> Spread:
+def shard_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequence[int]], item_bytes: int) -> Sharding:
     """Cut a tensor over a mesh of ranks, by a placement of `_describe_placement` for each dimension of the mesh."""
     num_cut = max((placement[0] + 1 for placement in placements if placement), default=0)
     if not math.prod(shape):
-        return Spread((), ranks.ravel(), np.array(0, np.int64))
+        return Sharding((), ranks.ravel(), np.array(0, np.int64))
     edges = cut(shape, ranks.shape, placements, list(np.indices(ranks.shape)))
     begins, ends = (np.array([*np.broadcast_arrays(*edge, ranks)][:-1]).reshape(-1, *ranks.shape) for edge in edges)
     is_held = (ends > begins).all(axis=0)
@@ -212,23 +212,22 @@ def spread_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequenc
         number = number * len(places) + index
         num_bytes = np.multiply.outer(num_bytes, sizes)
     holders = ranks[is_held][np.argsort(number, kind="stable")].reshape(*num_bytes.shape, -1)
-    return Spread(tuple(cuts), np.moveaxis(holders, -1, 0), num_bytes)
+    return Sharding(tuple(cuts), np.moveaxis(holders, -1, 0), num_bytes)
 
 
-def spread_in_row_order(spread: Spread, runs: Runs, num_rows: int) -> Spread:
-    """Cut rows that ranks have in another order, in runs: the tensor itself has smaller slices, several on a rank."""
-    assert len(spread.cuts) == 1, "only rows are cut"
-    rule, row_bytes = spread.cuts[0], int(spread.num_bytes.sum()) // num_rows
+def in_row_order(sharding: Sharding, runs: Runs, num_rows: int) -> Sharding:
+    """Cut rows that ranks have in another order, in runs: the tensor itself has smaller chunks, several on a rank."""
+    assert len(sharding.cuts) == 1, "only rows are cut"
+    rule, row_bytes = sharding.cuts[0], int(sharding.num_bytes.sum()) // num_rows
     begins = [0, *rule] if isinstance(rule, tuple) else list(range(0, num_rows, rule or num_rows))
-    slices = sorted(
+    found = sorted(
         (first, count, number)
         for number, (begin, end) in enumerate(itertools.pairwise([*begins, num_rows]))
         for first, count, _ in runs_between(runs, begin, end)
     )
-    firsts, counts, which = (list(column) for column in zip(*slices, strict=True))
-    return Spread(
-        (_as_cut(firsts, counts, num_rows),), spread.holders[:, which], row_bytes * np.array(counts, np.int64)
-    )
+    firsts, counts, which = (list(column) for column in zip(*found, strict=True))
+    cuts = (_as_cut(firsts, counts, num_rows),)
+    return Sharding(cuts, sharding.holders[:, which], row_bytes * np.array(counts, np.int64))
 
 
 def cut_order(mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], dim: int) -> list[int]:
@@ -286,7 +285,7 @@ def _as_grid(cuts: tuple[Cut, ...], holders: Ranks) -> Grid:
     return Grid(cuts, tuple(holders.ravel().tolist()))
 
 
-def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(tensor: torch.Tensor) -> Box:
     """Return offset and lengths of the box of a tensor that this rank holds; of all of it if it is no DTensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
@@ -298,7 +297,7 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(map(int, begins)), tuple(int(end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
-class HeldBox(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of a tensor that this rank holds."""
 
     offset: tuple[int, ...]
@@ -307,13 +306,13 @@ class HeldBox(NamedTuple):
     """Its first row's index among those that the rank holds."""
 
 
-def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[HeldBox]:
+def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[LocalBox]:
     """Return one box, or several of a tensor whose rows ranks have in another order, in `runs`."""
     offset, lengths = box_of(tensor)
     if runs is None:
-        return [HeldBox(offset, lengths, 0)]
+        return [LocalBox(offset, lengths, 0)]
     found = runs_between(runs, offset[0], offset[0] + lengths[0])
-    return [HeldBox((first, *offset[1:]), (count, *lengths[1:]), at) for first, count, at in found]
+    return [LocalBox((first, *offset[1:]), (count, *lengths[1:]), at) for first, count, at in found]
 
 
 def check_local_tensors(tensors: Tensors) -> None:

@@ -57,7 +57,7 @@ class RenewingFilesystem:
 
 
 class RemoteFolder:
-    """A `Folder` behind a URL of fsspec's."""
+    """A folder behind a URL of fsspec's, with the methods of `LocalFolder`."""
 
     path_here: Path | None = None
     max_open_files = 16

@@ -16,14 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
-from llmfoundry_lite.checkpoint.folders import open_folder
-from llmfoundry_lite.checkpoint.layouts import Slice
-from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest, decode
+from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk
+from llmfoundry_lite.checkpoint.manifest import Manifest, decode
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
 from llmfoundry_lite.checkpoint.shards import NUM_THREADS, ReadRequest, open_shard, verify_file
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_tensor
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import check_readable
+from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import (
     CheckpointError,
@@ -93,7 +93,7 @@ def load_newest(
         checkpoint = None
         with exchange.raising_on_all_ranks():
             if is_main:
-                search = store.newest_intact(check_readable, quarantine=lease, skip=passed)
+                search = store.newest_intact(check_present, quarantine=lease, skip=passed)
                 checkpoint = search.checkpoint
                 passed |= search.passed
         name = exchange.broadcast_json(checkpoint.name if checkpoint else None)
@@ -121,11 +121,11 @@ def _load_together(
     with exchange.raising_on_all_ranks():  # one node may lack a package
         checkpoint = checkpoint or Checkpoint(url, open_folder(url), decode(raw, url))
     assert checkpoint is not None
-    held = gather_held_keys(model, optimizer)
+    names = gather_names(model, optimizer)
     targets, staging, error = None, {}, None
     try:
         check(checkpoint.manifest)
-        targets = find_targets(checkpoint, model, optimizer, held, cast=cast, ignore=ignore_keys)
+        targets = find_targets(checkpoint, model, optimizer, names, cast=cast, ignore=ignore_keys)
         staging = read_tensors(checkpoint, targets.tensors, targets.row_orders)
     except Exception as caught:
         error = caught
@@ -189,7 +189,7 @@ class Targets(NamedTuple):
                 state.write_optimizer(self.optimizer, self.parameters, self.numbers, slots, self.tensors)
 
 
-class Held(NamedTuple):
+class Names(NamedTuple):
     """Names of the state that all ranks hold together; under a pipeline each holds some of it."""
 
     keys: set[str]
@@ -197,7 +197,7 @@ class Held(NamedTuple):
     """The names of the parameters in each group of the optimizer."""
 
 
-def gather_held_keys(model: nn.Module, optimizer: Optimizer | None) -> Held:
+def gather_names(model: nn.Module, optimizer: Optimizer | None) -> Names:
     """Gather names over all ranks. Raises CheckpointError on all of them when an optimizer is not of its model."""
     with exchange.raising_on_all_ranks():
         groups = []
@@ -207,14 +207,14 @@ def gather_held_keys(model: nn.Module, optimizer: Optimizer | None) -> Held:
         mine = [sorted(state.read_state(model).tensors), groups]
     held = [value for value, _ in exchange.all_gather_distinct(mine)]
     groups = [set().union(*(names[i] for _, names in held)) for i in range(len(held[0][1]))]
-    return Held(set().union(*(keys for keys, _ in held)), groups)
+    return Names(set().union(*(keys for keys, _ in held)), groups)
 
 
 def find_targets(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: Optimizer | None,
-    held: Held,
+    names: Names,
     *,
     cast: bool,
     ignore: Sequence[str],
@@ -223,14 +223,14 @@ def find_targets(
     manifest, where = checkpoint.manifest, checkpoint.url
     everything = state.read_state(model).tensors
     for pattern in ignore:
-        if not any(is_ignored(key, [pattern]) for key in (*held.keys, *manifest.tensors)):
+        if not any(is_ignored(key, [pattern]) for key in (*names.keys, *manifest.tensors)):
             raise CheckpointError(
                 f"{where}: load_ignore_keys: {pattern} is no tensor, neither there nor in this run; names are such as "
-                f"{min(held.keys, default='model/…')} and may have * in them"
+                f"{min(names.keys, default='model/…')} and may have * in them"
             )
     tensors = {key: t for key, t in everything.items() if not is_ignored(key, ignore)}
     there = {key for key in manifest.tensors if key.startswith("model/") and not is_ignored(key, ignore)}
-    needed = {key for key in held.keys if not is_ignored(key, ignore)}
+    needed = {key for key in names.keys if not is_ignored(key, ignore)}
     if there != needed:
         raise CheckpointError(
             f"{where}: {describe_keys(there - needed, needed - there)}; is this the same model? "
@@ -248,7 +248,7 @@ def find_targets(
         return Targets(tensors, state.row_orders(model, tensors), None, {}, {})
     if manifest.optimizer is None:
         raise CheckpointError(f"{where}: holds no optimizer state; load_weights_only: true starts a new optimizer")
-    state.check_optimizer(optimizer, held.groups, manifest.optimizer, where)
+    state.check_optimizer(optimizer, names.groups, manifest.optimizer, where)
     without_state = state.without_slots(manifest, ignore)
     slots, parameters = state.optimizer_targets(model, optimizer, manifest, without_state)
     numbers = {name: kept for name, kept in manifest.optimizer["state"].items() if name not in without_state}
@@ -260,38 +260,37 @@ def find_targets(
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-class Overlap(NamedTuple):
-    """The part of a slice that lies in a box of this rank."""
+class ChunkRead(NamedTuple):
+    """A part of a chunk, to be read."""
 
-    name: str
-    source: Slice
+    chunk: Chunk
     offset: tuple[int, ...]
-    """Within `source`."""
+    """Within the chunk."""
     target: torch.Tensor
     """Memory to read it into, of its shape."""
 
 
 def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Tensors:
     """Return the local tensors of `like` as stored, on the host. Raises UnsoundCheckpointError."""
-    staging, by_file = find_overlaps(checkpoint.manifest, like, row_orders)
+    staging, by_file = find_reads(checkpoint.manifest, like, row_orders)
     read_files(checkpoint, by_file)
     return staging
 
 
-def read_files(checkpoint: Checkpoint, by_file: Mapping[int, Sequence[Overlap]]) -> None:
-    """Read overlaps into their targets, by the number of the file. Raises UnsoundCheckpointError."""
+def read_files(checkpoint: Checkpoint, by_file: Mapping[int, Sequence[ChunkRead]]) -> None:
+    """Read parts of chunks, by the number of the file. Raises UnsoundCheckpointError."""
     at_once = max(min(len(by_file), checkpoint.folder.max_open_files), 1)
     threads = max(NUM_THREADS // at_once, 1)
     with ThreadPoolExecutor(at_once, thread_name_prefix="checkpoint") as pool:
-        list(pool.map(lambda index: read_overlaps(checkpoint, index, by_file[index], threads), sorted(by_file)))
+        list(pool.map(lambda index: read_shard(checkpoint, index, by_file[index], threads), sorted(by_file)))
 
 
-def find_overlaps(
+def find_reads(
     manifest: Manifest, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS
-) -> tuple[Tensors, dict[int, list[Overlap]]]:
+) -> tuple[Tensors, dict[int, list[ChunkRead]]]:
     """Return memory for the local tensors of `like`, and what to read into it, by the number of the file."""
     staging: Tensors = {}
-    by_file: dict[int, list[Overlap]] = {}
+    by_file: dict[int, list[ChunkRead]] = {}
     for name, tensor in like.items():
         record = manifest.tensors[name]
         boxes = boxes_of(tensor, row_orders.get(name))
@@ -299,43 +298,38 @@ def find_overlaps(
         staging[name] = torch.empty(local_tensor(tensor).shape, dtype=DTYPES[record.dtype], device="cpu")
         for offset, lengths, at in boxes:
             target = staging[name].narrow(0, at, lengths[0]) if name in row_orders else staging[name]
-            for source in record.overlapping(offset, lengths):
-                by_file.setdefault(source.file, []).append(overlap_of(name, source, offset, lengths, target))
+            for file, chunk in manifest.overlapping(name, offset, lengths):
+                by_file.setdefault(file, []).append(read_of(chunk, offset, lengths, target))
     return staging, by_file
 
 
-def overlap_of(
-    name: str, source: Slice, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor
-) -> Overlap:
-    """Return what a slice has of the box of a tensor that `target` is memory for."""
+def read_of(chunk: Chunk, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> ChunkRead:
+    """Return what a chunk has of the box of its tensor that `target` is memory for."""
     within = []
-    for dim, (begin, length, source_begin, source_length) in enumerate(
-        zip(offset, lengths, source.offset, source.shape, strict=True)
+    for dim, (begin, length, its_begin, its_length) in enumerate(
+        zip(offset, lengths, chunk.offset, chunk.shape, strict=True)
     ):
-        first = max(begin, source_begin)
-        within.append(first - source_begin)
-        target = target.narrow(dim, first - begin, min(begin + length, source_begin + source_length) - first)
-    return Overlap(name, source, tuple(within), target)
+        first = max(begin, its_begin)
+        within.append(first - its_begin)
+        target = target.narrow(dim, first - begin, min(begin + length, its_begin + its_length) - first)
+    return ChunkRead(chunk, tuple(within), target)
 
 
-def read_overlaps(checkpoint: Checkpoint, index: int, overlaps: Sequence[Overlap], num_threads: int) -> None:
-    """Read one file's overlaps into their targets. Raises UnsoundCheckpointError."""
-    manifest = checkpoint.manifest
+def read_shard(checkpoint: Checkpoint, index: int, reads: Sequence[ChunkRead], num_threads: int) -> None:
+    """Read parts of one file's chunks. Raises UnsoundCheckpointError."""
     requests, gathers = [], []
-    with open_shard(checkpoint.folder, manifest.files[index]) as shard:
-        for name, source, offset, target in overlaps:
-            dtype = manifest.tensors[name].dtype
-            stored = shard.find(source.key(name), dtype, source.shape)
-            first, count = hull(source.shape, offset, target.shape)
-            begin = stored.begin + first * ITEM_BYTES[dtype]
-            end = begin + count * ITEM_BYTES[dtype]
+    with open_shard(checkpoint.folder, checkpoint.manifest.files[index]) as shard:
+        for chunk, offset, target in reads:
+            first, count = hull(chunk.shape, offset, target.shape)
+            begin = shard.find(chunk) + first * ITEM_BYTES[chunk.dtype]
+            end = begin + count * ITEM_BYTES[chunk.dtype]
             if count == target.numel() and target.is_contiguous():
                 memory = target.reshape(-1).view(torch.uint8).numpy()
             else:
                 memory = np.empty(end - begin, np.uint8)
-                strides = [math.prod(source.shape[dim + 1 :]) for dim in range(len(source.shape))]
-                gathers.append((target, torch.from_numpy(memory).view(DTYPES[dtype]), strides))
-            requests.append(ReadRequest(begin, end, memory, name))
+                strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
+                gathers.append((target, torch.from_numpy(memory).view(DTYPES[chunk.dtype]), strides))
+            requests.append(ReadRequest(begin, end, memory, chunk.tensor))
         shard.read(requests, num_threads=num_threads)
     for target, values, strides in gathers:
         target.copy_(values.as_strided(target.shape, strides))

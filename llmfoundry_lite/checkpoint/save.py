@@ -24,11 +24,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
+from llmfoundry_lite.checkpoint.commit import epoch_of
+from llmfoundry_lite.checkpoint.layouts import Chunk
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
-from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
-from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, Entry, build_header, hash_buffers, write_shard
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
@@ -80,7 +82,6 @@ class Flight:
     plan: Plan
     state: state.State
     save_id: str
-    lease_epoch: int
     started: float
     stall_seconds: float
     task: Future[Any]
@@ -116,7 +117,7 @@ class Saver:
         self.has_lease = False
         """Whether rank 0 has one; the same on all ranks."""
         self.parent_save_id = parent_save_id
-        self.log_parts: tuple[FileRecord, ...] = ()
+        self.log_parts: tuple[LogPart, ...] = ()
         """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
         self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
@@ -154,12 +155,12 @@ class Saver:
         started = time.monotonic()
         earlier = self.wait()
         found = state.read_state(model, optimizer)
-        lease_and_id = None
+        save_id = None
         if self.rank == 0:
             assert self.lease is not None, "rank 0 saves under a lease"
-            lease_and_id = [self.lease.epoch, self.store.new_save_id(self.lease, about.timestamp.batch)]
+            save_id = self.store.new_save_id(self.lease, about.timestamp.batch)
         plan = self._agree_on_plan(found)
-        epoch, save_id = exchange.broadcast_json(lease_and_id)
+        save_id = exchange.broadcast_json(save_id)
         self.store.on_phase("planned")
         self._stage(plan, found)
         self._flight = Flight(
@@ -167,7 +168,6 @@ class Saver:
             plan=plan,
             state=found,
             save_id=save_id,
-            lease_epoch=epoch,
             started=started,
             stall_seconds=time.monotonic() - started,
             task=self._background.submit(self._write, plan, found, save_id),
@@ -273,8 +273,6 @@ class Saver:
                 record = write_shard(folder, name, header, [as_bytes(self._content)], on_phase=self.store.on_phase)
         except OSError as error:
             raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
-        except EOFError as error:
-            raise CheckpointError(f"not written: {error}") from error
         poisoned, digest = checked.result()
         if poisoned:
             more = f" and {len(poisoned) - 1} more" if len(poisoned) > 1 else ""
@@ -282,7 +280,7 @@ class Saver:
         return record, hash_buffers([repr([found.optimizer, found.aliases]).encode()]), digest
 
     def _examine(self, plan: Plan) -> tuple[list[str], int]:
-        """Return the staged slices with a value that is not finite, and this rank's part of the state's digest."""
+        """Return the staged chunks with a value that is not finite, and this rank's part of the state's digest."""
         poisoned, digest = [], 0
         for key, one in plan.mine.items():
             staged = self._staged[key]
@@ -309,9 +307,8 @@ class Saver:
                     "apart"
                 )
         _, prefix = self.store.commits.draft(flight.save_id)
-        sizes = {"block_bytes": record.block_bytes}
         files = [
-            FileRecord(name=prefix + file_name(rank), num_bytes=n, header_bytes=m, digest=digest.hex(), **sizes)
+            replace(record, name=prefix + file_name(rank), num_bytes=n, header_bytes=m, digest=digest.hex())
             for rank, (n, m, digest, *_) in enumerate(reports)
         ]
         optimizer, aliases = flight.state.optimizer, flight.state.aliases
@@ -324,7 +321,7 @@ class Saver:
             **{one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"},
             save_id=flight.save_id,
             parent_save_id=self.parent_save_id,
-            lease_epoch=flight.lease_epoch,
+            lease_epoch=epoch_of(flight.save_id),
             written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             optimizer=optimizer,
             aliases=aliases,
@@ -341,15 +338,15 @@ class Saver:
         try:
             if log is not None:
                 parts = write_log(self.store, manifest.save_id, log(), self.log_parts)
-        except (OSError, EOFError) as error:
+        except OSError as error:
             raise CheckpointError(f"{folder.url}: what goes with the tensors was not written: {error}") from error
         self.store.publish(replace(manifest, log=parts), self.lease)
         self.log_parts = parts
         self.after_publish(self.lease)
 
 
-def _sources(plan: Plan, found: state.State) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """Yield each slice that this rank writes, and what it holds of it."""
+def _sources(plan: Plan, found: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """Yield each chunk that this rank writes, and what it holds of it."""
     for one in plan.mine.values():
         tensor = found.tensors[one.tensor]
         source = local_tensor(tensor)

@@ -5,7 +5,6 @@ stays plain safetensors. The manifest has one digest for header and hashes, whic
 """
 
 import json
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,51 +15,23 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from llmfoundry_lite.checkpoint.folders import Buffer, Folder, Source, T, retry_on_damage, unreadable
-from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, ITEM_BYTES, FileRecord, TensorRecord
+from llmfoundry_lite.checkpoint.folders import Buffer, T, retry_on_damage
+from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk
+from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, FileRecord, LogPart, TensorRecord
+from llmfoundry_lite.checkpoint.open_folder import Folder, Source, unreadable
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
 ALIGNMENT = 4096
-"""Data starts at a multiple of it, and each slice at one of its item size, so that a file can be mapped."""
+"""Data starts at a multiple of it, and each chunk at one of its item size, so that a file can be mapped."""
 BLOCK_BYTES = 1 << 20
 TRANSFER_BYTES = 8 << 20
 """Bytes that one thread writes or reads at a time."""
 NUM_THREADS = 4
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors."""
 HASHES = "__hashes__"
 
 
-class Entry(NamedTuple):
-    """A slice that is to be written."""
-
-    tensor: str
-    dtype: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def key(self) -> str:
-        """Its name inside the file."""
-        return f"{self.tensor}@{','.join(map(str, self.offset))}"
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-E = TypeVar("E", Entry, TensorRecord)
-
-
-class Stored(NamedTuple):
-    """A slice as its file's header has it, from byte `begin` of the file to `end`."""
-
-    tensor: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+E = TypeVar("E", Chunk, TensorRecord)
 
 
 class ReadRequest(NamedTuple):
@@ -76,21 +47,19 @@ class ReadRequest(NamedTuple):
 
 BlockRange = tuple[int, int]
 """First byte and end of whole blocks that are read at once."""
-NamedRange = ReadRequest | Stored
-"""Bytes of which the tensor is known, for messages."""
 
 
 # ------------------------------------------------------------------------------------------------------- writing
 
 
 def file_order(entries: Mapping[str, E]) -> dict[str, E]:
-    """Put wide items first: each slice then starts at a multiple of its item size without holes, which are not
+    """Put wide items first: each chunk then starts at a multiple of its item size without holes, which are not
     allowed."""
     return dict(sorted(entries.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
 
 
 def build_header(entries: Mapping[str, E], metadata: dict[str, str], *, block_bytes: int = 0) -> bytes:
-    """Return the first bytes of a file that has slices or whole tensors, by key, in this order. With `block_bytes` the
+    """Return the first bytes of a file that has chunks or whole tensors, by key, in this order. With `block_bytes` the
     file ends with the hashes of its blocks."""
     ends = [*accumulate((entry.num_bytes for entry in entries.values()), initial=0)]
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -175,56 +144,31 @@ class Shard:
 
     def __init__(self, folder: Folder, file: FileRecord, source: Source):
         self.folder, self.file, self.source = folder, file, source
-        self.hashes = bytes.fromhex(file.block_hashes)
-        self.contents: dict[str, Stored] = {}
-        if file.digest:
-            self.hashes, self.contents = self._read_twice_if_damaged(self._read_header)
-        elif file.name.endswith(".safetensors"):  # of format 1
-            self.contents = self._read_hashed_header()
+        self.hashes, self.contents = self._read(self._read_header)
+        """Of all blocks, and the first byte of each chunk."""
 
-    def _read_header(self, source: Source) -> tuple[bytes, dict[str, Stored]]:
+    def _read_header(self, source: Source) -> tuple[bytes, dict[Chunk, int]]:
         file = self.file
-        header = _read_bytes(source, 0, file.header_bytes)
-        hashes = _read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
+        header = read_bytes(source, 0, file.header_bytes)
+        hashes = read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
         if hash_buffers([header, hashes]).hex() != file.digest:
             raise self.damage("its header or its hashes are not what was written")
         return hashes, parse_header(header, self)
 
-    def _read_hashed_header(self) -> dict[str, Stored]:
-        length = self._read_twice_if_damaged(lambda source: int.from_bytes(_read_bytes(source, 0, 8), "little"))
-        if not 2 <= length <= min(MAX_HEADER_BYTES, self.file.num_bytes - 8):
-            raise self.damage(f"its header claims {length:,} bytes")
-        header = np.empty(8 + length, np.uint8)
-        self.read([ReadRequest(0, 8 + length, header, "header")])
-        return parse_header(header.tobytes(), self)
-
     def damage(self, text: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{self.folder.url}/{self.file.name}: {text}", self.file.name)
 
-    def _read_twice_if_damaged(self, read: Callable[[Source], T]) -> T:
-        """Return what `read` finds. Damage counts if it is found a second time, past the cache."""
+    def _read(self, read: Callable[[Source], T]) -> T:
+        return read_file(self.folder, self.file, read, self.source)
 
-        def once(bypass_cache: bool) -> T:
-            source = _open_once(self.folder, self.file, bypass_cache=True) if bypass_cache else self.source
-            try:
-                return read(source)
-            except EOFError as error:
-                raise self.damage(str(error)) from None
-            except OSError as error:
-                raise unreadable(self.folder, self.file.name, error) from error
-            finally:
-                if bypass_cache:
-                    source.close()
-
-        return retry_on_damage(once)
-
-    def find(self, key: str, dtype: str, shape: Sequence[int]) -> Stored:
-        """Return where a slice lies. Raises DamagedCheckpointError if it is absent or has another dtype or shape."""
-        stored = self.contents.get(key)
-        if stored is None or stored.dtype != dtype or stored.shape != tuple(shape):
-            found = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
-            raise self.damage(f"{key} is {found} in its header and {dtype} {list(shape)} in the manifest")
-        return stored
+    def find(self, chunk: Chunk) -> int:
+        """Return its first byte. Raises DamagedCheckpointError if it is absent or has another dtype or shape."""
+        if chunk not in self.contents:
+            other = next((one for one in self.contents if one.key == chunk.key), None)
+            found = "missing" if other is None else f"{other.dtype} {list(other.shape)}"
+            expected = f"{chunk.dtype} {list(chunk.shape)}"
+            raise self.damage(f"{chunk.key} is {found} in its header and {expected} in the manifest")
+        return self.contents[chunk]
 
     def read(self, requests: Sequence[ReadRequest], *, num_threads: int = NUM_THREADS) -> None:
         """Fill each target; verify every block touched, once, in the same pass.
@@ -233,12 +177,11 @@ class Shard:
         """
         requests = sorted((one for one in requests if one.end > one.begin), key=lambda one: one.begin)
         if any(a.end > b.begin for a, b in pairwise(requests)):
-            raise self.damage("slices share bytes")
+            raise self.damage("chunks share bytes")
         begins, ends = [request.begin for request in requests], [request.end for request in requests]
 
         def read(blocks: BlockRange) -> None:
-            inside = requests[bisect_right(ends, blocks[0]) : bisect_left(begins, blocks[1])]
-            self._read_range(blocks, inside, inside)
+            self._read_range(blocks, requests[bisect_right(ends, blocks[0]) : bisect_left(begins, blocks[1])])
 
         _for_each(read, _block_ranges(self.file, requests), num_threads)
 
@@ -246,12 +189,12 @@ class Shard:
         """Hash all blocks. Raises UnsoundCheckpointError naming the file and a tensor in the damaged block."""
 
         def read(blocks: BlockRange) -> None:
-            self._read_range(blocks, (), [*self.contents.values()])
+            self._read_range(blocks, ())
             on_read(blocks[1] - blocks[0])
 
         _for_each(read, _split_range(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
 
-    def _read_range(self, blocks: BlockRange, requests: Sequence[ReadRequest], named: Sequence[NamedRange]) -> None:
+    def _read_range(self, blocks: BlockRange, requests: Sequence[ReadRequest]) -> None:
         """Read straight into the targets; into scratch memory what is not requested but must be hashed."""
         buffers: list[Buffer] = []
         first, last = blocks
@@ -272,12 +215,18 @@ class Shard:
             for begin in range(first, last, self.file.block_bytes):
                 end, at = min(begin + self.file.block_bytes, last), begin // self.file.block_bytes * HASH_BYTES
                 if hash_buffers(_cut_buffers(buffers, starts, begin, end)) != self.hashes[at : at + HASH_BYTES]:
-                    hit = sorted({one.tensor for one in named if one.begin < end and one.end > begin})
-                    more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
-                    inside = f" (in {hit[0]}{more})" if hit else ""
+                    inside = self._tensors_in(begin, end, requests)
                     raise self.damage(f"bytes {begin:,} to {end:,} are not what was written{inside}")
 
-        self._read_twice_if_damaged(read)
+        self._read(read)
+
+    def _tensors_in(self, begin: int, end: int, requests: Sequence[ReadRequest]) -> str:
+        """Name the tensors with bytes in a range, for a message: those requested, if any are."""
+        named = [(one.tensor, one.begin, one.end) for one in requests]
+        named = named or [(one.tensor, at, at + one.num_bytes) for one, at in self.contents.items()]
+        hit = sorted({tensor for tensor, its_begin, its_end in named if its_begin < end and its_end > begin})
+        more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
+        return f" (in {hit[0]}{more})" if hit else ""
 
 
 @contextmanager
@@ -290,12 +239,25 @@ def open_shard(folder: Folder, file: FileRecord) -> Iterator[Shard]:
         source.close()
 
 
-def read_verified(folder: Folder, file: FileRecord) -> bytes:
-    """Return the content of a file that is no shard. Raises UnsoundCheckpointError."""
-    with open_shard(folder, file) as opened:  # the size first: the memory for one that lies may not be there
-        content = np.empty(file.num_bytes, np.uint8)
-        opened.read([ReadRequest(0, file.num_bytes, content, file.name)])
-    return content.tobytes()
+def read_file(
+    folder: Folder, file: FileRecord | LogPart, read: Callable[[Source], T], opened: Source | None = None
+) -> T:
+    """Return what `read` finds in a file, which may be `opened` already. Damage counts if it is found a second time,
+    past the cache. Raises UnsoundCheckpointError."""
+
+    def once(bypass_cache: bool) -> T:
+        source = _open_once(folder, file, bypass_cache) if bypass_cache or opened is None else opened
+        try:
+            return read(source)
+        except EOFError as error:
+            raise DamagedCheckpointError(f"{folder.url}/{file.name}: {error}", file.name) from None
+        except OSError as error:
+            raise unreadable(folder, file.name, error) from error
+        finally:
+            if source is not opened:
+                source.close()
+
+    return retry_on_damage(once)
 
 
 def verify_file(folder: Folder, file: FileRecord, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
@@ -306,33 +268,29 @@ def verify_file(folder: Folder, file: FileRecord, on_read: Callable[[int], None]
 # ------------------------------------------------------------------------------------------------------- headers
 
 
-def parse_header(raw: bytes, shard: Shard) -> dict[str, Stored]:
-    """Return the slices of a safetensors header, without the hashes. Raises DamagedCheckpointError unless they lie one
-    after the other, each as long as its shape says."""
+def parse_header(raw: bytes, shard: Shard) -> dict[Chunk, int]:
+    """Return the first byte of each chunk by a safetensors header, without the hashes. Raises DamagedCheckpointError
+    unless they lie one after the other, each as long as its shape says."""
+    begins: dict[Chunk, int] = {}
     try:
         if int.from_bytes(raw[:8], "little") != len(raw) - 8:
             raise ValueError
         header = json.loads(raw[8:])
         header.pop("__metadata__", None)
         header.pop(HASHES, None)
-        contents = {
-            key: Stored(
-                key.partition("@")[0], str(entry["dtype"]), tuple(entry["shape"]), len(raw) + begin, len(raw) + end
-            )
-            for key, entry in header.items()
-            for begin, end in [map(int, entry["data_offsets"])]
-        }
         end = len(raw)
-        for stored in sorted(contents.values(), key=lambda stored: (stored.begin, stored.end)):
-            size = math.prod(stored.shape) * ITEM_BYTES[stored.dtype]
-            if stored.begin != end or stored.end != end + size:
+        for key, entry in sorted(header.items(), key=lambda item: [*map(int, item[1]["data_offsets"])]):
+            tensor, _, offset = key.rpartition("@")
+            box = tuple(map(int, offset.split(","))) if offset else (), tuple(entry["shape"])
+            chunk = Chunk(tensor, entry["dtype"], *box)
+            if [end, end + chunk.num_bytes] != [len(raw) + at for at in entry["data_offsets"]] or chunk.key != key:
                 raise ValueError
-            end = stored.end
+            begins[chunk], end = end, end + chunk.num_bytes
         if end > shard.file.hashed_bytes:
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise shard.damage("its header is not that of a safetensors file") from None
-    return contents
+    return begins
 
 
 # ----------------------------------------------------------------------------------------------------------- details
@@ -371,7 +329,7 @@ def _transfer_bytes(block_bytes: int) -> int:
     return max(block_bytes, TRANSFER_BYTES // block_bytes * block_bytes)
 
 
-def _open_once(folder: Folder, file: FileRecord, bypass_cache: bool) -> Source:
+def _open_once(folder: Folder, file: FileRecord | LogPart, bypass_cache: bool) -> Source:
     try:
         source = folder.source(file.name, bypass_cache=bypass_cache)
     except OSError as error:
@@ -383,7 +341,7 @@ def _open_once(folder: Folder, file: FileRecord, bypass_cache: bool) -> Source:
     return source
 
 
-def _read_bytes(source: Source, offset: int, size: int) -> bytes:
+def read_bytes(source: Source, offset: int, size: int) -> bytes:
     buffer = bytearray(size)
     source.read_into(offset, [memoryview(buffer)])
     return bytes(buffer)

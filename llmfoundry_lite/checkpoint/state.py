@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from llmfoundry_lite.checkpoint.manifest import ITEM_BYTES, Manifest
+from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES
+from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.errors import CheckpointError
 
@@ -86,20 +87,6 @@ def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
         if tensor.shape == shape:
             found[key] = order
     return found
-
-
-def to_parameter_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Reorder a whole tensor whose rows come in the ranks' order."""
-    result, at = torch.empty_like(tensor), 0
-    for first, count in runs:
-        result[first : first + count] = tensor[at : at + count]
-        at += count
-    return result
-
-
-def to_rank_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Undo `to_parameter_order`."""
-    return torch.cat([tensor[first : first + count] for first, count in runs])
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:

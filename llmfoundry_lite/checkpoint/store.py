@@ -22,9 +22,9 @@ from llmfoundry_lite.checkpoint.commit import (
     name_of_batch,
     read_checkpoint,
 )
-from llmfoundry_lite.checkpoint.folders import Folder, check_files, open_folder
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, Manifest, encode, read_head
+from llmfoundry_lite.checkpoint.open_folder import Folder, check_files, open_folder
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -213,9 +213,8 @@ class CheckpointStore:
 
     def _check_files_are_here(self, manifest: Manifest) -> None:
         folder, prefix = self.commits.draft(manifest.save_id)
-        files = (*manifest.files, *manifest.attachments)
         try:
-            check_files(folder, {file.name.removeprefix(prefix): file.num_bytes for file in files})
+            check_files(folder, {file.name.removeprefix(prefix): file.num_bytes for file in manifest.files})
         except IncompleteCheckpointError as error:
             raise CheckpointError(
                 f"{folder.url}/{error.file}: written by another rank but not to be seen from rank 0; save_folder must "

@@ -3,22 +3,21 @@
 from collections.abc import Callable
 
 from llmfoundry_lite.checkpoint.commit import Checkpoint
-from llmfoundry_lite.checkpoint.folders import check_files, unreadable
+from llmfoundry_lite.checkpoint.open_folder import check_files, unreadable
 from llmfoundry_lite.checkpoint.shards import open_shard, verify_file
 from llmfoundry_lite.errors import DamagedCheckpointError
 
 
 def check_present(checkpoint: Checkpoint) -> None:
     """Check by one listing that every file is there with its size. Raises UnsoundCheckpointError."""
-    files = (*checkpoint.manifest.files, *checkpoint.manifest.attachments)
     try:
-        check_files(checkpoint.folder, {file.name: file.num_bytes for file in files})
+        check_files(checkpoint.folder, {file.name: file.num_bytes for file in checkpoint.manifest.files})
     except OSError as error:
         raise unreadable(checkpoint.folder.parent(), checkpoint.name, error) from error
 
 
 def check_structure(checkpoint: Checkpoint) -> None:
-    """Check that all headers together have every slice of every tensor, and nothing else: a few kilobytes a file.
+    """Check that all headers together have every chunk of every tensor, and nothing else: a few kilobytes a file.
 
     Raises UnsoundCheckpointError.
     """
@@ -26,27 +25,16 @@ def check_structure(checkpoint: Checkpoint) -> None:
     num_found = dict.fromkeys(tensors, 0)
     for index, file in enumerate(checkpoint.manifest.files):
         with open_shard(checkpoint.folder, file) as shard:
-            for key, stored in shard.contents.items():
-                name, _, offset = key.rpartition("@")
-                record = tensors.get(name)
-                begin = [int(n) if n.isdecimal() else -1 for n in offset.split(",")] if offset else []
-                expected = None if record is None else record.layout.at(record.shape, begin)
-                found = (index, stored.shape, stored.dtype)
-                if record is None or expected is None or (expected.file, expected.shape, record.dtype) != found:
-                    raise shard.damage(f"{key} is {stored.dtype} {list(stored.shape)} in its header alone")
-                num_found[name] += 1
+            for chunk in shard.contents:
+                record, box = tensors.get(chunk.tensor), (chunk.offset, chunk.shape)
+                if record is None or record.dtype != chunk.dtype or not record.layout.has(record.shape, index, box):
+                    raise shard.damage(f"{chunk.key} is {chunk.dtype} {list(chunk.shape)} in its header alone")
+                num_found[chunk.tensor] += 1
     for name, count in num_found.items():
-        if count != (expected := tensors[name].num_slices):
+        if count != (expected := tensors[name].num_chunks):
             raise DamagedCheckpointError(
-                f"{checkpoint.url}: {name} has {expected} slices in the manifest and {count} in the files' headers"
+                f"{checkpoint.url}: {name} has {expected} chunks in the manifest and {count} in the files' headers"
             )
-
-
-def check_readable(checkpoint: Checkpoint) -> None:
-    """Check what one rank looks at before all read the tensors, which are verified as they are read."""
-    check_present(checkpoint)
-    for file in checkpoint.manifest.attachments:
-        verify_file(checkpoint.folder, file)
 
 
 def verify_checkpoint(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
@@ -54,4 +42,4 @@ def verify_checkpoint(checkpoint: Checkpoint, on_read: Callable[[int], None] = l
     for file in checkpoint.manifest.files:
         verify_file(checkpoint.folder, file, on_read)
     check_structure(checkpoint)
-    check_readable(checkpoint)
+    check_present(checkpoint)

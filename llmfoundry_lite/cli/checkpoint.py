@@ -14,8 +14,8 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from llmfoundry_lite.checkpoint.folders import open_folder
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
@@ -89,14 +89,12 @@ def list_checkpoints(where: Where) -> None:
 
 
 def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
-    """Return batch, tokens, size and date; from the beginning of the manifest if it has them all, as in format 2."""
+    """Return batch, tokens, size and date; None for one that cannot be read."""
     head = candidate.head
-    if head is None or head.num_bytes is None:
-        if candidate.checkpoint is None:
-            return None
-        head = candidate.checkpoint.manifest.head
+    if head is None:
+        return None
     written = (head.written_at or "").replace("+00:00", "Z")
-    return f"{head.batch:,}", f"{head.num_tokens:,}", megabytes(head.num_bytes or 0), written
+    return f"{head.batch:,}", f"{head.num_tokens:,}", megabytes(head.num_bytes), written
 
 
 @checkpoint.command("inspect")
@@ -139,10 +137,10 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
     if tensors:
         say()
         rows = [
-            (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_slices))
+            (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_chunks))
             for name, tensor in manifest.tensors.items()
         ]
-        print_columns(("tensor", "dtype", "shape", "slices"), rows, right=(3,))
+        print_columns(("tensor", "dtype", "shape", "chunks"), rows, right=(3,))
 
 
 def segment_row(segment: Any) -> tuple[str, ...]:

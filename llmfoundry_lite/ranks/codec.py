@@ -96,11 +96,6 @@ def parse_json(raw: bytes, where: str) -> Any:
         raise DamagedCheckpointError(f"{where}: not valid JSON: {error}") from None
 
 
-def count_values(raw: bytes) -> int:
-    """Return at least as many values as this JSON has, without parsing it."""
-    return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-
-
 def write_json(value: Any) -> bytes:
     """Write compact JSON in ASCII, so that unpaired surrogates in a str survive."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()

@@ -19,9 +19,9 @@ import yaml
 from numpy.typing import NDArray
 
 from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, MAX_YAML_BYTES, TooLargeError, too_large
-from llmfoundry_lite.checkpoint.folders import Folder, open_folder
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.checkpoint.open_folder import Folder, open_folder
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import TrainConfig
@@ -303,12 +303,8 @@ def find_newest(folder: str, notes: list[str]) -> Checkpoint | None:
 def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> list[bytes]:
     """Add lines of batches that another machine trained, which travel with its checkpoints."""
     lines = content.splitlines(keepends=True)
-    try:
-        carried, _, lost = read_log(newest)
-        notes.extend(lost)
-    except CheckpointError as error:
-        notes.append(f"the log that came with {newest.name} is damaged: {error}")
-        return lines
+    carried, _, lost = read_log(newest)
+    notes.extend(lost)
     if carried is None:
         return lines
     merged = merge_logs(content, carried)

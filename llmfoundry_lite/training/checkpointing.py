@@ -6,7 +6,6 @@ sharded by then, seeds and data are not used yet. It is saved at BATCH_CHECKPOIN
 `run_state` has the state besides tensors.
 """
 
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.launch.log_lines import METRICS, SAVED
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
+from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.partners import Partners
@@ -48,7 +48,7 @@ from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.schedule import has_passed
 from llmfoundry_lite.training.trainer import GradientStep
 
-RETRY_PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
 
 
@@ -292,14 +292,10 @@ class Checkpointing(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until the last save is published. After a transient error, save again for up to `retry_for`."""
-        began = time.monotonic()
-        for attempt in itertools.count():
-            error = self._advance_save(self.saver.wait, logger)
-            if error is None:
-                return
-            left = began + parse_seconds(self.config.retry_for) - time.monotonic()
-            pause = broadcast_json(min(left, RETRY_PAUSE_SECONDS[min(attempt, len(RETRY_PAUSE_SECONDS) - 1)]))
-            if pause <= 0:
+        budget = Budget(RETRY_PAUSES_SECONDS, seconds=parse_seconds(self.config.retry_for), began=time.monotonic())
+        while (error := self._advance_save(self.saver.wait, logger)) is not None:
+            pause = broadcast_json(budget.pause(time.monotonic()))
+            if pause is None:
                 raise error
             self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")
             time.sleep(pause)

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
-from llmfoundry_lite.checkpoint.state import to_parameter_order, to_rank_order
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
@@ -211,3 +210,17 @@ def _cell(whole: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (begin, count) in enumerate(zip(*box, strict=True)):
         whole = whole.narrow(dim, begin, count)
     return whole
+
+
+def to_parameter_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Reorder a whole tensor whose rows come in the ranks' order."""
+    result, at = torch.empty_like(tensor), 0
+    for first, count in runs:
+        result[first : first + count] = tensor[at : at + count]
+        at += count
+    return result
+
+
+def to_rank_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Undo `to_parameter_order`."""
+    return torch.cat([tensor[first : first + count] for first, count in runs])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import Manifest, TensorRecord, Timestamp
-from llmfoundry_lite.checkpoint.shards import Entry, build_header, write_shard
+from llmfoundry_lite.checkpoint.shards import build_header, write_shard
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease
 
 ROWS = 50_000
@@ -25,7 +25,7 @@ def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | 
     folder, prefix = store.open_draft(save_id)
     files = []
     for rank, half in enumerate(np.split(values_of(batch), 2)):
-        entry = Entry("model/w", "I64", (rank * ROWS,), (ROWS,))
+        entry = Chunk("model/w", "I64", (rank * ROWS,), (ROWS,))
         header = build_header({entry.key: entry}, {}, block_bytes=BLOCK_BYTES)
         name = f"shard-{rank:05d}.safetensors"
         options = {"block_bytes": BLOCK_BYTES, "num_threads": 2, "on_phase": store.on_phase}

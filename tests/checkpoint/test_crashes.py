@@ -45,13 +45,11 @@ def run_until_killed(folder, phase, batches):
 
 
 def read_values(checkpoint):
-    record = checkpoint.manifest.tensors["model/w"]
-    halves = []
-    for part in record.overlapping((0,) * len(record.shape), record.shape):
-        with open_shard(checkpoint.folder, checkpoint.manifest.files[part.file]) as shard:
-            stored = shard.find(part.key("model/w"), "I64", part.shape)
-            target = np.empty(stored.end - stored.begin, np.uint8)
-            shard.read([ReadRequest(stored.begin, stored.end, target, "model/w")])
+    manifest, halves = checkpoint.manifest, []
+    for file, chunk in manifest.overlapping("model/w", (0,), manifest.tensors["model/w"].shape):
+        with open_shard(checkpoint.folder, manifest.files[file]) as shard:
+            begin, target = shard.find(chunk), np.empty(chunk.num_bytes, np.uint8)
+            shard.read([ReadRequest(begin, begin + chunk.num_bytes, target, "model/w")])
         halves.append(target.view(np.int64))
     return np.concatenate(halves)
 

@@ -85,7 +85,7 @@ def test_creating_and_renaming(tmp_path, name):
 
 def test_a_write_cut_short_for_good(tmp_path):
     said = save_while_it_fails(tmp_path, lambda p: p.setattr(local_folder, "WRITE", lambda *arguments: 0))
-    assert said.endswith("shard-00000.safetensors: the disk took no more bytes")
+    assert said.endswith("shard-00000.safetensors: not written: the disk took no more bytes")
 
 
 def test_a_full_disk_that_is_cleared(tmp_path):

@@ -164,7 +164,7 @@ def views(folder):
         step(model, opt, batch)
         save_now(saver, model, opt, batch)
     at_two, before = whole_state(model, opt), listing(folder)
-    folders.PAUSE_SECONDS = 0
+    folders.PAUSES_SECONDS = (0.0,) * 3
     read = os.preadv
 
     def restored_with(victim, answer):

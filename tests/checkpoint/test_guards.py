@@ -27,7 +27,7 @@ from tests.checkpoint.saves import names, save, saved, write_draft
 
 def beside_compare(monkeypatch, happen):
     """`happen` comes between a prune's look at what a name holds and its removal, once."""
-    look, looks = commit.save_id_in, []
+    look, looks = commit.head_of, []
 
     def compared(folder):
         found = look(folder)
@@ -36,7 +36,7 @@ def beside_compare(monkeypatch, happen):
             happen()
         return found
 
-    monkeypatch.setattr(commit, "save_id_in", compared)
+    monkeypatch.setattr(commit, "head_of", compared)
     return looks
 
 
@@ -109,7 +109,7 @@ def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch, faili
 @pytest.mark.fault
 def test_claims_that_a_kill_left_unfinished_are_cleared_and_others_are_not(tmp_path):
     store, _lease = saved(tmp_path, 1)
-    litter, theirs = f".leases/.00000001.json.{'c' * 32}", f".leases/.00000099.json.{'c' * 32}"
+    litter, theirs = ".leases/.00000001.json.1-2.unfinished", ".leases/.00000099.json.1-2.unfinished"
     for name in (litter, theirs):
         (tmp_path / name).write_bytes(b"x")
     for _ in range(9):

@@ -69,10 +69,17 @@ def test_parts_go_with_the_last_checkpoint_that_has_them(tmp_path, url):
 
 
 @pytest.mark.fault
-def test_a_lost_part_is_said_condemns_no_checkpoint_and_is_written_again(tmp_path):
+@pytest.mark.parametrize("loss", ["not what was written", "bytes, expected", "missing"])
+def test_a_lost_part_is_said_condemns_no_checkpoint_and_is_written_again(tmp_path, loss):
     run = Run(tmp_path)
     run.save(100)
-    flip(next((tmp_path / "log").iterdir()), 5)
+    part = next((tmp_path / "log").iterdir())
+    if loss == "missing":
+        part.unlink()
+    elif loss == "bytes, expected":
+        part.write_bytes(part.read_bytes() + b"more")
+    else:
+        flip(part, 5)
     run.saver.save(run.model, None, replace(about(101), log=lambda: lines(101)))
     run.saver.wait()
     checkpoint = open_checkpoint(tmp_path / "ba101")
@@ -80,6 +87,6 @@ def test_a_lost_part_is_said_condemns_no_checkpoint_and_is_written_again(tmp_pat
     assert load_newest(run.store, run.model).notes == []
     log = read_log(checkpoint)
     assert log.content == lines(101)[-len(lines(1)) :] and log.parts == ()
-    assert "a part of the log is lost: " in log.notes[0] and "not what was written" in log.notes[0]
+    assert "a part of the log is lost: " in log.notes[0] and loss in log.notes[0]
     run.saver.log_parts = log.parts
     assert read_log(run.save(102)).notes == []

@@ -25,11 +25,12 @@ from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_local_te
 from llmfoundry_lite.checkpoint.restore import hull, read_tensors
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
-from llmfoundry_lite.checkpoint.state import DTYPES, local_tensor, to_parameter_order
+from llmfoundry_lite.checkpoint.state import DTYPES, local_tensor
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.config.layout import divide_stack
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.training.muon import to_parameter_order
 
 SAVE_ID = "e1-ba1-0123456789ab"
 
@@ -277,8 +278,8 @@ def test_a_few_layouts_describe_many_tensors_on_many_ranks():
     raw = encode(Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plan.tensors, files=files))
     assert {id(record.layout) for record in plan.tensors.values()} == {id(plan.tensors["model/t0"].layout)}
     assert plan.tensors["model/t0"].layout == Grid((8,), (0,), (1,))
-    assert len(raw) < 50_000, "a list of all slices has 1.2 MB"
-    assert [cell.file for cell in decode(raw, "m").tensors["model/t7"].overlapping((15, 0), (10, 64))] == [1, 2, 3]
+    assert len(raw) < 50_000, "a list of all chunks has 1.2 MB"
+    assert [file for file, _ in decode(raw, "m").overlapping("model/t7", (15, 0), (10, 64))] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -309,9 +310,14 @@ BOXES = {(0, 2): [7], (1, 3): [7, 8], (2, 5): [8], (2, 6): [8, 9], (5, 6): [9], 
 """First row and last + 1 -> the files of rows 0-1, 2-4 and 5 that are read."""
 
 
-def test_slices_of_uneven_cuts_are_those_that_reach_into_a_box():
+def test_chunks_of_uneven_cuts_are_those_that_reach_into_a_box():
     grid = Grid(((2, 5),), (7, 8, 9))
-    files = {(at, end): [one.file for one in grid.overlapping((6, 3), (at, 0), (end - at, 3))] for at, end in BOXES}
+    files = {(at, end): [file for file, _ in grid.overlapping((6, 3), (at, 0), (end - at, 3))] for at, end in BOXES}
     assert files == BOXES
-    found = [grid.at((6, 3), (at, 0)) for at in (0, 2, 4, 5)]
-    assert [one and one.file for one in found] == [7, 8, None, 9]
+    chunks = [(7, ((0, 0), (2, 3))), (8, ((2, 0), (3, 3))), (9, ((5, 0), (1, 3)))]
+    assert all(grid.has((6, 3), file, box) for file, box in chunks)
+    others = [(8, chunks[0][1]), (8, ((4, 0), (1, 3))), (9, ((5, 0), (1, 2))), (9, ((6, 0), (1, 3))), (7, ((0,), (2,)))]
+    others += [(9, ((6, 0), (0, 3))), (7, ((-1, 0), (2, 3)))]
+    assert not any(grid.has((6, 3), file, box) for file, box in others)
+    assert not Grid((2,), (0,), (1,)).has((6,), 3, ((6,), (0,)))
+    assert not Grid((2,), (2,), (-1,)).has((6,), 3, ((-2,), (2,)))

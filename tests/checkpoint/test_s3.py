@@ -103,7 +103,7 @@ def test_a_name_like_a_pattern_removes_its_own_keys_and_no_others(connect, name,
 def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatch, knows):
     """The save takes the name before the look, after it, or (where no server could help) after the removal."""
     store = CheckpointStore(connect())
-    lease, look, late = store.acquire(), commit.save_id_in, []
+    lease, look, late = store.acquire(), commit.head_of, []
     for batch in (1, 2):
         save(store, lease, batch)
 
@@ -117,7 +117,7 @@ def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatc
         if phase == "mid-prune" and not late:
             late.append(save(store, lease, 1))
 
-    monkeypatch.setattr(commit, "save_id_in", compared)
+    monkeypatch.setattr(commit, "head_of", compared)
     if knows == "no condition":
         call = s3fs.S3FileSystem._call_s3
 
@@ -283,7 +283,7 @@ def proxy(connect, server, monkeypatch):
     """Before the server of a new bucket. The client asks once, and waits for nothing."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(folders, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
     proxy = RefusingProxy(server)
     proxy.url = connect()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")

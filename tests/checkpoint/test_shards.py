@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from llmfoundry_lite.checkpoint import local_folder, shards
-from llmfoundry_lite.checkpoint.folders import open_folder
-from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord, TensorRecord
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.shards import (
     HASHES,
-    Entry,
     ReadRequest,
     build_header,
     file_order,
@@ -72,7 +71,7 @@ def test_any_ranges_come_back_however_bytes_are_cut(tmp_path_factory, data, size
 
 
 def write(folder, name, pieces, **options):
-    entries = [Entry(f"t{i:02}", "U8", (0,), (len(piece),)) for i, piece in enumerate(pieces)]
+    entries = [Chunk(f"t{i:02}", "U8", (0,), (len(piece),)) for i, piece in enumerate(pieces)]
     header = build_header({entry.key: entry for entry in entries}, {}, block_bytes=BLOCK)
     return write_shard(folder, name, header, pieces, block_bytes=BLOCK, **options)
 
@@ -97,6 +96,22 @@ def test_only_the_blocks_that_are_read_are_verified(tmp_path):
 
 
 @pytest.mark.fault
+def test_a_second_look_at_damage_goes_past_the_cache(tmp_path, monkeypatch):
+    _, record = write_one(tmp_path)
+    flip(tmp_path / "s", 5 * BLOCK + 1)
+    looks, source = [], LocalFolder.source
+
+    def look(folder, name, *, bypass_cache=False):
+        looks.append(bypass_cache)
+        return source(folder, name, bypass_cache=bypass_cache)
+
+    monkeypatch.setattr(LocalFolder, "source", look)
+    with pytest.raises(DamagedCheckpointError):
+        verify_file(LocalFolder(tmp_path), record)
+    assert looks == [False, True]
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("position", [9, -1], ids=["header", "hashes"])
 def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, position):
     _, record = write_one(tmp_path)
@@ -109,12 +124,21 @@ def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, position)
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("offsets", ["[0, 1e999]", "[0, -1]", "[0]", '["a", 4]'])
-def test_a_header_whose_offsets_are_none_is_damage(offsets):
-    text = b'{"w@0":{"dtype":"F32","shape":[1],"data_offsets":%s}}' % offsets.encode()
-    shard: Any = SimpleNamespace(damage=DamagedCheckpointError, file=SimpleNamespace(hashed_bytes=1 << 20))
+@pytest.mark.parametrize(
+    ("key", "offsets", "hashed_bytes"),
+    [("w@0", offsets, 1 << 20) for offsets in ("[0, 1e999]", "[0, -1]", "[0]", '["a", 4]', "[4, 8]")]
+    + [(key, "[0, 4]", 1 << 20) for key in ("w", "w@00", "w@x")]
+    + [("w@0", "[0, 4]", 16)],
+)
+def test_a_header_that_no_shard_has_is_damage(key, offsets, hashed_bytes):
+    def parse(key, offsets, hashed_bytes):
+        text = b'{"%s":{"dtype":"F32","shape":[1],"data_offsets":%s}}' % (key.encode(), offsets.encode())
+        shard: Any = SimpleNamespace(damage=DamagedCheckpointError, file=SimpleNamespace(hashed_bytes=hashed_bytes))
+        return parse_header(len(text).to_bytes(8, "little") + text, shard)
+
+    assert [*parse("w@0", "[0, 4]", 1 << 20)] == [Chunk("w", "F32", (0,), (1,))]
     with pytest.raises(DamagedCheckpointError, match="not that of a safetensors file"):
-        parse_header(len(text).to_bytes(8, "little") + text, shard)
+        parse(key, offsets, hashed_bytes)
 
 
 def test_the_last_tensor_has_the_hashes_of_all_blocks_before_it(tmp_path):
@@ -132,7 +156,8 @@ def test_the_last_tensor_has_the_hashes_of_all_blocks_before_it(tmp_path):
 @given(st.integers(1, 2_000_000), st.integers(1, 2_000))
 def test_how_much_is_hashed_follows_from_the_size_of_the_file(hashed_bytes, block_bytes):
     num_blocks = -(-hashed_bytes // block_bytes)
-    record = FileRecord(name="s", num_bytes=hashed_bytes + 16 * num_blocks, block_bytes=block_bytes, digest="x")
+    sizes = {"num_bytes": hashed_bytes + 16 * num_blocks, "block_bytes": block_bytes, "header_bytes": 0}
+    record = FileRecord(name="s", digest="x", **sizes)
     assert (record.hashed_bytes, record.num_blocks) == (hashed_bytes, num_blocks)
 
 
@@ -172,7 +197,7 @@ def test_short_writes_are_completed(tmp_path, small_chunks, monkeypatch):
 @pytest.mark.fault
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(local_folder, "WRITE", lambda descriptor, pieces, offset: 0)
-    with pytest.raises(EOFError, match="took no more bytes"):
+    with pytest.raises(OSError, match="took no more bytes"):
         write_one(tmp_path)
 
 

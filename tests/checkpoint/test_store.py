@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,10 +18,11 @@ import pytest
 
 from llmfoundry_lite.checkpoint import commit, folders, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
-from llmfoundry_lite.checkpoint.folders import open_folder
+from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
-from llmfoundry_lite.checkpoint.manifest import encode
+from llmfoundry_lite.checkpoint.manifest import TensorRecord, encode
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure, verify_checkpoint
@@ -33,7 +35,7 @@ from llmfoundry_lite.errors import (
 from llmfoundry_lite.ranks.codec import write_json
 from llmfoundry_lite.ranks.identity import describe_this_process, start_ticks
 from tests.checkpoint.mounts import mounted
-from tests.checkpoint.saves import flip, names, save, saved, write_draft
+from tests.checkpoint.saves import ROWS, flip, names, save, saved, write_draft
 
 
 def test_what_is_published_can_be_found_and_verified(url):
@@ -252,6 +254,30 @@ def test_damaged_ones_are_passed_over_in_a_line_each_and_set_aside(tmp_path):
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"model/w": ("F64", 2 * ROWS, ROWS)}, "model/w@0 is I64 [50000] in its header alone"),
+        ({"model/w": ("I64", 2 * ROWS, 2 * ROWS)}, "model/w@0 is I64 [50000] in its header alone"),
+        ({}, "model/w@0 is I64 [50000] in its header alone"),
+        (
+            {"model/w": ("I64", 2 * ROWS, ROWS), "model/v": ("U8", 2, 1)},
+            "model/v has 2 chunks in the manifest and 0 in the files' headers",
+        ),
+    ],
+    ids=["dtype", "shape", "unknown", "missing"],
+)
+def test_headers_that_are_not_the_manifest_s_are_named(tmp_path, tensors, words):
+    store, lease = saved(tmp_path)
+    records = {
+        name: TensorRecord(dtype, (n,), Grid((chunk,), (0,), (1,))) for name, (dtype, n, chunk) in tensors.items()
+    }
+    checkpoint = store.publish(replace(write_draft(store, lease, 1), tensors=records), lease)
+    with pytest.raises(DamagedCheckpointError, match=re.escape(words)):
+        check_structure(checkpoint)
+
+
+@pytest.mark.fault
 def test_readers_without_the_lease_move_nothing(tmp_path):
     _store, _ = saved(tmp_path, 1)
     flip(tmp_path / "ba1" / "shard-00000.safetensors", 300_000)
@@ -301,7 +327,7 @@ def test_a_manifest_of_a_terabyte_is_not_read(tmp_path):
     os.truncate(tmp_path / "ba2" / "manifest.json", 1 << 40)  # a hole: it takes no disk
     found = store.newest_intact(verify_checkpoint)
     assert found.checkpoint.name == "ba1"
-    assert "bytes, more than the 268,435,456 a manifest may have" in found.notes[0]
+    assert "bytes, more than the 67,108,864 a manifest may have" in found.notes[0]
 
 
 @pytest.mark.fault
@@ -574,7 +600,7 @@ class Disk:
     def __init__(self, monkeypatch, name, count, answer):
         self.name, self.count, self.answer = name, count, answer
         self.pread, self.open = os.preadv, open
-        monkeypatch.setattr(folders, "PAUSE_SECONDS", 0)
+        monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
         monkeypatch.setattr(os, "preadv", self.preadv)
         monkeypatch.setattr(local_folder, "open", self.open_file, raising=False)
 
@@ -640,7 +666,7 @@ def test_a_disk_that_refuses_once_to_list_or_to_open_is_asked_again(two_saves, t
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path, *options, **named)
 
-    monkeypatch.setattr(folders, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
     monkeypatch.setattr(os, call, called)
     found = store.newest_intact(verify_checkpoint, quarantine=lease)
     assert refused and found.checkpoint is not None and (found.checkpoint.name, found.notes) == ("ba2", [])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmfoundry_lite.checkpoint.folders import open_folder
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.fields import keys_of

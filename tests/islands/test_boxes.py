@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_lite.checkpoint.planning import box_of
-from llmfoundry_lite.checkpoint.state import to_rank_order
 from llmfoundry_lite.config.layout import divide_stack
 from llmfoundry_lite.islands.boxes import Box, Redistribution, parts_of, share_out
+from llmfoundry_lite.training.muon import to_rank_order
 
 HEIGHTS = (8, 4, 4)
 """q, k and v."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmfoundry_lite.bounded import MAX_YAML_BYTES, TooLargeError
-from llmfoundry_lite.checkpoint.folders import open_folder
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.report.reading import (
     MAX_NAMES,
     OBJECT_STORES,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.checkpoint.planning import box_of
-from llmfoundry_lite.checkpoint.state import row_orders, to_parameter_order, to_rank_order
+from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -22,7 +22,7 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.parallel.zero import rows_of, step_together
-from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz
+from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz, to_parameter_order, to_rank_order
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_legs
 from tests.helpers.runs import metrics, run

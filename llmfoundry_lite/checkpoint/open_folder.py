@@ -1,0 +1,90 @@
+"""A path or URL that a user gives -> its folder, and errors for its files. No torch, and fsspec for a URL alone."""
+
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from llmfoundry_lite.checkpoint.folders import NO_FILE, first_line
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder, LocalSource
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RemoteSource, RenewingFilesystem
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnreadableCheckpointError,
+    UnsoundCheckpointError,
+    is_masked,
+)
+
+Folder = LocalFolder | RemoteFolder
+"""Their methods are the same, but for what one kind of commit needs. Errors of the system pass through as OSError."""
+Source = LocalSource | RemoteSource
+"""A file being read, from any thread."""
+
+
+def open_folder(url: str | os.PathLike[str]) -> Folder:
+    """Return the folder of a path or URL. Raises CheckpointError if the protocol's package is not installed, or a
+    client would read another folder."""
+    text = os.fspath(url)
+    protocol, separator, rest = text.partition("://")
+    if "${oc." in text:
+        raise CheckpointError(
+            f"{text}: recorded as it was written, and only a launch resolves it; give the folder itself"
+        )
+    if is_masked(text):
+        raise CheckpointError(
+            f"{text}: credentials are not recorded; give the URL with them, in a YAML by ${{oc.env:NAME}}"
+        )
+    if not separator:
+        return LocalFolder(Path(os.path.expanduser(text)))
+    if protocol in ("file", "local"):
+        return LocalFolder(Path(rest))
+    # fsspec splits an URL at `::`; s3fs cuts it at `?versionId=`, takes a newline for its end, and lists nothing of a
+    # folder whose path has `//`, though it writes there.
+    is_wrong = {part: part in text for part in ("::", "?versionId=", *"\n\r\0")} | {"//": "//" in rest.strip("/")}
+    if wrong := next((part for part, is_here in is_wrong.items() if is_here), None):
+        raise CheckpointError(f"{text!r}: {wrong!r} is not possible in the URL of a folder; give another name")
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        is_s3 = protocol in ("s3", "s3a")
+        remedy = "pip install 'llmfoundry-lite[s3]'" if is_s3 else f"install the package it names: {error}"
+        raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
+    except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
+        raise CheckpointError(f"{text}: {first_line(error)}") from error
+    return RemoteFolder(RenewingFilesystem(filesystem), path, text.rstrip("/"))
+
+
+def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
+    """Return the error for a file that is not there, or that this machine cannot read. Neither is damage."""
+    reason = error.strerror or str(error)
+    if error.errno in NO_FILE or isinstance(error, FileNotFoundError):
+        is_missing = error.errno == errno.ENOENT or error.errno is None
+        return IncompleteCheckpointError(f"{folder.url}/{name}: {'missing' if is_missing else reason}", name)
+    host = socket.gethostname()
+    return UnreadableCheckpointError(f"{folder.url}/{name}: cannot be read on host {host}: {reason}", name)
+
+
+def check_files(folder: Folder, expected: Mapping[str, int]) -> None:
+    """Check files by name -> bytes, with one listing a folder. Raises IncompleteCheckpointError for one that is not
+    there, DamagedCheckpointError for one of another size, and OSError.
+
+    A network disk may list what was there a moment ago, so a file that differs is opened.
+    """
+    parents = {name.rpartition("/")[0] for name in expected}
+    sizes = {parent: (folder.child(parent) if parent else folder).sizes() for parent in parents}
+    for path, num_bytes in expected.items():
+        parent, _, name = path.rpartition("/")
+        if sizes[parent].get(name) != num_bytes:
+            try:
+                source = folder.source(path, bypass_cache=True)
+            except (FileNotFoundError, IsADirectoryError):
+                raise IncompleteCheckpointError(f"{folder.url}/{path}: missing", path) from None
+            source.close()
+            if source.num_bytes != num_bytes:
+                sizes = f"has {source.num_bytes:,} bytes, expected {num_bytes:,}"
+                raise DamagedCheckpointError(f"{folder.url}/{path}: {sizes}", path)
