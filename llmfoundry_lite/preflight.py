@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_islands.coordination.messages import find_token
 from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.checkpoint.start import Start, choose_start
 from llmfoundry_lite.config.check_layout import check_batch
@@ -40,7 +41,6 @@ from llmfoundry_lite.estimate.exchanges import context_exchanges, stream_reducti
 from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_stages, estimate_training_memory
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
-from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
 MAX_LISTED = 8

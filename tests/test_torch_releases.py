@@ -16,14 +16,14 @@ from itertools import product
 
 import pytest
 
+from llmfoundry_islands.coordination.messages import TOKEN
+from llmfoundry_islands.tests.world import SECRET, coordination, metrics
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.islands.messages import TOKEN
 from tests.helpers.environments import find_uv
 from tests.helpers.launch import ROOT
 from tests.helpers.resave import assert_same_state, resave_into
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
-from tests.islands.world import SECRET, coordination, metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
 

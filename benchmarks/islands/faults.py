@@ -40,8 +40,8 @@ from benchmarks.islands.links import Links, set_links
 from benchmarks.recover import Log
 from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.legs import NO_GPU
+from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
-from llmfoundry_lite.islands.messages import TOKEN
 from llmfoundry_lite.launch.launcher import World
 from llmfoundry_lite.launch.server import open_channel
 from llmfoundry_lite.ranks.rank import rendezvous

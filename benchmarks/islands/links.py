@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.islands.coordinator import Coordinator
-from llmfoundry_lite.islands.messages import Message, find_token
-from llmfoundry_lite.islands.serve import Server, log
+from llmfoundry_islands.coordination.coordinator import Coordinator
+from llmfoundry_islands.coordination.messages import Message, find_token
+from llmfoundry_islands.coordination.serve import Server, log
 
 LOOK_SECONDS = 0.05
 CHUNK_BYTES = 1 << 16

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from llmfoundry_lite.islands import summing
-from llmfoundry_lite.islands.exchange import scatter
+from llmfoundry_islands.tensors import summing
+from llmfoundry_islands.tensors.exchange import scatter
 from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
 
 DIES_AT = 20
@@ -102,7 +102,7 @@ KINDS = {kind.__name__: kind for kind in (weights, lost, stale, dies, waits)}
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
     import_lean(*HEAVY)
-    from llmfoundry_lite.training.islands import Islands
+    from llmfoundry_islands.training.islands import Islands
 
     KINDS[kind](Islands)
     runpy.run_module("llmfoundry_lite.train", run_name="__main__", alter_sys=True)

@@ -202,8 +202,8 @@ def coordinate(
     Until Ctrl-C. No tensors pass through here. Islands prove the secret in LLMFOUNDRY_LITE_ISLANDS_TOKEN, and so does
     this.
     """
-    from llmfoundry_lite.islands.messages import find_token, parse_address
-    from llmfoundry_lite.islands.serve import serve
+    from llmfoundry_islands.coordination.messages import find_token, parse_address
+    from llmfoundry_islands.coordination.serve import serve
     from llmfoundry_lite.ranks.output import ignore_output_errors
 
     ignore_output_errors()

@@ -19,10 +19,10 @@ def find_partners(config: TrainConfig) -> "Partners":
     if config.islands is None:
         return Partners()
     if config.islands.sync is not None:
-        from llmfoundry_lite.training.local_islands import LocalIslands
+        from llmfoundry_islands.training.local_islands import LocalIslands
 
         return LocalIslands(config)
-    from llmfoundry_lite.training.islands import Islands
+    from llmfoundry_islands.training.islands import Islands
 
     return Islands(config)
 

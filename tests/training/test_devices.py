@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
+from llmfoundry_islands.training import islands
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.training import in_context, islands
+from llmfoundry_lite.training import in_context
 
 
 def test_tasks_go_to_the_device_though_parameters_are_offloaded(monkeypatch):
