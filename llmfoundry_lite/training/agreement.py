@@ -1,7 +1,7 @@
 """The one collective between two batches: a sum of integers in host memory.
 
 It takes place at the end of each batch. By then the next batch has been read, so its tokens and digest are in the sum.
-An epoch's first batch needs a sum of its own. A batch's other collective, on devices, is `trainer.measure`.
+An epoch's first batch needs a sum of its own. A batch's other collective, on devices, is `gradient_step.measure`.
 """
 
 from collections.abc import Callable, Iterator

@@ -41,9 +41,9 @@ from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import all_reduce_max, all_reduce_sum, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.gradient_step import Measured
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from llmfoundry_lite.training.partners import Partners
-from llmfoundry_lite.training.trainer import Measured
 
 POLL_SECONDS = 0.5
 """Interval at which a waiting launch checks whether it is asked to leave."""

@@ -32,8 +32,8 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.ranks.exchange import all_gather_json, all_reduce_max, all_reduce_sum
+from llmfoundry_lite.training.gradient_step import LOSS
 from llmfoundry_lite.training.save_policy import Decision
-from llmfoundry_lite.training.trainer import LOSS
 
 
 class LocalIslands(Islands):
