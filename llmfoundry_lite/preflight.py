@@ -14,9 +14,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_islands.coordination.messages import find_token
 from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.checkpoint.start import Start, choose_start
+from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
@@ -67,8 +67,8 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     `must_exist`: data that is not there is an error (a launch), or is noted as not checked (a dry run).
     """
     check_batch(config, layout)
-    if config.islands is not None and must_exist:
-        find_token()
+    for block in given_blocks(config.blocks).values() if must_exist else ():
+        block.check_here(config)
     _check_import_paths(config)
     found = Preflight()
     for key, loader in config.loaders.items():
@@ -315,9 +315,9 @@ def describe(
     batch_tokens, flops = config.global_train_batch_size * length, count_flops_per_token(model, length)
     start, not_looked_at = _describe_start(config, is_for_here=is_for_here)
     at = " (microbatches of 1 sample)" if config.device_train_microbatch_size == "auto" else ""
-    island = f", island {config.islands.name} at {config.islands.coordinator}" if config.islands else ""
+    among = "".join(block.describe(config) for block in given_blocks(config.blocks).values())
     lines = [
-        f"run            {config.run_name} in {config.run_folder}{island}",
+        f"run            {config.run_name} in {config.run_folder}{among}",
         f"start          {start}",
         f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch_tokens)} per batch",

@@ -40,8 +40,8 @@ def lost(islands: Any) -> None:
     """A batch that is to be repeated is passed over instead: the next one's rows are read."""
     batches = islands.batches
 
-    def batches_less_one(self: Any, state: Any) -> Any:
-        found = batches(self, state)
+    def batches_less_one(self: Any) -> Any:
+        found = batches(self)
         if self.num_repeats == 1:
             next(found)
         return found

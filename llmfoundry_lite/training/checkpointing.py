@@ -227,7 +227,7 @@ class Checkpointing(Callback):
             return
         self.was_preempted_by = preempted_by
         if int(state.timestamp.batch) >= self.first_batch:
-            self.partners.leave_early(state)
+            self.partners.leave_early()
             for destination in logger.destinations:
                 destination.batch_checkpoint(state, logger)
             self.run_state.owes_evaluation = True

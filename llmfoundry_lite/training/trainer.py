@@ -6,6 +6,7 @@ dozen times, and twice more in each microbatch. This one does so in `measure` an
 
 import datetime
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class ParallelTrainer(Trainer):
         if trainer_mode.name != "TRAIN":
             yield from super()._iter_dataloader(trainer_mode)
             return
-        self.agreement.begin_epoch(self.partners.batches(self.state))
+        self._begin_epoch()
         try:
             while True:
                 self.engine.run_event(Event.BEFORE_DATALOADER)
@@ -72,6 +73,13 @@ class ParallelTrainer(Trainer):
         finally:
             self.agreement.end_epoch()
 
+    def _begin_epoch(self) -> None:
+        batches, length = self.partners.batches(), self.state.dataloader_len
+        if batches is None:
+            assert self.state.dataloader is not None
+            batches = islice(self.state.dataloader, None if length is None else int(length))
+        self.agreement.begin_epoch(batches)
+
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
         """Train on `state.batch`. The loss is the mean over the global batch's tokens or samples, however ranks,
         microbatches and pipeline stages divide them.
@@ -80,8 +88,8 @@ class ParallelTrainer(Trainer):
         """
         state = self.state
         loss_sum = self._compute_gradient()
-        while not self.partners.exchange_gradient(state, loss_sum):
-            self.agreement.begin_epoch(self.partners.batches(state))
+        while not self.partners.exchange_gradient(loss_sum):
+            self._begin_epoch()
             state.batch = self.agreement.take()
             loss_sum = self._compute_gradient()
         digest = format_digest(self.agreement.current.digest)
@@ -107,7 +115,7 @@ class ParallelTrainer(Trainer):
         is_pipeline = isinstance(model, PipelinedLanguageModel)
         device = state.device._device
         assert device is not None
-        self.partners.begin_batch(state)
+        self.partners.begin_batch()
         microbatches = [batch] if is_pipeline else spec.split_batch(batch, size)
         step.begin(len(microbatches), device, num_ranks=self.ranks.size * model.num_parts)
         run_event(Event.BEFORE_TRAIN_BATCH)

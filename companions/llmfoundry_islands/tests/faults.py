@@ -159,17 +159,6 @@ class FloatWire(Callback):
         summing.pack_sums = lambda values, bits: whole(values.astype("float32").astype("float64"), bits)
 
 
-class LargeScale(Callback):
-    """The loss scale is so large at first that gradients overflow."""
-
-    def __init__(self, scale: float):
-        self.scale = scale
-
-    def fit_start(self, state, logger):
-        checkpointing = next(one for one in state.callbacks if hasattr(one, "gradient_step"))
-        checkpointing.gradient_step.scaler.scale = self.scale
-
-
 class Dump(Callback):
     """After each batch, and after its outer step if it has one, write the weights of an island of one rank. While it
     computes, no momentum of outer steps is on its device."""
@@ -228,13 +217,13 @@ class EndCoordinator(Callback):
     def __init__(self, pid: int, batch: int):
         begin = LocalIslands._begin_next_view
 
-        def end_and_begin(self, state):
-            if int(state.timestamp.batch) == batch:
+        def end_and_begin(self):
+            if self.run.batch == batch:
                 self.next_view = self.next_view or self.view
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 while self.member.lost is None:
                     time.sleep(0.01)
-            return begin(self, state)
+            return begin(self)
 
         LocalIslands._begin_next_view = end_and_begin  # type: ignore[method-assign]

@@ -32,9 +32,10 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     view = View(1, 0, {"a": "x"}, {"a": range(2)}, "a", "", [], {})
     islands: Any = object.__new__(Islands)
     islands.__dict__.update(
-        agreement=SimpleNamespace(current=Upcoming(True, 2, 20, 18, 2, 7)),
+        run=SimpleNamespace(
+            counts=Upcoming(True, 2, 20, 18, 2, 7), batch=0, is_exact=False, drop_gradient=lambda: None
+        ),
         by_tokens=True,
-        gradient_step=SimpleNamespace(sums=None),
         exchange=SimpleNamespace(cuts={}, num_bytes=0),
         plan=Plan("a", {}, [], False),
         rank=0,
@@ -46,11 +47,10 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
         _receive_verdict=lambda: {**view.as_message(), "epoch": 2},
         _begin_view=lambda *_: None,
     )
-    state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=0), optimizers=[SimpleNamespace(param_groups=[])])
     device_behind_the_host[0] = time.monotonic() + SECONDS / 2  # the batch before
-    islands.begin_batch(state)
+    islands.begin_batch()
     device_behind_the_host[0] = time.monotonic() + SECONDS
-    assert not islands.exchange_gradient(state, torch.zeros(()))
+    assert not islands.exchange_gradient(torch.zeros(()))
     assert SECONDS / 2 < sent[0]["seconds"] < 50 * SECONDS
     assert sent[0]["seconds"] >= 0.99 * SECONDS
     assert sent[0]["weight"] == 18, "tokens with a loss, not rows"
@@ -70,12 +70,11 @@ def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_reco
         view=view,
         next_view=view._replace(epoch=2, members={"a": "x", "b": "y"}),
         member=SimpleNamespace(describe=describe, lost=Lost("the coordinator is gone", "gone")),
-        save_before_leaving=lambda reason: f"{reason}; saved",
+        _save_before_leaving=lambda reason: f"{reason}; saved",
     )
-    state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=1))
-    assert islands.move_on(state) is None and islands.view == view and islands.saves_here
+    assert islands.move_on() is None and islands.view == view and islands.saves_here
     with pytest.raises(Preempted, match="the coordinator is gone; saved"):
-        islands._begin_view(islands.next_view, state)
+        islands._begin_view(islands.next_view)
 
 
 def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody():
@@ -87,20 +86,14 @@ def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody():
         member.phase = "compute"  # as `_note_transfer` leaves it
         return {}
 
-    def restore(*_):
-        phases.append(member.phase)
-        return []
-
     told = {"kinds": {"": []}, "optimizer": encode_value({}), "scalars": encode_value({}), "segments": []}
     islands.__dict__.update(
         member=member,
         view=View(2, 1, {"a": "x", "b": "y"}, {}, "a", "a", ["b"], {}),
         held=SimpleNamespace(pieces_with=lambda _: {}, write_state=lambda *_: phases.append(member.phase)),
         exchange=SimpleNamespace(take=take),
-        checkpointing=SimpleNamespace(
-            run_state=SimpleNamespace(restore=restore), print_on_rank_0=print, begin=lambda _: None
-        ),
+        run=SimpleNamespace(take_over=lambda _: phases.append(member.phase)),
         _receive_verdict=lambda: {"kind": "state", "state": told},
     )
-    islands._receive_state(SimpleNamespace(optimizers=[None]))
+    islands._receive_state()
     assert phases == ["compute"] * 2

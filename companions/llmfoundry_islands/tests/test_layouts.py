@@ -125,7 +125,7 @@ def check_left_early(folder, name, num_ranks, settings):
 def test_islands_in_fp16_lower_the_loss_scale_together(tmp_path, data):
     """Gradients times 2^24 are more than fp16 can hold, on one island or on both."""
     common = {"precision": "amp_fp16", "islands": {"check_weights_every": 1}}
-    common["callbacks"] = {"python:llmfoundry_islands.tests.faults:LargeScale": {"scale": 2.0**24}}
+    common["callbacks"] = {"python:tests.training.test_failures:LargeScale": {"scale": 2.0**24}}
     with coordination(tmp_path) as running:
         for launch in islands(tmp_path, data, running, a=(2, common), b=(1, common)):
             launch.check()

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from llmfoundry_islands.block import SyncConfig
 from llmfoundry_islands.tensors.changes import Swapped
 from llmfoundry_islands.tensors.encoding import encode
 from llmfoundry_islands.training.outer_weights import Departure, OuterWeights
-from llmfoundry_lite.config.schema import SyncConfig
 
 
 def test_each_fragment_s_mean_is_weighted_by_what_islands_have_trained_it_on():

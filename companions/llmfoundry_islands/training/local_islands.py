@@ -15,13 +15,12 @@ until a round ends.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from composer import Trainer
-from composer.core import State
 
+from llmfoundry_islands.block import settings_of
 from llmfoundry_islands.coordination.member import Lost, View
 from llmfoundry_islands.coordination.messages import Message
 from llmfoundry_islands.tensors.boxes import Tensors
@@ -32,8 +31,8 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.ranks.exchange import all_gather_json, all_reduce_max, all_reduce_sum
-from llmfoundry_lite.training.gradient_step import LOSS
-from llmfoundry_lite.training.save_policy import Decision
+from llmfoundry_lite.training.partners import Decision
+from llmfoundry_lite.training.run_handle import RunHandle
 
 
 class LocalIslands(Islands):
@@ -70,19 +69,16 @@ class LocalIslands(Islands):
         self.owes_save = False
         self.num_lost_samples = self.num_samples_again = 0
 
-    def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
+    def enter(self, run: RunHandle) -> None:
         """Also raises ConfigError for more fragments than parameters."""
-        self.logger = trainer.logger
-        super().enter(trainer, checkpointing, on_evicted)
+        super().enter(run)
         self.outer.take_over()
         self._begin_round()
         self.is_whole = self.is_whole or self.view.is_whole
-        checkpointing.print_on_rank_0(
-            f"islands: {self.described}: another algorithm than one world's; losses are of this island's rows"
-        )
+        run.print(f"islands: {self.described}: another algorithm than one world's; losses are of this island's rows")
 
-    def prepare(self, state: State) -> None:
-        self.outer = OuterWeights(self.sync, self.held, state.optimizers[0])
+    def prepare(self) -> None:
+        self.outer = OuterWeights(self.sync, self.held, self.run.optimizer)
 
     @property
     def given_weights(self) -> Tensors:  # type: ignore[override]
@@ -108,60 +104,59 @@ class LocalIslands(Islands):
     def next_lanes(self) -> range:
         return self.round_lanes[self.name]
 
-    def next_again(self, state: State) -> Again:
-        """Return the earlier rows that this island trains again in the next batch."""
+    @property
+    def next_again(self) -> Again:
+        """Earlier rows that this island trains again in the next batch."""
         lanes = self.round_again.get(self.name)
-        is_there = lanes and self.round.steps < self.num_back <= int(state.timestamp.batch_in_epoch)
+        is_there = lanes and self.round.steps < self.num_back <= self.run.batch_in_epoch
         return Again(lanes, self.num_back) if lanes and is_there else Again()
 
-    def batches(self, state: State) -> Iterator[Any]:
-        self.again = self.next_again(state)
-        return super().batches(state)
+    def batches(self) -> Iterator[Any]:
+        self.again = self.next_again
+        return super().batches()
 
-    def begin_batch(self, state: State) -> None:
+    def begin_batch(self) -> None:
         if self.lost is not None:
             self._leave(self.lost)
         self.outer.hide_momentum()
         self.began_at = now()
 
-    def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
+    def exchange_gradient(self, loss: torch.Tensor) -> bool:
         """Keep this island's own gradient."""
         seconds = now() - self.began_at
         self.round.seconds += seconds
         self.measured = {
             "islands/local_steps": self.every,
             "islands/members": len(self.round_lanes),
-            "islands/rows": self.agreement.current.num_filled,
+            "islands/rows": self.run.counts.num_filled,
             "islands/compute_seconds": seconds,
             "islands/lost_samples": self.num_lost_samples,
             "islands/samples_again": self.num_samples_again,
         }
         return True
 
-    def move_on(self, state: State) -> Iterator[Any] | None:
+    def move_on(self) -> Iterator[Any] | None:
         """Count the batch, and take an outer step if the round ends with it."""
         if self.has_left:
             return None
-        here = self.agreement.current
+        run, here = self.run, self.run.counts
         weight = here.weight(by_tokens=self.by_tokens)
         counts = {"samples": here.num_filled, "tokens": here.num_tokens, "losses": here.num_losses}
         counts["again"] = len(self.again.lanes)
-        self.round.count(weight=weight, **counts, digest=here.digest, loss=float(state.total_loss_dict[LOSS]))
+        self.round.count(weight=weight, **counts, digest=here.digest, loss=run.loss)
         self.outer.count(weight)
-        policy, is_asked = self.checkpointing.policy, bool(self.agreement.preemption.reason)
-        leaves, is_lost = all_reduce_max([int(is_asked), int(self.member.lost is not None)])
+        leaves, is_lost = all_reduce_max([int(run.is_asked_to_leave), int(self.member.lost is not None)])
         if is_lost:
-            self._end_without_coordinator(state)
-        elif policy.is_last(state) or self.round.steps >= self.interval:
-            leaves = leaves or policy.is_launch_over(state)
-            self._end_round(state, is_whole=self.is_whole or policy.is_last(state), leaves=bool(leaves))
+            self._end_without_coordinator()
+        elif run.is_last or self.round.steps >= self.interval:
+            self._end_round(is_whole=self.is_whole or run.is_last, leaves=bool(leaves or run.is_launch_over))
         elif leaves:
-            self.leave_early(state)
+            self.leave_early()
         elif self.round.steps == self.interval - self.delay and not self.is_whole:
-            self._depart(state, is_whole=False)
-        if self.has_left or (self.lanes, self.again) == (self.next_lanes, self.next_again(state)):
+            self._depart(is_whole=False)
+        if self.has_left or (self.lanes, self.again) == (self.next_lanes, self.next_again):
             return None
-        return self.batches(state)
+        return self.batches()
 
     # --------------------------------------------------------------------------------------------- the outer step
 
@@ -170,28 +165,28 @@ class LocalIslands(Islands):
         self.round_again, self.num_back = {}, 0
         self.num_bytes_before = self.exchange.num_bytes
 
-    def _depart(self, state: State, *, is_whole: bool) -> Departure:
+    def _depart(self, *, is_whole: bool) -> Departure:
         """Send the change of all weights, or of the fragment whose turn it is."""
-        batch = int(state.timestamp.batch)
+        batch = self.run.batch
         turn = (batch - self.round.steps) // self.interval % self.sync.fragments
         numbers = range(self.sync.fragments) if is_whole else [turn]
         self.departure = self.outer.depart(numbers, self.exchange, batch * LABELS_PER_BATCH)
         return self.departure
 
-    def _end_round(self, state: State, *, is_whole: bool, leaves: bool) -> None:
+    def _end_round(self, *, is_whole: bool, leaves: bool) -> None:
         """Exchange changes until the coordinator commits the round, and take the outer step."""
         began_at = time.monotonic()
         if is_whole and self.departure is not None:  # the run ends: what travels is in the whole change, too
             self.member.phase = "exchange"  # or nobody would find that its link is dead
             self.departure.swap.wait()
             self.departure = None
-        departure = self.departure or self._depart(state, is_whole=is_whole)
+        departure = self.departure or self._depart(is_whole=is_whole)
         while True:
             norm = self._arrive(departure)
             arrived_at = time.monotonic()
             # An island that leaves, or saves, does so after a whole outer step.
             asks_for_whole = not is_whole and (leaves or (self.owes_save and self.view.scribe == self.name))
-            self._report(state, norm, leaving=leaves and is_whole, asks_for_whole=asks_for_whole)
+            self._report(norm, leaving=leaves and is_whole, asks_for_whole=asks_for_whole)
             self.member.phase = "wait"
             verdict = self._next_verdict()
             while isinstance(verdict, dict) and verdict["epoch"] < self.view.epoch:
@@ -199,9 +194,9 @@ class LocalIslands(Islands):
             self.member.phase = "compute"
             if isinstance(verdict, dict) and verdict["kind"] == "view":
                 self.num_repeats += 1
-                verdict = self._take_view(View.of(verdict), state) or verdict
+                verdict = self._take_view(View.of(verdict)) or verdict
             if isinstance(verdict, Lost):
-                self._end_alone(state, verdict)
+                self._end_alone(verdict)
                 return
             if verdict["kind"] == "commit":
                 break
@@ -213,7 +208,7 @@ class LocalIslands(Islands):
             "islands/travel_seconds": departure.swap.seconds,
             "islands/bytes": self.num_bytes,
         }
-        self._commit_round(state, verdict, departure)
+        self._commit_round(verdict, departure)
 
     def _arrive(self, departure: Departure) -> float | None:
         """Wait for the mean change over islands. Returns its norm; None if a rank could not exchange."""
@@ -227,20 +222,20 @@ class LocalIslands(Islands):
         squares, self.num_bytes = (sum(column) for column in zip(*all_gather_json(own), strict=True))
         return math.sqrt(squares)
 
-    def _report(self, state: State, norm: float | None, **flags: bool) -> None:
+    def _report(self, norm: float | None, **flags: bool) -> None:
         if self.rank != 0:
             return
         here = self.round
         keys = ("steps", "weight", "samples", "tokens", "losses", "digest", "loss", "again")
         counts = {key: getattr(here, key) for key in keys}
-        place = {"epoch": self.view.epoch, "batch": int(state.timestamp.batch) - here.steps, "weights": self.weights}
+        place = {"epoch": self.view.epoch, "batch": self.run.batch - here.steps, "weights": self.weights}
         pace = {"ok": norm is not None, "norm": norm or 0.0, "seconds": here.seconds / here.steps}
         unused = {"out_of_range": False, "bad": 0, "link": 0}
         self.member.send({"kind": "prepared", **place, **counts, **pace, **flags, **unused})
 
-    def _commit_round(self, state: State, verdict: Message, departure: Departure) -> None:
+    def _commit_round(self, verdict: Message, departure: Departure) -> None:
         """Apply a committed outer step, and begin the next round with the view that follows."""
-        batch, steps = int(state.timestamp.batch), self.round.steps
+        batch, steps = self.run.batch, self.round.steps
         if not math.isfinite(verdict["norm"]):
             raise NonFiniteError(
                 f"outer step after batch {batch}: the mean change of the weights is not finite; the newest checkpoint "
@@ -251,7 +246,9 @@ class LocalIslands(Islands):
         for name, rows in trained.items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.num_drifts += len(verdict["drifted"])
-        self._count_elsewhere(state, verdict["samples"] - self.round.samples, verdict["tokens"] - self.round.tokens)
+        tokens_elsewhere = verdict["tokens"] - self.round.tokens
+        self.run.count_elsewhere(verdict["samples"] - self.round.samples, tokens_elsewhere)
+        self.tokens_elsewhere += tokens_elsewhere
         counted = {key: verdict[key] for key in ("loss", "samples", "tokens")}
         self.measured |= {f"islands/{key}": value for key, value in counted.items()}
         self.measured |= {
@@ -262,13 +259,13 @@ class LocalIslands(Islands):
             "islands/again_in_round": verdict["again"],
             "islands/samples_again": self.num_samples_again,
         }
-        self.logger.log_metrics(self.metrics())
+        self.run.log(self.metrics())
         self.is_alike = self.outer.land(departure, batch * LABELS_PER_BATCH)
         self.is_whole = verdict["next_is_whole"] or not self.streams
         self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
         if self.is_alike or (self.next_view and self.next_view.joiners):
             self.outer.show_momentum()
-        self.lost = self._begin_next_view(state)
+        self.lost = self._begin_next_view()
         if self.lost is None and self.next_view is None and verdict["next"] and self.name in self.view.joiners:
             self.outer.take_over()  # its weights had drifted
         lanes = self.round_lanes
@@ -279,18 +276,6 @@ class LocalIslands(Islands):
         if self.lost is not None and self.lost.kind == "gone" and not self.is_alike:
             self._step_alone()
 
-    def _count_elsewhere(self, state: State, num_samples: int, num_tokens: int) -> None:
-        """Add the other islands' samples and tokens of the round to the run's clock."""
-        stamp = state.timestamp
-        state.timestamp = stamp.copy(
-            sample=int(stamp.sample) + num_samples,
-            sample_in_epoch=int(stamp.sample_in_epoch) + num_samples,
-            token=int(stamp.token) + num_tokens,
-            token_in_epoch=int(stamp.token_in_epoch) + num_tokens,
-            token_in_iteration=int(stamp.token_in_iteration) + num_tokens,
-        )
-        self.tokens_elsewhere += num_tokens
-
     # ------------------------------------------------------------------------------------------------- lost rows
 
     def _note_lost(self, batch: int, trained: Mapping[str, int], again: int = 0) -> None:
@@ -298,10 +283,10 @@ class LocalIslands(Islands):
         batches = f"batches {batch - self.round.steps + 1} to {batch}"
         for name, count in lost_samples(self.round_lanes, trained, self.round.steps).items():
             self.num_lost_samples += count
-            self.checkpointing.print_on_rank_0(f"islands: rows of {name} in {batches} are lost: {count} samples")
+            self.run.print(f"islands: rows of {name} in {batches} are lost: {count} samples")
         self.num_samples_again += again
         if again:
-            self.checkpointing.print_on_rank_0(f"islands: {batches} trained lost rows again: {again} samples")
+            self.run.print(f"islands: {batches} trained lost rows again: {again} samples")
 
     def _share_lost(self, lanes: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:
         """Divide the rows that the last round has lost among its islands that stay, to be trained in this round."""
@@ -310,38 +295,38 @@ class LocalIslands(Islands):
             staying = {name: rows for name, rows in self.view.lanes.items() if name in trained}
             self.round_again, self.num_back = share_lost(lost, staying, self.data_ranks), steps
             if staying and not self.round_again:
-                self.checkpointing.print_on_rank_0(
+                self.run.print(
                     f"islands: {len(lost)} lost rows of a batch are no multiple of an island's data ranks, so they are "
                     "not trained again"
                 )
 
     # ------------------------------------------------------------------------------------------ losing and leaving
 
-    def _take_view(self, view: View, state: State) -> Lost | None:
+    def _take_view(self, view: View) -> Lost | None:
         """Apply a view in the middle of a round, whose rows stay as they are."""
         if self.departure is not None:
             self.departure.swap.wait()  # the newer view has ended it
         described, lost = self._describe(view)
         if lost is None:
-            self._begin_view(view, state, described)
+            self._begin_view(view, described)
         return lost
 
-    def _end_without_coordinator(self, state: State) -> None:
+    def _end_without_coordinator(self) -> None:
         verdict = self._next_verdict()
         while not isinstance(verdict, Lost):
             if verdict["kind"] == "view":
                 self.view = View.of(verdict)  # for its scribe
             verdict = self._next_verdict()
-        self._end_alone(state, verdict)
+        self._end_alone(verdict)
 
-    def _end_alone(self, state: State, lost: Lost) -> None:
+    def _end_alone(self, lost: Lost) -> None:
         """Leave after this batch. If the coordinator is gone, take an outer step with this island's change first: one
         island then saves."""
         self.lost = lost
         if lost.kind != "gone":
             self.has_left = True
             return
-        self._note_lost(int(state.timestamp.batch), {self.name: self.round.samples}, self.round.again)
+        self._note_lost(self.run.batch, {self.name: self.round.samples}, self.round.again)
         self._step_alone()
 
     def _step_alone(self) -> None:
@@ -351,7 +336,7 @@ class LocalIslands(Islands):
         self.is_alike = True
         self._begin_round()
 
-    def leave_early(self, state: State) -> None:
+    def leave_early(self) -> None:
         """Leave in the middle of a round if others carry on; else end it."""
         if self.is_settled or self.has_left:
             return
@@ -360,21 +345,21 @@ class LocalIslands(Islands):
                 self.member.send({"kind": "leave", "asks": True})
             verdict = self._next_verdict()
             while isinstance(verdict, dict) and verdict["kind"] != "left":
-                lost = self._take_view(View.of(verdict), state)
+                lost = self._take_view(View.of(verdict))
                 verdict = lost or self._next_verdict()
             if isinstance(verdict, Lost):
-                self._end_alone(state, verdict)
+                self._end_alone(verdict)
                 return
             if not verdict["is_last"]:
                 self.has_left = True
                 more = f"; of up to {self.every} batches before, what it had not sent" if self.streams else ""
-                self.checkpointing.print_on_rank_0(
+                self.run.print(
                     f"islands: this island leaves; its last {self.round.steps} batches since the outer step are lost: "
                     f"{self.round.samples} samples{more}"
                 )
                 return
         if self.round.steps:
-            self._end_round(state, is_whole=True, leaves=True)
+            self._end_round(is_whole=True, leaves=True)
         else:
             self._step_alone()
 
@@ -395,11 +380,13 @@ class LocalIslands(Islands):
         if decision.saves and not self.owes_save:
             self.owes_save = True
             if self.view.scribe == self.name:
-                self.checkpointing.print_on_rank_0(
-                    "islands: the save that is due is made at an outer step of all weights"
-                )
+                self.run.print("islands: the save that is due is made at an outer step of all weights")
         return decision._replace(saves=False, preempted_by="", stops=False)
 
     @property
     def saves_here(self) -> bool:  # type: ignore[override]
         return super().saves_here and self.is_settled
+
+
+def find_islands(config: TrainConfig) -> Islands:
+    return (Islands if settings_of(config).sync is None else LocalIslands)(config)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from llmfoundry_islands.block import SyncConfig
 from llmfoundry_islands.tensors.boxes import Boxes, Tensors
 from llmfoundry_islands.tensors.changes import Swap
 from llmfoundry_islands.tensors.encoding import Encoded, encode
@@ -15,7 +16,6 @@ from llmfoundry_islands.tensors.summing import sum_weighted
 from llmfoundry_islands.training.held_parts import HeldParts
 from llmfoundry_islands.training.local_steps import divide_into_fragments, take_outer_step
 from llmfoundry_lite.checkpoint.state import local_tensor
-from llmfoundry_lite.config.schema import SyncConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.exchange import all_gather_distinct
 from llmfoundry_lite.training.partners import OUTER_MOMENTUM

@@ -124,7 +124,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         autoresume=False,
         load_path=None,
         max_wall_time=None,
-        islands=None,
+        blocks={},
         stop_at=None,
         stop_after=f"{num_batches + request['counts_operations']}ba",
         callbacks=dataclasses.replace(config.callbacks, extra={**config.callbacks.extra, **measure}, profiler=None),
