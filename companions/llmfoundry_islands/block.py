@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llmfoundry_islands.coordination.messages import find_token
+from llmfoundry_islands.coordination.messages import WEIGHTS, find_token
 from llmfoundry_lite.config.blocks import Block
 from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, Setting, matches, must_be, setting, span
 from llmfoundry_lite.config.schema import TrainConfig
@@ -47,7 +47,7 @@ class IslandsConfig:
         must_be("an address at which other islands reach this host", lambda value: value not in ("0.0.0.0", "::")),
     )
     """Address of this host, where its ranks listen for those of other islands."""
-    weight: float = setting(1.0, must_be("a number from 1e-6 to 1e6", lambda value: 1e-6 <= value <= 1e6))
+    weight: float = setting(1.0, must_be("a number from 1e-6 to 1e6", lambda value: WEIGHTS[0] <= value <= WEIGHTS[1]))
     """Rows per second beside the other islands', until they have been measured."""
     check_weights_every: int = setting(100, POSITIVE)
     """Batches after which weights are compared; where they differ, those of the island that saves win."""
@@ -119,17 +119,12 @@ def settings_of(config: TrainConfig) -> IslandsConfig:
     return config.blocks["islands"]
 
 
-def describe(config: TrainConfig) -> str:
-    island = settings_of(config)
-    return f", island {island.name} at {island.coordinator}"
-
-
 BLOCK = Block(
     settings=IslandsConfig,
     setting=Setting(hardware=True),
     partners="llmfoundry_islands.training.local_islands:find_islands",
     check=check,
     check_here=lambda config: find_token(),
-    describe=describe,
+    describe=lambda config: ", island {0.name} at {0.coordinator}".format(settings_of(config)),
     folder_key="name",
 )

@@ -46,6 +46,7 @@ MAX_TICK_SECONDS = 1.0
 """If more time passes between two ticks, this process was suspended, and no rank counts as silent for it."""
 MIN_BATCH_SECONDS = 1e-6
 """Shortest credible time for a batch."""
+SUMMED = ("bad", "samples", "tokens", "losses", "digest", "again")
 
 
 @dataclass(kw_only=True)
@@ -255,10 +256,7 @@ class Coordinator:
             "loss_sum": sum(report["loss"] for report in reports.values()),
             "norm": reports[self.scribe]["norm"],
             "out_of_range": any(report["out_of_range"] for report in reports.values()),
-            "bad": sum(report["bad"] for report in reports.values()),
-            **{
-                key: sum(r[key] for r in reports.values()) for key in ("samples", "tokens", "losses", "digest", "again")
-            },
+            **{key: sum(report[key] for report in reports.values()) for key in SUMMED},
             "rows": {name: report["samples"] for name, report in reports.items()},
             "drifted": self._drifted(reports),
         }

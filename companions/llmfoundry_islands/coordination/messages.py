@@ -202,7 +202,7 @@ MAX_DIMENSIONS = 16
 MAX_DEPTH = 100
 """Nesting of a state, which is passed on as it came: json refuses what is nested deeper than Python calls."""
 WEIGHTS = (1e-6, 1e6)
-"""Range of `islands.weight`, the same as in `config.check`."""
+"""Range of `islands.weight`."""
 
 Check = Callable[[Any], bool]
 Fields = Mapping[str, Check]
@@ -300,17 +300,9 @@ REPORT: Fields = {
 """Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
 gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell.
 `again`: samples that had been lost. `asks_for_whole`: it has to save, so the next exchange should be of all weights."""
-STATE: Fields = {
-    "epoch": is_count,
-    "state": record(
-        {
-            "kinds": dict_of(list_of(is_text)),
-            "optimizer": is_tree,
-            "scalars": is_tree,
-            "segments": lambda value: isinstance(value, list) and is_tree(value),
-        }
-    ),
-}
+TENSORS: Fields = {"kinds": dict_of(list_of(is_text)), "optimizer": is_tree}
+OTHERS: Fields = {"scalars": is_tree, "segments": lambda value: isinstance(value, list) and is_tree(value)}
+STATE: Fields = {"epoch": is_count, "state": record({**TENSORS, **OTHERS})}
 VIEW: Fields = {
     "epoch": is_count,
     "batch": is_count,
@@ -354,9 +346,7 @@ FROM_COORDINATOR: Mapping[str, Fields] = {
     "left": {"epoch": is_count, "is_last": is_flag},
     **dict.fromkeys(("waits", "refused", "evicted"), REASON),
 }
-FROM_PEER: Mapping[str, Fields] = {
-    "peer": {"epoch": is_count, "island": is_name, "rank": integer(0, MAX_RANKS - 1)},
-}
+FROM_PEER: Mapping[str, Fields] = {"peer": {"epoch": is_count, "island": is_name, "rank": integer(0, MAX_RANKS - 1)}}
 
 
 def check_message(message: Message, kinds: Mapping[str, Fields]) -> None:

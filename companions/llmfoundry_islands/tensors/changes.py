@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,10 +26,10 @@ class Swap:
         self,
         exchange: Exchange,
         pieces: Boxes,
-        encoded: Mapping[str, Encoded],
+        encoded: dict[str, Encoded],
         dtype: str,
         label: int,
-        weights: Sequence[float],
+        weights: list[float],
     ):
         """Pack, and begin. Both ends need the same names, `dtype`, `label` and number of weights."""
         self.exchange, self.pieces, self.dtype, self.label = exchange, pieces, dtype, label

@@ -46,8 +46,6 @@ MAX_ARRIVED = 4096
 
 Buffer = Any
 """Memory that sockets read or fill: bytes, or an array of numpy."""
-
-
 T = TypeVar("T")
 
 

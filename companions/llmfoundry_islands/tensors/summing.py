@@ -53,12 +53,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        island: str,
-        pieces: Boxes,
-        cuts: Mapping[Peer, Boxes],
-        rows: Mapping[str, range],
-        shares: Mapping[str, int],
+        cls, island: str, pieces: Boxes, cuts: dict[Peer, Boxes], rows: dict[str, range], shares: dict[str, int]
     ) -> "Plan":
         """Make the plan of a rank from the overlaps with its peers, each tensor's rows, and owners' shares."""
         owners = {name: divide_rows(rows[name], shares) for name in rows}

@@ -10,6 +10,7 @@ from llmfoundry_islands.training.local_steps import (
     share_lost,
     take_outer_step,
 )
+from llmfoundry_lite.training.run_handle import Upcoming
 
 
 def test_outer_steps_are_nesterov_s_bit_for_bit():
@@ -32,10 +33,10 @@ def test_outer_steps_are_nesterov_s_bit_for_bit():
 
 def test_a_round_s_loss_is_weighted_by_tokens_and_a_batch_of_padding_counts_nothing():
     here = Round()
-    counts = {"samples": 1, "tokens": 3, "losses": 2, "digest": (1 << 64) - 1}
-    here.count(weight=2, loss=1.0, **counts)
-    here.count(weight=6, loss=3.0, **counts)
-    here.count(weight=0, loss=float("nan"), **counts)
+    batch = Upcoming(True, num_filled=1, num_tokens=3, num_losses=2, num_rows=1, digest=(1 << 64) - 1)
+    here.count(batch, weight=2, loss=1.0)
+    here.count(batch, weight=6, loss=3.0)
+    here.count(batch, weight=0, loss=float("nan"))
     assert (here.steps, here.weight, here.digest) == (3, 8, (1 << 64) - 3)
     assert here.loss == 2.5
 

@@ -58,8 +58,7 @@ class Islands(Partners):
     def __init__(self, config: TrainConfig):
         self.config = settings_of(config)
         self.fingerprints = trained_values(as_dict(config))
-        self.run_folder = Path(config.run_folder)
-        self.num_rows = config.global_train_batch_size
+        self.run_folder, self.num_rows = Path(config.run_folder), config.global_train_batch_size
         self.model = config.model
         self.by_tokens = config.accumulate_train_batch_on_tokens
         self.sends_early = self.overlaps and not config.sharding.offload_optimizer
@@ -128,25 +127,11 @@ class Islands(Partners):
         if run.is_exact:
             fingerprints["device_train_microbatch_size"] = str(run.microbatch)
         machine = {"device": devices.device_name(), "num_devices": self.num_ranks, "torch": str(torch.__version__)}
-        self.member.send(
-            {
-                "kind": "hello",
-                "island": self.name,
-                "launch": launch,
-                "rank": self.rank,
-                "size": self.num_ranks,
-                "address": list(self.exchange.address),
-                "data_ranks": run.num_data_ranks,
-                "boxes": self.held.boxes,
-                "machine": machine,
-                "fingerprints": fingerprints,
-                "batch": first_batch,
-                "rows": self.num_rows,
-                "microbatch": run.microbatch,
-                "unit": run.microbatch if run.is_exact else 1,
-                "weight": self.config.weight,
-            }
-        )
+        who = {"island": self.name, "launch": launch, "rank": self.rank, "size": self.num_ranks, "machine": machine}
+        has = {"address": list(self.exchange.address), "data_ranks": run.num_data_ranks, "boxes": self.held.boxes}
+        trains = {"rows": self.num_rows, "microbatch": run.microbatch, "unit": run.microbatch if run.is_exact else 1}
+        trains |= {"weight": self.config.weight, "batch": first_batch, "fingerprints": fingerprints}
+        self.member.send({"kind": "hello", **who, **has, **trains})
         if self.rank == 0:
             print("islands: waiting until as many are here as the run begins with, or its next batch ends", flush=True)
         while not all_reduce_max([int(self.member.wait(POLL_SECONDS))])[0]:
@@ -194,9 +179,15 @@ class Islands(Partners):
             raise Preempted(f"left the run: {lost.reason}; run the same command again", orderly=True)
         raise Preempted(self._save_before_leaving(lost.reason), orderly=True)
 
-    def _describe(self, view: View) -> tuple[dict[str, list[Message]], Lost | None]:
-        """Return the hellos of the view's islands, by island and rank, or why rank 0 lacks them."""
+    def _begin_view(self, view: View) -> None:
+        """Apply a new view, or leave."""
+        if lost := self._take_view(view):
+            self._leave(lost)
+
+    def _take_view(self, view: View) -> Lost | None:
+        """Apply a new view, between two batches or before one is repeated. Returns why the coordinator is lost."""
         described: dict[str, list[Message]] = {}
+        """Hellos of the view's islands, by island and rank."""
         lost: Lost | None = None
         if self.rank == 0:
             try:
@@ -204,14 +195,8 @@ class Islands(Partners):
             except ConnectionError as caught:
                 lost = self.member.lost or Lost(str(caught), "gone")
         described, lost = broadcast_json([described, lost])
-        return described, Lost(*lost) if lost is not None else None
-
-    def _begin_view(self, view: View, described: dict[str, list[Message]] | None = None) -> None:
-        """Apply a new view, between two batches or before one is repeated."""
-        if described is None:
-            described, lost = self._describe(view)
-            if lost is not None:
-                self._leave(lost)
+        if lost is not None:
+            return Lost(*lost)
         if view.scribe == self.name != self.view.scribe:
             self.run.note_lease()
         self.view, self.next_view = view, None
@@ -233,6 +218,7 @@ class Islands(Partners):
         elif self.name in view.joiners:
             self._receive_state()
         self.member.phase = "compute"
+        return None
 
     def _note_transfer(self, is_transferring: bool) -> None:
         """Set the phase that heartbeats report: `exchange` while sockets wait for other islands, `wait` while this rank
@@ -287,12 +273,7 @@ class Islands(Partners):
     def _begin_next_view(self) -> Lost | None:
         """Apply the view that follows the last commit, if there is one. Returns why the coordinator is lost."""
         view = self.next_view
-        if view is not None and self.name in view.members:
-            described, lost = self._describe(view)
-            if lost is not None:
-                return lost
-            self._begin_view(view, described)
-        return None
+        return self._take_view(view) if view is not None and self.name in view.members else None
 
     # -------------------------------------------------------------------------------------------------- the batch
 

@@ -139,11 +139,8 @@ class LocalIslands(Islands):
         """Count the batch, and take an outer step if the round ends with it."""
         if self.has_left:
             return None
-        run, here = self.run, self.run.counts
-        weight = here.weight(by_tokens=self.by_tokens)
-        counts = {"samples": here.num_filled, "tokens": here.num_tokens, "losses": here.num_losses}
-        counts["again"] = len(self.again.lanes)
-        self.round.count(weight=weight, **counts, digest=here.digest, loss=run.loss)
+        run, weight = self.run, self.run.counts.weight(by_tokens=self.by_tokens)
+        self.round.count(run.counts, weight, run.loss, again=len(self.again.lanes))
         self.outer.count(weight)
         leaves, is_lost = all_reduce_max([int(run.is_asked_to_leave), int(self.member.lost is not None)])
         if is_lost:
@@ -306,10 +303,7 @@ class LocalIslands(Islands):
         """Apply a view in the middle of a round, whose rows stay as they are."""
         if self.departure is not None:
             self.departure.swap.wait()  # the newer view has ended it
-        described, lost = self._describe(view)
-        if lost is None:
-            self._begin_view(view, described)
-        return lost
+        return super()._take_view(view)
 
     def _end_without_coordinator(self) -> None:
         verdict = self._next_verdict()

@@ -9,12 +9,15 @@ rounds once, in fp32 on the host and in one order, so all islands get the same b
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from llmfoundry_islands.coordination.division import Pace, divide
 from llmfoundry_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llmfoundry_lite.training.run_handle import Upcoming
 
 
 @dataclass(kw_only=True)
@@ -35,17 +38,14 @@ class Round:
     seconds: float = 0.0
     """Time of computing."""
 
-    def count(
-        self, *, weight: int, samples: int, tokens: int, losses: int, digest: int, loss: float, again: int = 0
-    ) -> None:
-        """Add a batch."""
+    def count(self, batch: "Upcoming", weight: int, loss: float, again: int = 0) -> None:
         self.steps += 1
         self.weight += weight
-        self.samples += samples
-        self.tokens += tokens
-        self.losses += losses
+        self.samples += batch.num_filled
+        self.tokens += batch.num_tokens
+        self.losses += batch.num_losses
         self.again += again
-        self.digest = (self.digest + digest) % (1 << 64)
+        self.digest = (self.digest + batch.digest) % (1 << 64)
         self.loss_sum += loss * weight if weight else 0.0
 
     @property

@@ -63,17 +63,9 @@ class OuterWeights:
         encoded = {key: encode(values, self.sync.dtype) for key, values in whole.items()}
         rounded = encoded if self.sync.dtype != "fp32" else {}
         dropped = {key: whole[key] - one.values for key, one in rounded.items()}
-        departure = Departure(
-            numbers=numbers,
-            fragments={name: place for place, i in enumerate(numbers) for name in self.fragments[i]},
-            weights=[self.pending[i] for i in numbers],
-            label=label,
-            changes=changes,
-            parts=parts,
-            inside=inside,
-            encoded=encoded,
-            dropped=dropped,
-        )
+        fragments = {name: place for place, i in enumerate(numbers) for name in self.fragments[i]}
+        weights = [self.pending[i] for i in numbers]
+        departure = Departure(numbers, fragments, weights, label, changes, parts, inside, encoded, dropped)
         departure.send(exchange, self.held.pieces, self.sync.dtype)
         return departure
 
@@ -135,7 +127,7 @@ class OuterWeights:
             self.optimizer.state.get(parameter, {}).pop(OUTER_MOMENTUM, None)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Departure:
     """The change of some weights on its way to other islands, and then the islands' mean."""
 
