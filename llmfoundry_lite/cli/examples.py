@@ -9,7 +9,7 @@ list models
 init data/mine --size 125m
 generate runs/mpt-1b --prompt "Once upon a time"
 watch runs/mpt-1b
-report runs/a100 runs/mi250 --to-loss 2.9 --price A100-80GB=2.5 --price MI250=1.2 --out compared
+report runs/a100 runs/mi250 --price A100-80GB=2.5 --price MI250=1.2 --out compared
 compare results/icl-zero-shot/base.json results/icl-zero-shot/ours.json --out compared
 relay relay.yaml
 replay runs/mpt-1b ba100..ba110 -n 8

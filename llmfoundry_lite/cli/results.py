@@ -40,16 +40,12 @@ def report_runs(
     with_csv: Annotated[
         bool, typer.Option("--csv", help="Also write report.csv: a row for each batch and run, repeats removed.")
     ] = False,
-    to_loss: Annotated[
-        float | None,
-        typer.Option(min=0, help="Show hours, device-hours, energy and cost to this validation loss, on equal data."),
-    ] = None,
 ) -> None:
     """Show runs: losses, launches, what they took, a sample, a plot. Several runs are also compared, batch by batch."""
     from llmfoundry_lite.report.report import report
 
     sampling = {"prompts": prompt or (), "temperature": temperature, "top_k": top_k}
-    options = {"form": form, "x": x, "smooth_batches": smooth, "with_csv": with_csv, "to_loss": to_loss}
+    options = {"form": form, "x": x, "smooth_batches": smooth, "with_csv": with_csv}
     report(runs, out=out, prices=price or (), **sampling, **options)
 
 

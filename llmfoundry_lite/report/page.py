@@ -45,8 +45,6 @@ def build_sections(facts: Facts) -> list[Section]:
             sections += [places(run), legs(run)]
     if facts["comparisons"]:
         sections.append(comparisons(facts["comparisons"]))
-    if facts["to_loss"]:
-        sections.append(to_loss(facts["to_loss"], with_cost=bool(facts["prices_per_device_hour"])))
     for sample in facts["samples"]:
         title = f"Text after {sample['prompt']!r}, temperature {sample['temperature']:g}, top-k {sample['top_k']}"
         sections.append(Section(Table(title, (), ()), text=side_by_side(sample["texts"])))
@@ -263,36 +261,6 @@ def comparisons(facts: Sequence[Facts]) -> Section:
     columns = ("run", "common batches", *means, "data digests")
     title = f"Losses beside those of {facts[0]['first']}, batch by batch"
     return Section(Table(title, columns, rows, range(1, 6)), lines)
-
-
-def to_loss(facts: Facts, *, with_cost: bool) -> Section:
-    """Show what each run took to one validation loss."""
-    rows, lines = [], []
-    for run in facts["runs"]:
-        found = (shown(run["validation_loss"], "{:.4f}", run["batch"]), shown(run["batch_before"]))
-        devices = " then ".join(run["devices"]) or UNKNOWN
-        used = resources(run)
-        rows.append(
-            (run["name"], devices, *found, shown(run["tokens"]), used[0], small(run["device_hours"]), *used[1:])
-        )
-        if run["batch"] is None:
-            lowest = f"its lowest validation loss in {run['last_batch']:,} batches is {run['lowest']:.4f}"
-            lines.append(f"{run['name']} has not reached it: {lowest}")
-    lines += ["the first evaluation at or below the loss; the one before it was above. Nothing is interpolated"]
-    lines += ["data digests are equal up to there; validation is equal by the configuration, its data have no digest"]
-    lines += ["time is that of training, evaluation and saves, without start-up and batches that were lost"]
-    for run in facts["differences"]:
-        if run["keys"]:
-            lines.append(f"{run['name']} is not only on other devices: {', '.join(run['keys'])}")
-    sources = {run["energy_source"] for run in facts["runs"]} - {None}
-    lines += explain_energy(facts["runs"]) or ["no energy: none was measured, and no device's rated power is known"]
-    if len(sources) > 1:
-        lines.append("energies that are measured and rated are not comparable: rated ones are an upper bound")
-    columns = ("run", "devices", "validation loss", "above it at", "tokens", "time", "device-hours", *RESOURCES[1:])
-    has_column = {"kWh": bool(sources), "J/token": bool(sources), "cost": with_cost, "cost/M tokens": with_cost}
-    kept = [i for i, column in enumerate(columns) if has_column.get(column, True)]
-    table = [[row[i] for i in kept] for row in rows]
-    return Section(Table(f"To validation loss {facts['loss']:g}", [columns[i] for i in kept], table), lines)
 
 
 def digests(pair: Facts) -> str:

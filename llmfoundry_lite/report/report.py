@@ -28,7 +28,6 @@ from llmfoundry_lite.report.launches import describe_failures, describe_relay
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, Run, read_run
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
-from llmfoundry_lite.report.to_loss import measure_to_loss
 
 if TYPE_CHECKING:  # a report without samples needs no torch
     from llmfoundry_lite.models.mpt import MPT
@@ -57,14 +56,13 @@ def report(
     x: str = "batch",
     smooth_batches: int | None = None,
     with_csv: bool = False,
-    to_loss: float | None = None,
 ) -> dict[str, Any]:
     """Print the tables and write figure, Markdown and JSON into `out`, by default the first run; returns the facts.
 
     `prompts`: by default, words of the validation data. `form` is png, pdf or svg, `x` one of AXES; `smooth_batches`
-    is the width of the running mean, 1 for none. `to_loss`: show what each run took to this validation loss.
+    is the width of the running mean, 1 for none.
 
-    Raises DataError if there is no run at one of `places` or they are not comparable, ConfigError for a price that
+    Raises DataError if there is no run at one of `places`, ConfigError for a price that
     cannot be read.
     """
     by_device = parse_prices(prices)
@@ -80,7 +78,6 @@ def report(
     facts: dict[str, Any] = {
         "runs": [describe(run, name, by_device) for run, name in zip(runs, names, strict=True)],
         "comparisons": [],
-        "to_loss": None if to_loss is None else measure_to_loss(runs, names, to_loss, by_device),
         "samples": samples(runs[0], prompts, temperature=temperature, top_k=top_k) if len(runs) == 1 else [],
         "prices_per_device_hour": by_device,
         "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",

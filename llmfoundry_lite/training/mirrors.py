@@ -1,9 +1,8 @@
 """Mirrors of metrics.jsonl: console, progress bar, wandb and TensorBoard."""
 
 import secrets
-import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,9 +144,9 @@ class WandbMirror(Mirror):
         self.lost: list[Record] = []
 
     def begin(self, log: Path, missed: list[Record]) -> None:
-        """A server knows its next step. Offline, the other machine's files have what was trained there."""
-        files = Path(self.run.dir).parents[1]  # <files>/offline-run-<time>-<id>/files
-        self.last_step = max([self.run.step - 1, *offline_steps(files, self.run.id)])
+        """A server knows its next step. Offline, each launch's files begin with all that this machine has logged, and
+        the other machine's files have what was trained there; `wandb sync` takes each step once."""
+        self.last_step = self.run.step - 1
         elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
         records = (record for _, record in read_lines(log.read_bytes() if log.exists() else b""))
         self.lost = in_order(r for r in records if r["batch"] > self.last_step and r["batch"] not in elsewhere)
@@ -165,40 +164,6 @@ class WandbMirror(Mirror):
 def wandb_run_id(run_folder: Path) -> str | None:
     file = run_folder / WANDB_ID
     return file.read_text().strip() if file.exists() else None
-
-
-def offline_steps(folder: Path, run_id: str) -> list[int]:
-    """List the steps in the files that wandb's offline mode has left in its folder, in the order of writing.
-
-    Only these files say what a killed launch has lost: wandb writes every 15 seconds.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
-
-    records = [
-        Record.FromString(raw)
-        for path in sorted(folder.glob(f"offline-run-*/run-{run_id}.wandb"))
-        for raw in read_records(path.read_bytes())
-    ]
-    return [record.history.step.num for record in records if record.WhichOneof("record_type") == "history"]
-
-
-def read_records(content: bytes) -> Iterator[bytes]:
-    """Yield the whole records of a file in LevelDB's log format (github.com/google/leveldb, doc/log_format.md), which
-    begins with wandb's own header of 7 bytes. A file that was cut off ends before its last record."""
-    at, parts, prefix, block_bytes = 7, b"", struct.Struct("<IHB"), 32768  # prefix: checksum, length, kind
-    whole, first, middle, last = 1, 2, 3, 4
-    while at + prefix.size <= len(content):
-        left = block_bytes - at % block_bytes
-        if left < prefix.size:
-            at += left  # filled with zeros
-            continue
-        _, length, kind = prefix.unpack_from(content, at)
-        begin, at = at + prefix.size, at + prefix.size + length
-        if kind not in (whole, first, middle, last) or at > len(content):
-            return
-        parts = (parts if kind in (middle, last) else b"") + content[begin:at]
-        if kind in (whole, last):
-            yield parts
 
 
 def numbers_of(record: Record) -> Record:

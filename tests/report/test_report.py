@@ -1,7 +1,6 @@
 """`llmfoundry-lite report` on run directories written by hand; one real run in legs is at the end."""
 
 import csv
-import html
 import json
 import math
 import re
@@ -469,61 +468,6 @@ def test_equal_runs_runs_apart_and_runs_without_digests_are_said_so(tmp_path, ca
 # -------------------------------------------------------------------------------------------------- to one loss
 
 
-def falling(folder, on, *, every=5, losses=(3.0, 2.5, 2.4, 2.2), changed=None, **config):
-    """20 batches of 2 s, evaluated after each fifth; `changed` are keys of batch 7."""
-    device = on.device if on.vendor == "nvidia" else None
-    lines = [record(b, device=device, num_devices=on.num_devices) for b in range(1, 21)]
-    for number, loss in enumerate(losses, start=1):
-        lines[every * number - 1]["eval/loss"] = loss
-    lines[6].update(changed or {})
-    return write_run(folder, [line for line in lines if line["batch"]], [on], **config)
-
-
-def test_unlike_devices_are_compared_at_equal_validation_loss(tmp_path, capsys):
-    gpu = falling(tmp_path / "gpu", on_gpu(1, 20), model={"n_layers": 3})
-    cpu = falling(tmp_path / "cpu", on_cpu(1, 20), losses=(2.9, 2.7, 2.5, 2.4), model={"n_layers": 2})
-    slow = falling(tmp_path / "slow", on_cpu(1, 20), losses=(2.9, 2.8, 2.8, 2.7), model={"n_layers": 3})
-    prices = [f"{H100}=3.6", "cpu=0.36"]
-    facts = report([gpu, cpu, slow], out=tmp_path / "out", prices=prices, to_loss=2.5)["to_loss"]
-    one, two, three = facts["runs"]
-    assert (one["batch"], one["batch_before"], one["validation_loss"]) == (10, 5, 2.5)
-    assert one["hours"] == pytest.approx(20 / 3600) and one["device_hours"] == pytest.approx(40 / 3600)
-    assert one["cost"] == pytest.approx(0.04) and one["energy_kwh"] == pytest.approx(0.7 * 40 / 3600)
-    assert one["joules_per_token"] == pytest.approx(700 * 40 / 10_000)
-    assert one["cost_per_million_tokens"] == pytest.approx(4)
-    assert (one["energy_source"], two["energy_source"]) == ("rated", None)
-    assert (two["batch"], two["batch_before"], two["tokens"]) == (15, 10, 15 * TOKENS)
-    assert two["cost"] == pytest.approx(0.36 * 4 * 30 / 3600)
-    assert (three["batch"], three["lowest"], three["hours"]) == (None, 2.7, None)
-    printed, page = capsys.readouterr().out, (tmp_path / "out/report.md").read_text()
-    for words in (
-        "To validation loss 2.5",
-        "2.5000 at 10",
-        "0.00778 rated",
-        f"2 x {H100}",
-        "slow has not reached it: its lowest validation loss in 20 batches is 2.7000",
-        "cpu is not only on other devices: model.n_layers 3 -> 2",
-    ):
-        assert words in printed and html.escape(words, quote=False) in page
-
-
-def test_a_switch_on_the_way_counts_each_device_s_own_time_and_one_since_the_last_save_is_unknown(tmp_path):
-    lines = [record(b, device=H100, num_devices=2) for b in range(1, 11)]
-    lines += [record(b, launch=2, num_devices=4) | elapsed(b - 10, 2.0) for b in range(11, 21)]
-    for number, loss in ((12, 2.5), (18, 2.0)):
-        lines[number - 1]["eval/loss"] = loss
-    for line in lines[10:]:
-        line["energy/joules"] = 360.0
-    run = write_run(tmp_path / "run", lines, [on_gpu(1, 10), on_cpu(11, 16)])
-    (fact,) = report([run], to_loss=2.5)["to_loss"]["runs"]
-    assert fact["devices"] == [f"2 x {H100}", "4 x AMD EPYC"]
-    assert fact["device_hours"] == pytest.approx((10 * 2 * 2 + 2 * 2 * 4) / 3600)
-    assert fact["energy_kwh"] == pytest.approx(0.7 * 40 / 3600 + 2 * 360 / 3.6e6)
-    assert fact["energy_source"] == "measured and rated"
-    (fact,) = report([run], to_loss=2.0)["to_loss"]["runs"]
-    assert fact["hours"] == pytest.approx(36 / 3600) and fact["device_hours"] is None
-
-
 def test_the_energy_of_one_island_is_not_taken_for_the_runs(tmp_path):
     lines = [record(b, device=H100, num_devices=2, energy__joules=1000.0) for b in range(1, 11)]
     together = replace(on_gpu(1, 10), islands={"a": {}, "b": {}})
@@ -541,39 +485,6 @@ def test_an_energy_that_one_batch_lacks_is_rated_not_measured(tmp_path, capsys):
     part = report([write_run(tmp_path / "part", lines, [on_gpu(1, 10)])])["runs"][0]["segments"][0]
     assert (part["energy_kwh"], part["energy_source"]) == (pytest.approx(0.7 * 40 / 3600), "rated")
     assert "0.00778 rated" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "other"),
-    [
-        ("are not comparable: batch 7 has other data", {"changed": {"data/digest": "other"}}),
-        ("are not comparable: batch 7 has no data/digest in both", {"changed": {"data/digest": None}}),
-        ("two: its log lacks batch 7", {"changed": {"batch": 0}}),
-        ("two: its log has no validation loss", {"losses": ()}),
-        ("their validation differs in max_seq_len 2048 -> 1024", {"max_seq_len": 1024}),
-        ("validation differs in eval_loader", {"eval_loader": {"dataset": {"split": "test"}}}),
-        ("validation differs in eval_subset_num_batches -1 -> 4", {"eval_subset_num_batches": 4}),
-        ("two: islands trained it", {"islands": {"a": {}}}),
-    ],
-)
-def test_runs_that_are_not_comparable_are_refused_with_the_reason(tmp_path, words, other):
-    settings = {"max_seq_len": 2048, "eval_loader": {"dataset": {"split": "val"}}}
-    on = replace(on_gpu(1, 20), islands=other.pop("islands", {}))
-    one = falling(tmp_path / "one", on_gpu(1, 20), **settings)
-    two = falling(tmp_path / "two", on, **{**settings, **other})
-    with pytest.raises(DataError, match=f"^--to-loss 2.2: .*{re.escape(words)}"):
-        report([one, two], out=tmp_path / "out", to_loss=2.2)
-    assert not (tmp_path / "out").exists()
-
-
-def test_data_that_part_after_the_loss_was_reached_are_equal_up_to_there(tmp_path):
-    one = falling(tmp_path / "one", on_gpu(1, 20))
-    two = falling(tmp_path / "two", on_gpu(1, 20), changed={"data/digest": "other"})
-    assert [run["batch"] for run in report([one, two], to_loss=3.0)["to_loss"]["runs"]] == [5, 5]
-    with pytest.raises(
-        DataError, match=r"no run has reached it; the lowest validation loss is 2\.2000 in one, 2\.2000"
-    ):
-        report([one, two], to_loss=2.1)
 
 
 # ------------------------------------------------------------------------------------------------- real runs

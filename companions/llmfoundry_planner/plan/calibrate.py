@@ -71,8 +71,8 @@ def calibrate(hardware: Hardware, paths: Iterable[Path], given: Mapping[str, Any
         unused = f"; {sources['products']} not used beside timed steps" if "products" in found else ""
         return fit(hardware, list(steps.values()), ", ".join(timed), unused)
     if "products" in found:
-        source = f"products measured, {sources['products']}; attention {hardware.efficiency.source}"
-        efficiency = replace(hardware.efficiency, products=found["products"], source=source)
+        source = f"products measured, {sources['products']}; attention by {hardware.efficiency.origin}"
+        efficiency = replace(hardware.efficiency, products=found["products"], era=None, source=source)
         hardware = replace(hardware, efficiency=efficiency)
     return hardware
 
@@ -127,7 +127,7 @@ def fit(hardware: Hardware, steps: Sequence[Step], names: str, unused: str = "")
         f"{names}: {', '.join(found)} fitted to {len(steps)} step{'s' * (len(steps) > 1)} on at most {most} devices"
     )
     source += (f", {residuals.spread:.1%} off" if freedom > 0 else "") + unused
-    return replace(fitted, efficiency=replace(fitted.efficiency, source=source, residuals=residuals))
+    return replace(fitted, efficiency=replace(fitted.efficiency, era=None, source=source, residuals=residuals))
 
 
 def minimise(start: Mapping[str, float], cost: Callable[[dict[str, float]], float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ def check_run(where: str) -> str:
     run = read_run(where)
     config = config_of(run)
     lines = [f"{config.run_name}: tokens/s of each device", "   batches  devices             measured  predicted"]
-    left_out = []
+    left_out, sources = [], dict[str, str]()
     for segment in run.segments:
         row = accelerator_of(run.log, segment)
         rate = measure(run.log, segment, {})["tokens_per_second_per_device"]
@@ -35,10 +35,11 @@ def check_run(where: str) -> str:
             lines.append(f"{segment.span}: no prediction: {error}")
             continue
         devices = f"{segment.num_devices} x {row.name}"
+        sources[row.name] = f"predicted {row.name}: {find_hardware(row).origin(segment.num_devices)}"
         lines.append(f"{segment.span:>10}  {devices:<18}{rate:>10,.0f}{predicted:>11,.0f}  {predicted / rate - 1:+.1%}")
     if not run.segments:
         left_out.append("no checkpoint of this run says where it ran: nothing to compare")
-    return "\n".join([*lines, *left_out])
+    return "\n".join([*lines, *left_out, *sources.values()])
 
 
 def predict(config: TrainConfig, segment: Segment, row: Accelerator, num_devices: int) -> float:

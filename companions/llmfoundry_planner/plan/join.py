@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.portion import FP32_BYTES
 from llmfoundry_planner.plan.plan import Plan
-from llmfoundry_planner.plan.report import three_digits
+from llmfoundry_planner.plan.report import describe_interval, three_digits
 from llmfoundry_planner.plan.step import count_block_and_outside
 
 EXACT, OVERLAP = "exact", "exact with overlap"
@@ -124,7 +124,10 @@ def describe_joined(second: Plan, pair: Pair, link_gigabits: float) -> str:
     """Return the answer, then for each way its rate on this link, and the links that it needs."""
     link, best = link_gigabits * 1e9, sum(pair.rates) / max(pair.rates)
     other = f"{second.num_devices} x {second.hardware.accelerator.name}"
-    lines = [f"joined    with {other} over {link_gigabits:g} Gbit/s: {name_way(pair.choose(link))}"]
+    lines = [
+        f"joined    with {other} over {link_gigabits:g} Gbit/s: {name_way(pair.choose(link))}",
+        f"  {second.num_devices} x {describe_interval(second)}",
+    ]
     for way in (EXACT, OVERLAP, pair.local_steps(link)):
         pays, reaches = (in_gigabits(pair.least_link(way, gain)) for gain in (1.0, (1 - LOST) * best))
         rate, gain = pair.batch_tokens / pair.seconds(way, link), pair.gain(way, link)

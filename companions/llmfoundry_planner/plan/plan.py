@@ -66,7 +66,8 @@ def hardware_named(
     hardware = calibrate(hardware, measured, {key: value for key, value in changes.items() if value is not None})
     if products_efficiency is None:
         return hardware
-    efficiency = replace(hardware.efficiency, products=products_efficiency, source="as given", residuals=None)
+    source, products = f"products as given; attention by {hardware.efficiency.origin}", products_efficiency
+    efficiency = replace(hardware.efficiency, products=products, era=None, source=source, residuals=None)
     return replace(hardware, efficiency=efficiency)
 
 

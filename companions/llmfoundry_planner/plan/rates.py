@@ -8,7 +8,7 @@ a user's own measurements.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmfoundry_lite.hardware import Accelerator
 
@@ -96,25 +96,32 @@ class Efficiency:
     products: float
     attention: float
     source: str
+    era: int | None = None
+    """Year of the software and kernels that the rates were measured with; None: the user measured or gave them."""
     interval: tuple[float, float] = (0.75, 1.35)
     """Rates come between these multiples of the predicted one, in nine cases of ten. By default as far as known
     accelerators' shares of the peak lie apart."""
     num_measured_devices: int | None = None
-    """The interval holds for at most so many devices; on more the rate may be lower. None: for any number."""
+    """The interval holds for at most so many devices; on more it begins at MANY_DEVICES. None: for any number."""
     residuals: Residuals | None = None
     """Errors of a calibration by steps, which then make the interval."""
 
+    @property
+    def origin(self) -> str:
+        """Era and source."""
+        return self.source if self.era is None else f"software of {self.era}: {self.source}"
+
 
 _FITTED = "fitted to half of LLM Foundry's published rows of MPT"
-_A100 = Efficiency(products=0.754, attention=0.31, source=_FITTED, interval=(0.93, 1.07))
-_H100 = Efficiency(products=0.645, attention=0.178, source=_FITTED, interval=(0.94, 1.06))
+_A100 = Efficiency(products=0.754, attention=0.31, era=2023, source=_FITTED, interval=(0.93, 1.07))
+_H100 = Efficiency(products=0.645, attention=0.178, era=2023, source=_FITTED, interval=(0.94, 1.06))
 PCIE_SHARE = 0.83
 """Product rate of an A100's PCIe card over the module's (arXiv 2408.14158): it has 250 W instead of 400."""
 
 
 def _as_card(module: Efficiency, source: str) -> Efficiency:
     products, attention = PCIE_SHARE * module.products, PCIE_SHARE * module.attention
-    return Efficiency(products=products, attention=attention, source=source)
+    return Efficiency(products=products, attention=attention, era=module.era, source=source)
 
 
 PUBLISHED: Mapping[str, Efficiency] = {
@@ -122,25 +129,34 @@ PUBLISHED: Mapping[str, Efficiency] = {
     "A100-PCIe": _as_card(_A100, "the module's; 0.83 of its products, arXiv 2408.14158"),
     "H100": _H100,
     "H100-PCIe": _as_card(_H100, "the module's; of its products as much as an A100's card"),
-    "MI250": Efficiency(products=0.525, attention=0.25, source="fitted to MPT-7B on 4 MI250, MosaicML 2023"),
-    "MI250X": Efficiency(products=0.672, attention=0.25, source="fitted to 175 billion parameters on Frontier, 2023"),
+    "MI250": Efficiency(products=0.525, attention=0.25, era=2023, source="fitted to MPT-7B on 4 MI250, MosaicML"),
+    "MI250X": Efficiency(products=0.672, attention=0.25, era=2023, source="fitted to 175 billion on Frontier"),
 }
 """Beginning of an accelerator's name -> its efficiency with the software of 2023; the longest that fits counts."""
 UNPUBLISHED = Efficiency(
-    products=0.6, attention=0.17, source="no published run: those of the H100 in 2023, rounded down"
+    products=0.6, attention=0.17, era=2023, source="no published run, those of the H100 rounded down"
 )
-_H100_KERNELS = "kernels of MPT-1B on one H100 with torch 2.11, 2026"
+_NOW = Efficiency(
+    products=0.734,
+    attention=0.371,
+    era=2026,
+    source="kernels of MPT-1B on one H100, torch 2.11",
+    interval=(0.9, 1.1),
+    num_measured_devices=1,
+)
 MEASURED: Mapping[str, Efficiency] = {
-    "H100-80GB": Efficiency(
-        products=0.734, attention=0.371, source=_H100_KERNELS, interval=(0.9, 1.1), num_measured_devices=1
-    ),
-    "H200": Efficiency(products=0.734, attention=0.371, source=f"the same chip's: {_H100_KERNELS}"),
+    "H100-80GB": _NOW,
+    "H200": replace(_NOW, source=f"{_NOW.source}; the H200 is the same chip"),
 }
-"""Accelerator -> its efficiency with the software of today, as `docs/measurements/h100.md` has it: 356 ms of products
-and 63 ms of attention in a step of 32,768 tokens. The interval is wider than the largest error where the memory's share
-is fitted to one of two models and predicts the other: 6 %."""
+"""Accelerator -> its efficiency with the software of today: 356 ms of products and 63 ms of attention in a step of
+32,768 tokens (docs/measurements/h100.md).
+
+Five steps fitted none of the rates that predict them. MPT-125M and MPT-1B, not compiled: 3.4 and 1.6 % too slow. The
+two compiled, each by the COMPILED_SHARE that the other asks for: 6.0 % too slow and 2.7 % too fast. Llama 3 8B on one
+H200: 2.6 % too slow (docs/measurements/published.md). Student's t makes 7 % of these; the interval is rounded up."""
 MANY_DEVICES = 0.8
-"""Lower end of the interval on more devices than were measured: faster kernels hide less of an exchange."""
+"""Lower end of the interval on more devices than were measured. Published rates are 0.85 to 0.99 times the predicted of
+FSDP on 2 to 8 H200, and 0.83 where one MI250 becomes four (docs/measurements/published.md)."""
 
 
 def find_efficiency(accelerator: Accelerator, *, published: bool = False) -> Efficiency:

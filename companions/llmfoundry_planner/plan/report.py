@@ -46,7 +46,7 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
         f"{node.link_bytes_per_second / 1e9:.0f} GB/s in it for each device, "
         f"{node.adapter_bytes_per_second / 1e9:.0f} GB/s out of it ({node.source})",
         f"rates     products at {efficiency.products:.1%} of the peak, attention at {efficiency.attention:.1%} "
-        f"({efficiency.source})",
+        f"({plan.hardware.origin(plan.num_devices)})",
         f"state     {plan.num_parameters * STATE_BYTES['adam'] / 1e12:.3g} TB at 18 bytes a parameter "
         f"({plan.num_parameters * STATE_BYTES['published'] / 1e12:.3g} TB at the 14 that papers count)",
         "",
@@ -90,14 +90,19 @@ def describe_plans(plans: Sequence[Plan]) -> str:
         f"{first.config.run_name}: {three_digits(first.num_parameters / 1e9)} billion parameters, sequences of "
         f"{first.config.max_seq_len}, {first.config.precision}"
     )
-    intervals = [
-        "interval  {:.2f} to {:.2f} times the tokens/s on {:,} x {}, in nine cases of ten".format(
-            *plan.hardware.interval(plan.num_devices), plan.num_devices, plan.hardware.accelerator.name
-        )
-        for plan in plans
-        if plan.hardware.efficiency.residuals is not None
-    ]
-    return "\n".join([about, "", *Table(about, columns, rows).markdown(), *intervals, "", CANNOT_PROMISE])
+    counts = dict[str, list[str]]()
+    for plan in plans:
+        if plan.candidates:
+            counts.setdefault(describe_interval(plan), []).append(f"{plan.num_devices:,}")
+    intervals = [f"interval  {', '.join(of)} x {interval}" for interval, of in counts.items()]
+    return "\n".join([about, "", *Table(about, columns, rows).markdown(), "", *intervals, "", CANNOT_PROMISE])
+
+
+def describe_interval(plan: Plan) -> str:
+    """Return `H100-80GB: 0.90 to 1.10 times the tokens/s in nine cases of ten`, and where its rates come from."""
+    low, high = plan.hardware.interval(plan.num_devices)
+    times = f"{low:.2f} to {high:.2f} times the tokens/s in nine cases of ten"
+    return f"{plan.hardware.accelerator.name}: {times} ({plan.hardware.origin(plan.num_devices)})"
 
 
 def three_digits(number: float) -> str:

@@ -49,13 +49,21 @@ class Hardware:
     node: Node
     efficiency: Efficiency
 
+    def origin(self, num_devices: int) -> str:
+        """Say where the rates come from."""
+        return self.efficiency.origin + (", extrapolated to more devices" if self.is_extrapolated(num_devices) else "")
+
+    def is_extrapolated(self, num_devices: int) -> bool:
+        """Return whether the rates were measured on fewer devices."""
+        most = self.efficiency.num_measured_devices
+        return most is not None and num_devices > most and self.efficiency.residuals is None
+
     def interval(self, num_devices: int) -> tuple[float, float]:
         """Return multiples of a predicted rate between which it comes, in nine cases of ten."""
         residuals = self.efficiency.residuals
         if residuals is None:
             low, high = self.efficiency.interval
-            is_measured = num_devices <= (self.efficiency.num_measured_devices or num_devices)
-            return (low if is_measured else min(low, MANY_DEVICES)), high
+            return (min(low, MANY_DEVICES) if self.is_extrapolated(num_devices) else low), high
         return residuals.interval(self.node.doublings(num_devices), self.node.jitter)
 
 

@@ -131,7 +131,8 @@ def test_products_alone_take_the_place_of_fitted_ones_unless_steps_were_timed(ca
     assert run([*ON_H100, "8", "--calibrate", paths[0], "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["rates"]["products"] == pytest.approx(620 / 989.5)
-    assert alone["rates"]["source"].startswith("products measured, mfu.json; attention kernels of MPT-1B")
+    begin = "products measured, mfu.json; attention by software of 2026: kernels of MPT-1B"
+    assert alone["rates"]["source"].startswith(begin) and alone["rates"]["era"] is None
     assert run([*ON_H100, "64", "--calibrate", ",".join(paths)]) == 0
     told = capsys.readouterr().out
     assert "products at 50.0% of the peak" in told and "(scaling.json: products fitted to 4 steps on at most 8" in told

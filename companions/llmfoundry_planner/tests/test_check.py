@@ -21,6 +21,7 @@ def test_a_plan_is_checked_against_a_run(tmp_path, capsys):
     assert lines[2].split()[:4] == ["1-10", "8", "x", "A100-80GB"] and measured == TOKENS / 0.01 / 8
     assert predicted == pytest.approx(142_830, rel=0.1), "LLM Foundry's table: 2 x 40 samples of 2,048 on 8 devices"
     assert lines[3] == "11-20: AMD EPYC is not in the table, no prediction"
+    assert lines[4].startswith("predicted A100-80GB: software of 2023: ")
     (tmp_path / "run/config.yaml").unlink()
     assert main.run(["plan", "--check", run]) == 2
     assert "config.yaml is not there; it says what was trained" in capsys.readouterr().err

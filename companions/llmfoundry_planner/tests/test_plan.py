@@ -243,13 +243,42 @@ def test_several_counts_make_one_table(capsys):
     assert "--devices: '8,many' given, expected a number, or several such as 64,128,256" in capsys.readouterr().err
 
 
+def test_a_plan_says_by_which_software_it_predicts_and_how_far_it_may_be_off(capsys):
+    """Rates measured on one device promise less of more."""
+    now, then = "software of 2026: kernels of MPT-1B on one H100, torch 2.11", "software of 2023: fitted to half of"
+    for hardware, devices, era, interval, words in (
+        ("h100", "1", 2026, [0.9, 1.1], f"({now})"),
+        ("h100", "8", 2026, [0.8, 1.1], f"({now}, extrapolated to more devices)"),
+        ("a100-80gb", "8", 2023, [0.93, 1.07], f"({then}"),
+        ("mi300x", "8", 2023, [0.75, 1.35], "(software of 2023: no published run"),
+    ):
+        arguments = ["mpt-1b", "--hardware", hardware, "--devices", devices]
+        facts = facts_of(capsys, *arguments)
+        assert (facts["rates"]["era"], facts["rates"]["interval"]) == (era, interval)
+        assert plan(*arguments) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("rates "))
+        assert words in line
+    assert plan("mpt-1b", "--hardware", "h100,mi250", "--devices", "1,8,16") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("interval ")]
+    assert [line[10:40] for line in lines] == [
+        "1 x H100-80GB: 0.90 to 1.10 ti",
+        "8, 16 x H100-80GB: 0.80 to 1.1",
+        "1, 8, 16 x MI250: 0.75 to 1.35",
+    ]
+    assert plan("mpt-1b", "--hardware", "h100", "--devices", "8", "--efficiency", "0.5") == 0
+    assert f"(products as given; attention by {now}" in capsys.readouterr().out
+
+
 def test_a_second_cluster_is_answered_with_a_way_and_what_each_would_reach(capsys):
     arguments = ["mpt-7b", "--hardware", "a100-80gb", "--devices", "64", "--pipeline", "1", "--join", "mi250:64"]
     answers = {}
     for gigabits in ("0.01", "1", "200", "100000"):
         assert plan(*arguments, "--wan", gigabits) == 0
         _, _, joined = capsys.readouterr().out.partition("joined    with 64 x MI250 over ")
-        answer, *ways = joined.splitlines()
+        answer, rates, *ways = joined.splitlines()
+        assert rates.startswith(
+            "  64 x MI250: 0.75 to 1.35 times the tokens/s in nine cases of ten (software of 2023: "
+        )
         answers[gigabits] = answer.partition(": ")[2]
         names = [line.split(": ")[0].split(", every")[0] for line in ways]
         assert names == ["  exact", "  exact with overlap", "  local steps"]

@@ -1,5 +1,7 @@
 """The planner beside what was published. `tests/rehearse` runs the tightest microbatches."""
 
+import json
+import re
 from statistics import median
 
 import pytest
@@ -12,6 +14,7 @@ from benchmarks.papers.published import (
     errors_on_more_devices,
     figures,
     mean_error,
+    newer_figures,
     published,
     read_rows,
     table_of_errors,
@@ -23,8 +26,9 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_planner.plan import rates
+from llmfoundry_planner.plan import rates, step
 from llmfoundry_planner.plan.search import usable_bytes
+from llmfoundry_planner.plan.step import find_hardware
 from tests.helpers.launch import ROOT
 
 
@@ -67,6 +71,38 @@ def test_the_constants_are_the_least_of_their_fit(rows):
     for name in values:
         factors = (0, 2) if name == "JITTER" else (0.9, 1.1)
         assert min(mean_error(fitted, values | {name: values[name] * by}) for by in factors) > 1.015 * least, name
+
+
+def test_newer_rates_are_inside_the_intervals_that_plan_prints():
+    for figure in newer_figures():
+        found = re.search(r" on (\d+) ([^ ,]+)", figure.about)
+        assert found
+        low, high = find_hardware(ACCELERATORS[found[2]]).interval(int(found[1]))
+        assert low <= figure.published / figure.predicted <= high, figure.about
+
+
+@pytest.mark.parametrize(
+    ("case", "compiled_share", "error"),
+    [
+        ("125m_sdpa_eager", None, -0.034),
+        ("1b_eager_prof", None, -0.016),
+        ("125m_sdpa_compiled", 0.70, -0.060),
+        ("1b_sdpa_compiled", 0.60, 0.027),
+    ],
+)
+def test_steps_of_one_h100_are_predicted_by_rates_that_they_did_not_fit(monkeypatch, case, compiled_share, error):
+    """As `rates.MEASURED` says."""
+    cases = (ROOT / "benchmarks/results/h100/cases.jsonl").read_text().splitlines()
+    measured = {row["name"]: row["median_s"] for row in map(json.loads, cases) if "median_s" in row}
+    size = case.partition("_")[0]
+    num_samples, microbatch_size = {"1b": (16, 8), "125m": (64, 32)}[size]
+    arguments = [f"global_train_batch_size={num_samples}", f"device_train_microbatch_size={microbatch_size}"]
+    if compiled_share is not None:
+        arguments.append("compile_config={}")
+        monkeypatch.setattr(step, "COMPILED_SHARE", compiled_share)
+    config = load_train_config([f"mpt-{size}", "h100-8", "max_seq_len=2048", *arguments]).config
+    predicted = step.step_time(config, layout_of(config, 1, 1), find_hardware(ACCELERATORS["H100-80GB"]))
+    assert measured[case] / predicted.seconds - 1 == pytest.approx(error, abs=6e-4)
 
 
 @pytest.fixture(scope="module")
