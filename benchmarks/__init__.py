@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 def with_root(**changes: str) -> dict[str, str]:
     """This process's environment, in which programs find this clone before anything else."""
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(ROOT), str(ROOT / "companions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **changes}
 
 

@@ -22,7 +22,7 @@ DIES_AT = 20
 """Batches that have been trained when the island that dies does, with its gradient sent and no word said of it."""
 SECONDS_TO_ARRIVE = 1.0
 LABELS_PER_BATCH = 64
-"""Equal to that of `training.islands`, which imports Composer."""
+"""Equal to that of `llmfoundry_islands.training.islands`, which imports Composer."""
 
 
 def weights(islands: Any) -> None:

@@ -82,7 +82,7 @@ def test_a_block_is_checked_recorded_and_compared_as_one_of_ours(tmp_path):
     assert [str(one) for one in changed["freely"]][-1] == "swarm.name a -> b"
     for given, refused in {
         "swarm.size=0": "swarm.size: 0 given, expected a number above 0",
-        "swarm.sise=2": "swarm.sise: unknown key; did you mean swarm.size?",
+        "swarm.sizes=2": "swarm.sizes: unknown key; did you mean swarm.size?",
         "exact_sums=true": "swarm: does not go with exact_sums; remove one of them",
         "blocks={}": "blocks: unknown key; did you mean pp_config.blocks?",
     }.items():
