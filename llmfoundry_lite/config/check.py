@@ -47,8 +47,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_fsdp(config.fsdp_config)
         _check_compilation(config.compile_config or {})
         check_layout(config)
-        for block in given_blocks(config.blocks).values():
-            block.check(config)
+        _check_blocks(config)
         _check_exact_sums(config)
         _check_only(config.scheduler, "scheduler")
         _check_schedule_units(config, any(get(layer.values, "scheduler.t_scale")[0] for layer in layers))
@@ -336,6 +335,18 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
             f"scheduler.t_decay: {decay} after a warm-up of {warmup} is more than t_max, {end} (max_duration: {run}); "
             "shorten one of them"
         )
+
+
+# ------------------------------------------------------------------------------- blocks of companions, exact sums
+
+
+def _check_blocks(config: TrainConfig) -> None:
+    given = given_blocks(config.blocks)
+    if len(given) > 1:
+        first, second, *_ = given
+        raise ConfigError(f"{second}: does not go with {first}: both name the run's other launches; remove one")
+    for block in given.values():
+        block.check(config)
 
 
 def _check_exact_sums(config: TrainConfig) -> None:

@@ -57,7 +57,11 @@ def forget() -> None:
 @pytest.fixture(autouse=True)
 def companion(monkeypatch):
     """None of ours, and one of somebody else's."""
-    monkeypatch.setattr(companions, "find_companions", lambda: [Companion(blocks={"swarm": f"{__name__}:BLOCK"})])
+    monkeypatch.setattr(
+        companions,
+        "find_companions",
+        lambda: [Companion(blocks=dict.fromkeys(("swarm", "flock"), f"{__name__}:BLOCK"))],
+    )
     monkeypatch.setattr(companions, "find_spec", lambda name: None)
     forget()
     yield
@@ -73,7 +77,7 @@ SWARM = "swarm={name: a, size: 3}"
 
 def test_a_block_is_checked_recorded_and_compared_as_one_of_ours(tmp_path):
     config = load(SWARM)
-    assert config.blocks == {"swarm": SwarmConfig(name="a", size=3)} and not config.trains_alone
+    assert config.blocks == {"swarm": SwarmConfig(name="a", size=3), "flock": None} and not config.trains_alone
     assert as_dict(config)["swarm"] == {"name": "a", "size": 3} and "blocks" not in as_dict(config)
     assert config.run_folder == "runs/mpt-125m/a"
     assert is_for_hardware("swarm.size")
@@ -83,6 +87,7 @@ def test_a_block_is_checked_recorded_and_compared_as_one_of_ours(tmp_path):
     for given, refused in {
         "swarm.size=0": "swarm.size: 0 given, expected a number above 0",
         "swarm.sizes=2": "swarm.sizes: unknown key; did you mean swarm.size?",
+        "flock={name: a}": "flock: does not go with swarm: both name the run's other launches; remove one",
         "exact_sums=true": "swarm: does not go with exact_sums; remove one of them",
         "blocks={}": "blocks: unknown key; did you mean pp_config.blocks?",
     }.items():
