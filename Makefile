@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install quickstart test test-slow test-long docs lint format requirements gpu-check clean
-.PHONY: gpu-check-tests gpu-check-speed gpu-check-switch
+.PHONY: gpu-check-device gpu-check-runs
 
 install: $(READY)
 
@@ -58,12 +58,12 @@ test-slow: install
 test-long: install
 	pytest -m "long and not gpu" --durations=20
 
-# What only a GPU can show, in three parts of at most 8 minutes on one device: its tests; real memory beside the
-# rehearsed, and how fast it trains; switching between CPU and GPU. Each leaves runs/gpu-check/PART.json. Nothing is
-# installed where Python has what they need, as on a machine with its own torch and no package index.
-gpu-check: gpu-check-tests gpu-check-speed gpu-check-switch
+# What only a GPU can show, in two parts of at most 4 minutes on one device: its tests, memory and speed; whole runs
+# (exact sums, switching between CPU and GPU, a save and a restore, energy, evaluation). Each leaves
+# runs/gpu-check/PART.json. Nothing is installed where Python has what they need, as on a machine with its own torch.
+gpu-check: gpu-check-device gpu-check-runs
 
-gpu-check-tests gpu-check-speed gpu-check-switch:
+gpu-check-device gpu-check-runs:
 	@$(PYTHON) scripts/gpu_check.py ready || $(MAKE) install
 	$(PYTHON) scripts/gpu_check.py $(@:gpu-check-%=%)
 

@@ -7,7 +7,9 @@ import importlib.util
 import mmap
 import os
 import re
+import shutil
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
@@ -17,6 +19,7 @@ from typing import Any
 from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.checkpoint.start import Start, choose_start
 from llmfoundry_lite.config.blocks import given_blocks
+from llmfoundry_lite.config.check import check_kernels
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
@@ -34,6 +37,7 @@ from llmfoundry_lite.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    either,
     list_names,
     printable,
 )
@@ -43,6 +47,7 @@ from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
+C_COMPILERS = ("gcc", "clang", "g++")
 MAX_LISTED = 8
 """Stages, ranks of a context group or streams that a dry run lists."""
 
@@ -69,6 +74,8 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     check_batch(config, layout)
     for block in given_blocks(config.blocks).values() if must_exist else ():
         block.check_here(config)
+    if must_exist and config.fuses_loss:
+        check_compiler()
     _check_import_paths(config)
     found = Preflight()
     for key, loader in config.loaders.items():
@@ -95,6 +102,21 @@ def check_installed(*packages: str) -> None:
         )
 
 
+def check_compiler() -> None:
+    """Raise ConfigError where torch.compile would stop at the first batch: Triton builds a small C program first."""
+    needs = []
+    if not any(shutil.which(name) for name in (os.environ.get("CC"), *C_COMPILERS) if name):
+        needs.append(f"a C compiler on PATH ({either(C_COMPILERS)}; `apt-get install gcc`)")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        needs.append(f"{header} (`apt-get install python3-dev`)")
+    if needs:
+        raise ConfigError(
+            f"compile_config: torch.compile needs {' and '.join(needs)}; install it, or leave compiling out: "
+            "compile_config=null"
+        )
+
+
 def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -> None:
     """Check the tokenizer and the memory that a launch on this machine needs. Raises ConfigError.
 
@@ -104,6 +126,7 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
     if not is_local_or_cached(name):
         raise ConfigError(f"{_not_here(name)}; {_fetch(name)}")
     is_cpu, num_here = devices[0].is_shared, layout.node_size
+    check_kernels(config, "cpu" if is_cpu else "cuda")
     needed = estimate_training_memory(as_on_cpu(config) if is_cpu else config, layout).total_bytes
     asking = "each rank needs"
     if is_cpu:
@@ -417,7 +440,11 @@ def _describe_data(config: TrainConfig, found: Preflight) -> list[str]:
 
 
 def _describe_precision(config: TrainConfig) -> str:
-    options = {"exact sums": config.exact_sums, "compiled blocks": config.compile_config is not None}
+    options = {
+        "exact sums": config.exact_sums,
+        "deterministic kernels": config.deterministic,
+        "compiled blocks": config.compile_config is not None,
+    }
     mixed = f"mixed_precision {config.sharding.mixed_precision}"
     return ", ".join([config.precision, mixed, *(name for name, is_on in options.items() if is_on)])
 

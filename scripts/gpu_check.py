@@ -1,16 +1,17 @@
-"""Check what only a GPU can show, in parts that each end within 8 minutes and leave a proof.
+"""Check what only a GPU can show, in two parts that each end within 4 minutes and leave a proof.
 
-    python scripts/gpu_check.py tests        the tests marked gpu, but for the switches between machines
-    python scripts/gpu_check.py speed        memory beside the rehearsal; MFU of MPT-1B and MPT-125M
-    python scripts/gpu_check.py switch       one run that switches between CPU and GPU; 20 batches, bit for bit
+    python scripts/gpu_check.py device   the tests marked gpu; memory beside the rehearsal; MFU of MPT-1B and MPT-125M
+    python scripts/gpu_check.py runs     20 batches, bit for bit; a run that switches between CPU and GPU; a save and a
+                                         restore of MPT-1B, with its energy; evaluation beside lm_eval
 
 It runs with the interpreter that runs it: its own torch (2.11 or newer), and no package index. `ready` says what is
 missing. Each part writes OUT/PART.json, after each of its steps; `llmfoundry-lite doctor --verified FILE…` draws the
-table of such files. Without a GPU a part does what a CPU can: other tests of the same files, and a smaller model's MFU.
+table of such files. Steps (`gpu_steps.py`) stand in the order of what they tell, and run at once where there are cores
+for it. What has no time is named. Without a GPU a part does what a CPU can: other tests of the same files, and smaller
+models.
 """
 
 import argparse
-import contextlib
 import datetime
 import importlib.util
 import json
@@ -21,8 +22,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +40,17 @@ NEEDED = {
     **dict.fromkeys(["hypothesis", "pytest", "pytest_timeout"], "for the tests"),
 }
 """Module -> its package, where it has another name."""
-SWITCHES = "switches_between"
 OVERLAYS = {"a100-40gb-8": "A100-40GB", "a100-80gb-8": "A100-80GB", "h100-8": "H100-80GB", "h200-8": "H200"}
 """CUDA's overlays -> their rows of the hardware table."""
 MEASURED = {("h100-8", "mpt-125m", 1): 0.432, ("h100-8", "mpt-1b", 1): 0.559}
 """(overlay, model, devices) -> MFU, compiled: `benchmarks/results/h100/cases.jsonl`."""
-NUM_EXACT = 20
-"""Batches of the run whose digests and losses are kept."""
-RESERVE_SECONDS = 25
-"""For writing what was found, and for starting Python."""
+RESERVE_SECONDS = 8
+"""For ending what is late, and for writing what was found."""
+MANY_CORES = 8
+NUM_AT_ONCE = 2
+"""Steps that run at once, unless there are so many cores: then all do."""
+MARK = "GPU_CHECK_STEP"
+"""The variable by which all that a step has started is found again."""
 
 FACTS = """
 import json, torch
@@ -63,78 +69,129 @@ class Part:
     """A part's time, its folder, and its proof."""
 
     def __init__(self, name: str, minutes: float, out: Path):
-        self.deadline, self.out = time.monotonic() + 60 * minutes, out
         self.began = time.monotonic()
+        self.deadline, self.out = self.began + 60 * minutes, out
         self.path = out / f"{name}.json"
         self.proof: dict[str, Any] = {"format": 1, "part": name, "minutes": minutes, "problems": [], "left_out": []}
+        self.num_cores = len(os.sched_getaffinity(0))
+        self.runs_at_once = self.num_cores >= MANY_CORES
+        self._steps: list[Future[None]] = []
+        self._writing = threading.Lock()
         out.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.proof["vendor"] == "cpu"
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
     def tell(self, text: str) -> None:
         minutes, seconds = divmod(max(0, int(self.left())), 60)
-        print(f"[{minutes}:{seconds:02} left] {text}", flush=True)
+        show(f"[{minutes}:{seconds:02} left] {text}")
+
+    def note(self, **found: Any) -> None:
+        """Put what a step has found into the proof, and write it."""
+        with self._writing:
+            self.proof |= found | {"seconds": round(time.monotonic() - self.began, 1)}
+            self.path.write_text(json.dumps(self.proof, indent=1) + "\n")
+
+    def together(self, steps: Mapping[str, Callable[[], None]]) -> None:
+        """Run steps in their order, at once as far as there are cores. One that raises is a problem, and no more."""
+        with ThreadPoolExecutor(len(steps) if self.runs_at_once else NUM_AT_ONCE) as pool:
+            futures = {name: pool.submit(step) for name, step in steps.items()}
+            self._steps += futures.values()
+            for name, future in futures.items():
+                if error := future.exception():
+                    traceback.print_exception(error)
+                    self.proof["problems"].append(f"{name}: {error!r}")
+
+    def _waits(self) -> bool:
+        """Return whether a step has not begun yet."""
+        return any(not step.running() and not step.done() for step in self._steps)
+
+    def end(self, number: int, frame: Any = None) -> None:
+        """Handle a signal: no step has time any more, so that each ends what it has started."""
+        self.deadline = 0.0
+        self.proof["problems"].append(f"ended by {signal.Signals(number).name}")
 
     def run(
-        self, name: str, arguments: Sequence[str], limit_seconds: float | None = None, **environment: str
+        self, name: str, arguments: Sequence[str], needs: float = 0, share: float | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run Python in the clone's root and show its output. What is too late is ended, with all that it started.
 
-        Failures become problems of the proof. The log is OUT/NAME.log.
+        It may take that `share` of the time that is left; without one, two thirds while other steps wait, so that one
+        that hangs does not cost the others, and all when none does. It is left out where less is left than it `needs`,
+        in seconds. Failures become problems of the proof. The log is OUT/NAME.log.
         """
-        limit = min(limit_seconds or 1e9, self.left() - RESERVE_SECONDS / 2)
-        command = [sys.executable, "-u", *arguments]
-        self.tell(f"{name}: {' '.join(['python', *arguments])[:150]}")
-        if limit <= 0:
-            self.proof["problems"].append(f"{name}: no time for it")
+        command, mark = [sys.executable, "-u", *arguments], f"{os.getpid()} {name}"
+        if self.left() - RESERVE_SECONDS <= needs:
+            self.proof["left_out"].append(f"{name}: no time for it")
             return subprocess.CompletedProcess(command, 1, "", "")
-        log = self.out / f"{name.replace(' ', '-')}.log"
+        self.tell(f"{name}: {' '.join(' '.join(arguments).split())[:140]}")
+        began, log = time.monotonic(), self.out / f"{name.replace(' ', '-')}.log"
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=with_root() | environment,
+                env=environment_of_steps() | environment | {MARK: mark},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
             try:
-                code = self._wait(process, log, limit)
+                code = self._wait(process, name, log, share)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                end_all(mark)
                 process.wait()
         text = log.read_text(errors="replace")
         if code is None:
-            self.proof["problems"].append(f"{name}: ended after {limit:.0f} s, when the time was up")
+            self.proof["problems"].append(f"{name}: ended after {time.monotonic() - began:.0f} s, when its time was up")
         elif code:
             self.proof["problems"].append(f"{name}: exit code {code}: {last_line(text)}")
-        self.save()
+        self.note()
         return subprocess.CompletedProcess(command, 1 if code is None else code, text, "")
 
-    def _wait(self, process: subprocess.Popen, log: Path, limit: float) -> int | None:
-        """Show the log as it grows, until the end or the limit. Returns the exit code; None if there was none."""
-        end, shown = time.monotonic() + limit, 0
+    def _wait(self, process: subprocess.Popen, name: str, log: Path, share: float | None) -> int | None:
+        """Show the log's lines as it grows, until the end or the limit. Returns the exit code; None if none came."""
+        limit, shown = self.left() - (share or 2 / 3) * (self.left() - RESERVE_SECONDS), 0
         while True:
             code = process.poll()
+            is_late = self.left() < (limit if share or self._waits() else RESERVE_SECONDS)
+            is_over = code is not None or is_late
             text = log.read_bytes()
-            sys.stdout.buffer.write(text[shown:])
-            sys.stdout.buffer.flush()
-            shown = len(text)
-            if code is not None or time.monotonic() > end:
+            until = len(text) if is_over else text.rfind(b"\n") + 1
+            for line in text[shown:until].decode(errors="replace").splitlines():
+                show(f"{name}: {line}")
+            shown = max(shown, until)
+            if is_over:
                 return code
             time.sleep(0.5)
 
-    def save(self) -> None:
-        self.proof["seconds"] = round(time.monotonic() - self.began, 1)
-        self.path.write_text(json.dumps(self.proof, indent=1) + "\n")
+
+def show(line: str) -> None:
+    """Print a line at once, in one piece: steps that run at once print too."""
+    print(f"{line}\n", end="", flush=True)
 
 
-def with_root() -> dict[str, str]:
+def end_all(mark: str) -> None:
+    """End all that a step has started, in whichever session, and wait: a GPU's memory is free only then."""
+    from llmfoundry_lite.launch import processes
+
+    deadline = time.monotonic() + RESERVE_SECONDS / 2
+    while (found := processes.find(mark, MARK)) and time.monotonic() < deadline:
+        processes.terminate(found, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def environment_of_steps() -> dict[str, str]:
+    """Return the environment in which programs find this clone first, and `composer` where its package was brought."""
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    programs = [f"{path}/bin" for path in paths] + [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     fixed = {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
-    return os.environ | fixed | {"PYTHONPATH": os.pathsep.join(paths)}
+    # Bytecode is kept: importing a step's packages without it takes a processor 20 seconds.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return inherited | fixed | {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(programs)}
 
 
 def last_line(text: str) -> str:
@@ -158,107 +215,6 @@ def find_commit(given: str | None) -> str | None:
     status = [*git, "status", "--porcelain", "--untracked-files=no"]
     changed = subprocess.run(status, capture_output=True, text=True).stdout.strip()
     return head.stdout.strip() + ("+" if changed else "")
-
-
-# ------------------------------------------------------------------------------------------------------- the parts
-
-
-def check_tests(part: Part) -> None:
-    run_tests(part, f"not {SWITCHES}")
-
-
-def check_switch(part: Part) -> None:
-    check_exact(part)
-    if part.proof["vendor"] == "cpu":
-        part.proof["left_out"].append("switching between machines: there is one kind")
-        return
-    run_tests(part, SWITCHES)
-
-
-def run_tests(part: Part, expression: str) -> None:
-    """Run the tests of the files that have tests of a GPU; without a GPU those that need none."""
-    files = [
-        str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.name != "test_gpu.py", path))
-        if "pytest.mark.gpu" in path.read_text()
-    ]
-    marked = "gpu" if part.proof["vendor"] != "cpu" else "not gpu and not slow and not long"
-    outcomes = part.out / f"{part.proof['part']}-outcomes.jsonl"
-    outcomes.unlink(missing_ok=True)
-    arguments = ["-m", "pytest", "-q", "-p", "tests.helpers.outcomes", "-p", "no:cacheprovider", "--durations=8"]
-    num_workers = min(4, len(os.sched_getaffinity(0)) // 4)
-    if num_workers > 1 and importlib.util.find_spec("xdist"):  # most of a test is starting processes
-        arguments += ["-n", str(num_workers)]
-    try:
-        part.run("pytest", [*arguments, "-m", marked, "-k", expression, *files], OUTCOMES=str(outcomes.resolve()))
-    finally:
-        part.proof["tests"] = read_outcomes(outcomes)
-        part.save()
-    if not part.proof["tests"]:
-        part.proof["problems"].append("pytest: no test has run")
-
-
-def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the outcome of every test that was collected: what did not end in time has `no time`."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        record = json.loads(line)
-        if "collected" in record:
-            found = {name: {"outcome": "no time"} for name in record["collected"]}
-        else:
-            found[record.pop("test")] = record
-    return found
-
-
-def check_speed(part: Part) -> None:
-    """Measure MFU, then memory with what time is left."""
-    is_cpu = part.proof["vendor"] == "cpu"
-    shapes, more = ("10m", ["--seq-len", "512", "--batch-size", "8"]) if is_cpu else ("1b,125m", [])
-    if is_cpu or is_large(part.proof["row"]):  # to find out a size takes minutes, compiled
-        more = [*more, "device_train_microbatch_size=8"]
-    minutes = max(0.5, (part.left() - (150 if is_cpu else 200)) / 60)
-    command = ["-m", "llmfoundry_lite", "bench", "mfu", "--shapes", shapes, "--minutes", f"{minutes:.2f}", *more]
-    reports = part.out / "bench"
-    part.run("mfu", [*command, "--out", str(reports)])
-    part.proof["mfu"] = list_mfu(reports / "mfu.json", part.proof["row"])
-    part.save()
-    for row in part.proof["mfu"]:
-        print(describe_mfu(row), flush=True)
-    if part.proof["row"] is None:
-        part.proof["left_out"].append("memory beside the rehearsal: no GPU of the hardware table")
-        return
-    # A model takes less than a minute and a half, so that the last one to begin ends in time.
-    minutes = max(0.1, (part.left() - 100) / 60)
-    command = ["-m", "llmfoundry_lite", "bench", "memory", "--models", "mpt-1b,mpt-125m"]
-    part.run("memory", [*command, "--minutes", f"{minutes:.2f}", "--out", str(reports)])
-    part.proof["memory"] = list_memory(reports / "memory.json")
-
-
-def is_large(row_name: str | None) -> bool:
-    """Return whether MPT-1B trains 8 samples at a time on one such device."""
-    from llmfoundry_lite.hardware import ACCELERATORS, GIB
-
-    return row_name is not None and ACCELERATORS[row_name].memory_bytes >= 80 * GIB
-
-
-def list_mfu(path: Path, row_name: str | None) -> list[dict[str, Any]]:
-    """Return each step with its shares of the products' rate and of the datasheet's, and the share predicted."""
-    if not path.is_file():
-        return []
-    report = json.loads(path.read_text())
-    products = {row["shape"]: row.get("flops_per_sec") for row in report["rows"] if row["step"] == "matrix products"}
-    found = []
-    for row in report["rows"]:
-        rate = row.get("flops_per_sec")
-        found.append(
-            {
-                **{key: row.get(key) for key in ("shape", "step", "microbatch_size", "flops_per_sec", "error")},
-                "share_of_products": rate / products[row["shape"]] if rate and products.get(row["shape"]) else None,
-                "share_of_peak": rate / report["peak_flops"] if rate and report["peak_flops"] else None,
-                "predicted_share_of_peak": predict(row["shape"], row_name, row["step"]),
-            }
-        )
-    return found
 
 
 def predict(shape: str, row_name: str | None, step: str) -> float | None:
@@ -310,7 +266,7 @@ def list_predictions() -> list[str]:
         efficiency = find_hardware(ACCELERATORS[row_name]).efficiency
         for model in ("mpt-125m", "mpt-1b"):
             for num_devices in (1, 8):
-                before, _ = predict_step(model, row_name, num_devices, overlay, published=True)
+                before, _ = predict_step(model, row_name, num_devices, overlay, "compile_config=null", published=True)
                 mfu, parts = predict_step(model, row_name, num_devices, overlay, "compile_config={}")
                 words = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
                 rates = f"{efficiency.products:.0%}, {efficiency.attention:.0%}"
@@ -320,70 +276,11 @@ def list_predictions() -> list[str]:
     return lines
 
 
-def describe_mfu(row: dict[str, Any]) -> str:
-    if row["error"] or row["flops_per_sec"] is None:
-        return f"{row['shape']}, {row['step']}: {row['error']}"
-    text = f"{row['shape']}, {row['step']}: {row['flops_per_sec'] / 1e12:.2f} TFLOP/s"
-    names = {"share_of_products": "of its products", "share_of_peak": "of the datasheet"}
-    text += "".join(f", {row[key]:.1%} {words}" for key, words in names.items() if row[key] is not None)
-    predicted = row["predicted_share_of_peak"]
-    return text + (f"; predicted {predicted:.1%}" if predicted is not None and row["step"] != "matrix products" else "")
-
-
-def list_memory(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    return [
-        {
-            **{key: row[key] for key in ("model", "microbatch_size", "estimated_bytes", "error")},
-            **{f"{side}_bytes": row[side].get("allocated_bytes") for side in ("real", "rehearsed")},
-        }
-        for row in json.loads(path.read_text())["rows"]
-    ]
-
-
-def check_exact(part: Part) -> None:
-    """Train 20 batches with exact sums: whole, stopped and carried on, and on two ranks where there is room."""
-    from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
-
-    folder = (part.out / "exact").resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    more = {"max_duration": f"{NUM_EXACT}ba", "exact_sums": True, "autoresume": True, "device_train_microbatch_size": 1}
-    more["log_to_console"] = False
-    config = tiny_config(write_data(folder / "data"), **more)
-    path = write_config(folder / "run.yaml", config)
-    script = str(ROOT / "scripts/train.py")
-    on_two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    launches = {"whole": [[script]], "carried on": [[script, path, "stop_after=10ba"], [script]]}
-    if part.proof["vendor"] == "cpu" or part.proof["num_devices"] > 1:
-        launches["on two ranks"] = [on_two]
-    found = {}
-    for name, commands in launches.items():
-        run_folder = folder / name.replace(" ", "-")
-        for command in commands:
-            arguments = [*command, *([] if path in command else [path]), f"run_folder={run_folder}"]
-            part.run(f"exact {name}", arguments, OMP_NUM_THREADS="1")
-        if (run_folder / "metrics.jsonl").is_file():
-            records = read_metrics(run_folder)
-            losses = [loss.hex() for loss in values(records, "loss/train/total")]
-            found[name] = {"digests": values(records, "data/digest"), "losses": losses}
-    part.proof["exact"] = found
-    for name, one in found.items():
-        for key in ("digests", "losses"):
-            if one[key] != found.get("whole", {}).get(key) or len(one[key]) != NUM_EXACT:
-                part.proof["problems"].append(f"exact sums: {name} has other {key} than the run that never stopped")
-    part.save()
-
-
-PARTS: dict[str, Callable[[Part], None]] = {"tests": check_tests, "speed": check_speed, "switch": check_switch}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one part. Returns 0, 1 where it found problems, or 2 where something that it needs is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["ready", "predict", *PARTS])
-    parser.add_argument("--minutes", type=float, default=8, help="[%(default)s]")
+    parser.add_argument("part", choices=["ready", "predict", "device", "runs"])
+    parser.add_argument("--minutes", type=float, default=4, help="[%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="[%(default)s]")
     parser.add_argument("--commit", help="of a copy without git")
     options = parser.parse_args(arguments)
@@ -397,22 +294,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part == "ready":
         return 0
     part = Part(options.part, options.minutes, options.out.resolve())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, part.end)
+    if options.part == "runs":  # imports as long as the facts take
+        threading.Thread(target=importlib.import_module, args=("tests.helpers.tiny",), daemon=True).start()
     facts = part.run("facts", ["-c", FACTS])
-    if facts.returncode:
-        return 1
-    part.proof |= json.loads(facts.stdout.splitlines()[-1])
-    part.proof |= {"commit": find_commit(options.commit), "python": platform.python_version()}
-    part.proof["date"] = datetime.date.today().isoformat()
-    if tuple(map(int, re.findall(r"\d+", part.proof["torch"])[:2])) < (2, 11):
-        print(f"torch {part.proof['torch']} is older than 2.11, which training needs")
-        return 2
-    try:
-        PARTS[options.part](part)
-    finally:
-        part.save()
-        part.tell(f"written: {part.path}")
-    print("\n".join(f"problem: {problem}" for problem in part.proof["problems"]) or "no problems", flush=True)
-    return 1 if part.proof["problems"] else 0
+    if facts.returncode == 0:
+        part.proof |= json.loads(facts.stdout.splitlines()[-1])
+        part.proof |= {"commit": find_commit(options.commit), "python": platform.python_version()}
+        part.proof |= {"date": datetime.date.today().isoformat(), "load_average": round(os.getloadavg()[0], 1)}
+        if tuple(map(int, re.findall(r"\d+", part.proof["torch"])[:2])) < (2, 11):
+            print(f"torch {part.proof['torch']} is older than 2.11, which training needs")
+            return 2
+        from scripts import gpu_steps
+
+        gpu_steps.PARTS[options.part](part)
+    part.note()
+    part.tell(f"written: {part.path}")
+    problems = part.proof["problems"]
+    for line in [f"left out: {text}" for text in part.proof["left_out"]] + [f"problem: {text}" for text in problems]:
+        print(line)
+    load = f"load average {part.proof.get('load_average')} before it, {os.getloadavg()[0]:.1f} after"
+    print(f"{options.part}: {part.proof['seconds']} s, {len(problems) or 'no'} problems; {load}", flush=True)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

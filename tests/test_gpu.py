@@ -8,7 +8,6 @@ import torch
 from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.models.attention import build_mask, document_numbers
 from llmfoundry_lite.models.generate import generate
-from llmfoundry_lite.ranks.rank import count_usable_cores
 from tests.helpers.launch import train
 from tests.helpers.models import BASE, EOS, FAMILY, random_model, random_tokens, with_implementation
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -125,40 +124,3 @@ def test_a_known_gpu_reports_its_mfu(tmp_path, data):
     records = run(tmp_path, tiny_config(data, precision="amp_bf16"), "mfu")
     known = accelerator() is not None
     assert all(("throughput/device/mfu" in record) == known for record in records)
-
-
-@pytest.fixture(scope="module")
-def switch():
-    return pytest.importorskip("benchmarks.switch.switch")  # which needs the companion llmfoundry_machines
-
-
-@pytest.fixture(scope="module")
-def wide_data(tmp_path_factory, switch):
-    """Samples as long as those of `python -m benchmarks switch`."""
-    folder = write_data(tmp_path_factory.mktemp("data"), num_train=2_000, num_val=80, seq_len=switch.SEQ_LEN)
-    (folder / "summary.json").write_text("{}")
-    return folder
-
-
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-def test_a_run_that_switches_between_cpu_and_gpu_stays_in_the_band_of_both(tmp_path, wide_data, switch, precision):
-    """Through the real launcher, with the controls: CPU -> GPU -> CPU -> CPU -> GPU."""
-    clusters = [c for c in switch.default_clusters(precision, None) if c.letter != "C"]
-    assert [bool(c.environment.get("CUDA_VISIBLE_DEVICES", "gpu")) for c in clusters] == [False, True, False]
-    report = switch.run(
-        data=wide_data,
-        num_batches=50,
-        every=10,
-        precision=precision,
-        clusters=clusters,
-        out=tmp_path / "out",
-        jobs=max(1, min(4, count_usable_cores() // 8)),
-    )
-    assert {c["device"] for c in report["clusters"]} > {torch.cuda.get_device_name()}
-    verdict = report["verdicts"][switch.SWITCHING]
-    assert verdict["first_other_digest"] is None
-    assert verdict["largest_ratio"] <= 1, report["verdicts"]
-    for name in ("moments", "steps"):
-        assert report["verdicts"][name]["largest_ratio"] > 1, report["verdicts"]
-    for name in ("skipped", "repeated"):
-        assert report["verdicts"][name]["first_other_digest"] is not None

@@ -120,8 +120,29 @@ def test_a_dry_run_for_this_machine_refuses_what_a_launch_here_would_stumble_ove
     gpus = [Device("cuda:0", need, False), Device("cuda:1", need - 1, False)]
     with pytest.raises(ConfigError, match=r"^memory: each rank needs about .* and cuda:1 has .* free"):
         preflight.check_here(config, two, gpus)
+    varying = replace(config, exact_sums=True, deterministic=False)
+    preflight.check_here(varying, two, [ROOM])
+    with pytest.raises(ConfigError, match=r"^deterministic: false given, but on a GPU exact_sums needs"):
+        preflight.check_here(varying, two, gpus)
     with pytest.raises(ConfigError, match="4 ranks given, and this machine has 2 devices"):
         preflight.check_here(config, layout_of(config, 4), gpus)
+
+
+def test_a_launch_that_compiles_needs_a_compiler_and_pythons_header(tmp_path, data, monkeypatch):
+    config, _ = check(tmp_path, tiny_config(data, compile_config={}))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    none = r"^compile_config: torch.compile needs a C compiler on PATH \(gcc, clang or g\+\+; `apt-get install gcc`\)"
+    with pytest.raises(ConfigError, match=rf"{none}; install it, or leave compiling out: compile_config=null$"):
+        preflight.check(config, Layout(), must_exist=True)
+    preflight.check(config, Layout(), must_exist=False)
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=rf"{none} and {tmp_path}/Python.h \(`apt-get install python3-dev`\); install"
+    ):
+        preflight.check(config, Layout(), must_exist=True)
+    for without in ({"compile_config": None}, {"compile_config": {"backend": "aot_eager"}}):
+        preflight.check(replace(config, **without), Layout(), must_exist=True)
 
 
 def test_a_dry_run_lists_what_it_has_not_checked(tmp_path, data):

@@ -34,6 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import wait_for
 from benchmarks.switch import band, tamper
 from benchmarks.switch.band import Series, Verdict, leave_one_out, read_series
 from benchmarks.switch.figure import plot_switch
@@ -41,7 +42,15 @@ from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Leg, Machi
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.tables import Table
-from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, show, tabulate, tell
+from llmfoundry_machines.bench.frame import (
+    check_names,
+    describe_conditions,
+    measured_table,
+    open_console,
+    show,
+    tabulate,
+    tell,
+)
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE, WARMUP = 16, 128, 4096, 10
 LATE_BATCHES = (10_000, 1_000_000)
@@ -77,12 +86,15 @@ def run(
     keep: Path | None = None,
     jobs: int = 1,
     rounding_seeds: int = 0,
+    only: Sequence[str] = (),
+    untimed: bool = False,
     clusters: Sequence[Cluster] | None = None,
 ) -> dict[str, Any]:
     """Train, check, print; with `out`, write switch.json, .md and .png there. Returns what the JSON holds.
 
     The runs themselves happen in `keep`, or in a folder that is removed; `jobs` of them at a time, which changes no
-    digit, but for the last launches, which are timed. Raises UserError.
+    digit. `only` names clusters (A,B,D). The last launches are timed, one at a time; `untimed` leaves them out. Raises
+    UserError.
     """
     # Long because it is the story of the benchmark, told once from top to bottom.
     num_switches = -(-num_batches // every) - 1
@@ -93,6 +105,10 @@ def run(
     if clusters is None:
         alike = exact_clusters() if exact_sums else layout_clusters() if layouts else None
         clusters = alike or default_clusters(precision, other_python)
+    check_names("--only", only, [cluster.letter for cluster in clusters])
+    clusters = [cluster for cluster in clusters if cluster.letter in (only or cluster.letter)]
+    if len(clusters) < 2:
+        raise UserError("--only: one cluster given, expected at least two; a run cannot switch otherwise")
     prepare_data(data)
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
         shop = Workshop(
@@ -103,7 +119,8 @@ def run(
             clusters=clusters,
         )
         shop.prepare()
-        machines = {cluster.letter: probe(cluster) for cluster in clusters}
+        with ThreadPoolExecutor(jobs) as pool:
+            machines = dict(zip((cluster.letter for cluster in clusters), pool.map(probe, clusters), strict=True))
         described = [describe_cluster(cluster, machines) for cluster in clusters]
         show(console, table_of_clusters(described))
         at = (num_switches + 1) // 2 * every
@@ -116,11 +133,12 @@ def run(
         if nudged:
             shop.launch(FIRST_BATCH, native, "stop_after=1ba")
 
-        can_tamper = threading.Event()
+        relay_ended = threading.Event()
 
         def train(name: str) -> list[Leg]:
             if name in CONTROLS:
-                can_tamper.wait()
+                lost = partial(UserError, f"{SWITCHING}: ended before it saved batch {at}")
+                wait_for(checkpoint(shop, at).is_dir, math.inf, lost, relay_ended.is_set)
                 console.print(f"training: {name}", highlight=False)
                 return [launch_control(shop, name, native, at, num_batches)]
             console.print(f"training: {name}", highlight=False)
@@ -137,12 +155,12 @@ def run(
             try:
                 return shop.relay(name, every)
             finally:
-                can_tamper.set()
+                relay_ended.set()
 
         with ThreadPoolExecutor(jobs) as pool:
             names = [SWITCHING, *map(alone, clusters), *nudged, *changed, *controls]
             legs = dict(zip(names, pool.map(train, names), strict=True))
-        late = () if is_low else (every, *LATE_BATCHES)
+        late = () if is_low or untimed else (every, *LATE_BATCHES)
         resumes = [launch_late(shop, native, at, after, data) for after in late]
         report = conditions | {
             "layouts": layouts,
@@ -152,6 +170,7 @@ def run(
             "every": every,
             "seed": seed,
             "rounding_seeds": rounding_seeds,
+            "only": list(only),
             "tampered_at": at,
             "clusters": described,
             "uninterrupted": {c.letter: dataclasses.asdict(read(shop, alone(c))) for c in clusters}
@@ -510,6 +529,7 @@ def write(report: dict[str, Any], out: Path | None) -> None:
     options += f" --rounding-seeds {seeds}" if seeds else ""
     batches, every = report["num_batches"], report["every"]
     options += f" --num-batches {batches} --every {every}" if (batches, every) != (100, 20) else ""
+    options += f" --only {','.join(report['only'])}" if report["only"] else ""
     options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
     how = (
         f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "

@@ -199,6 +199,7 @@ def bench_accumulation(
 def bench_memory(
     models: Annotated[str, typer.Option(help="Names of training runs, with commas.")] = "mpt-125m,mpt-350m,mpt-1b",
     minutes: Minutes = 3,
+    most: Annotated[int, typer.Option(min=1, help="Samples in a microbatch, at most.")] = 8,
     out: Annotated[Path | None, out_folder("Also write memory.json and .md to this folder.")] = None,
 ) -> None:
     """Measure memory of real runs on this GPU.
@@ -207,7 +208,7 @@ def bench_memory(
     """
     from llmfoundry_machines.bench.memory import run
 
-    raise typer.Exit(run(list(filter(None, models.split(","))), minutes, out))
+    raise typer.Exit(run(list(filter(None, models.split(","))), minutes, most, out))
 
 
 def doctor_command(

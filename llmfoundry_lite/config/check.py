@@ -371,13 +371,26 @@ def _check_exact_sums(config: TrainConfig) -> None:
         )
 
 
+def check_kernels(config: TrainConfig, device_type: str) -> None:
+    """Raise ConfigError for kernels whose digits vary, on a device where exact sums would be lost in them."""
+    if config.exact_sums and config.deterministic is False and device_type == "cuda":
+        raise ConfigError(
+            "deterministic: false given, but on a GPU exact_sums needs kernels that give the same digits every time; "
+            "remove one of them"
+        )
+
+
 # --------------------------------------------------------------------------------------------- surprises
 
 
 def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: bool = False) -> list[str]:
     """Return a warning for each setting that is allowed and perhaps not meant."""
     given = {key for key in ("max_duration", "eval_interval", "save_interval") for one in layers if key in one.values}
-    return [f"{source_of(key, layers)}: {key}{text}" for key, text in _surprises(config, given, under_srun)]
+    found = [f"{source_of(key, layers)}: {key}{text}" for key, text in _surprises(config, given, under_srun)]
+    last = next((one for one in reversed(layers) if "compile_config" in one.values), None)
+    if last is not None and last.is_overlay and config.compile_config is not None:
+        found.append(f"{last.source}: compile_config: compiles during the first batch; without: compile_config=null")
+    return found
 
 
 def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterator[tuple[str, str]]:
@@ -408,6 +421,13 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
                 f"train_loader.dataset.{key}",
                 " has no effect: documents see each other without model.attn_config.attn_uses_sequence_id: true",
             )
+    needs_fsdp = {
+        "fsdp_config.offload_optimizer": config.sharding.offload_optimizer,
+        "exact_sums in 16 bits": config.exact_sums and config.precision.startswith("amp_"),
+    }
+    for what in (what for what, is_asked_for in needs_fsdp.items() if is_asked_for):
+        if config.sharding.plain_on_one_device:
+            yield "fsdp_config.plain_on_one_device", f" has no effect: {what} needs FSDP2 on one device too"
     grace = config.preemption_grace_seconds
     if grace > MAX_GRACE_SECONDS and not under_srun:
         yield (

@@ -127,7 +127,7 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
     if config.compile_config is not None and model.attn_config.attn_pdrop and not config.sequence_parallel:
         raise ConfigError(
             "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers and not the stream; set "
-            "it to 0, or tp_config.sequence_parallel to true, or use no compile_config"
+            "it to 0, or tp_config.sequence_parallel to true, or use compile_config: null"
         )
     _check_shared_loaders(config, "tp_config", "neighbouring devices")
 
@@ -204,7 +204,7 @@ def _check_beside_pipeline(config: TrainConfig, pipeline: PipelineConfig, fsdp: 
     if pipeline.splits_backward and config.compile_config is not None:
         raise ConfigError(
             f"pp_config.schedule: {schedule} computes the weights' gradients apart, which torch cannot compile; use "
-            "interleaved or 1f1b, or no compile_config"
+            "interleaved or 1f1b, or compile_config: null"
         )
     if pipeline.splits_backward and fsdp.activation_checkpointing:
         raise ConfigError(

@@ -36,6 +36,7 @@ class Layer(NamedTuple):
     values: dict[str, Any]
     note: str = ""
     """Why `hardware=auto` has chosen this file; else empty."""
+    is_overlay: bool = False
 
 
 HARDWARE = "hardware="
@@ -63,8 +64,8 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
     if needs_file and not layers:
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
     layers += overlays
-    for layer in layers if check_overlays else ():
-        _check_overlay(layer, is_first=layer is layers[0])
+    if check_overlays:
+        layers = [_check_overlay(layer, is_first=layer is layers[0]) for layer in layers]
     if dotlist:
         layers.append(Layer("command line", _read_dotlist(dotlist)))
         if "overlay" in layers[-1].values:
@@ -161,10 +162,10 @@ def _read_overlay(name: str) -> Layer:
     return layer
 
 
-def _check_overlay(layer: Layer, *, is_first: bool) -> None:
+def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
     kind = layer.values.pop("overlay", None)
     if kind is None:
-        return
+        return layer
     if kind != "hardware":
         raise ConfigError(f"{layer.source}: overlay: {kind!r} is not a kind of overlay; expected hardware")
     if is_first:
@@ -177,6 +178,7 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> None:
                 f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
                 f"set it in the run's YAML (an overlay may set {', '.join(hardware_keys())})"
             )
+    return layer._replace(is_overlay=True)
 
 
 # ------------------------------------------------------------------------------------- validation loaders
@@ -187,7 +189,7 @@ def _name_eval_loaders(layers: Sequence[Layer]) -> None:
 
     In place. A list replaces what earlier layers have, as any list does; so does null. Raises ConfigError.
     """
-    for number, (source, values, _) in enumerate(layers):
+    for number, (source, values, *_) in enumerate(layers):
         for key, other in (("eval_loader", "eval_loaders"), ("eval_loaders", "eval_loader")):
             given = values.get(key, "")
             if isinstance(given, list):

@@ -130,6 +130,9 @@ class FSDPConfig:
     """Keep what is left of activations in the host's memory; with activation_checkpointing."""
     offload_optimizer: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory and update them there. For accelerators."""
+    plain_on_one_device: bool = False
+    """Where one device holds the whole model: leave FSDP2 out of compiled blocks too, and cast parameters once a batch,
+    into copies that are kept. Without compilation each forward pass casts. Not measured on a GPU yet."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -404,8 +407,9 @@ class TrainConfig:
     token: by the last save of a launch, and by `llmfoundry-lite train -n`, which starts ranks again. 0 never waits."""
     compile_config: dict[str, Any] | None = setting(None, hardware=True, replay="used")
     """Arguments of torch.compile, which is applied to each block and to the loss; {} for its defaults."""
-    deterministic: bool = setting(False, change="freely", replay="used")
-    """Only kernels that give the same digits every time; slower, and an error where torch has none."""
+    deterministic: bool | None = setting(None, change="freely", replay="used")
+    """Only kernels that give the same digits every time; slower, and an error where torch has none. null: on a GPU as
+    exact_sums needs it, elsewhere torch's own choice."""
     dist_timeout: float = setting(600.0, POSITIVE, hardware=True)
     """Seconds a collective may take."""
     environment: dict[str, str] = setting(dict, hardware=True, replay="trusted")
@@ -444,6 +448,10 @@ class TrainConfig:
     def fuses_loss(self) -> bool:
         """Whether the loss's steps from logits to gradient become one kernel; other compilers only trace them."""
         return self.compile_config is not None and self.compile_config.get("backend", "inductor") == "inductor"
+
+    def is_deterministic_on(self, device_type: str) -> bool:
+        """Whether a launch on `cuda` or `cpu` uses deterministic kernels alone."""
+        return self.exact_sums and device_type == "cuda" if self.deterministic is None else self.deterministic
 
     @property
     def reduces_every_microbatch(self) -> bool:

@@ -81,6 +81,8 @@ def estimate_moments(p: Portion) -> dict[str, MemoryEstimate]:
     early_bytes = block_bytes + widest_bytes - (0 if is_kept else run_bytes)
     # The last norm's input and output are gone by then.
     before_bytes = in_loss.activations_bytes - is_kept * block_bytes - (run_bytes + stream_bytes)
+    if p.config.fuses_loss and p.fsdp.activation_checkpointing == "selective":
+        before_bytes -= p.num_tokens * count_products_per_token(p)  # they are parts of the block that is computed again
     estimate = _with_fsdp if p.has_fsdp else _without_fsdp
     return estimate(p, in_loss, before_bytes, early_bytes)
 
@@ -91,7 +93,9 @@ def _without_fsdp(
     """Count copies in 16 bits, which autograd keeps until the backward pass, and the gradient of one matrix."""
     model, sums_bytes = p.model, in_loss.parameters_bytes // FP32_BYTES * p.sum_bytes
     num_outside, num_block = share(shapes_outside(p), 1), share(shapes_of_block(p), 1)
-    num_copied = num_outside + num_block * (1 if p.fsdp.activation_checkpointing else model.n_layers)
+    num_copied = num_outside + num_block * (
+        1 if p.fsdp.activation_checkpointing and not p.casts_once else model.n_layers
+    )
     copy_bytes = p.stream_bytes if p.stream_bytes < FP32_BYTES else 0
     one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES + exact_copy_bytes(p))
     in_loss = replace(in_loss, unsharded_bytes=num_copied * copy_bytes + autocast_copies(p))
@@ -106,7 +110,7 @@ def _without_fsdp(
     at_last_block = replace(
         at_first_block,
         gradients_bytes=sums_bytes,
-        unsharded_bytes=(num_outside + num_block) * copy_bytes + one_matrix_bytes,
+        unsharded_bytes=(num_copied if p.casts_once else num_outside + num_block) * copy_bytes + one_matrix_bytes,
         activations_bytes=early_bytes,
     )
     return {"in_loss": in_loss, "at_first_block": at_first_block, "at_last_block": at_last_block}
@@ -196,11 +200,7 @@ def count_activations(p: Portion) -> int:
     model, d = p.model, p.model.d_model
     input_bytes = p.num_tokens // p.num_runs * d * p.stream_bytes
     if p.fsdp.activation_checkpointing == "selective":
-        # Queries, keys and values, attention, and the feed-forward layer's products.
-        divided = 2 * (model.q_dim + model.kv_dim) + p.num_up * model.ffn_dim
-        divided_bytes = divided * p.compute_bytes + model.n_heads * FP32_BYTES
-        kept_per_token = divided_bytes // p.layout.tensor + 2 * d * p.compute_bytes
-        blocks_bytes = model.n_layers * (input_bytes + p.num_tokens * kept_per_token)
+        blocks_bytes = model.n_layers * (input_bytes + p.num_tokens * count_products_per_token(p))
     elif p.fsdp.activation_checkpointing:
         blocks_bytes = 0 if p.fsdp.activation_cpu_offload else model.n_layers * input_bytes
     else:
@@ -209,6 +209,14 @@ def count_activations(p: Portion) -> int:
     last_norm_bytes = input_bytes + p.num_tokens * d * p.stream_bytes
     dropout_bytes = p.num_tokens // p.num_runs * d if model.emb_pdrop else 0
     return blocks_bytes + last_norm_bytes + count_attention_bias(p) + count_flex_scratch(p) + dropout_bytes
+
+
+def count_products_per_token(p: Portion) -> int:
+    """Count bytes that selective checkpointing keeps of a token in a block, beside the block's input: queries, keys and
+    values, attention, the feed-forward layer's products. Compiled, it leaves the block's last one out."""
+    divided = 2 * (p.model.q_dim + p.model.kv_dim) + p.num_up * p.model.ffn_dim
+    divided_bytes = divided * p.compute_bytes + p.model.n_heads * FP32_BYTES
+    return divided_bytes // p.layout.tensor + (1 if p.config.fuses_loss else 2) * p.model.d_model * p.compute_bytes
 
 
 def masks_in_kernel(model: ModelConfig) -> bool:
@@ -251,14 +259,16 @@ def count_block_per_token(p: Portion) -> int:
     """Count bytes that a block keeps of a token. Matrices keep their input whole, also if a norm computed a part."""
     model, d, q_dim, kv_dim = p.model, p.model.d_model, p.model.q_dim, p.model.kv_dim
     options, degree = model.attn_config, p.layout.context
-    # A norm in fp32 keeps an fp32 copy of an input that is not.
-    is_low = model.norm_type.startswith("low_precision_")
-    norm_input = d * (p.stream_bytes if is_low else max(p.stream_bytes, FP32_BYTES))
+    # A norm in fp32 keeps an fp32 copy of an input that is not, unless a compiler casts it again.
+    casts_again = p.config.fuses_loss or model.norm_type.startswith("low_precision_")
+    norm_input = d * (p.stream_bytes if casts_again else max(p.stream_bytes, FP32_BYTES))
     # RMSNorm as accelerators' fused kernel keeps it; torch's CPU computes it in steps that keep more.
     norm_statistics, qk_norm_statistics = (
         (1 if norm.norm_type.endswith("rmsnorm") else 2) * FP32_BYTES for norm in (model, options)
     )
-    norms = 2 * ((norm_input + norm_statistics) // p.num_runs + d * p.compute_bytes)
+    # Between its two additions a compiled block keeps what attention gives, and adds it again.
+    other_input = d * p.compute_bytes if p.config.fuses_loss else norm_input
+    norms = (norm_input + other_input + 2 * norm_statistics) // p.num_runs + 2 * d * p.compute_bytes
     numbers = 2 * q_dim + 2 * kv_dim
     numbers += q_dim * (degree > 1)  # what attention gives is rearranged before the matrix that follows
     if p.config.context.kind == "gather":
@@ -267,12 +277,13 @@ def count_block_per_token(p: Portion) -> int:
     if degree > 1 and not model.has_plain_attention and masks_in_kernel(model):
         # FlexAttention keeps copies of what ranks have exchanged; by rehearsals.
         numbers += 2 * kv_dim * degree if p.config.context.kind == "gather" else q_dim + 2 * kv_dim
-    numbers += (q_dim + 2 * kv_dim) * (options.clip_qkv is not None)
+    numbers += (q_dim + 2 * kv_dim) * (options.clip_qkv is not None and not p.config.fuses_loss)
     has_qk_norm = options.qk_ln or options.qk_gn
     numbers += (q_dim + kv_dim) * (has_qk_norm + options.rope)
     attention = numbers * p.compute_bytes + model.n_heads * FP32_BYTES + 2 * qk_norm_statistics * has_qk_norm
-    # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up).
-    feed_forward = 2 * p.num_up * model.ffn_dim * p.compute_bytes
+    # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up). A compiler computes act(gate) again.
+    num_kept = p.num_up + 1 if p.config.fuses_loss else 2 * p.num_up
+    feed_forward = num_kept * model.ffn_dim * p.compute_bytes
     dropout = 2 * d // p.num_runs if model.resid_pdrop else 0
     return norms + (attention + feed_forward) // p.layout.tensor + dropout
 

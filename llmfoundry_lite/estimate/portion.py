@@ -50,7 +50,13 @@ class Portion:
         """False: as on one device, parameters are used and gradients summed in place."""
         is_alone = self.layout.world_size == self.layout.pipeline
         casts_exactly = self.config.exact_sums and self.stream_bytes < FP32_BYTES
-        return not is_alone or casts_exactly or self.config.compile_config is not None or self.fsdp.offload_optimizer
+        shards_compiled = self.config.compile_config is not None and not self.casts_once
+        return not is_alone or casts_exactly or shards_compiled or self.fsdp.offload_optimizer
+
+    @property
+    def casts_once(self) -> bool:
+        """True: without FSDP, copies of parameters in 16 bits stay for all microbatches."""
+        return self.fsdp.plain_on_one_device and self.layout.pipeline == 1
 
     @property
     def is_sharded(self) -> bool:

@@ -68,12 +68,15 @@ def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes
         )
 
 
-def find(code_file: Path) -> list[psutil.Process]:
-    """Return the running processes of a launch, the oldest first."""
+def find(mark: Path | str, variable: str = LAUNCH) -> list[psutil.Process]:
+    """Return the running processes that have `mark` in their environment, the oldest first.
+
+    A launch's mark is the name of its code file.
+    """
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.environ().get(LAUNCH) == str(code_file) and is_running(process):
+            if process.environ().get(variable) == str(mark) and is_running(process):
                 found.append((process.create_time(), process.pid, process))
     return [process for *_, process in sorted(found, key=lambda one: one[:2])]
 

@@ -32,6 +32,8 @@ QUANTITIES = (DATA, RATE, LOSS, NORM, STATE)
 """In the order in which a batch makes them."""
 RECORDED, BEGUN = "recorded-segments.json", "begun.json"
 """Files in the replay's folder: the run's segments, and what the ranks say before the first batch."""
+DETERMINISTIC = "deterministic"
+"""Key that a replay's ranks decide: true on a GPU, elsewhere as the run had it."""
 OWN: dict[str, Any] = {
     "save_folder": None,
     "autoresume": False,
@@ -180,7 +182,7 @@ def write_replay(
     own = {"run_folder": str(folder), **OWN, "stop_after": f"{plan.last_batch - plan.first_batch + 1}ba"}
     if plan.start is not None:
         own |= {"load_path": plan.start.url}
-    if fixed := [key for key in given if key.partition(".")[0] in {*own, "load_path", *find_blocks()}]:
+    if fixed := [key for key in given if key.partition(".")[0] in {*own, "load_path", DETERMINISTIC, *find_blocks()}]:
         raise ConfigError(f"replay: {fixed[0]} is set by the replay itself; leave it out")
     values = select_recorded(plan.config, given, trusts_code=trusts_code)
     values |= _layout_for(plan, values, num_ranks)
@@ -286,6 +288,8 @@ def compare(plan: Plan, folder: Path) -> Verdict:
     if other := begun.get("other_data"):
         return Verdict(f"does not fit: the data is not what the run was trained with: {other}", False)
     differences, is_exact = begun["differences"], bool(plan.config.get("exact_sums"))
+    if begun[DETERMINISTIC] and not plan.config.get(DETERMINISTIC):
+        differences.append("deterministic false -> true")
     here = {record["batch"]: record for _, record in read_lines((folder / METRICS).read_bytes())}
     start = plan.start.manifest.state_digest if plan.start is not None else None
     is_wrong_start, num_compared = start not in (None, begun["digest"]), dict.fromkeys(QUANTITIES, 0)

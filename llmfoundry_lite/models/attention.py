@@ -286,6 +286,7 @@ def _flash(q_bthk, k_bsgk, v_bsgk, mask: Mask, scale, dropout_p) -> Tensor:
         "causal": True,
         "window_size": (mask.window, 0) if mask.window >= 0 else (-1, -1),
         "alibi_slopes": mask.slopes_h,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if mask.query_documents is None or mask.key_documents is None:
         return flash_attn_func(q_bthk, k_bsgk, v_bsgk, **options)

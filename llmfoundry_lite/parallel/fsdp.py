@@ -5,12 +5,11 @@ Composer refuses bf16.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -23,6 +22,7 @@ from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.exact import ExactSums, round_tied_gradients
 from llmfoundry_lite.parallel.mesh import names_of, within_stage
+from llmfoundry_lite.parallel.one_device import prepare_for_one_device
 from llmfoundry_lite.parallel.pipeline import Loss, Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.parallel.recompute import checkpoint_activations
@@ -102,8 +102,10 @@ def shard_model(
         round_tied_gradients(model.transformer.wte)
     # Exact sums see each use of a parameter in its own dtype, which a copy for the block would add up.
     sees_copies = sums is not None and precision.parameters != torch.float32
-    if data_mesh.size() == 1 and compile_config is None and not fsdp.offload_optimizer and not sees_copies:
-        prepare_for_one_device(model, fsdp, precision)
+    casts_once = fsdp.plain_on_one_device and "pipeline" not in names_of(mesh)
+    is_plain = (compile_config is None or casts_once) and not fsdp.offload_optimizer and not sees_copies
+    if data_mesh.size() == 1 and is_plain:
+        prepare_for_one_device(model, fsdp, precision, compile_config, casts_once=casts_once)
         if sums:
             sums.watch(model)
         return
@@ -144,38 +146,3 @@ def shard_model(
         # the gather overlaps with computation. Backward passes prefetch by default.
         for module, following in itertools.pairwise(modules):
             module.set_modules_to_forward_prefetch([following])
-
-
-def prepare_for_one_device(model: MPT, fsdp: FSDPConfig, precision: Precision) -> None:
-    """Cast parameters and checkpoint activations without FSDP, which would copy everything twice for one device.
-
-    Each block casts its parameters in its forward pass, and autograd casts their gradients back. Compiled blocks need
-    FSDP: torch cannot compile the replacement of parameters.
-    """
-    inside = {module for block in model.transformer.blocks for module in block.modules()}
-    outside = [module for module in model.modules() if module not in inside]
-    if precision.parameters != torch.float32:
-        for block in model.transformer.blocks:
-            _compute_in(precision.parameters, block, block.modules())
-        _compute_in(precision.parameters, model, outside)
-    if fsdp.activation_checkpointing:
-        for block in model.transformer.blocks:
-            checkpoint_activations(block, fsdp)
-
-
-def _compute_in(dtype: torch.dtype, module: nn.Module, owners: Iterable[nn.Module]) -> None:
-    """Replace `module.forward` with one that sees the parameters of `owners` cast to `dtype`."""
-    forward = module.forward
-    places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if p is not None]
-
-    def cast_forward(*args: Any, **kwargs: Any) -> Any:
-        masters = [owner._parameters[name] for owner, name in places]
-        try:
-            for (owner, name), master in zip(places, masters, strict=True):
-                owner._parameters[name] = cast(Any, master).to(dtype)
-            return forward(*args, **kwargs)
-        finally:
-            for (owner, name), master in zip(places, masters, strict=True):
-                owner._parameters[name] = master
-
-    module.forward = cast_forward

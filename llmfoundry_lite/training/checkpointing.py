@@ -101,6 +101,7 @@ class Checkpointing(Callback):
         if (timer := self.policy.timer) is not None:
             self.agreement.wants_save = lambda: timer.note_batch_end(self.saver.is_saving)
         rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
+        began = time.monotonic()
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
             there, here = restored.manifest.config or {}, as_dict(self.config)
@@ -108,6 +109,7 @@ class Checkpointing(Callback):
                 self.changes = find_changes(there, here)["logged"]
             elif others := find_model_changes(there, here):
                 restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
+            logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - began})
             self.print_on_rank_0(
                 *restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state)
             )

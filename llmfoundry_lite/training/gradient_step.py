@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.parallel.exact import ExactSums, as_summands, is_first_copy, norm_of, round_to_fp32, sum_squares
+from llmfoundry_lite.parallel.one_device import renew_copies
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 
@@ -95,6 +96,7 @@ class GradientStep:
         self.bad_losses = torch.zeros((), device=device)
         self.model.loss_scale = self.scaler.scale / num_ranks if self.scaler else 1.0
         self.num_microbatches_left = num_microbatches
+        renew_copies(self.model.model)
 
     def before_forward(self) -> None:
         """Keep gradients on their device until the batch's last microbatch; FSDP2 would reduce them after each.

@@ -6,14 +6,17 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import OtherDataError
-from llmfoundry_lite.launch.replay import BEGUN, RECORDED
+from llmfoundry_lite.launch.replay import BEGUN, DETERMINISTIC, RECORDED
 from llmfoundry_lite.ranks.codec import Item
 from llmfoundry_lite.ranks.ending import checks
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
@@ -43,7 +46,8 @@ class Replay(Partners):
         if dist.get_rank() == 0:
             found = [find_differences(segment, here) for segment in _read_segments(self.folder)]
             differences = [*dict.fromkeys(text for texts in found for text in texts)]
-            (self.folder / BEGUN).write_text(json.dumps({"digest": digest, "differences": differences}))
+            begun = {"digest": digest, "differences": differences, DETERMINISTIC: run.config.deterministic}
+            (self.folder / BEGUN).write_text(json.dumps(begun))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -56,10 +60,19 @@ def main(arguments: Sequence[str]) -> None:
     if threads is not None and 0 < threads * this_rank().local_world_size <= count_usable_cores():
         torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(threads))))
     try:
-        train(config, Replay(folder))
+        train(with_equal_digits(config, devices.device_type()), Replay(folder))
     except OtherDataError as error:  # a finding, on every rank
         if this_rank().rank == 0:
             (folder / BEGUN).write_text(json.dumps({"other_data": error.difference}))
+
+
+def with_equal_digits(config: TrainConfig, device_type: str) -> TrainConfig:
+    """Ask a GPU for kernels whose digits do not vary: any difference is then the run's."""
+    if device_type != "cuda" or config.deterministic:
+        return config
+    if this_rank().rank == 0:
+        print(f"deterministic: true, for a replay on {devices.device_name()}", flush=True)
+    return replace(config, deterministic=True)
 
 
 def _read_segments(folder: Path) -> list[Segment]:

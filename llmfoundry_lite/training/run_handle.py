@@ -55,6 +55,8 @@ class RunHandle:
         self._agreement, self._gradient_step = saving.agreement, saving.gradient_step
         self._dataset: Any = getattr(trainer.state.train_dataloader, "dataset", None)
         self._first_lease: int | None = None
+        self.config = saving.config
+        """With what this launch has chosen by itself."""
         self.model: Any = saving.gradient_step.model.model
         self.optimizer = trainer.state.optimizers[0]
         self.num_data_ranks = saving.agreement.ranks.size
@@ -122,7 +124,7 @@ class RunHandle:
     def read(self, lanes: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
         """Read this rank's share of these rows of every batch, from the next one on; beside them rows `again` of the
         batch that was `back` batches earlier."""
-        ranks, stamp, loader = self._agreement.ranks, self._state.timestamp, self._saving.config.train_loader
+        ranks, stamp, loader = self._agreement.ranks, self._state.timestamp, self.config.train_loader
         mine, earlier = (
             rows[ranks.rank * len(rows) // ranks.size : (ranks.rank + 1) * len(rows) // ranks.size]
             for rows in (lanes, again)

@@ -4,20 +4,23 @@ import contextlib
 import datetime
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from composer import Trainer
+from torch._inductor import config as inductor_config
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from llmfoundry_lite.config.check import check_kernels
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import EXIT_PREEMPTED, UserError
+from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, UserError, either
 from llmfoundry_lite.launch.status import refusals_recorded
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
@@ -30,6 +33,7 @@ from llmfoundry_lite.ranks.ending import (
     raise_when_interrupted,
 )
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
+from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.training.builders import build_trainer
@@ -42,6 +46,8 @@ from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_lite.training.schedule import progress_of
 
+WORKSPACES = (":4096:8", ":16:8")
+"""Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS' sums have one order; torch refuses others."""
 MAX_WAIT = datetime.timedelta(days=7)
 
 
@@ -53,9 +59,8 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     """
     raise_when_interrupted()  # Composer has installed its own handlers when it was imported
     devices.keep_freed_memory()
-    if config.deterministic:
-        use_deterministic_algorithms()
     with refusals_recorded(lambda: Path(config.run_folder)):
+        config = choose_kernels(config, devices.device_type())
         choose_device(devices.device_type())
         start_process_group(devices.device_type(), config.dist_timeout)
     run, partners = RunFolder(config), partners or find_partners(config)
@@ -107,11 +112,28 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     preemption.stop_polling_store()
 
 
-def use_deterministic_algorithms() -> None:
-    """Let torch compute the same digits in every run on the same devices, or refuse to."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first product
+def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
+    """Let torch compute the same digits every time on the same devices, or refuse to, if the run asks for that.
+
+    Returns the configuration with `deterministic` as it is here. Raises ConfigError for settings that keep torch from
+    it.
+    """
+    check_kernels(config, device_type)
+    if not config.is_deterministic_on(device_type):
+        return config
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
+    if device_type == "cuda" and torch.version.cuda and workspace not in WORKSPACES:
+        raise ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG: {workspace} given, but deterministic kernels need {either(WORKSPACES)}; unset it"
+        )
     torch.use_deterministic_algorithms(True)
+    inductor_config.deterministic = True  # torch 2.11 leaves it; no compiled kernel is chosen by its time then
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
+    if config.deterministic is None and this_rank().rank == 0:
+        print(
+            f"deterministic: true, as exact_sums needs on {devices.device_name()}; its kernels are slower", flush=True
+        )
+    return replace(config, deterministic=True)
 
 
 def report(

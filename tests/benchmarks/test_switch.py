@@ -336,9 +336,17 @@ def test_a_leg_goes_through_the_real_launcher_and_its_overlay_reaches_torch(tmp_
         shop.launch("other", cluster, "max_duration=soon")
 
 
-def test_a_bench_without_two_switches_is_refused(tmp_path):
-    with pytest.raises(UserError, match="need two switches"):
-        switch.run(data=tmp_path, num_batches=20, every=10)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_batches": 20, "every": 10}, "need two switches"),
+        ({"only": ["A", "X"]}, "--only: 'X' given, expected one of A, B, C, D"),
+        ({"only": ["A"]}, "--only: one cluster given, expected at least two"),
+    ],
+)
+def test_a_bench_without_two_switches_between_two_clusters_is_refused(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        switch.run(data=tmp_path, **options)
 
 
 def test_the_page_in_bf16_says_how_many_sound_runs_leave_the_band_of_the_others():

@@ -57,7 +57,8 @@ TABLE = {
         "loggers.wandb.": "project entity group name tags init_kwargs",
         "loggers.tensorboard.": "log_dir",
         "fsdp_config.": """sharding_strategy mixed_precision data_parallel_shard_degree reduce_every_microbatch
-            activation_checkpointing activation_checkpointing_reentrant activation_cpu_offload offload_optimizer""",
+            activation_checkpointing activation_checkpointing_reentrant activation_cpu_offload offload_optimizer
+            plain_on_one_device""",
         "tp_config.": "tensor_parallel_degree sequence_parallel",
         "cp_config.": "context_parallel_degree kind",
         "pp_config.": "pipeline_parallel_degree schedule virtual_stages blocks num_microbatches",

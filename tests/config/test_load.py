@@ -353,6 +353,11 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
 @pytest.mark.parametrize(
     ("argument", "note"),
     [
+        (
+            "fsdp_config={plain_on_one_device: true, offload_optimizer: true}",
+            "fsdp_config.plain_on_one_device has no effect: fsdp_config.offload_optimizer needs FSDP2 on one "
+            "device too",
+        ),
         ("fsdp_config.limit_all_gathers=true", "fsdp_config.limit_all_gathers has no effect: FSDP2 always does"),
         (
             "train_loader.dataset.shuffle_algo=py1s",

@@ -55,6 +55,25 @@ def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():
     assert half.unsharded_bytes == alone.parameters_bytes // 2 + (2 + 4) * 16 * 64
 
 
+def test_parameters_that_are_cast_once_a_batch_stay_in_16_bits():
+    """Compiled too, there is no FSDP. Recomputed blocks would hold one copy at a time."""
+    options = {"seq_len": 2048, "microbatch_size": 4}
+    for recomputed, kept_bytes in ((False, 0), (True, 2 * 12 * 768 * 768)):
+        usual, plain = (
+            moments_of(
+                replace(SHALLOW, no_bias=True),
+                **options,
+                has_fsdp=is_plain,
+                plain_on_one_device=is_plain,
+                activation_checkpointing=recomputed,
+            )["in_loss"]
+            for is_plain in (False, True)
+        )
+        norms_bytes = 2 * 2 * 768 * recomputed
+        assert plain.unsharded_bytes - usual.unsharded_bytes == kept_bytes + norms_bytes
+        assert plain.gradients_bytes == usual.gradients_bytes
+
+
 def test_one_device_holds_the_gradient_of_hidden_states_in_the_loss():
     model = ModelConfig(d_model=2, n_heads=1, n_layers=1, max_seq_len=4, vocab_size=64, no_bias=True)
     later, alone = (

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 
-def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes) -> torch.Tensor:
-    assert causal and not dropout_p
+def flash_attn_func(
+    q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+) -> torch.Tensor:
+    assert causal and not dropout_p and deterministic == torch.are_deterministic_algorithms_enabled()
     distance = torch.arange(q.size(1))[:, None] - torch.arange(k.size(1))[None] + (k.size(1) - q.size(1))
     seen = (distance >= 0) & ((distance <= window_size[0]) | torch.tensor(window_size[0] < 0))
     out = []

@@ -24,7 +24,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tests.helpers.lean", "llmfoundry_lite.training.train", "tests.helpers.launch"])
+_server.set_forkserver_preload(
+    ["llmfoundry_lite.training.lean", "llmfoundry_lite.training.train", "tests.helpers.launch"]
+)
 
 _first_port = 10_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 _ports = itertools.cycle(random.Random().sample(range(_first_port, _first_port + 1_000), 1_000))

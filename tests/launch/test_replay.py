@@ -253,6 +253,7 @@ def test_microbatches_are_shared_by_data_ranks_and_not_by_all(run, tmp_path):
         ),
         (["run_folder=x"], 1, "run_folder is set by the replay itself; leave it out"),
         (["load_path=x"], 1, "load_path is set by the replay itself"),
+        (["deterministic=false"], 1, "deterministic is set by the replay itself"),
         (
             [],
             3,
@@ -328,11 +329,11 @@ def test_advice_to_change_the_run_becomes_advice_to_give_its_data():
 # ---------------------------------------------------------------------------------------------------- what came of it
 
 
-def found(its, folder, differences=(), digest=None, **records):
+def found(its, folder, differences=(), digest=None, deterministic=None, **records):
     """The verdict of ranks that find what the run recorded, but for `records`: batch5={quantity: value}."""
     folder.mkdir()
     start = its.start.manifest.state_digest if its.start else "seed"
-    begun = {"digest": digest or start, "differences": list(differences)}
+    begun = {"digest": digest or start, "differences": list(differences), "deterministic": deterministic}
     (folder / "begun.json").write_text(json.dumps(begun))
     lines = [
         {**record, "state/digest": its.digests.get(batch), **records.get(f"batch{batch}", {})}
@@ -381,6 +382,15 @@ def test_a_difference_is_explained_or_it_does_not_fit(run, tmp_path, changes, di
     verdict = found(plan(run(), "ba4..ba6"), tmp_path / "out", differences, batch5=changes)
     assert verdict.is_equal == words.startswith("bit-equal")
     assert re.match(words, verdict.text), verdict.text
+
+
+def test_kernels_whose_digits_vary_explain_a_difference_unless_the_run_had_none(run, tmp_path):
+    """As a GPU that trained it with torch's own choice, beside a replay's there."""
+    changes = {"batch5": {"loss/train/total": 3.37501}}
+    verdict = found(plan(run(), "ba4..ba6"), tmp_path / "varied", deterministic=True, **changes)
+    assert verdict.text == "within a band: loss/train/total within 3.0e-06; deterministic false -> true"
+    its = plan(run(deterministic=True), "ba4..ba6")
+    assert found(its, tmp_path / "fixed", deterministic=True, **changes).text.startswith("does not fit: batch 5: loss")
 
 
 def test_without_exact_sums_ranks_explain_a_difference(run, tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,9 +37,9 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def build(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32", attn_impl: str = "sdpa"):
+def build(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32", attn_impl: str = "sdpa", **options):
     mesh, table = build_mesh(divide_devices(fsdp, 1), "cpu"), PRECISIONS[precision, fsdp.mixed_precision]
-    return build_parallel_model(config, fsdp, table, mesh, seed=1, attn_impl=attn_impl)
+    return build_parallel_model(config, fsdp, table, mesh, seed=1, attn_impl=attn_impl, **options)
 
 
 def build_sharded(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32"):
@@ -182,6 +182,75 @@ def test_one_device_computes_without_fsdp_what_fsdp_computes(one_rank, precision
     assert loss == expected_loss
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
     assert all(p.dtype == torch.float32 for p in plain.parameters())
+
+
+def train(model, num_batches=2):
+    """Losses of microbatches, and of an evaluation after each step; then all parameters."""
+    guard = GradientStep(
+        model=as_trained(model), on_non_finite="stop", max_skipped_batches=1, reduces_every_microbatch=False
+    )
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for batch in range(num_batches):
+        guard.begin(3, torch.device("cpu"))
+        optimizer.zero_grad()
+        for tokens_bt in ((torch.arange(6 * 32) * 7 + batch) % 96).view(3, 2, 32):
+            guard.before_forward()
+            loss = model(tokens_bt).float().logsumexp(-1).mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        with torch.no_grad():
+            losses.append(model(tokens_bt).float().logsumexp(-1).mean().item())
+    for module in model.modules():  # FSDP leaves parameters whole after an evaluation
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return losses, [whole(p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "precision", "mode"),
+    [
+        (None, "amp_bf16", False),
+        (None, "amp_bf16", True),
+        ({"backend": "aot_eager"}, "fp32", False),
+        ({"backend": "aot_eager"}, "amp_bf16", True),
+        ({"backend": "aot_eager"}, "amp_fp16", False),
+    ],
+)
+def test_plain_parameters_cast_once_a_batch_train_the_same_to_the_bit(one_rank, compiled, precision, mode):
+    torch._dynamo.reset()
+    usual, plain = (
+        build(
+            FSDPConfig(plain_on_one_device=is_plain, activation_checkpointing=mode),
+            precision=precision,
+            compile_config=compiled,
+        )
+        for is_plain in (False, True)
+    )
+    assert isinstance(usual, FSDPModule) == (compiled is not None)
+    assert not isinstance(plain, FSDPModule) and not any(isinstance(p, DTensor) for p in plain.parameters())
+    (losses, parameters), (expected_losses, expected) = train(plain), train(usual)
+    assert losses == expected_losses
+    assert all(map(torch.equal, parameters, expected))
+
+
+def test_a_batch_casts_each_parameter_once_and_hooks_of_parameters_run_for_each_microbatch(one_rank):
+    model = build(FSDPConfig(plain_on_one_device=True), precision="amp_bf16")
+    train(model, 1)  # which makes the copies
+    called, norm = [], model.transformer.norm_f.weight
+    norm.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter.grad.dtype))
+    with Calls("_foreach_copy_.default") as casts:
+        train(model, 2)
+    assert casts.count == 2 * (SMALL.n_layers + 1)
+    assert called == 2 * 3 * [torch.float32]
+
+
+def test_copies_of_the_batch_before_are_not_used(one_rank):
+    model = build(FSDPConfig(plain_on_one_device=True), precision="amp_bf16")
+    step(model)
+    model.zero_grad()
+    with pytest.raises(AssertionError, match="renew_copies was not called"):
+        step(model)
 
 
 def test_offloading_the_optimizer_asks_nothing_of_a_cpu(one_rank):

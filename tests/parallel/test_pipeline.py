@@ -198,7 +198,7 @@ REFUSED = {
     ),
     "pp_config.schedule=zero_bubble compile_config={}": (
         "pp_config.schedule: zero_bubble computes the weights' gradients apart, which torch cannot compile; use "
-        "interleaved or 1f1b, or no compile_config"
+        "interleaved or 1f1b, or compile_config: null"
     ),
     "pp_config.schedule=zero_bubble fsdp_config.activation_checkpointing=true": (
         "pp_config.schedule: zero_bubble computes the weights' gradients apart, and activation_checkpointing would "

@@ -369,7 +369,7 @@ REFUSED = {
     ),
     "compile_config={} model.attn_config.attn_pdrop=0.1": (
         "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers and not the stream; set it "
-        "to 0, or tp_config.sequence_parallel to true, or use no compile_config"
+        "to 0, or tp_config.sequence_parallel to true, or use compile_config: null"
     ),
     "train_loader.name=python:my.module:load": (
         "train_loader.name: python:my.module:load cannot know that with tp_config neighbouring devices must read the "

@@ -14,6 +14,7 @@ from tests.helpers.tiny import tiny_config, values, write_data
 
 pytestmark = pytest.mark.multiprocess
 
+RESTORE = "checkpoint/restore_seconds"
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
 
 
@@ -44,6 +45,8 @@ def test_on_the_same_ranks_the_losses_after_a_stop_are_bit_equal(tmp_path, data)
     whole, parts = metrics(tmp_path, "whole"), metrics(tmp_path, "parts")
     for key in ("loss/train/total", "data/digest", "lr", "grad_norm", "eval/loss", "time/token", "counted"):
         assert values(parts, key) == values(whole, key), key
+    restored = {record["batch"]: record[RESTORE] > 0 for record in parts if RESTORE in record}
+    assert restored == {5: True} and not values(whole, RESTORE)
 
 
 def test_across_worlds_shardings_and_epochs_the_data_is_the_same_and_the_losses_agree(tmp_path, data):

@@ -42,6 +42,6 @@ def test_batches_of_one_launch_among_several_are_pinned_like_any_run_s(monkeypat
     run._agreement = SimpleNamespace(ranks=DataRanks(rank=0, size=1, speaks=True))
     run._dataset = SimpleNamespace(global_batch_size=4, continue_with=lambda *_: None)
     for loader in (LoaderConfig(num_workers=2, timeout=30.0), LoaderConfig(timeout=30.0, pin_memory=False)):
-        run._saving = SimpleNamespace(config=SimpleNamespace(train_loader=loader))
+        run.config = SimpleNamespace(train_loader=loader)
         run.read(range(4))
         assert given["pin_memory"] == loader.pin_memory and given["timeout"] == 30.0

@@ -158,3 +158,31 @@ def test_every_world_and_sharding_takes_up_what_the_one_before_left(tmp_path, da
             assert_same_state(saves(tmp_path, "legs") / f"ba{2 * number}", resaved / f"ba{2 * number}")
     assert values(metrics(tmp_path, "legs"), "data/digest") == values(metrics(tmp_path, "whole"), "data/digest")
     assert losses(tmp_path, "legs") == pytest.approx(losses(tmp_path, "whole"), abs=1e-4)
+
+
+def test_a_run_with_plain_parameters_goes_on_sharded_and_the_other_way_round(tmp_path, data):
+    config = tiny_config(
+        data,
+        autoresume=True,
+        max_duration="12ba",
+        save_interval="3ba",
+        eval_interval="2ba",
+        precision="amp_bf16",
+        device_train_microbatch_size=4,
+        compile_config={"backend": "aot_eager"},
+    )
+    plain = {"plain_on_one_device": True}
+    run(tmp_path, config, "whole")
+    carry_on(tmp_path, config, "whole", 3, "plain", fsdp_config=plain)
+    carry_on(tmp_path, config, "plain", 6, "shared", 2)
+    # Sizes are tried with the first weights, before the checkpoint is read.
+    carry_on(tmp_path, config, "shared", 9, "back", fsdp_config=plain, device_train_microbatch_size="auto")
+    for there, batch, here in (("whole", 3, "plain"), ("plain", 6, "shared"), ("shared", 9, "back")):
+        assert_same_state(saves(tmp_path, there) / f"ba{batch}", tmp_path / f"resaved/{here}/ba{batch}")
+    whole = metrics(tmp_path, "whole")
+    for key in ("loss/train/total", "grad_norm", "data/digest", "eval/loss"):
+        assert values(metrics(tmp_path, "plain"), key) == values(whole[3:], key), key
+    assert_same_state(saves(tmp_path, "plain") / "ba12", saves(tmp_path, "whole") / "ba12")
+    for here, batch in (("shared", 6), ("back", 9)):
+        assert values(metrics(tmp_path, here), "data/digest") == values(whole[batch:], "data/digest")
+        assert losses(tmp_path, here) == pytest.approx(losses(tmp_path, "whole")[batch:], abs=0.03)

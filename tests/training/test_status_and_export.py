@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from composer.core import Callback
 from safetensors.torch import load_file
 
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch.status import read_status, write_status
 from llmfoundry_lite.training import run_folder
@@ -122,7 +124,7 @@ def test_a_launch_that_fails_before_its_process_group_is_on_record(tmp_path, mon
     monkeypatch.setattr(training, what, fail)
     write_status(tmp_path, "preempted", 7)
     monkeypatch.setattr(training, "raise_when_interrupted", lambda: None)
-    config: Any = SimpleNamespace(deterministic=False, run_folder=tmp_path, dist_timeout=1.0)
+    config: Any = replace(load_train_config(["mpt-quickstart"]).config, run_folder=str(tmp_path))
     with pytest.raises(ConfigError):
         training.train(config)
     assert read_status(tmp_path) == {"status": "failed", "batch": 7, "reason": "no device"}

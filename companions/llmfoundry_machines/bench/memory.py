@@ -5,6 +5,7 @@ llmfoundry-lite bench memory --minutes 2 --out runs/gpu-check
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ COLUMNS: list[Column] = [
 ]
 
 
-def run(models: Sequence[str] = (), minutes: float = 3, out: Path | None = None) -> int:
+def run(models: Sequence[str] = (), minutes: float = 3, most: int = 8, out: Path | None = None) -> int:
     """Run each model for real and rehearsed; print a table and what is left out; write memory.json and .md to `out`.
 
-    Returns exit code 1 when a run fails. Raises ConfigError without a GPU of the hardware table.
+    A microbatch has as many samples as fit: 1, 2, 4 or 8, and not above `most`. Returns exit code 1 when a run fails.
+    Raises ConfigError without a GPU of the hardware table.
     """
     device = accelerator()
     if device is None:
@@ -57,14 +59,15 @@ def run(models: Sequence[str] = (), minutes: float = 3, out: Path | None = None)
     cases = []
     for variant, overrides in VARIANTS.items():  # each model as it is, before any other
         for model in models or MODELS:
-            size = max(n for n in (1, 2, 4, 8) if fits(load_train_config([model]).config, device, n, 1))
+            config = load_train_config([model]).config
+            size = max(n for n in (1, 2, 4, 8) if n == 1 or (n <= most and fits(config, device, n, 1)))
             name = f"{model} {variant}".strip()
             cases.append((name, (name, [model, *overrides, *short_batch(size, 2 * size, 1)], device, size)))
     left_out = list[str]()
     with ForkServer() as server:
         rows = [compare(server, *case) for case, _ in within_minutes(minutes, cases, open_console(), left_out)]
     tell(
-        describe_conditions() | {"rows": rows},
+        describe_conditions() | {"rows": rows, "left_out": left_out},
         tabulate(f"memory on one {device.name}", COLUMNS, rows, num_keys=2),
         note_left_out(left_out),
         name="memory",
@@ -84,8 +87,10 @@ def fits(config: TrainConfig, device: Accelerator, size: int, num_devices: int) 
 
 
 def compare(server: ForkServer, name: str, arguments: list[str], device: Accelerator, size: int) -> dict[str, Any]:
-    real = run_for_real(arguments)
-    rehearsed = server.rehearse(arguments, device, num_devices=1, per_node=1, counts_operations=False)
+    with ThreadPoolExecutor(1) as pool:  # one needs the device, the other a core
+        started = pool.submit(run_for_real, arguments)
+        rehearsed = server.rehearse(arguments, device, num_devices=1, per_node=1, counts_operations=False)
+    real = started.result()
     failed = next((outcome for outcome in (real, rehearsed) if outcome.exit_code != EXIT_DONE), None)
     return {
         "model": name,

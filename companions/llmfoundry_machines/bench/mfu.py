@@ -4,7 +4,8 @@ llmfoundry-lite bench mfu --shapes 125m,350m,1b,3b,7b --minutes 8 --out results
 
 MFU stands beside the rate of matrix products of the model's own shapes, measured in the same run, and beside the
 datasheet's peak where `hardware.py` has the device. One device exchanges nothing: do not mix these figures with a
-cluster's. The most telling variants come first; those without time are named.
+cluster's. The most telling variants come first; those without time are named. Rows of the Trainer have their
+configuration, for `plan --calibrate`.
 """
 
 import statistics
@@ -26,7 +27,8 @@ from llmfoundry_machines.bench.frame import (
     tell,
     within_minutes,
 )
-from llmfoundry_machines.bench.steps import SHAPES, count_step_flops, measure_in_a_process
+from llmfoundry_machines.bench.steps import SHAPES, count_step_flops, measure
+from llmfoundry_machines.bench.turns import Turns
 
 PLAIN = "a plain SDPA model, compiled"
 COLUMNS: list[Column] = [
@@ -39,6 +41,8 @@ COLUMNS: list[Column] = [
     ("of its products", "{of_products:.1%}"),
     ("of the datasheet", "{of_peak:.1%}"),
     ("peak memory, GiB", "{peak_gib:.1f}"),
+    ("ready in, s", "{ready_seconds:.1f}"),
+    ("steps took, s", "{steps_seconds:.1f}"),
 ]
 
 
@@ -51,10 +55,7 @@ def run(
     overrides: Sequence[str] = (),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure until all is done or `minutes` have passed, print a table, write mfu.json and mfu.md to `out`.
-
-    A process may take half of the time that is left, so that one that hangs does not cost all others; then it is ended.
-    """
+    """Measure until all is done or `minutes` have passed, print a table, write mfu.json and mfu.md to `out`."""
     check_names("--shapes", shapes, SHAPES)
     known = accelerator()
     report: dict[str, Any] = describe_conditions() | {
@@ -66,9 +67,15 @@ def run(
         "rows": [],
         "left_out": [],
     }
-    cases = [(f"{shape}, {name}", (shape, name, settings)) for name, settings in variants().items() for shape in shapes]
-    for case, left in within_minutes(minutes, cases, open_console(), report["left_out"]):
-        report["rows"].append(_measure(report, *case, left / 2))
+    where = {"num_devices": 1, "hardware": known and known.name}
+    cases = [(shape, name, settings) for name, settings in variants().items() for shape in shapes]
+    tasks = [task_of(shape, settings, report) for shape, _, settings in cases]
+    names = [(f"{shape}, {name}", number) for number, (shape, name, _) in enumerate(cases)]
+    with Turns(measure, tasks) as turns:
+        for number, left in within_minutes(minutes, names, open_console(), report["left_out"]):
+            shape, name, _ = cases[number]
+            row = {"shape": shape, "step": name, "batch_size": tasks[number]["batch_size"], **where}
+            report["rows"].append(row | take_turn(turns, number, tasks[number], left))
     tell(
         report,
         build_table(report),
@@ -83,40 +90,46 @@ def run(
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """Return name -> settings of one process, the most telling first."""
-    attentions = [name for name in available() if name != "reference"]
+    """Return name -> settings of one process, the most telling first. FlexAttention is measured with ALiBi."""
+    first, *others = [name for name in available() if name != "reference"]
+    order = [(first, True), (first, False), *((name, True) for name in others), (PLAIN, True)]
     found: dict[str, dict[str, Any]] = {PRODUCTS: {"side": "matmul bf16"}}
-    for attention in attentions:
-        for compiled in (True, False):
-            changes = [f"model.attn_config.attn_impl={attention}", "device_train_microbatch_size=auto"]
-            changes += ["compile_config={}"] if compiled else []
-            name = f"{attention}, {'compiled' if compiled else 'not compiled'}"
-            found[name] = {"side": "trainer bf16", "overrides": changes}
-        found.setdefault(PLAIN, {"side": "plain bf16", "compiled": True})
+    for attention, compiled in [*order, *((name, False) for name in others)]:
+        if attention == PLAIN:
+            found[PLAIN] = {"side": "plain bf16", "compiled": True}
+            continue
+        changes = [f"model.attn_config.attn_impl={attention}", "device_train_microbatch_size=auto"]
+        changes += ["compile_config={}"] if compiled else []
+        changes += ["model.attn_config.alibi=true"] if attention == "flex" else []
+        name = "flex with ALiBi" if attention == "flex" else attention
+        found[f"{name}, {'compiled' if compiled else 'not compiled'}"] = {"side": "trainer bf16", "overrides": changes}
     return found
 
 
-def _measure(
-    report: dict[str, Any], shape: str, name: str, settings: dict[str, Any], limit_seconds: float
-) -> dict[str, Any]:
-    """Measure one variant. The plain model, which has no microbatches, and the products take at most 4 samples."""
-    is_trainer = settings["side"].startswith("trainer")
-    batch_size = report["batch_size"] if is_trainer else min(4, report["batch_size"])
-    task = {"shape": shape, "seq_len": report["seq_len"], "batch_size": batch_size, "num_steps": report["num_steps"]}
-    row: dict[str, Any] = {"shape": shape, "step": name, "batch_size": batch_size}
+def task_of(shape: str, settings: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of `steps.measure`. The plain model, which has no microbatches, and the products take at most 4
+    samples."""
+    task = {"shape": shape, "seq_len": report["seq_len"], "num_steps": report["num_steps"], **settings}
+    if not settings["side"].startswith("trainer"):
+        return {**task, "batch_size": min(4, report["batch_size"])}
+    return {**task, "batch_size": report["batch_size"], "overrides": [*settings["overrides"], *report["overrides"]]}
+
+
+def take_turn(turns: Turns, number: int, task: dict[str, Any], left_seconds: float) -> dict[str, Any]:
+    """Return what one turn adds to its row: measurements, or an error."""
     try:
-        changes = [*settings.get("overrides", ()), *(report["overrides"] if is_trainer else ())]
-        result = measure_in_a_process({**task, **settings, "overrides": changes}, limit_seconds=limit_seconds)
+        found = turns.measure(number, left_seconds)
     except RuntimeError as error:
-        return row | {"error": str(error).strip().splitlines()[-1]}
-    seconds = statistics.median(result["step_seconds"])
-    flops = result.get("flops", count_step_flops(shape, report["seq_len"], batch_size))
-    return row | {
-        "microbatch_size": result.get("microbatch_size", batch_size),
+        return {"error": str(error)}
+    seconds, num_tokens = statistics.median(found.pop("step_seconds")), task["batch_size"] * task["seq_len"]
+    is_products = "flops" in found
+    flops = found.pop("flops", None) or count_step_flops(task["shape"], task["seq_len"], task["batch_size"])
+    return {
+        "microbatch_size": task["batch_size"],
         "seconds": seconds,
-        "tokens_per_sec": None if name == PRODUCTS else batch_size * report["seq_len"] / seconds,
+        "tokens_per_sec": None if is_products else num_tokens / seconds,
         "flops_per_sec": flops / seconds,
-        "peak_bytes": result["peak_bytes"],
+        **found,
     }
 
 

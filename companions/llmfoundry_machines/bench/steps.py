@@ -8,13 +8,13 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.models.products import multiply
 from llmfoundry_lite.ranks.start import use_loopback
+from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, Mark
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512},
@@ -44,6 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50368},
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WARM_UP = 2
+"""Steps left out of each run."""
 
 
 def model_of(shape: str, max_seq_len: int, **changes: Any) -> ModelConfig:
@@ -92,19 +95,14 @@ def random_tokens(num_samples: int, seq_len: int, vocab_size: int) -> np.ndarray
 
 
 def measure_in_a_process(
-    settings: dict[str, Any],
-    program: Sequence[str] = (sys.executable, "-m", __name__),
-    limit_seconds: float | None = None,
+    settings: dict[str, Any], program: Sequence[str] = (sys.executable, "-m", __name__)
 ) -> dict[str, Any]:
-    """Measure one side in a process of its own. Raises RuntimeError with its output if it fails, or without if
-    `limit_seconds` have passed: then it is ended, with all that it has started."""
-    command = [*program, json.dumps(settings)]
+    """Measure one side in a process of its own. Raises RuntimeError with its output if it fails."""
     pipe = subprocess.PIPE
+    command = [*program, json.dumps(settings)]
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
-        output, errors = process.communicate(timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{settings['side']}: ended after {limit_seconds:.0f} s, no time is left") from None
+        output, errors = process.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -113,10 +111,7 @@ def measure_in_a_process(
         raise RuntimeError(f"{settings['side']}: killed, for want of memory as a rule")
     if process.returncode != 0:
         raise RuntimeError(f"{settings['side']} failed:\n{output}\n{errors}")
-    measured = json.loads(output.splitlines()[-1])
-    if found := re.search(r"^device_train_microbatch_size: auto is (\d+)", output, re.MULTILINE):
-        measured["microbatch_size"] = int(found[1])
-    return measured
+    return json.loads(output.splitlines()[-1])
 
 
 def measure_on_ranks(num_ranks: int, measure: Callable[[], Any]) -> Any:
@@ -143,6 +138,7 @@ def be_rank(rank: int, num_ranks: int, measure: Callable[[], Any], folder: str) 
     use_loopback()
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(minutes=10))
+    dist.barrier()  # or one that fails at once would end the others while they connect
     found = measure()
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
@@ -163,19 +159,19 @@ def train_on_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
 # -------------------------------------------------------------------------------------------------------- the sides
 
 
-def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Measure one side in this process. The first two steps are left out."""
+def measure(settings: dict[str, Any], mark: Mark = lambda stage: None) -> dict[str, Any]:
+    """Measure one side in this process. It tells `mark` of each stage, and goes on when that returns."""
     side, dtype = settings["side"].split()
     if side != "plain":
         keep_freed_memory()
-    if side == "matmul":
-        return measure_products(settings, dtype)
-    steps = {"plain": measure_plain, "trainer": measure_trainer}[side](settings, dtype)
-    return {"step_seconds": steps[2:], "peak_bytes": peak_memory_bytes()}
+    measure_side = {"matmul": measure_products, "plain": measure_plain, "trainer": measure_trainer}[side]
+    return {**measure_side(settings, dtype, mark), "peak_bytes": peak_memory_bytes()}
 
 
-def measure_products(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+def measure_products(settings: dict[str, Any], dtype: str, mark: Mark) -> dict[str, Any]:
     """Time one step's matrix products of activations and weights, three of each: forward, and both gradients."""
+    for stage in (READY, STEPS, TIMED):
+        mark(stage)
     device, num_tokens = device_type(), settings["batch_size"] * settings["seq_len"]
     d, layers = SHAPES[settings["shape"]]["d_model"], SHAPES[settings["shape"]]["n_layers"]
     weights = {(3 * d, d): layers, (d, d): layers, (4 * d, d): layers, (d, 4 * d): layers}
@@ -187,10 +183,10 @@ def measure_products(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
         flops += count * 3 * 2 * num_tokens * rows * columns
         found = time_calls(
             lambda: (multiply(x, weight), multiply(gradient, weight.T), multiply(gradient.T, x.T)),  # noqa: B023
-            settings["num_steps"] + 2,
+            settings["num_steps"] + WARM_UP,
         )
-        seconds = [total + count * one for total, one in zip(seconds, found[2:], strict=True)]
-    return {"step_seconds": seconds, "flops": flops, "peak_bytes": peak_memory_bytes()}
+        seconds = [total + count * one for total, one in zip(seconds, found[WARM_UP:], strict=True)]
+    return {"step_seconds": seconds, "flops": flops}
 
 
 def time_calls(work: Callable[[], object], num_calls: int) -> list[float]:
@@ -211,27 +207,39 @@ def time_calls(work: Callable[[], object], num_calls: int) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
-def measure_trainer(settings: dict[str, Any], dtype: str) -> list[float]:
-    """Return seconds of each step of a real run: shards, loader, Composer's loop, metrics.
+def measure_trainer(settings: dict[str, Any], dtype: str, mark: Mark) -> dict[str, Any]:
+    """Time the steps of a real run: shards, loader, Composer's loop, metrics; return its configuration too.
 
-    Nothing is saved: a model of 7 billion parameters would take 74 GiB.
+    Nothing is saved: a model of 7 billion parameters would take 74 GiB. Its weights are drawn on the device.
     """
     from llmfoundry_lite.config.load_train import load_train_config
-    from llmfoundry_lite.training.checkpointing import Checkpointing
+    from llmfoundry_lite.config.schema import as_dict
+    from llmfoundry_lite.parallel import fsdp
     from llmfoundry_lite.training.train import train
+    from llmfoundry_machines.bench.trainer import Measured, draw_on_device
 
-    Checkpointing._save = lambda self, state, logger: None  # this process is for one measurement
+    fsdp.initialise_weights = draw_on_device  # this process is for one measurement
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), settings, dtype)
-        train(load_train_config([str(path), *settings.get("overrides", ())]).config)
+        config = load_train_config([str(path), *settings.get("overrides", ())]).config
+        partners = Measured(mark)
+        train(config, partners)
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     seconds = {record["batch"]: record["time/batch_seconds"] for record in map(json.loads, lines)}
-    return [seconds[batch] for batch in sorted(seconds)]
+    size = partners.microbatch_size
+    planned = replace(config, device_train_microbatch_size=size, environment={}, run_folder="")
+    return {
+        "step_seconds": [seconds[batch] for batch in sorted(seconds)][WARM_UP:],
+        "microbatch_size": size,
+        "config": as_dict(planned),
+    }
 
 
-def measure_plain(settings: dict[str, Any], dtype: str) -> list[float]:
-    """Return seconds of each step of a hand-written GPT with a plain loss; bf16 is autocast."""
-    model: nn.Module = BareGPT(seq_len=settings["seq_len"], **SHAPES[settings["shape"]]).to(device_type())
+def measure_plain(settings: dict[str, Any], dtype: str, mark: Mark) -> dict[str, Any]:
+    """Time the steps of a hand-written GPT with a plain loss; bf16 is autocast."""
+    mark(READY)
+    with torch.device(device_type()):
+        model: nn.Module = BareGPT(seq_len=settings["seq_len"], **SHAPES[settings["shape"]])
     if settings.get("compiled"):
         model.compile()
 
@@ -240,7 +248,13 @@ def measure_plain(settings: dict[str, Any], dtype: str) -> list[float]:
             logits = model(tokens_bt)[:, :-1]
             return F.cross_entropy(logits.flatten(0, 1), tokens_bt[:, 1:].flatten())
 
-    return run_steps(model, compute_loss, random_batches(settings))
+    def marked() -> Iterator[torch.Tensor]:
+        for number, tokens_bt in enumerate(random_batches(settings)):
+            if number < WARM_UP:
+                mark((STEPS, TIMED)[number])
+            yield tokens_bt
+
+    return {"step_seconds": run_steps(model, compute_loss, marked())[WARM_UP:]}
 
 
 def run_steps(

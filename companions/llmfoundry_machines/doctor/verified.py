@@ -52,7 +52,7 @@ def describe(proof: dict[str, Any]) -> list[str]:
     build = f"torch {proof['torch']}" + (f", driver {proof['driver']}" if proof.get("driver") else "")
     counts = Counter(test["outcome"] for test in proof.get("tests", {}).values())
     found = [", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))] if counts else []
-    found += sum_up_speed(proof)
+    found += [*sum_up_speed(proof), *sum_up_runs(proof)]
     runs = proof.get("exact", {})
     if first := runs.get("whole"):
         equal = ", ".join(name for name, run in runs.items() if run == first and name != "whole")
@@ -78,6 +78,35 @@ def sum_up_speed(proof: dict[str, Any]) -> list[str]:
     for row in proof.get("memory", []):
         if not row["error"]:
             found.append(f"memory of {row['model']}: rehearsed {row['rehearsed_bytes'] / row['real_bytes'] - 1:+.1%}")
+    return found
+
+
+def sum_up_runs(proof: dict[str, Any]) -> list[str]:
+    """Return what switching, a save and a restore, energy and evaluation beside lm_eval came to."""
+    found = []
+    if switch := proof.get("switch"):
+        caught = sum(words.startswith("caught") for words in switch["verdicts"].values())
+        same = [f"{name} {switch['ratios'][name]:.2f}" for name, words in switch["verdicts"].items() if "same" in words]
+        text = f"{switch['num_batches']} batches in {switch['precision']}, switching every {switch['every']}: "
+        found.append(f"{text}the same run (of the band: {', '.join(same) or 'none'}), {caught} controls caught")
+    save = proof.get("checkpoint", {})
+    if "bytes" in save:
+        size, seconds = save["bytes"] / 1e9, save["durable_seconds"]
+        rate, stall = size / seconds, save["stall_seconds"]
+        text = (
+            f"{save['model']}: saved {size:.2f} GB in {seconds:.1f} s ({rate:.2f} GB/s), training waited {stall:.1f} s"
+        )
+        if seconds := save.get("restore_seconds"):
+            text += f"; restored in {seconds:.1f} s ({size / seconds:.2f} GB/s)"
+        found.append(text)
+    if energy := proof.get("energy"):
+        watts, each = energy["joules"] / energy["seconds"], 1e3 * energy["joules"] / energy["tokens"]
+        found.append(f"energy of {save['model']}: {watts:.0f} W, {each:.2g} mJ a token")
+    if evaluation := proof.get("evaluation"):
+        suites = evaluation["suites"].values()
+        num_items, differ = len(suites) * evaluation["num_items"], sum(suite["num_different"] for suite in suites)
+        apart = max(suite["largest_difference_nats"] for suite in suites)
+        found.append(f"beside lm_eval: {differ} of {num_items} items decided otherwise, at most {apart:.0e} nats apart")
     return found
 
 

@@ -21,6 +21,6 @@ def test_no_reader_waits_for_a_pipe_or_ends_in_a_traceback(tmp_path, read):
 
 def test_files_that_others_wrote_are_read_through_one_door():
     assert find_whole_reads(Path(companion.__file__).parent) == {
-        *("bench/frame.py", "bench/profile.py", "bench/steps.py"),
+        *("bench/frame.py", "bench/profile.py", "bench/steps.py", "bench/turns.py"),
         *("doctor/collectives.py", "doctor/examine.py", "doctor/machine.py"),
     }

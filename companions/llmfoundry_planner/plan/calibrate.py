@@ -4,9 +4,10 @@
     llmfoundry-lite doctor --json measured/doctor.json
     llmfoundry-lite plan mpt-7b --hardware h100 --devices 64 --calibrate measured/scaling.json,measured/doctor.json
 
-Timed steps fix the rate of products; of attention where their lengths differ; the jitter where their nodes do. Without
-steps, `bench mfu` fixes the rate of products; beside steps it is not used, and the plan says so. `doctor` fixes links.
-The errors of the steps make the plan's interval. Options of `plan` come before reports, later reports before earlier.
+Timed steps, of `bench scaling` or `bench mfu`, fix the rate of products; of attention where their lengths differ; the
+jitter where their nodes do. Without steps the products of `bench mfu` fix their rate; beside steps they are not used,
+and the plan says so. `doctor` fixes links. The errors of the steps make the plan's interval. Options of `plan` come
+before reports, later reports before earlier.
 """
 
 import json
@@ -175,7 +176,8 @@ def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], di
         if report["bench"] == "scaling":
             return {}, read_steps(rows, hardware)
         if report["bench"] == "mfu":
-            return {"products": read_products(rows, report["peak_flops"])}, {}
+            timed = [row for row in rows if "config" in row and "error" not in row]
+            return {"products": read_products(rows, report["peak_flops"])}, read_steps(timed, hardware) if timed else {}
         raise ValueError
     except OSError as error:
         raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
@@ -199,7 +201,7 @@ def read_products(rows: Sequence[Mapping[str, Any]], peak: float | None) -> floa
 
 
 def read_steps(rows: Sequence[Mapping[str, Any]], hardware: Hardware) -> dict[str, Step]:
-    """Return the steps of a report of `bench scaling`, each once: key -> step.
+    """Return the steps of a report of `bench scaling` or `bench mfu`, each once: key -> step.
 
     Raises DataError for a time that is none, ConfigError for a step that the planner cannot time.
     """

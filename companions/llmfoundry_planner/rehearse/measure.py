@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from llmfoundry_lite import models
-from llmfoundry_lite.parallel.fsdp import _compute_in
+from llmfoundry_lite.parallel import one_device
 from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.loss import _ChunkedCrossEntropy, cross_entropy_sum, next_token_labels, row_weights
 from llmfoundry_lite.training.monitor import Callback, Logger, State
@@ -186,8 +186,8 @@ CODE_OF_CATEGORIES = {
     "rest": functions(ParallelTrainer._train_microbatches),  # the optimizer calls it
     "optimizer": packages(torch.optim),
     "parameters": functions(torch.nn.Module.to_empty),
-    "unsharded": functions(_compute_in),
-    "gradients": functions(GradientStep),
+    "unsharded": functions(one_device.HeldCopies, one_device._cast),
+    "gradients": functions(GradientStep, one_device._UseCopies),
     "activations": packages(models, pipelining),  # pipelining's are buffers for what stages send each other
 }
 """Named by object, so that a rename fails at import: by file name, allocations would silently change category."""

@@ -4,13 +4,15 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import as_dict
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.hardware import ACCELERATORS, PRODUCTS
 from llmfoundry_machines.bench.frame import tell
 from llmfoundry_machines.doctor.collectives import CLOCKS, Report, judge_step
@@ -218,3 +220,34 @@ def test_a_damaged_file_is_refused_in_a_line(capsys, tmp_path, text):
     assert run([*ON_H100, "8", "--calibrate", str(path)]) == 2
     error = capsys.readouterr().err
     assert "odd.json: damaged or no such report" in error and error.count("\n") == 1
+
+
+def steps_of_an_h100(size: str) -> list[dict[str, Any]]:
+    """Rows of `bench mfu`, with what one H100 took: `benchmarks/results/h100/cases.jsonl`."""
+    num_samples, microbatch_size, seconds = {
+        "1b": (16, 8, {"{}": 0.5389, "null": 0.5741}),
+        "125m": (64, 32, {"{}": 0.3001, "null": 0.3650}),
+    }[size]
+    sizes = [f"global_train_batch_size={num_samples}", f"device_train_microbatch_size={microbatch_size}"]
+    rows = []
+    for compile_config, one in seconds.items():
+        arguments = [f"mpt-{size}", "h100-8", "max_seq_len=2048", *sizes, f"compile_config={compile_config}"]
+        config = as_dict(load_train_config(arguments).config)
+        rows.append({"step": "sdpa", "seconds": one, "num_devices": 1, "config": config, "flops_per_sec": 5e14})
+    return rows
+
+
+@pytest.mark.parametrize(("fitted", "other"), [("1b", "125m"), ("125m", "1b")])
+def test_one_model_s_steps_of_bench_mfu_predict_the_other_within_the_interval(tmp_path, fitted, other):
+    path = tmp_path / "mfu.json"
+    products = {"step": PRODUCTS, "flops_per_sec": 801.8e12}
+    report = {"bench": "mfu", "device_name": DEVICE, "peak_flops": 989.5e12}
+    path.write_text(json.dumps(report | {"rows": [products, *steps_of_an_h100(fitted)]}))
+    hardware = calibrate(H100, [path], {})
+    assert "mfu.json: products fitted to 2 steps on at most 1 devices" in hardware.efficiency.source
+    low, high = hardware.interval(1)
+    for row in steps_of_an_h100(other):
+        config = build_block(TrainConfig, row["config"])
+        predicted = step_time(config, layout_of(config, 1, 1), hardware).seconds
+        rate = predicted / row["seconds"]  # the measured rate over the predicted one
+        assert low <= rate <= high

@@ -14,6 +14,7 @@ RUN = {"digests": ["a", "b"], "losses": ["0x1p+2", "0x1p+1"]}
 STEP = {"microbatch_size": 8, "error": None, "share_of_products": None, "share_of_peak": None}
 STEP["predicted_share_of_peak"] = None
 H200 = {"device": "NVIDIA H200", "num_devices": 1, "driver": "580.1", "commit": "abc"}
+SECONDS = {"stall_seconds": 2.5, "durable_seconds": 20.0, "restore_seconds": 10.0}
 KINDS = {
     "tests": {
         "tests": {
@@ -39,6 +40,24 @@ KINDS = {
         ],
         "memory": [{"model": "mpt-1b", "real_bytes": 100, "rehearsed_bytes": 99, "error": ""}],
     },
+    "runs": {
+        "switch": {
+            "precision": "fp32",
+            "num_batches": 40,
+            "every": 10,
+            "passed": False,
+            "ratios": {"switching": 0.5, "untouched": 0.625, "moments": 0.9},
+            "verdicts": {
+                "switching": "the same run",
+                "untouched": "the same run",
+                "skipped": "caught by digest, batch 21",
+                "moments": "not told apart by the loss",
+            },
+        },
+        "checkpoint": {"model": "1b", "bytes": 16e9, **SECONDS},
+        "energy": {"joules": 2000.0, "seconds": 4.0, "tokens": 400_000},
+        "evaluation": {"num_items": 10, "suites": {"ARC": {"num_different": 1, "largest_difference_nats": 2e-5}}},
+    },
     "switch": {"exact": {"whole": RUN, "carried on": RUN, "on two ranks": {**RUN, "losses": ["0x1p+2", "0x1p+0"]}}},
 }
 
@@ -50,14 +69,20 @@ def write_proof(folder, part, **changes):
     return path
 
 
-def test_three_parts_of_a_machine_are_three_rows_with_their_failures_below(tmp_path):
-    speed, switch, tests, *failures = [
+def test_parts_of_a_machine_are_rows_with_their_failures_below(tmp_path):
+    runs, speed, switch, tests, *failures = [
         line for line in describe_proofs([write_proof(tmp_path, part) for part in KINDS])[2:] if line
     ]
     start = "| NVIDIA H200 | torch 2.11.0, driver 580.1 | abc, 2026-11-25 |"
     assert tests == f"{start} tests | 1 failed, 1 no time, 1 passed |"
     assert "1b 500 TFLOP/s (sdpa, compiled), 62% of its products, MFU 50.5% (predicted 45.0%)" in speed
     assert speed.endswith("; memory of mpt-1b: rehearsed -1.0% |")
+    assert runs.endswith(
+        "runs | 40 batches in fp32, switching every 10: the same run (of the band: switching 0.50, untouched 0.62), 1 "
+        "controls caught; 1b: saved 16.00 GB in 20.0 s (0.80 GB/s), training waited 2.5 s; restored in 10.0 s (1.60 "
+        "GB/s); energy of 1b: 500 W, 5 mJ a token; beside lm_eval: 1 of 10 items decided otherwise, at most 2e-05 nats "
+        "apart |"
+    )
     assert switch.endswith("switch | 2 batches with exact sums; bit-equal: carried on |")
     assert failures == [
         "- NVIDIA H200, speed: 125m, flex, compiled: no time is left",

@@ -152,6 +152,20 @@ def test_compiled_blocks_are_built_for_the_device_that_is_named(server, device, 
     assert not compiled["breaks"] and not compiled["again"]
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_plain_parameters_of_compiled_blocks_take_what_the_estimate_says(server, recomputed):
+    """All blocks are one graph, though other tensors take the place of their parameters."""
+    overrides = ["compile_config={}", "fsdp_config.plain_on_one_device=true", "global_train_batch_size=16"]
+    overrides.append(f"fsdp_config.activation_checkpointing={str(recomputed).lower()}")
+    outcome = rehearse(server, *overrides, num_devices=1, per_node=1, counts_operations=True)
+    assert outcome.exit_code == EXIT_DONE, outcome.said
+    found, config = outcome.found, load_train_config([*RUN, *overrides]).config
+    estimate = estimate_training_memory(config, layout_of(config, 1, 1))
+    assert found["allocated_bytes"] - 0.01 * GIB <= estimate.total_bytes <= 1.05 * found["allocated_bytes"]
+    assert found["compiled"]["num_graphs"] == 2, "a block, and the loss"
+    assert not found["compiled"]["breaks"] and not found["compiled"]["again"]
+
+
 def test_graph_breaks_and_recompilations_are_counted(server):
     overrides = ["compile_config={backend: eager}", "model.n_layers=1"]
     broken = rehearse(server, *overrides, with_mistake("BreaksGraph"), counts_operations=True)

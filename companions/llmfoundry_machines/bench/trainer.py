@@ -1,0 +1,53 @@
+"""What a measurement changes in a training run: it waits for the device, saves nothing, and draws weights quickly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.core import State
+
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.training.optimizers import local
+from llmfoundry_lite.training.partners import Partners
+from llmfoundry_machines.bench.steps import WARM_UP
+from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, Mark
+
+
+class Measured(Partners):
+    """No other launch; `mark` is told of the run's stages."""
+
+    saves_here = False
+    takes_lease_at_start = False
+    instead_of_saving = "a measurement saves nothing"
+
+    def __init__(self, mark: Mark):
+        self.mark = mark
+        self.microbatch_size = 0
+        """Samples, once the trainer is built."""
+
+    def connect(self) -> None:
+        """Wait for the device: up to here the run has nothing on it."""
+        self.mark(READY)
+
+    def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
+        self.microbatch_size = int(trainer.state.device_train_microbatch_size or 0)
+        self.mark(STEPS)
+
+    def begin_batch(self, state: State) -> None:
+        if int(state.timestamp.batch) == WARM_UP - 1:
+            self.mark(TIMED)
+
+    def may_save(self) -> bool:
+        return False
+
+
+@torch.no_grad()
+def draw_on_device(model: MPT, seed: int) -> None:
+    """Draw weights of a usual size on their own device, by torch: a step takes as long with them.
+
+    The run's own draw on the host takes 4 s for MPT-1B on 16 cores.
+    """
+    torch.manual_seed(seed)
+    for parameter in map(local, model.parameters()):
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
