@@ -20,6 +20,7 @@ from llmfoundry_lite.errors import ConfigError
 
 GROUP = "llmfoundry_lite.companions"
 OURS: Mapping[str, tuple[str, ...]] = {
+    "llmfoundry_islands": ("islands",),
     "llmfoundry_planner": ("plan", "fabric", "rehearse"),
     "llmfoundry_machines": ("bench", "doctor"),
     "llmfoundry_formats": (
@@ -70,14 +71,14 @@ def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Ite
     for companion in find_companions():
         for name, where in getattr(companion, slot).items():
             if is_asked(name):
-                yield name, _bring(where)
+                yield name, bring(where)
 
 
 def find(slot: str, name: str) -> Any:
     """Import the part of this name. Raises ConfigError that names the missing companion."""
     for companion in find_companions():
         if name in getattr(companion, slot):
-            return _bring(getattr(companion, slot)[name])
+            return bring(getattr(companion, slot)[name])
     raise missing(name)
 
 
@@ -88,9 +89,11 @@ def missing(name: str) -> ConfigError:
 
 def list_missing() -> list[str]:
     """Return the names that our companions would have, and that are not here."""
+    find_companions()  # of this clone, too
     return [name for package, names in OURS.items() if find_spec(package) is None for name in names]
 
 
-def _bring(where: str) -> Any:
+def bring(where: str) -> Any:
+    """Import a part, given as `module:name`."""
     module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)

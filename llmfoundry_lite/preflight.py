@@ -18,6 +18,7 @@ from typing import Any
 
 from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.checkpoint.start import Start, choose_start
+from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.check import check_kernels
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
@@ -44,7 +45,6 @@ from llmfoundry_lite.estimate.exchanges import context_exchanges, stream_reducti
 from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_stages, estimate_training_memory
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
-from llmfoundry_lite.islands.messages import find_token
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
 C_COMPILERS = ("gcc", "clang", "g++")
@@ -72,8 +72,8 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     `must_exist`: data that is not there is an error (a launch), or is noted as not checked (a dry run).
     """
     check_batch(config, layout)
-    if config.islands is not None and must_exist:
-        find_token()
+    for block in given_blocks(config.blocks).values() if must_exist else ():
+        block.check_here(config)
     if must_exist and config.fuses_loss:
         check_compiler()
     _check_import_paths(config)
@@ -338,9 +338,9 @@ def describe(
     batch_tokens, flops = config.global_train_batch_size * length, count_flops_per_token(model, length)
     start, not_looked_at = _describe_start(config, is_for_here=is_for_here)
     at = " (microbatches of 1 sample)" if config.device_train_microbatch_size == "auto" else ""
-    island = f", island {config.islands.name} at {config.islands.coordinator}" if config.islands else ""
+    among = "".join(block.describe(config) for block in given_blocks(config.blocks).values())
     lines = [
-        f"run            {config.run_name} in {config.run_folder}{island}",
+        f"run            {config.run_name} in {config.run_folder}{among}",
         f"start          {start}",
         f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch_tokens)} per batch",

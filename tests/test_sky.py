@@ -181,21 +181,6 @@ def group():
     return block
 
 
-def test_the_islands_of_a_job_group_load_and_ask_the_coordinator_of_their_group(group):
-    header, coordinator, *islands = yaml.safe_load_all(group)
-    assert [island["name"] for island in islands] == header["primary_tasks"]
-    port = re.search(r"--listen 0.0.0.0:(\d+) --islands 2$", coordinator["run"])
-    for island in islands:
-        run, save_folder, options = re.fullmatch(
-            r'RUN=(\S+) SAVE_FOLDER="(\S+)" OPTIONS="(.+)" bash scripts/sky/run.sh\n', island["run"]
-        ).groups()
-        options = options.replace("$SKYPILOT_JOBGROUP_NAME", header["name"]).replace("$(hostname -i)", "10.0.0.1")
-        config = load_train_config([str(ROOT / run), f"save_folder={save_folder}", *options.split()], {}).config
-        assert config.islands.coordinator == f"{coordinator['name']}-0.{header['name']}:{port[1]}"
-        assert config.islands.name == island["name"]
-        assert island["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_PREEMPTED]
-
-
 @pytest.mark.long
 def test_skypilot_itself_parses_the_task_and_the_group(group):
     """SKYPILOT_PYTHON names the Python of an environment that has it; it need not be this one."""

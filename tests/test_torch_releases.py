@@ -5,76 +5,21 @@ everything else from the exported requirements. Composer's own metadata permits 
 installed with `--no-deps`; torchvision, which Composer imports, is the release made for that torch.
 """
 
-import json
-import os
 import shutil
-import subprocess
-import sys
-import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.islands.messages import TOKEN
-from tests.helpers.environments import find_uv
-from tests.helpers.launch import ROOT
+from tests.helpers import releases
+from tests.helpers.releases import PINS, RELEASES, losses, train
 from tests.helpers.resave import assert_same_state, resave_into
-from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
-from tests.islands.world import SECRET, coordination, metrics
+from tests.helpers.tiny import tiny_config, write_config, write_data
 
 pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
 
-PINS = {"oldest": ("torch==2.11.0", "torchvision==0.26.0"), "newest": ("torch", "torchvision")}
-"""The newest is that of the day on which the project fixes its dependencies (`exclude-newer`)."""
-RELEASES = ["ours", *PINS]
-TRAIN = """
-import json, sys
-from pathlib import Path
-from tests.helpers.launch import train
-
-for arguments in json.loads(sys.argv[1]):
-    train(arguments, Path.cwd(), 2).check()
-"""
-
-
-@pytest.fixture(scope="module")
-def uv():
-    return find_uv()
-
-
-def call(*command, **options):
-    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
-@pytest.fixture(scope="module")
-def interpreters(uv, tmp_path_factory):
-    """Release -> its Python. An environment is links into uv's cache, and gone afterwards."""
-    folder = tmp_path_factory.mktemp("environments")
-    day = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["exclude-newer"]
-    found = {"ours": sys.executable}
-    try:
-        for release, pins in PINS.items():
-            python = folder / release / "bin/python"
-            call(uv, "venv", "--quiet", "--python", sys.executable, folder / release)
-            # Elsewhere than in the repository, where uv would apply the project's own override of torch.
-            install = (uv, "pip", "install", "--quiet", "--python", python, "--exclude-newer", day)
-            call(*install, *pins, cwd=folder)
-            call(*install, "--no-deps", "-r", ROOT / "requirements-without-torch.txt", cwd=folder)
-            found[release] = str(python)
-        yield found
-    finally:
-        shutil.rmtree(folder)
-
-
-def train(interpreter, folder, *launches):
-    """Each of `launches` on 2 ranks, one after the other, for one import of Composer."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    call(interpreter, "-c", TRAIN, json.dumps(launches), cwd=folder, env=environment)
+interpreters = releases.interpreters
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +38,6 @@ def folder(interpreters, tmp_path_factory):
             write_config(folder / f"{name}.yaml", {**config, "run_name": name, "callbacks": resaved})
         train(interpreter, folder, *([f"{name}.yaml"] for name in names))
     return folder
-
-
-def losses(folder, name):
-    return values(read_metrics(folder / "runs" / name), "loss/train/total")
 
 
 def torch_of(folder, name):
@@ -124,38 +65,3 @@ def test_a_save_of_one_release_is_the_same_state_under_another_and_trains_on(fol
     assert torch_of(folder, name) == torch_of(folder, here)
     if there == here:
         assert_same_state(*(folder / f"runs/{run}/checkpoints/ba8" for run in (name, here)))
-
-
-STREAMING = {"every": "4ba", "fragments": 2, "delay": "1ba", "dtype": "int8"}
-
-
-@pytest.mark.parametrize(
-    ("way", "sync"),
-    [({}, {}), ({"exact_sums": True}, {}), ({}, {"sync": STREAMING, "check_weights_every": 1})],
-    ids=["gradients", "exact", "local steps"],
-)
-def test_islands_of_two_releases_train_one_run(interpreters, tmp_path, monkeypatch, way, sync):
-    """With local steps: they have the same bits after each outer step."""
-    monkeypatch.setenv(TOKEN, SECRET)
-    config = tiny_config(write_data(tmp_path / "data"), max_duration="8ba", device_train_microbatch_size=1, **way)
-    train(interpreters["ours"], tmp_path, [write_config(tmp_path / "alone.yaml", {**config, "run_name": "alone"})])
-    releases = {"a": "ours", "b": "oldest"}
-    with coordination(tmp_path) as running, ThreadPoolExecutor(2) as pool:
-        shared = {**config, "run_name": "run", "save_folder": str(tmp_path / "saves")}
-        launches = []
-        for name, release in releases.items():
-            islands = {"coordinator": f"127.0.0.1:{running.port}", "name": name, **sync}
-            path = write_config(tmp_path / f"{name}.yaml", {**shared, "islands": islands})
-            launches.append(pool.submit(train, interpreters[release], tmp_path, [path]))
-        for launch in launches:
-            launch.result()
-    alone = read_metrics(tmp_path / "runs/alone")
-    for name in releases:
-        records = metrics(tmp_path, name)
-        assert values(records, "islands/members") == [2] * 8
-        assert values(records, "islands/drifts") == [0] * 8
-        if not sync:
-            assert values(records, "data/digest") == values(alone, "data/digest")
-            assert losses(tmp_path, f"run/{name}") == pytest.approx(losses(tmp_path, "alone"), abs=1e-5)
-    islands = open_checkpoint(tmp_path / "saves/ba8").manifest.segments[-1].islands
-    assert islands["b"]["torch"].split("+")[0] == "2.11.0" != islands["a"]["torch"].split("+")[0]

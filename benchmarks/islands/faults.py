@@ -40,8 +40,8 @@ from benchmarks.islands.links import Links, set_links
 from benchmarks.recover import Log
 from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.legs import NO_GPU
+from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
-from llmfoundry_lite.islands.messages import TOKEN
 from llmfoundry_lite.ranks.rank import rendezvous
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_lite.training.lean_imports import HEAVY
@@ -56,7 +56,7 @@ WORLDS = (1, 2, 4)
 """Ranks of the single worlds."""
 SETTINGS = {"shape": "tiny", "seq_len": 64, "batch_size": 8, "num_steps": 6000}
 SILENCE_SECONDS = 3.0
-"""`islands coordinate --silence`. A rank leaves a silent coordinator after 4 s, see `islands.member`."""
+"""`islands coordinate --silence`. A rank leaves a silent coordinator after 4 s, see `coordination.member`."""
 DEADLINE_SECONDS = 10.0
 """For batches to go on where an island and the coordinator are left; and for those to leave that have to."""
 LAUNCH_SECONDS = 120.0

@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks import ROOT, last_lines, wait_for, with_root
 from benchmarks.recover import Log, kill_with_children
 from benchmarks.switch.legs import Cluster, Workshop, environment_for
+from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.islands.messages import TOKEN
 
 SECRET = secrets.token_hex(32)
 DEADLINE_SECONDS = 300.0

@@ -5,7 +5,7 @@
 A JSON file says how links are now, and is read again when it changes: {"bits_per_second": 1e8, "state": "open"}. The
 state is open, cut (connections are reset, and new ones too), frozen (open, but nothing passes) or half (nothing passes
 back). The rate is shared by all connections of a direction; null is as fast as the machine. With "delay_seconds" each
-connection has the rate for itself, and bytes arrive so much later. Coordination itself is that of `islands.serve`.
+connection has the rate for itself, and bytes arrive so much later. Coordination itself is that of `coordination.serve`.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.islands.coordinator import Coordinator
-from llmfoundry_lite.islands.messages import Message, find_token
-from llmfoundry_lite.islands.serve import Server, log
+from llmfoundry_islands.coordination.coordinator import Coordinator
+from llmfoundry_islands.coordination.messages import Message, find_token
+from llmfoundry_islands.coordination.serve import Server, log
 
 LOOK_SECONDS = 0.05
 CHUNK_BYTES = 1 << 16
@@ -141,7 +141,7 @@ class ProxyingServer(Server):
 
 
 def serve_with_links(port: int, num_islands: int, silence_seconds: float, path: Path) -> None:
-    """Serve like `islands.serve.serve`, on loopback."""
+    """Serve like `coordination.serve.serve`, on loopback."""
     coordinator = Coordinator(num_islands, silence_seconds, log)
     asyncio.run(ProxyingServer(find_token(), coordinator, Links(path)).run(("127.0.0.1", port)))
 

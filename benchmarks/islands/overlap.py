@@ -27,12 +27,12 @@ import torch.nn.functional as F
 
 from benchmarks.islands.links import Links, set_links
 from benchmarks.islands.speed import verdict
+from llmfoundry_islands.coordination.owners import divide_sum, sent_gradients
+from llmfoundry_islands.tensors.boxes import Box, rows_of
+from llmfoundry_islands.tensors.exchange import Exchange, Ranks
+from llmfoundry_islands.tensors.packing import pack_sums
+from llmfoundry_islands.tensors.summing import Plan, Summing
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.islands.boxes import Box, rows_of
-from llmfoundry_lite.islands.exchange import Exchange, Ranks
-from llmfoundry_lite.islands.owners import divide_sum, sent_gradients
-from llmfoundry_lite.islands.packing import pack_sums
-from llmfoundry_lite.islands.summing import Plan, Summing
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.exact import GRID_BITS

@@ -13,8 +13,8 @@ SECONDS = 0.1
 
 
 def main(arguments: Sequence[str]) -> None:
-    from llmfoundry_lite.training.islands import Islands
-    from llmfoundry_lite.training.local_islands import LocalIslands
+    from llmfoundry_islands.training.islands import Islands
+    from llmfoundry_islands.training.local_islands import LocalIslands
 
     def delay(exchange: Any) -> Any:
         def exchange_later(*given: Any) -> Any:

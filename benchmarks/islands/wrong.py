@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from llmfoundry_lite.islands import summing
-from llmfoundry_lite.islands.exchange import scatter
+from llmfoundry_islands.tensors import summing
+from llmfoundry_islands.tensors.exchange import scatter
 from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
 
 DIES_AT = 20
 """Batches that have been trained when the island that dies does, with its gradient sent and no word said of it."""
 SECONDS_TO_ARRIVE = 1.0
 LABELS_PER_BATCH = 64
-"""Equal to that of `training.islands`, which imports Composer."""
+"""Equal to that of `llmfoundry_islands.training.islands`, which imports Composer."""
 
 
 def weights(islands: Any) -> None:
@@ -40,8 +40,8 @@ def lost(islands: Any) -> None:
     """A batch that is to be repeated is passed over instead: the next one's rows are read."""
     batches = islands.batches
 
-    def batches_less_one(self: Any, state: Any) -> Any:
-        found = batches(self, state)
+    def batches_less_one(self: Any) -> Any:
+        found = batches(self)
         if self.num_repeats == 1:
             next(found)
         return found
@@ -102,7 +102,7 @@ KINDS = {kind.__name__: kind for kind in (weights, lost, stale, dies, waits)}
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
     import_lean(*HEAVY)
-    from llmfoundry_lite.training.islands import Islands
+    from llmfoundry_islands.training.islands import Islands
 
     KINDS[kind](Islands)
     runpy.run_module("llmfoundry_lite.train", run_name="__main__", alter_sys=True)

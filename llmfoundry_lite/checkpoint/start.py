@@ -79,7 +79,7 @@ def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
             f"device_train_microbatch_size is {here} here and {size} in the checkpoint, and exact_sums makes it a part "
             f"of the run: set it to {size} or auto, or exact_sums=false from here on"
         )
-    if size is not None and config.islands is None and num_samples % size:
+    if size is not None and config.trains_alone and num_samples % size:
         raise CheckpointError(
             f"the run's microbatches have {size} samples, which exact_sums keeps, and that does not divide the "
             f"{num_samples} samples of a device here; start another number of devices, or exact_sums=false"

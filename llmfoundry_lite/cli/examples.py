@@ -24,7 +24,6 @@ checkpoint export runs/mpt-1b exported --dtype bf16
 checkpoint import hf:mosaicml/mpt-7b imported/mpt-7b
 checkpoint consolidate runs/mpt-1b weights.safetensors
 checkpoint prune runs/mpt-1b --keep 3 --keep-every 1000 --dry-run
-islands coordinate --listen 10.0.0.1:7070 --islands 2
 """.splitlines()
 
 

@@ -37,7 +37,6 @@ app.command("watch")(results.watch_run)
 app.command("report")(results.report_runs)
 app.command("compare")(results.compare_results)
 app.command("replay")(runs.replay_command)
-app.add_typer(runs.islands, name="islands")
 for name, command in companions.parts("commands", lambda name: " " not in name):
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)

@@ -1,4 +1,4 @@
-"""Commands that run a model: `init`, `train`, `eval`, `generate`, `islands`, `replay`."""
+"""Commands that run a model: `init`, `train`, `eval`, `generate`, `replay`."""
 
 import os
 import shlex
@@ -151,34 +151,6 @@ def init(
         wrote = f"{folder} and {path}"
     print(printable(f"trains for {note}"))
     print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run"))
-
-
-islands = typer.Typer(help="Several launches that train one run at once.", no_args_is_help=True)
-
-
-@islands.callback()
-def about_islands() -> None:
-    """Keep `coordinate` a subcommand: typer would make the only command of a group the group itself."""
-
-
-@islands.command("coordinate")
-def coordinate(
-    listen: Annotated[str, typer.Option(help="host:port where islands come.")] = "127.0.0.1:7070",
-    num_islands: Annotated[int, typer.Option("--islands", min=1, help="Begin when so many are here.")] = 2,
-    until_alone: Annotated[bool, typer.Option("--until-alone", help="End when no island is left.")] = False,
-    silence: Annotated[float, typer.Option(min=1.0, help="Seconds after which a silent island is left out.")] = 4.0,
-) -> None:
-    """Decide who trains which rows and which batches count.
-
-    Until Ctrl-C. No tensors pass through here. Islands prove the secret in LLMFOUNDRY_LITE_ISLANDS_TOKEN, and so does
-    this.
-    """
-    from llmfoundry_lite.islands.messages import find_token, parse_address
-    from llmfoundry_lite.islands.serve import serve
-    from llmfoundry_lite.ranks.output import ignore_output_errors
-
-    ignore_output_errors()
-    serve(parse_address(listen, "--listen"), find_token(), num_islands, silence, until_alone=until_alone)
 
 
 def replay_command(

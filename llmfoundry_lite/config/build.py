@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.fields import Key, Setting, is_number, keys_of, schema_keys
 from llmfoundry_lite.config.layers import Layer, naming_source, source_of
 from llmfoundry_lite.config.schema import TrainConfig
@@ -29,7 +30,11 @@ def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] 
 
 
 def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
-    """Raise ConfigError that names every key, at any depth, that `cls` does not have."""
+    """Raise ConfigError that names every key, at any depth, that `cls` does not have, or the companion that has it."""
+    elsewhere = [] if path or not isinstance(values, dict) else companions.list_missing()
+    for name in elsewhere:
+        if name in values:
+            raise ConfigError(f"{source_of(name, layers)}: {companions.missing(name)}")
     refuse_keys(list(_find_unknown_keys(cls, values, path)), layers, "unknown key; ", "unknown keys")
 
 
@@ -75,7 +80,9 @@ def _fill(cls: type, values: Any, path: str) -> Any:
         elif name in values and not isinstance(key.default, dict | list):
             default = f"remove the line for the default, {key.default}"
             raise ConfigError(f"{place}: nothing given, expected {expected}; {default}")
-    return cls(**arguments)
+    own = {one.name for one in dataclasses.fields(cls)}
+    brought = {name: arguments.pop(name, None) for name in keys_of(cls) if name not in own}
+    return cls(**arguments, **({"blocks": brought} if brought else {}))
 
 
 def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:

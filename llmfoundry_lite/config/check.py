@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.check_layout import check_layout, find_undivided
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, streams_of_stages
@@ -46,7 +47,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_fsdp(config.fsdp_config)
         _check_compilation(config.compile_config or {})
         check_layout(config)
-        _check_islands(config)
+        _check_blocks(config)
         _check_exact_sums(config)
         _check_only(config.scheduler, "scheduler")
         _check_schedule_units(config, any(get(layer.values, "scheduler.t_scale")[0] for layer in layers))
@@ -336,71 +337,16 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------- islands
+# ------------------------------------------------------------------------------- blocks of companions, exact sums
 
 
-def _check_islands(config: TrainConfig) -> None:
-    """Refuse what islands cannot do together, with the reason."""
-    if config.islands is None:
-        return
-    size = config.device_train_microbatch_size
-    reasons = {
-        "model.attn_config.attn_pdrop": (
-            bool(config.model.attn_config.attn_pdrop),
-            "kernels draw it for each rank, so another division of rows is another run",
-        ),
-        "train_loader.name": (
-            config.train_loader.name != "text",
-            "rows move between islands, and a loader of yours has no order to find them by",
-        ),
-        "device_train_microbatch_size: auto": (
-            size == "auto" and config.exact_sums,
-            "exact_sums needs one size on all islands, and auto may find several",
-        ),
-    }
-    for what, (is_asked_for, why) in reasons.items():
-        if is_asked_for:
-            raise ConfigError(f"islands: does not go with {what}: {why}; remove one of them")
-    if size is None:
-        raise ConfigError(
-            "device_train_microbatch_size: missing; islands divide rows by microbatches, so give a number or auto"
-        )
-    if config.save_folder is None:
-        raise ConfigError(
-            "save_folder: missing; islands take turns to save, so name a folder or URL that all of them reach"
-        )
-    if config.islands.sync is not None:
-        _check_local_steps(config)
-
-
-def _check_local_steps(config: TrainConfig) -> None:
-    if config.exact_sums:
-        raise ConfigError(
-            "exact_sums: does not go with islands.sync: local steps are not the run of one world; remove one of them"
-        )
-    if config.sharding.sharding_strategy == "ZERO_1":
-        raise ConfigError(
-            "fsdp_config.sharding_strategy: ZERO_1 does not go with islands.sync: it divides the optimizer's state, "
-            "with the momentum of outer steps, otherwise than the weights; use FULL_SHARD or NO_SHARD"
-        )
-    assert config.islands is not None and config.islands.sync is not None
-    sync = config.islands.sync
-    every, delay = (int(Duration.parse(text).value) for text in (sync.every, sync.delay))
-    if every % sync.fragments:
-        raise ConfigError(
-            f"islands.sync.fragments: {sync.fragments} given, expected a divisor of islands.sync.every, {every} batches"
-        )
-    if delay >= every // sync.fragments:
-        raise ConfigError(
-            f"islands.sync.delay: {sync.delay} given, expected less than every / fragments, which is "
-            f"{every // sync.fragments} batches"
-        )
-    for key, value in {key: getattr(config, key) for key in ("max_duration", "stop_after", "stop_at")}.items():
-        if value is not None and Duration.parse(value).unit in ("tok", "sp"):
-            raise ConfigError(
-                f"{key}: {value} does not go with islands.sync: an island counts its own samples and tokens between "
-                "exchanges, so each would reach it in another batch; give batches or epochs, such as 1000ba"
-            )
+def _check_blocks(config: TrainConfig) -> None:
+    given = given_blocks(config.blocks)
+    if len(given) > 1:
+        first, second, *_ = given
+        raise ConfigError(f"{second}: does not go with {first}: both name the run's other launches; remove one")
+    for block in given.values():
+        block.check(config)
 
 
 def _check_exact_sums(config: TrainConfig) -> None:

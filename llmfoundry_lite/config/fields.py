@@ -51,6 +51,9 @@ class Setting:
     replay: Replay = "left out"
     """Treatment of a key of a run by `replay`. Blocks are taken whole."""
 
+    keys: "Callable[[], dict[str, Key]] | None" = None
+    """The field is no key: it holds the values of these, which others bring, and which stand where it does."""
+
     @property
     def rule(self) -> Rule | None:
         return "freely" if self.hardware else self.change
@@ -135,8 +138,11 @@ class Key:
 
 @functools.cache
 def keys_of(block: type) -> dict[str, Key]:
-    hints = typing.get_type_hints(block)
-    return {one.name: _key_of(one, hints[one.name]) for one in dataclasses.fields(block)}
+    hints, found = typing.get_type_hints(block), dict[str, Key]()
+    for one in dataclasses.fields(block):
+        brought = one.metadata.get("setting", Setting()).keys
+        found |= brought() if brought else {one.name: _key_of(one, hints[one.name])}
+    return found
 
 
 def _key_of(one: dataclasses.Field, hint: Any) -> Key:

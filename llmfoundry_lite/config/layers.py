@@ -16,6 +16,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import MarkedYAMLError, YAMLError
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
 from llmfoundry_lite.config.fields import schema_keys, settings_along
@@ -171,6 +172,8 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
         raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
     for key in leaf_keys(layer.values):
         if not is_for_hardware(key):
+            if (name := key.partition(".")[0]) in companions.list_missing():
+                raise ConfigError(f"{layer.source}: {companions.missing(name)}")
             raise ConfigError(
                 f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
                 f"set it in the run's YAML (an overlay may set {', '.join(hardware_keys())})"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
 from llmfoundry_lite.config.check import check_together, find_surprises
 from llmfoundry_lite.config.foundry import (
@@ -95,8 +96,9 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
             f"letters and digits, and . _ - after the first"
         )
     values["run_name"] = str(name)
-    island = values["islands"].get("name") if isinstance(values.get("islands"), dict) else None
-    folder = "runs/{run_name}" + (f"/{island}" if island else "")
+    given = [(key, block) for key, block in given_blocks(values).items() if isinstance(values[key], dict)]
+    own = [values[key].get(block.folder_key) for key, block in given]
+    folder = "/".join(["runs/{run_name}", *map(str, filter(None, own))])
     values["run_folder"] = str(values.get("run_folder") or folder).replace("{run_name}", str(name))
     if isinstance(values.get("save_folder"), str):
         values["save_folder"] = values["save_folder"].replace("{run_name}", str(name))

@@ -6,6 +6,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llmfoundry_lite.config.blocks import given_blocks, keys_of_blocks
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import (
@@ -13,7 +14,6 @@ from llmfoundry_lite.config.fields import (
     NON_NEGATIVE,
     POSITIVE,
     REQUIRED,
-    matches,
     must_be,
     not_empty,
     setting,
@@ -265,51 +265,6 @@ class LoggersConfig:
     tensorboard: TensorboardConfig | None = None
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class SyncConfig:
-    """Local steps: each island trains alone between exchanges of the weights' mean change. Not the run of one world."""
-
-    every: str | int = span(REQUIRED, ("ba",))
-    """Batches between two exchanges."""
-    lr: float = setting(0.7, POSITIVE)
-    """Rate of the outer step."""
-    momentum: float = setting(0.9, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1))
-    """Nesterov momentum of the outer steps."""
-    dtype: str = setting("fp32", choices="fp32 bf16 int8")
-    """Numbers that travel. What rounding drops is added to the next exchange, unless the island dies before."""
-    fragments: int = setting(1, POSITIVE)
-    """Parts of the weights that are exchanged in turn, each once in `every` batches."""
-    delay: str | int = span("0ba", ("ba",), may_be_zero=True)
-    """Batches that islands compute while a fragment travels."""
-    alpha: float = setting(0.5, must_be("0 <= alpha < 1", lambda value: 0 <= value < 1))
-    """Where a delayed fragment arrives: weight of the island's own, trained in the meantime, beside all islands'."""
-    lost_rows: str = setting("drop", choices="drop retrain")
-    """Rows of an island that dies in a round: lost, or trained by the others in the next round."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class IslandsConfig:
-    """This launch as one of several that train one run at once, each with a process group of its own."""
-
-    coordinator: str = setting(REQUIRED, matches("host:port, such as 127.0.0.1:7070", r".+:\d{1,5}"))
-    """Address of `llmfoundry-lite islands coordinate`."""
-    begin_with: int | None = setting(None, must_be("a number of islands", lambda value: value >= 1))
-    """Start the coordinator, on this host, where none answers yet; the run begins when so many islands are here."""
-    name: str = setting(REQUIRED, matches("letters and digits, and . _ - after the first", r"\w[\w.\-]{0,63}"))
-    """Name of this island, unlike any other's."""
-    address: str = setting(
-        "127.0.0.1",
-        must_be("an address at which other islands reach this host", lambda value: value not in ("0.0.0.0", "::")),
-    )
-    """Address of this host, where its ranks listen for those of other islands."""
-    weight: float = setting(1.0, must_be("a number from 1e-6 to 1e6", lambda value: 1e-6 <= value <= 1e6))
-    """Rows per second beside the other islands', until they have been measured."""
-    check_weights_every: int = setting(100, POSITIVE)
-    """Batches after which weights are compared; where they differ, those of the island that saves win."""
-    sync: SyncConfig | None = setting(None, change="logged")
-    """Exchange the weights' mean change now and then; default: the gradient of every batch, as one world does."""
-
-
 DEFAULT_EVAL_TOKENS = 8192
 """Tokens of a device in one forward pass of an evaluation, which keeps no activations."""
 
@@ -406,8 +361,8 @@ class TrainConfig:
     """null: every device has whole samples."""
     pp_config: PipelineConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: every device computes all blocks."""
-    islands: IslandsConfig | None = setting(None, hardware=True)
-    """null: this launch trains alone."""
+    blocks: dict[str, Any] = setting(dict, keys=keys_of_blocks)
+    """Key -> the block of a companion, or None: this launch trains alone. The YAML has each at its top."""
     on_non_finite: str = setting("stop", choices="stop skip", change="logged", replay="used")
     """Policy for a batch whose loss or gradient is not finite."""
     max_skipped_batches: int = setting(100, POSITIVE, change="freely", replay="used")
@@ -515,6 +470,11 @@ class TrainConfig:
         return min(int(self.device_train_microbatch_size or device_batch_size), device_batch_size)
 
     @property
+    def trains_alone(self) -> bool:
+        """No other launch trains this run at the same time."""
+        return not given_blocks(self.blocks)
+
+    @property
     def eval_batch_size(self) -> int:
         """Samples of one device in one forward pass of an evaluation."""
         if self.device_eval_batch_size is not None:
@@ -557,6 +517,14 @@ def data_label(key: str) -> str:
     return f"eval/{label}" if label else block.removesuffix("_loader")
 
 
+def with_keys(config: TrainConfig) -> dict[str, Any]:
+    """Return the configuration as dictionaries, by the keys of a YAML."""
+    values = {}
+    for name, value in asdict(config).items():
+        values |= value if name == "blocks" else {name: value}
+    return values
+
+
 def as_dict(config: TrainConfig) -> dict[str, Any]:
     """Return the configuration as it is recorded: dictionaries, lists, numbers and text, without anyone's secrets.
 
@@ -570,6 +538,6 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
             return mask_credentials(value.written if isinstance(value, FromEnvironment) else value)
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    values = plain(asdict(config))
+    values = plain(with_keys(config))
     values["optimizer"]["weight_decay"] = config.optimizer.decay  # a default may change; what a run did may not
     return values

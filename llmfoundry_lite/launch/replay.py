@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.manifest import Segment, encode_segment
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
+from llmfoundry_lite.config.blocks import find_blocks
 from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.layers import leaf_keys, read_layers
 from llmfoundry_lite.config.layout import Layout, divisors, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.replayed import as_given, select_recorded
-from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.recorded import Places, given_places
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
@@ -181,7 +182,7 @@ def write_replay(
     own = {"run_folder": str(folder), **OWN, "stop_after": f"{plan.last_batch - plan.first_batch + 1}ba"}
     if plan.start is not None:
         own |= {"load_path": plan.start.url}
-    if fixed := [key for key in given if key in own or key in ("load_path", "islands", DETERMINISTIC)]:
+    if fixed := [key for key in given if key.partition(".")[0] in {*own, "load_path", DETERMINISTIC, *find_blocks()}]:
         raise ConfigError(f"replay: {fixed[0]} is set by the replay itself; leave it out")
     values = select_recorded(plan.config, given, trusts_code=trusts_code)
     values |= _layout_for(plan, values, num_ranks)
@@ -195,7 +196,7 @@ def write_replay(
     _refuse_another_run(plan, as_dict(config), given)
     layout = _check_ranks(plan, config, num_ranks)
     _check_tokenizer(plan, config)
-    values = asdict(config)  # with the text of variables, and credentials: the folder is this user's alone
+    values = with_keys(config)  # with the text of variables, and credentials: the folder is this user's alone
     if isinstance(size := config.device_train_microbatch_size, int):
         values["device_train_microbatch_size"] = min(size, config.global_train_batch_size // layout.num_data_ranks)
     if config.train_loader.name == "text":

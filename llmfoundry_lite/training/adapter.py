@@ -55,7 +55,7 @@ class LanguageModel(ComposerModel):
         self.sums: ExactSums | None = None
         """Set where gradients do not depend on the number of ranks."""
         self.loss_scale: float = 1.0
-        """Multiplies the gradient, never the reported loss (training/trainer.py sets it)."""
+        """Multiplies the gradient, never the reported loss (gradient_step.py sets it)."""
 
     @property
     def num_parts(self) -> int:

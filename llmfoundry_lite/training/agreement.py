@@ -1,7 +1,7 @@
 """The one collective between two batches: a sum of integers in host memory.
 
 It takes place at the end of each batch. By then the next batch has been read, so its tokens and digest are in the sum.
-An epoch's first batch needs a sum of its own. A batch's other collective, on devices, is `trainer.measure`.
+An epoch's first batch needs a sum of its own. A batch's other collective, on devices, is `gradient_step.measure`.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ class Agreement(Callback):
 
     ranks: DataRanks
     preemption: Preemption
-    changed: Callable[[State], Iterator[Any] | None]
+    changed: Callable[[], Iterator[Any] | None]
     """Returns other batches to go on with if this rank's rows have changed; else None."""
     meter: EnergyMeter = field(default_factory=lambda: EnergyMeter(()))
 
@@ -99,7 +99,7 @@ class Agreement(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         assert state.max_duration is not None
         reason = self.preemption.look()
-        self._batches = self.changed(state) or self._batches
+        self._batches = self.changed() or self._batches
         counted = NOTHING if state.timestamp >= state.max_duration else self._read_ahead()
         energy = self.meter.take()
         self.preemption.set_agreed(self._agree(counted, reason, self.ranks.is_first and self.wants_save(), energy))

@@ -37,6 +37,7 @@ from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
+from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loss import cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
@@ -46,7 +47,7 @@ from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.schedule import LearningRate, is_evaluation_due
-from llmfoundry_lite.training.trainer import GradientStep, LossScaler, ParallelTrainer
+from llmfoundry_lite.training.trainer import ParallelTrainer
 
 
 def build_trainer(

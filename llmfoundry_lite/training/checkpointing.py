@@ -40,13 +40,13 @@ from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import log_until
 from llmfoundry_lite.training.run_state import RunState, build_segment, chosen_options, find_differences
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.schedule import has_passed
-from llmfoundry_lite.training.trainer import GradientStep
 
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
@@ -229,7 +229,7 @@ class Checkpointing(Callback):
             return
         self.was_preempted_by = preempted_by
         if int(state.timestamp.batch) >= self.first_batch:
-            self.partners.leave_early(state)
+            self.partners.leave_early()
             for destination in logger.destinations:
                 destination.batch_checkpoint(state, logger)
             self.run_state.owes_evaluation = True

@@ -1,30 +1,24 @@
-"""The interface between the training loop and other launches of the same run (`islands.py`)."""
+"""The interface between the training loop and other launches of the same run, which a companion brings."""
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from composer import Trainer
-from composer.core import State
 
+from llmfoundry_lite import companions
+from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_lite.training.save_policy import Decision
 
 OUTER_MOMENTUM = "outer_momentum"
-"""Slot of the optimizer's state with the momentum of local steps (`local_islands.py`)."""
+"""Slot of the optimizer's state with the momentum of outer steps, which follow local steps of several launches."""
 
 
 def find_partners(config: TrainConfig) -> "Partners":
-    if config.islands is None:
-        return Partners()
-    if config.islands.sync is not None:
-        from llmfoundry_lite.training.local_islands import LocalIslands
-
-        return LocalIslands(config)
-    from llmfoundry_lite.training.islands import Islands
-
-    return Islands(config)
+    for block in given_blocks(config.blocks).values():
+        return companions.bring(block.partners)(config)
+    return Partners()
 
 
 class Partners:
@@ -44,35 +38,33 @@ class Partners:
     def connect(self) -> None:
         """Connect to the other launches, before the model is built. Raises UserError on all ranks."""
 
-    def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
-        """Join the run, and take over its state if it is under way. `on_evicted` is called before the process exits."""
-        having = [slots for slots in trainer.state.optimizers[0].state.values() if OUTER_MOMENTUM in slots]
+    def enter(self, run: RunHandle) -> None:
+        """Join the run, and take over its state if it is under way."""
+        having = [slots for slots in run.optimizer.state.values() if OUTER_MOMENTUM in slots]
         if having and not self.takes_outer_steps:
             for slots in having:
                 del slots[OUTER_MOMENTUM]
-            checkpointing.print_on_rank_0("the momentum of outer steps is dropped: islands.sync is not set")
+            run.print("the momentum of outer steps is dropped: islands.sync is not set")
 
     def decide(self, decision: Decision) -> Decision:
         """Return which saves and ends of the launch are possible after this batch."""
         return decision
 
-    def leave_early(self, state: State) -> None:
+    def leave_early(self) -> None:
         """Make the state one that can be saved, before leaving between two batches."""
 
     def may_save(self) -> bool:
         """Return whether this launch makes the save that is due."""
         return True
 
-    def batches(self, state: State) -> Iterator[Any]:
-        """Read this rank's rows of the epoch's batches, from the next one on."""
-        length = state.dataloader_len
-        assert state.dataloader is not None
-        return islice(state.dataloader, None if length is None else int(length))
+    def batches(self) -> Iterator[Any] | None:
+        """Read this rank's rows of the epoch's batches, from the next one on. None: the loader's."""
+        return None
 
-    def begin_batch(self, state: State) -> None:
+    def begin_batch(self) -> None:
         """Note that the batch's computation begins."""
 
-    def exchange_gradient(self, state: State, loss: torch.Tensor) -> bool:
+    def exchange_gradient(self, loss: torch.Tensor) -> bool:
         """Sum the gradient over launches. Returns False if the batch must be computed again, with other rows."""
         return True
 
@@ -80,7 +72,7 @@ class Partners:
         """Return metrics of the last batch."""
         return {}
 
-    def move_on(self, state: State) -> Iterator[Any] | None:
+    def move_on(self) -> Iterator[Any] | None:
         """Return other batches to go on with if this rank's rows change after this batch; else None."""
         return None
 

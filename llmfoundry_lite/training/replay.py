@@ -12,14 +12,12 @@ if __name__ == "__main__":  # before the imports below, which take long
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from composer import Trainer
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
@@ -31,7 +29,8 @@ from llmfoundry_lite.ranks.ending import checks, run_and_exit
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 from llmfoundry_lite.train import check, prepare_environment
 from llmfoundry_lite.training.partners import Partners
-from llmfoundry_lite.training.run_state import build_segment, find_differences
+from llmfoundry_lite.training.run_handle import RunHandle
+from llmfoundry_lite.training.run_state import find_differences
 from llmfoundry_lite.training.train import train
 
 
@@ -48,16 +47,13 @@ class Replay(Partners):
     def may_save(self) -> bool:
         return False
 
-    def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
+    def enter(self, run: RunHandle) -> None:
         """Write the digest of the restored state, and what may change the last digits here."""
-        state = trainer.state
-        digest = checkpointing.saver.digest(checkpointing.model.model, state.optimizers[0])
-        size, batch = int(state.device_train_microbatch_size or 0), int(state.timestamp.batch)
-        here = build_segment(checkpointing.config, checkpointing.model, batch, batch, device_train_microbatch_size=size)
+        digest, here = run.digest(), run.segment()
         if dist.get_rank() == 0:
             found = [find_differences(segment, here) for segment in _read_segments(self.folder)]
             differences = [*dict.fromkeys(text for texts in found for text in texts)]
-            begun = {"digest": digest, "differences": differences, DETERMINISTIC: checkpointing.config.deterministic}
+            begun = {"digest": digest, "differences": differences, DETERMINISTIC: run.config.deterministic}
             (self.folder / BEGUN).write_text(json.dumps(begun))
 
 

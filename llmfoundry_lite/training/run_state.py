@@ -21,8 +21,8 @@ from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.mirrors import wandb_run_id
-from llmfoundry_lite.training.trainer import GradientStep
 
 COUNTS = (
     *("iteration", "epoch", "batch", "sample", "token", "epoch_in_iteration", "token_in_iteration"),

@@ -43,6 +43,7 @@ from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_me
 from llmfoundry_lite.training.partners import Partners, find_partners
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
+from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_lite.training.schedule import progress_of
 
 WORKSPACES = (":4096:8", ":16:8")
@@ -79,7 +80,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         checkpointing.was_stopped = checkpointing.is_at_stop(state)
         trains = progress_of(state, max_duration) < 1 and not checkpointing.was_stopped
         if trains:
-            partners.enter(trainer, checkpointing, run.leave)
+            partners.enter(RunHandle(trainer, checkpointing, run.leave))
         with user_errors_on_all_ranks():  # of a logger, which rank 0 alone has
             run.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
         run_missed_evaluation(trainer, run, checkpointing)

@@ -76,45 +76,6 @@ def test_a_mistake_is_named_with_its_key_and_what_to_write_instead(argument):
     assert refusal("run.yaml", argument) == MISTAKES[argument]
 
 
-REFUSED_BY_ISLANDS = {
-    "model.attn_config.attn_pdrop=0.1": "islands: does not go with model.attn_config.attn_pdrop: kernels draw it for "
-    "each rank, so another division of rows is another run; remove one of them",
-    "train_loader={name: 'python:mine:Loader'}": "islands: does not go with train_loader.name: rows move between "
-    "islands, and a loader of yours has no order to find them by; remove one of them",
-    "exact_sums=true device_train_microbatch_size=auto": "islands: does not go with device_train_microbatch_size: "
-    "auto: exact_sums needs one size on all islands, and auto may find several; remove one of them",
-    "device_train_microbatch_size=null": "device_train_microbatch_size: missing; islands divide rows by microbatches, "
-    "so give a number or auto",
-    "islands.sync.every=9ba fsdp_config.sharding_strategy=ZERO_1": "fsdp_config.sharding_strategy: ZERO_1 does not go "
-    "with islands.sync: it divides the optimizer's state, with the momentum of outer steps, otherwise than the "
-    "weights; use FULL_SHARD or NO_SHARD",
-    "save_folder=null": "save_folder: missing; islands take turns to save, so name a folder or URL that all of them "
-    "reach",
-}
-ISLAND = ("islands={name: a, coordinator: '127.0.0.1:7070'}", "device_train_microbatch_size=4", "save_folder=saves")
-
-
-@pytest.mark.parametrize("argument", REFUSED_BY_ISLANDS)
-def test_an_island_says_why_it_refuses_a_setting(argument):
-    arguments = [argument] if "{" in argument else argument.split()
-    assert refusal("run.yaml", *ISLAND, *arguments).removeprefix("command line: ") == REFUSED_BY_ISLANDS[argument]
-
-
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "device_train_microbatch_size=auto",
-        "precision=amp_fp16",
-        "model.resid_pdrop=0.1",
-        "fsdp_config.sharding_strategy=ZERO_1",
-        "pp_config={pipeline_parallel_degree: 2}",
-        "optimizer={name: muon, lr: 0.01}",
-    ],
-)
-def test_an_island_takes_other_settings_than_its_rows(argument):
-    assert load(*ISLAND, argument).config.islands is not None
-
-
 def test_an_older_yaml_of_llm_foundry_has_its_variables_at_the_top():
     old = RUN.replace("local: data", "local: '${data_local}', remote: '${data_remote}'")
     Path("old.yaml").write_text(f"data_local: ./c4\ndata_remote:\nglobal_seed: 17\n{old}seed: ${{global_seed}}\n")

@@ -23,7 +23,7 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.parallel.recompute import checkpoint_activations
-from llmfoundry_lite.training.trainer import GradientStep
+from llmfoundry_lite.training.gradient_step import GradientStep
 from tests.helpers.launch import launch
 
 SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=96)

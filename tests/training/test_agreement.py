@@ -30,7 +30,7 @@ class Preempted:
 
 def rank(batches, *, number=0, speaks=True, reason=0):
     ranks = DataRanks(rank=number, size=2, speaks=speaks)
-    made = Agreement(ranks, cast(Any, Preempted(reason)), lambda state: None)
+    made = Agreement(ranks, cast(Any, Preempted(reason)), lambda: None)
     made._batches = iter(batches)
     return made
 

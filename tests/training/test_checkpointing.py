@@ -194,7 +194,7 @@ def test_fp16_carries_its_loss_scale(tmp_path, data):
 @pytest.mark.slow
 def test_fp16_skips_the_same_batches_on_any_number_of_ranks(tmp_path, data):
     """Gradients times 2^24 overflow, and which lower scale they stand follows from the data alone."""
-    large = {"python:tests.islands.faults:LargeScale": {"scale": 2.0**24}}
+    large = {"python:tests.training.test_failures:LargeScale": {"scale": 2.0**24}}
     shape = {"device_train_microbatch_size": 1, "max_duration": "8ba"}
     config = tiny_config(data, precision="amp_fp16", callbacks=large, **shape)
     found = {}

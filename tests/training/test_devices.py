@@ -9,7 +9,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.training import in_context, islands
+from llmfoundry_lite.training import in_context, run_handle
 
 
 def test_tasks_go_to_the_device_though_parameters_are_offloaded(monkeypatch):
@@ -33,21 +33,15 @@ def test_tasks_go_to_the_device_though_parameters_are_offloaded(monkeypatch):
     assert asked[0].device == device
 
 
-def test_an_islands_batches_are_pinned_like_any_run_s(monkeypatch):
+def test_batches_of_one_launch_among_several_are_pinned_like_any_run_s(monkeypatch):
     given: dict[str, Any] = {}
     monkeypatch.setattr(devices, "device_type", lambda: "cuda")
-    monkeypatch.setattr(islands, "build_text_loader", lambda dataset, **options: given.update(options) or [])
-    island: Any = object.__new__(islands.Islands)
-    island.__dict__.update(
-        view=SimpleNamespace(lanes={"a": range(4)}),
-        name="a",
-        agreement=SimpleNamespace(ranks=DataRanks(rank=0, size=1, speaks=True)),
-        dataset=SimpleNamespace(global_batch_size=4, continue_with=lambda *_: None),
-        loader=LoaderConfig(num_workers=2, timeout=30.0),
-    )
-    state: Any = SimpleNamespace(timestamp=SimpleNamespace(epoch=0, batch_in_epoch=0))
-    island.batches(state)
-    assert given["pin_memory"] and given["timeout"] == 30.0
-    island.loader = LoaderConfig(pin_memory=False)
-    island.batches(state)
-    assert not given["pin_memory"]
+    monkeypatch.setattr(run_handle, "build_text_loader", lambda dataset, **options: given.update(options) or [])
+    run: Any = object.__new__(run_handle.RunHandle)
+    run._state = SimpleNamespace(timestamp=SimpleNamespace(epoch=0, batch_in_epoch=0))
+    run._agreement = SimpleNamespace(ranks=DataRanks(rank=0, size=1, speaks=True))
+    run._dataset = SimpleNamespace(global_batch_size=4, continue_with=lambda *_: None)
+    for loader in (LoaderConfig(num_workers=2, timeout=30.0), LoaderConfig(timeout=30.0, pin_memory=False)):
+        run.config = SimpleNamespace(train_loader=loader)
+        run.read(range(4))
+        assert given["pin_memory"] == loader.pin_memory and given["timeout"] == 30.0

@@ -30,6 +30,17 @@ class PoisonGradient(Callback):
             local(parameter.grad).fill_(float("nan"))
 
 
+class LargeScale(Callback):
+    """The loss scale is so large at first that gradients overflow."""
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def fit_start(self, state, logger):
+        checkpointing = next(one for one in state.callbacks if hasattr(one, "gradient_step"))
+        checkpointing.gradient_step.scaler.scale = self.scale
+
+
 class KillRank(Callback):
     def __init__(self, rank: int, batch: int):
         self.rank, self.batch = rank, batch

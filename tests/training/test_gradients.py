@@ -14,8 +14,9 @@ from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Upcoming, count_tokens
+from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.partners import Partners
-from llmfoundry_lite.training.trainer import GradientStep, LossScaler, ParallelTrainer
+from llmfoundry_lite.training.trainer import ParallelTrainer
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -89,6 +89,6 @@ def test_a_batch_waits_once_for_its_device_and_twice_for_other_ranks_whatever_it
     for rank in (0, 1):
         assert json.loads((tmp_path / f"counted-{rank}.json").read_text()) == {
             "collective: all_reduce in exchange.py": NUM_BATCHES,
-            "collective: all_reduce in trainer.py": NUM_BATCHES,
-            "read: tolist in trainer.py": NUM_BATCHES,
+            "collective: all_reduce in gradient_step.py": NUM_BATCHES,
+            "read: tolist in gradient_step.py": NUM_BATCHES,
         }

@@ -165,7 +165,7 @@ def _divide(
     model = config.model
     divided = replace(
         config,
-        device_train_microbatch_size=None if config.islands is None else "auto",  # found later; an island says how
+        device_train_microbatch_size=None if config.trains_alone else "auto",  # found later; an island says how
         fsdp_config=replace(
             config.sharding,
             sharding_strategy=strategy,

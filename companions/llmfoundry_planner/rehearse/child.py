@@ -124,7 +124,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         autoresume=False,
         load_path=None,
         max_wall_time=None,
-        islands=None,
+        blocks={},
         stop_at=None,
         stop_after=f"{num_batches + request['counts_operations']}ba",
         callbacks=dataclasses.replace(config.callbacks, extra={**config.callbacks.extra, **measure}, profiler=None),
@@ -204,9 +204,10 @@ def replace_votes() -> None:
 
 def replace_numbers() -> None:
     """Replace numbers that the host reads: nothing is computed. Each read is still made."""
-    from llmfoundry_lite.training import builders, trainer
+    from llmfoundry_lite.training import builders, gradient_step
     from llmfoundry_lite.training.agreement import Agreement
-    from llmfoundry_lite.training.trainer import Measured, ParallelTrainer
+    from llmfoundry_lite.training.gradient_step import Measured
+    from llmfoundry_lite.training.trainer import ParallelTrainer
 
     real_count = builders.DataSpec.get_num_tokens_in_batch
     real_load, real_iterate = builders.load_tokenizer, ParallelTrainer._iter_dataloader
@@ -242,7 +243,8 @@ def replace_numbers() -> None:
     replace(ParallelTrainer, _iter_dataloader=iterate)
     replace(Agreement, _agree=agree)
     replace(builders, load_tokenizer=load_tokenizer)
-    replace(trainer, measure=measuring(trainer.measure), measure_exactly=measuring(trainer.measure_exactly))
+    exactly = measuring(gradient_step.measure_exactly)
+    replace(gradient_step, measure=measuring(gradient_step.measure), measure_exactly=exactly)
     replace(builders.DataSpec, get_num_tokens_in_batch=count)
 
 

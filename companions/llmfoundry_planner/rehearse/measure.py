@@ -28,9 +28,10 @@ from torch.utils.flop_counter import flop_registry
 
 from llmfoundry_lite import models
 from llmfoundry_lite.parallel import one_device
+from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.loss import _ChunkedCrossEntropy, cross_entropy_sum, next_token_labels, row_weights
 from llmfoundry_lite.training.monitor import Callback, Logger, State
-from llmfoundry_lite.training.trainer import GradientStep, ParallelTrainer
+from llmfoundry_lite.training.trainer import ParallelTrainer
 
 HISTORY_ENTRIES = 20_000_000
 NUM_LARGEST = 5

@@ -10,7 +10,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.training import loss
-from llmfoundry_lite.training.trainer import GradientStep, ParallelTrainer, measure
+from llmfoundry_lite.training.gradient_step import GradientStep, measure
+from llmfoundry_lite.training.trainer import ParallelTrainer
 from llmfoundry_planner.rehearse.measure import categorise, replay
 
 

@@ -64,7 +64,7 @@ def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd, monkeypa
     assert "all_gather bfloat16, 8 ranks within a node" in text
     assert "reduce_scatter float32, 8 ranks within a node" in text
     waits = re.findall(r"host waits +(\S+?):?\d*: (\d+) in a batch", text)
-    assert waits == [("llmfoundry_lite/training/trainer.py", "1")], "of four microbatches"
+    assert waits == [("llmfoundry_lite/training/gradient_step.py", "1")], "of four microbatches"
     assert not list(tmp_path.glob("rehearse-*"))
 
 

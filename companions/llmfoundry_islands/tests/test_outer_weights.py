@@ -1,0 +1,42 @@
+"""The mean of islands' changes, without islands."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from llmfoundry_islands.block import SyncConfig
+from llmfoundry_islands.tensors.changes import Swapped
+from llmfoundry_islands.tensors.encoding import encode
+from llmfoundry_islands.training.outer_weights import Departure, OuterWeights
+
+
+def test_each_fragment_s_mean_is_weighted_by_what_islands_have_trained_it_on():
+    """An island that has joined since the first fragment's last exchange has trained that one less."""
+    mine = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([4.0])}
+    theirs = {"a": torch.tensor([5.0, 6.0]), "b": torch.tensor([8.0])}
+    departure = Departure(
+        numbers=[0, 1],
+        fragments={"a": 0, "b": 1},
+        weights=[3, 1],
+        label=0,
+        changes=mine,
+        parts=mine,
+        inside=mine,
+        encoded={key: encode(values.clone(), "fp32") for key, values in mine.items()},
+        dropped={},
+    )
+    departure.swap = SimpleNamespace(unpack=lambda: Swapped({"other": [1.0, 1.0]}, {"other": theirs}))  # type: ignore[assignment]
+    parts = {key: SimpleNamespace(name=key) for key in mine}
+    held: Any = SimpleNamespace(parts=parts, completion=SimpleNamespace(apply=lambda *_: None))
+    assert departure.take_mean(held, "own") == 2.0**2 + 3.0**2 + 6.0**2
+    assert mine["a"].tolist() == [2.0, 3.0] and mine["b"].tolist() == [6.0]
+
+
+def test_what_was_trained_while_a_fragment_travelled_counts_in_its_next_exchange():
+    outer = OuterWeights.__new__(OuterWeights)
+    outer.sync, outer.dropped = SyncConfig(every="4ba"), {}
+    outer.fragments, outer.pending = [{"a"}, {"b"}], [5, 7]
+    departure: Any = SimpleNamespace(numbers=[0], weights=[3], label=1, changes={}, dropped={})
+    assert not outer.land(departure, label=2)
+    assert outer.pending == [2, 7]

@@ -1,0 +1,47 @@
+"""Blocks of a run's YAML that companions bring: top-level keys, whose fields the core knows by their settings alone."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llmfoundry_lite import companions
+from llmfoundry_lite.config.fields import Key, Setting
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Block:
+    """A block by which a launch becomes one of several that train one run. Functions are given the TrainConfig."""
+
+    settings: type
+    """Its dataclass, of `fields.setting`."""
+    setting: Setting
+    """Of the key itself: whether hardware may set it, how it may change in mid-run, what a replay does with it."""
+    partners: str
+    """`module:function`, which returns the run's `Partners`. Imported when a run trains."""
+    check: Callable[[Any], None]
+    """Raises ConfigError for what the block does not go with."""
+    check_here: Callable[[Any], Any]
+    """Raises ConfigError for what a launch lacks on this machine."""
+    describe: Callable[[Any], str]
+    """Ends the line of the run in a dry run."""
+    folder_key: str
+    """The field that names this launch's own folder within the run's."""
+
+
+@cache
+def find_blocks() -> dict[str, Block]:
+    """Return the blocks of the companions that are here, by key."""
+    return dict(companions.parts("blocks"))
+
+
+def given_blocks(values: Mapping[str, Any]) -> dict[str, Block]:
+    """Return the blocks that `values`, by key, has."""
+    return {key: block for key, block in find_blocks().items() if values.get(key) is not None}
+
+
+def keys_of_blocks() -> dict[str, Key]:
+    return {
+        key: Key(block.settings | None, None, block.setting, block.settings, None)
+        for key, block in find_blocks().items()
+    }

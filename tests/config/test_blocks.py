@@ -1,0 +1,120 @@
+"""Blocks that companions bring, without any of ours: a made-up one, and one that is missing."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from llmfoundry_lite import companions, preflight
+from llmfoundry_lite.companions import Companion
+from llmfoundry_lite.config import blocks, fields
+from llmfoundry_lite.config.blocks import Block
+from llmfoundry_lite.config.changes import find_changes
+from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, Setting, setting
+from llmfoundry_lite.config.layers import is_for_hardware
+from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.training.partners import Partners, find_partners
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SwarmConfig:
+    name: str = setting(REQUIRED)
+    size: int = setting(1, POSITIVE, change="logged")
+
+
+class Swarm(Partners):
+    def __init__(self, config: TrainConfig):
+        self.size = config.blocks["swarm"].size
+
+
+def check(config: TrainConfig) -> None:
+    if config.exact_sums:
+        raise ConfigError("swarm: does not go with exact_sums; remove one of them")
+
+
+def check_here(config: TrainConfig) -> None:
+    raise ConfigError("swarm: nobody is here")
+
+
+BLOCK = Block(
+    settings=SwarmConfig,
+    setting=Setting(hardware=True),
+    partners=f"{__name__}:Swarm",
+    check=check,
+    check_here=check_here,
+    describe=lambda config: f", one of {config.blocks['swarm'].size}",
+    folder_key="name",
+)
+
+
+def forget() -> None:
+    blocks.find_blocks.cache_clear()
+    fields.keys_of.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def companion(monkeypatch):
+    """None of ours, and one of somebody else's."""
+    monkeypatch.setattr(
+        companions,
+        "find_companions",
+        lambda: [Companion(blocks=dict.fromkeys(("swarm", "flock"), f"{__name__}:BLOCK"))],
+    )
+    monkeypatch.setattr(companions, "find_spec", lambda name: None)
+    forget()
+    yield
+    forget()
+
+
+def load(*arguments):
+    return load_train_config(["mpt-125m", *arguments], {}).config
+
+
+SWARM = "swarm={name: a, size: 3}"
+
+
+def test_a_block_is_checked_recorded_and_compared_as_one_of_ours(tmp_path):
+    config = load(SWARM)
+    assert config.blocks == {"swarm": SwarmConfig(name="a", size=3), "flock": None} and not config.trains_alone
+    assert as_dict(config)["swarm"] == {"name": "a", "size": 3} and "blocks" not in as_dict(config)
+    assert config.run_folder == "runs/mpt-125m/a"
+    assert is_for_hardware("swarm.size")
+    changed = find_changes(as_dict(config), as_dict(load("swarm={name: b, size: 4}")))
+    assert [str(one) for one in changed["logged"]] == ["swarm.size 3 -> 4"]
+    assert [str(one) for one in changed["freely"]][-1] == "swarm.name a -> b"
+    for given, refused in {
+        "swarm.size=0": "swarm.size: 0 given, expected a number above 0",
+        "swarm.sizes=2": "swarm.sizes: unknown key; did you mean swarm.size?",
+        "flock={name: a}": "flock: does not go with swarm: both name the run's other launches; remove one",
+        "exact_sums=true": "swarm: does not go with exact_sums; remove one of them",
+        "blocks={}": "blocks: unknown key; did you mean pp_config.blocks?",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load(SWARM, given)
+        assert str(caught.value).removeprefix("command line: ") == refused
+
+
+def test_a_block_brings_the_other_launches_and_says_so_in_a_dry_run():
+    config, alone = load(SWARM), load()
+    partners = find_partners(config)
+    assert isinstance(partners, Swarm) and partners.size == 3
+    assert type(find_partners(alone)) is Partners
+    assert as_dict(alone)["swarm"] is None and alone.trains_alone
+    layout = layout_of(config, 1, 1)
+    with pytest.raises(ConfigError, match="nobody is here"):
+        preflight.check(config, layout, must_exist=True)
+    told = preflight.describe(config, layout, preflight.check(config, layout, must_exist=False))
+    assert told.startswith("run            mpt-125m in runs/mpt-125m/a, one of 3\n")
+
+
+def test_a_block_whose_companion_is_missing_names_it(tmp_path):
+    for given in (["islands.name=a"], ["islands={name: a}"]):
+        with pytest.raises(ConfigError) as caught:
+            load(*given)
+        assert str(caught.value) == "command line: islands: needs the companion llmfoundry_islands"
+    overlay = tmp_path / "here.yaml"
+    overlay.write_text("overlay: hardware\nislands: {name: a}\n")
+    with pytest.raises(ConfigError, match=r"here.yaml: islands: needs the companion llmfoundry_islands$"):
+        load(str(overlay))
