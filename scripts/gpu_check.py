@@ -176,7 +176,7 @@ def show(line: str) -> None:
 
 def end_all(mark: str) -> None:
     """End all that a step has started, in whichever session, and wait: a GPU's memory is free only then."""
-    from llmfoundry_lite.launch import processes
+    from llmfoundry_ops import processes
 
     deadline = time.monotonic() + RESERVE_SECONDS / 2
     while (found := processes.find(mark, MARK)) and time.monotonic() < deadline:
@@ -186,7 +186,7 @@ def end_all(mark: str) -> None:
 
 def environment_of_steps() -> dict[str, str]:
     """Return the environment in which programs find this clone first, and `composer` where its package was brought."""
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(ROOT), str(ROOT / "companions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     programs = [f"{path}/bin" for path in paths] + [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     fixed = {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
     # Bytecode is kept: importing a step's packages without it takes a processor 20 seconds.
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="[%(default)s]")
     parser.add_argument("--commit", help="of a copy without git")
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "companions")]
     if options.part == "predict":
         print(*list_predictions(), sep="\n")
         return 0

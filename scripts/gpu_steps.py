@@ -42,9 +42,10 @@ def check_device(part: Part) -> None:
 
 def run_tests(part: Part) -> None:
     """Run the tests of the files that have tests of a GPU; without a GPU those that need none."""
+    paths = [path for folder in ("tests", "companions") for path in (ROOT / folder).rglob("test_*.py")]
     files = [
         str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.name != "test_gpu.py", path))
+        for path in sorted(paths, key=lambda path: (path.name != "test_gpu.py", path))
         if "pytest.mark.gpu" in path.read_text()
     ]
     marked = "not gpu and not slow and not long" if part.is_cpu else "gpu"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from llmfoundry_lite.launch import processes
+from llmfoundry_ops import processes
 from scripts import gpu_check, gpu_steps
 from tests.helpers.launch import ROOT
 
