@@ -1,6 +1,5 @@
 """The table of `python -m benchmarks memory`: what a run of it replaces, and what it leaves."""
 
-
 import pytest
 
 from benchmarks.memory import measured_before, read_report, run, write_report
