@@ -60,7 +60,7 @@ test-slow: install
 test-core: install
 	rm -rf build/core && mkdir -p build/core
 	git ls-files -z -- . ':!companions' | tar --create --null --files-from - | tar --extract --directory build/core
-	cd build/core && env --unset VIRTUAL_ENV $(UV) sync --quiet
+	cd build/core && env --unset VIRTUAL_ENV $(abspath $(UV)) sync --quiet
 	cd build/core && PATH=$$PWD/.venv/bin:$$PATH pytest -n 2 --dist loadfile -m "not slow and not long and not gpu" tests
 
 test-long: install
