@@ -31,6 +31,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "logs of lm-eval and Inspect",
     ),
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
+    "llmfoundry_layouts": ("pp_config", "ZERO_1"),
 }
 """Package -> its commands, blocks, readers and models: what a missing one is asked for."""
 SOURCE = Path(__file__).parents[1] / "companions"
