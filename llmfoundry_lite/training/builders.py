@@ -177,7 +177,7 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     weighting: Any = {"separator_begins": begins, "by_rows": not config.accumulate_train_batch_on_tokens}
     if layout.pipeline > 1:
         loss = partial(loss, backward_runs_once=not config.pipeline.splits_backward)
-        build_pipeline = companions.find("builders", "pp_config")
+        build_pipeline = companions.find("builders", "pp_config.pipeline_parallel_degree")
         pipeline = build_pipeline(config.model, pipeline=config.pipeline, loss=loss, context=context, **options)
         language_model: Any = PipelinedLanguageModel(pipeline, precision, separator, context, **weighting)
     else:
@@ -215,7 +215,7 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if config.sharding.sharding_strategy == "ZERO_1":
-        return companions.find("builders", "ZERO_1")(named, build)
+        return companions.find("builders", "fsdp_config.sharding_strategy: ZERO_1")(named, build)
     return build(named)
 
 
