@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmfoundry_lite.config.build import refuse_keys
 from llmfoundry_lite.config.fields import keys_of
@@ -61,129 +61,114 @@ EVAL_WITHOUT_EFFECT = {
 """The same in an evaluation's YAML."""
 
 
-class LeftOut(NamedTuple):
-    instead: str
-    harmless: Sequence[Any] = ()
-    """Values that ask for what we do anyway."""
-
-
-_ROWS: tuple[tuple[str, str, *tuple[Any, ...]], ...] = (
-    ("save_weights_only", "use `llmfoundry-lite checkpoint export`", False),
-    (
-        "icl_tasks_str eval_gauntlet eval_gauntlet_str",
-        "write the tasks under icl_tasks, or evaluate checkpoints with scripts/eval.py",
-    ),
-    ("code_paths", "put the folder on PYTHONPATH and name the object: python:package.module:Thing"),
-    ("profiler", "write callbacks: {profiler: {wait: 1, warmup: 1, active: 2}}"),
-    ("device_train_grad_accum", "use device_train_microbatch_size"),
-    ("device_train_batch_size", "use global_train_batch_size"),
-    ("expandable_segments max_split_size_mb", "set PYTORCH_CUDA_ALLOC_CONF in the environment"),
-    ("cuda_load_lazy", "set CUDA_MODULE_LOADING in the environment", False),
-    ("train_subset_num_batches", "use max_duration", -1),
-    ("only_hf_checkpoint only_composer_checkpoint", "use export_at_end", False),
-    (
-        "model.ffn_config.moe_num_experts model.ffn_config.moe_top_k model.ffn_config.moe_loss_weight "
-        "model.ffn_config.moe_world_size model.ffn_config.moe_jitter_eps model.ffn_config.uniform_expert_assignment "
-        "model.ffn_config.moe_normalize_expert_weights model.ffn_config.moe_weight_parallelism",
-        "there is no mixture of experts; use ffn_type: mptmlp or mptglu",
-    ),
-    ("model.block_overrides", "every block has the same shape here"),
-    (
-        "model.fc_type model.attn_config.fc_type model.ffn_config.fc_type",
-        "layers are torch's; remove it",
-        *("torch", {"name": "torch"}),
-    ),
-    ("model.activation_checkpointing_target", "use fsdp_config.activation_checkpointing: true or selective"),
-    ("model.peft_config", "every weight is trained; remove it"),
-    ("optimizer.disable_grad", "every weight is trained; remove it", []),
-    (
-        "model.attn_config.rope_dail_config",
-        "positions are always turned in fp32, and there is no xpos; remove it",
-        {"type": "original"},
-        {"type": "original", "pos_idx_in_fp32": True},
-        {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
-    ),
-    ("model.attn_config.nope", "use learned_pos_emb: false", False),
-    ("model.attn_config.kv_dim", "k and v are as wide as d_model; remove it"),
-    ("model.attn_config.attn_logit_softcapping", "use qk_ln or clip_qkv"),
-    (
-        "model.attn_config.attn_temperature_tuning",
-        "use softmax_scale",
-        *({"floor_scale": 8192, "attn_scale": 0.0}, {"attn_scale": 0.0}),
-    ),
-    ("model.head_dim", "use attn_config.head_dim"),
-    ("model.attention_bias", "use no_bias, or attn_config.qkv_bias"),
-    ("model.final_logit_softcapping", "use logit_scale"),
-    ("model.additional_train_metrics", "the training loss is always logged; remove it", []),
-    ("fsdp_config.cpu_offload", "use fsdp_config.offload_optimizer", False),
-    (
-        "fsdp_config.data_parallel_replicate_degree fsdp_config.process_group",
-        "use fsdp_config.data_parallel_shard_degree with HYBRID_SHARD",
-    ),
-    ("fsdp_config.keep_low_precision_grads", "use fsdp_config.mixed_precision", False),
-    (
-        "fsdp_config.te_checkpoint_wrapper fsdp_config.te_shard_fp8_weight",
-        "there are no TransformerEngine layers; remove it",
-        False,
-    ),
-    ("fsdp_config.reshard_after_forward", "use fsdp_config.sharding_strategy: FULL_SHARD or SHARD_GRAD_OP"),
-    ("fsdp_config.ignored_modules", "every weight is sharded; remove it"),
-    ("fsdp_config.load_planner fsdp_config.save_planner", "checkpoints have one format; remove it"),
-    ("algorithms.alibi", "use model.attn_config.alibi: true"),
-    ("algorithms.gated_linear_units", "use model.ffn_config.ffn_type: mptglu"),
-    ("algorithms.low_precision_layernorm", "use model.norm_type: low_precision_layernorm"),
-    ("callbacks.hf_checkpointer", "use export_at_end"),
-    ("callbacks.nan_monitor", "use on_non_finite"),
-    ("callbacks.system_metrics_monitor", "memory and throughput are always logged; remove it"),
-    ("callbacks.optimizer_monitor", "the gradient norm is always logged; remove it"),
-    ("callbacks.memory_snapshot callbacks.oom_observer", "use callbacks: {profiler: {profile_memory: true}}"),
-    ("callbacks.generate_callback", "use `llmfoundry-lite generate` on checkpoints"),
-    ("callbacks.eval_output_logging", "evaluate checkpoints with scripts/eval.py; .items.jsonl has every item"),
-    ("callbacks.async_eval", "evaluate checkpoints with scripts/eval.py, all_checkpoints=true"),
-    ("callbacks.loss_perp_v_len", "evaluate checkpoints with scripts/eval.py and icl_task_type: perplexity"),
-    (
-        "callbacks.early_stopper callbacks.kill_loss_spike callbacks.layer_freezing",
-        "write a callback of your own: python:package.module:Class",
-    ),
-    ("callbacks.fdiff_metrics", "metrics.jsonl has every batch; remove it"),
-    ("callbacks.global_lr_scaling", "use optimizer.lr, which may change in the middle of a run"),
-    ("callbacks.mono_checkpoint_saver", "use `llmfoundry-lite checkpoint consolidate`"),
-    ("callbacks.load_checkpoint", "use load_path"),
-    ("callbacks.run_timeout", "use dist_timeout"),
-    ("callbacks.scheduled_gc", "no garbage collection stops ranks one by one; remove it"),
-    ("callbacks.env_logging", "config.yaml and the checkpoint's segments have it; remove it"),
-    ("callbacks.mbmoe_tok_per_expert", "there is no mixture of experts; remove it"),
-    ("callbacks.curriculum_learning callbacks.dataset_swap", "use train_loader.dataset.stages"),
-    (
-        "loggers.inmemory loggers.in_memory_logger loggers.mlflow loggers.mosaicml",
-        "use wandb or tensorboard; metrics.jsonl is always written",
-    ),
-    ("loggers.wandb.log_artifacts", "checkpoints go to save_folder", False),
-    ("optimizer.param_groups", "all weights have one rate and one decay; remove it", []),
-    ("optimizer.amsgrad", "the optimizers are without it; remove it", False),
-    ("scheduler.alpha", "use optimizer.lr", 1),
-    ("train_loader.dataset.packing_ratio", "fine-tuning is absent here; pack text with `llmfoundry-lite data prepare`"),
-    ("*.dataset.mlm_probability", "the next token is predicted; remove it"),
-    ("*.dataset.sampling_method", "streams are sampled evenly in every epoch; remove it", "balanced"),
-    ("*.dataset.sampling_granularity", "streams are sampled evenly in every epoch; remove it", 1),
-    ("*.dataset.allow_unsafe_types", "pickles are never read; remove it", False),
-    ("*.dataset.replication", "use tp_config or cp_config", 1),
-    ("*.dataset.seq_parallel_replication", "use cp_config", 1),
-    ("*.dataset.stream_name", "streams are folders or URLs; remove it", "stream"),
-    ("*.dataset.stream_config", "streams are folders or URLs; remove it", {}),
-)
-LEFT_OUT = {key: LeftOut(instead, harmless) for keys, instead, *harmless in _ROWS for key in keys.split()}
+_INSTEAD = {
+    "use `llmfoundry-lite checkpoint export`": "save_weights_only",
+    "write the tasks under icl_tasks, or evaluate checkpoints with scripts/eval.py": "icl_tasks_str eval_gauntlet "
+    "eval_gauntlet_str",
+    "put the folder on PYTHONPATH and name the object: python:package.module:Thing": "code_paths",
+    "write callbacks: {profiler: {wait: 1, warmup: 1, active: 2}}": "profiler",
+    "use device_train_microbatch_size": "device_train_grad_accum",
+    "use global_train_batch_size": "device_train_batch_size",
+    "set PYTORCH_CUDA_ALLOC_CONF in the environment": "expandable_segments max_split_size_mb",
+    "set CUDA_MODULE_LOADING in the environment": "cuda_load_lazy",
+    "use max_duration": "train_subset_num_batches",
+    "use export_at_end": "only_hf_checkpoint only_composer_checkpoint callbacks.hf_checkpointer",
+    "there is no mixture of experts; use ffn_type: mptmlp or mptglu": "model.ffn_config.moe_num_experts "
+    "model.ffn_config.moe_top_k model.ffn_config.moe_loss_weight model.ffn_config.moe_world_size "
+    "model.ffn_config.moe_jitter_eps model.ffn_config.uniform_expert_assignment "
+    "model.ffn_config.moe_normalize_expert_weights model.ffn_config.moe_weight_parallelism",
+    "every block has the same shape here": "model.block_overrides",
+    "layers are torch's; remove it": "model.fc_type model.attn_config.fc_type model.ffn_config.fc_type",
+    "use fsdp_config.activation_checkpointing: true or selective": "model.activation_checkpointing_target",
+    "every weight is trained; remove it": "model.peft_config optimizer.disable_grad",
+    "positions are always turned in fp32, and there is no xpos; remove it": "model.attn_config.rope_dail_config",
+    "use learned_pos_emb: false": "model.attn_config.nope",
+    "k and v are as wide as d_model; remove it": "model.attn_config.kv_dim",
+    "use qk_ln or clip_qkv": "model.attn_config.attn_logit_softcapping",
+    "use softmax_scale": "model.attn_config.attn_temperature_tuning",
+    "use attn_config.head_dim": "model.head_dim",
+    "use no_bias, or attn_config.qkv_bias": "model.attention_bias",
+    "use logit_scale": "model.final_logit_softcapping",
+    "the training loss is always logged; remove it": "model.additional_train_metrics",
+    "use fsdp_config.offload_optimizer": "fsdp_config.cpu_offload",
+    "use fsdp_config.data_parallel_shard_degree with HYBRID_SHARD": "fsdp_config.data_parallel_replicate_degree "
+    "fsdp_config.process_group",
+    "use fsdp_config.mixed_precision": "fsdp_config.keep_low_precision_grads",
+    "there are no TransformerEngine layers; remove it": "fsdp_config.te_checkpoint_wrapper "
+    "fsdp_config.te_shard_fp8_weight",
+    "use fsdp_config.sharding_strategy: FULL_SHARD or SHARD_GRAD_OP": "fsdp_config.reshard_after_forward",
+    "every weight is sharded; remove it": "fsdp_config.ignored_modules",
+    "checkpoints have one format; remove it": "fsdp_config.load_planner fsdp_config.save_planner",
+    "use model.attn_config.alibi: true": "algorithms.alibi",
+    "use model.ffn_config.ffn_type: mptglu": "algorithms.gated_linear_units",
+    "use model.norm_type: low_precision_layernorm": "algorithms.low_precision_layernorm",
+    "use on_non_finite": "callbacks.nan_monitor",
+    "memory and throughput are always logged; remove it": "callbacks.system_metrics_monitor",
+    "the gradient norm is always logged; remove it": "callbacks.optimizer_monitor",
+    "use callbacks: {profiler: {profile_memory: true}}": "callbacks.memory_snapshot callbacks.oom_observer",
+    "use `llmfoundry-lite generate` on checkpoints": "callbacks.generate_callback",
+    "evaluate checkpoints with scripts/eval.py; .items.jsonl has every item": "callbacks.eval_output_logging",
+    "evaluate checkpoints with scripts/eval.py, all_checkpoints=true": "callbacks.async_eval",
+    "evaluate checkpoints with scripts/eval.py and icl_task_type: perplexity": "callbacks.loss_perp_v_len",
+    "write a callback of your own: python:package.module:Class": "callbacks.early_stopper callbacks.kill_loss_spike "
+    "callbacks.layer_freezing",
+    "metrics.jsonl has every batch; remove it": "callbacks.fdiff_metrics",
+    "use optimizer.lr, which may change in the middle of a run": "callbacks.global_lr_scaling",
+    "use `llmfoundry-lite checkpoint consolidate`": "callbacks.mono_checkpoint_saver",
+    "use load_path": "callbacks.load_checkpoint",
+    "use dist_timeout": "callbacks.run_timeout",
+    "no garbage collection stops ranks one by one; remove it": "callbacks.scheduled_gc",
+    "config.yaml and the checkpoint's segments have it; remove it": "callbacks.env_logging",
+    "there is no mixture of experts; remove it": "callbacks.mbmoe_tok_per_expert",
+    "use train_loader.dataset.stages": "callbacks.curriculum_learning callbacks.dataset_swap",
+    "use wandb or tensorboard; metrics.jsonl is always written": "loggers.inmemory loggers.in_memory_logger "
+    "loggers.mlflow loggers.mosaicml",
+    "checkpoints go to save_folder": "loggers.wandb.log_artifacts",
+    "all weights have one rate and one decay; remove it": "optimizer.param_groups",
+    "the optimizers are without it; remove it": "optimizer.amsgrad",
+    "use optimizer.lr": "scheduler.alpha",
+    "fine-tuning is absent here; pack text with `llmfoundry-lite data prepare`": "train_loader.dataset.packing_ratio",
+    "the next token is predicted; remove it": "*.dataset.mlm_probability",
+    "streams are sampled evenly in every epoch; remove it": "*.dataset.sampling_method *.dataset.sampling_granularity",
+    "pickles are never read; remove it": "*.dataset.allow_unsafe_types",
+    "use tp_config or cp_config": "*.dataset.replication",
+    "use cp_config": "*.dataset.seq_parallel_replication",
+    "streams are folders or URLs; remove it": "*.dataset.stream_name *.dataset.stream_config",
+}
+LEFT_OUT = {key: instead for instead, keys in _INSTEAD.items() for key in keys.split()}
 """Key -> what to use instead, with which it is refused by name."""
 
 EVAL_LEFT_OUT = {
-    "icl_subset_num_batches": LeftOut("use limit, which counts items"),
-    "eval_loader": LeftOut("write a task with icl_task_type: perplexity"),
-    "eval_loaders": LeftOut("write tasks with icl_task_type: perplexity"),
-    "code_paths": LeftOut("put the folder on PYTHONPATH"),
-    "run_name": LeftOut("use suite"),
-    **dict.fromkeys(("callbacks", "loggers"), LeftOut("results are files in results_folder")),
+    "icl_subset_num_batches": "use limit, which counts items",
+    "eval_loader": "write a task with icl_task_type: perplexity",
+    "eval_loaders": "write tasks with icl_task_type: perplexity",
+    "code_paths": "put the folder on PYTHONPATH",
+    "run_name": "use suite",
+    **dict.fromkeys(("callbacks", "loggers"), "results are files in results_folder"),
 }
 """The same in an evaluation's YAML."""
+
+_NOT_ASKED_FOR = (
+    "save_weights_only cuda_load_lazy only_hf_checkpoint only_composer_checkpoint model.attn_config.nope "
+    "fsdp_config.cpu_offload fsdp_config.keep_low_precision_grads fsdp_config.te_checkpoint_wrapper "
+    "fsdp_config.te_shard_fp8_weight loggers.wandb.log_artifacts optimizer.amsgrad *.dataset.allow_unsafe_types"
+)
+_TORCH = ("torch", {"name": "torch"})
+_ORIGINAL = {"type": "original", "pos_idx_in_fp32": True}
+HARMLESS: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(_NOT_ASKED_FOR.split(), (False,)),
+    **dict.fromkeys(("optimizer.disable_grad", "optimizer.param_groups", "model.additional_train_metrics"), ([],)),
+    **dict.fromkeys((f"model.{block}fc_type" for block in ("", "attn_config.", "ffn_config.")), _TORCH),
+    **dict.fromkeys(("*.dataset.replication", "*.dataset.seq_parallel_replication", "scheduler.alpha"), (1,)),
+    "train_subset_num_batches": [-1],
+    "model.attn_config.rope_dail_config": [{"type": "original"}, _ORIGINAL, _ORIGINAL | {"xpos_scale_base": 512}],
+    "model.attn_config.attn_temperature_tuning": [{"attn_scale": 0.0}, {"attn_scale": 0.0, "floor_scale": 8192}],
+    "*.dataset.sampling_method": ["balanced"],
+    "*.dataset.sampling_granularity": [1],
+    "*.dataset.stream_name": ["stream"],
+    "*.dataset.stream_config": [{}],
+}
+"""Key that is left out -> values that ask for what we do anyway, beside null."""
 
 
 def refuse_fine_tuning(values: dict[str, Any]) -> None:
@@ -249,17 +234,17 @@ def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) 
 
 
 def refuse_left_out_keys(
-    values: dict[str, Any], layers: Sequence[Layer], left_out: Mapping[str, LeftOut] = LEFT_OUT
+    values: dict[str, Any], layers: Sequence[Layer], left_out: Mapping[str, str] = LEFT_OUT
 ) -> None:
     """Raise ConfigError that names every key that is left out here; take out those with a harmless value."""
     refused = []
-    for pattern, (instead, harmless) in left_out.items():
+    for pattern, instead in left_out.items():
         for key in _keys_of(pattern, values):
             found, value = get(values, key)
             block = re.sub(r"^((?:eval_loaders\.)?[^.]+).*", r"\1", key)
             if not found or str(get(values, f"{block}.name")[1]).startswith("python:"):
                 continue
-            if value is None or value in harmless:
+            if value is None or value in HARMLESS.get(pattern, ()):
                 pop(values, key)
             else:
                 refused.append((key, instead))

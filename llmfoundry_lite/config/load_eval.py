@@ -1,6 +1,5 @@
 """YAML files and `key=value` arguments -> a checked, frozen `EvalConfig` and its tasks. No torch."""
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from llmfoundry_lite.config.layers import (
 )
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.config.written import EVAL_SYNONYMS, TASK_SYNONYMS
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, nearest
 
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 THEIR_METRICS = {
@@ -342,8 +341,8 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[L
     if label.endswith((".yaml", ".yml")) or label in names:
         return _read_task_file(label, task_folder)
     hint = "one of your own says icl_task_type and dataset_uri"
-    if near := difflib.get_close_matches(label, names, n=1, cutoff=0.6):
-        hint = f"did you mean {near[0]}?"
+    if near := nearest(label, names):
+        hint = f"did you mean {near}?"
     elif names:
         hint += f"; there are: {', '.join(names)}"
     raise ConfigError(f"{source_of(path, layers)}: {path}.label: {task_folder} has no task {label!r}; {hint}")
