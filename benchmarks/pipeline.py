@@ -4,8 +4,8 @@ python -m benchmarks pipeline --stages 2,4 --microbatches 4,8,16 --out results
 
 Forward pass, gradient of the inputs and gradient of the weights of a microbatch take one sleep each on every stage. So
 what a step takes beyond them is waiting: for other stages, and a little for messages and Python. Beside it stand the
-formula's share and that of the played schedule (`estimate/schedule.py`). Messages are four numbers; no bandwidth is
-measured.
+formula's share and that of the played schedule (`llmfoundry_planner/plan/bubble.py`). Messages are four numbers; no
+bandwidth is measured.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from torch.distributed.pipelining import PipelineStage
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.schedule import simulate_bubble
 from llmfoundry_lite.parallel.pipeline import SCHEDULES, TAKES_ONE_STAGE
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import measure_on_ranks
+from llmfoundry_planner.plan.bubble import simulate_bubble
 
 COLUMNS: list[frame.Column] = [
     ("schedule", "{schedule}"),
@@ -42,7 +42,7 @@ COLUMNS: list[frame.Column] = [
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
 NOTES = (
     "measured: torch's schedules, messages and Python among what a device waits",
-    "formula and played: `estimate/schedule.py`, without time for messages",
+    "formula and played: `llmfoundry_planner/plan/bubble.py`, without time for messages",
     "zbv has no formula",
 )
 WITH_FORMULA = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -103,7 +103,7 @@ def run(
 
 
 def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
-    """Return time that a device waits over time that it computes, by the formulas of `estimate/schedule.py`."""
+    """Return time that a device waits over time that it computes, by the formulas of `plan/bubble.py`."""
     share = (num_stages - 1) / num_microbatches
     return share / {"interleaved": virtual_stages, "zero_bubble": 3}.get(schedule, 1)
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks import pipeline
 from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.schedule import simulate_bubble
+from llmfoundry_planner.plan.bubble import simulate_bubble
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Pipelines' bubbles: formulas, the same schedules played, and what papers print."""
+"""The order of a device's passes, beside torch's."""
 
 import re
 from functools import partial
@@ -12,44 +12,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
-from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.schedule import SCHEDULES, order_of, simulate_bubble
+from llmfoundry_lite.estimate.schedule import order_of
 from llmfoundry_lite.parallel.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("uneven", [False, True])
-def test_a_few_rounds_tell_what_all_of_them_wait(schedule, uneven):
-    virtual = 2 if schedule in ("interleaved", "zbv") else 1
-    loads = [0.5 + 0.25 * run for run in range(4 * virtual)] if uneven else None
-    whole = simulate_bubble(schedule, 4, 96, virtual, loads=loads)
-    few = simulate_bubble(schedule, 4, 96, virtual, loads=loads, in_few_rounds=True)
-    assert few == pytest.approx(whole, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "loads"),
-    [
-        ("zero_bubble", (1, 3, 1.5, 3, 1, 0.5, 3, 1.5)),
-        ("interleaved", (1, 1, 3, 0.5, 3, 2, 1, 2)),
-        ("zbv", (0.5, 1.5, 1, 1, 3, 1, 1, 2)),
-    ],
-)
-def test_uneven_runs_wait_in_every_round_and_a_few_tell_how_long(schedule, loads):
-    for microbatches in (16, 48, 96):
-        whole = simulate_bubble(schedule, 4, microbatches, 2, loads=loads)
-        few = simulate_bubble(schedule, 4, microbatches, 2, loads=loads, in_few_rounds=True)
-        assert few == pytest.approx(whole, rel=1e-6)
-
-
-def test_the_stage_that_computes_the_longest_waits_for_the_others():
-    """1F1B: two stages of 1, one of 2: the last waits for the first microbatch's way to it and back."""
-    assert simulate_bubble("1f1b", 3, 8, loads=[1, 1, 2]) == pytest.approx(2 / 16)
-
-
-def test_frontiers_bubbles():
-    """arXiv 2312.12705, figure 6's setting: 32 microbatches."""
-    assert [round(simulate_bubble("1f1b", stages, 32), 3) for stages in (8, 16, 32)] == [0.219, 0.469, 0.969]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +58,3 @@ def test_so_many_microbatches_are_kept_until_their_last_pass(schedule, num_runs,
         for rank in range(4)
     ]
     assert [max(counts) for counts in kept] == expected
-
-
-def test_what_cannot_be_played_is_refused():
-    with pytest.raises(ConfigError, match="'dualpipe' is none of gpipe, 1f1b, interleaved, zero_bubble"):
-        simulate_bubble("dualpipe", 4, 8)

@@ -14,8 +14,8 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.schedule import check_schedule
 from llmfoundry_lite.models.flops import count_parameters
+from llmfoundry_planner.plan.bubble import check_schedule
 from llmfoundry_planner.plan.calibrate import calibrate
 from llmfoundry_planner.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, cost_of, save_seconds
 from llmfoundry_planner.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts

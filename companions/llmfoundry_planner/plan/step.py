@@ -19,11 +19,11 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import block_and_head, stages_of
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.exchanges import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
-from llmfoundry_lite.estimate.schedule import simulate_bubble
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, rows_named
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_planner.plan.bubble import simulate_bubble
+from llmfoundry_planner.plan.exchanges import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
 from llmfoundry_planner.plan.network import Group, Node, find_node, group_of, send_seconds
 from llmfoundry_planner.plan.rates import (
     COMPILED_SHARE,
