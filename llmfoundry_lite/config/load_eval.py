@@ -6,15 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
-from llmfoundry_lite.config.foundry import (
-    EVAL_LEFT_OUT,
-    EVAL_WITHOUT_EFFECT,
-    drop_keys,
-    drop_variables,
-    refuse_left_out_keys,
-)
 from llmfoundry_lite.config.layers import (
     Layer,
     is_key_value,
@@ -65,9 +59,9 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
         )
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
     values = merge_layers(layers, EvalConfig) if layers else {}
-    refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
+    foundry.refuse_left_out_keys(values, layers, foundry.EVAL_LEFT_OUT)
     notes = _translate(values, layers)
-    drop_variables(values, layers, EvalConfig)
+    foundry.drop_variables(values, layers, EvalConfig)
     refuse_unknown_keys(EvalConfig, values, "", layers)
     if flags:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
@@ -135,7 +129,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
 
     Raises ConfigError for a model that is not evaluated here.
     """
-    notes = drop_keys(values, layers, EVAL_WITHOUT_EFFECT)
+    notes = foundry.drop_keys(values, layers, foundry.EVAL_WITHOUT_EFFECT)
     for theirs, ours in EVAL_SYNONYMS.items():
         if theirs in values and values.get(ours) is None:
             values[ours] = values.pop(theirs)

@@ -21,7 +21,7 @@ from llmfoundry_lite.config.fields import (
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
-from llmfoundry_lite.config.written import FromEnvironment
+from llmfoundry_lite.config.written import FromEnvironment, map_texts
 from llmfoundry_lite.errors import mask_credentials
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
@@ -531,13 +531,9 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     Text of an environment variable stands as it was written, `${oc.env:…}`; credentials in URLs are masked.
     """
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, str):
-            return mask_credentials(value.written if isinstance(value, FromEnvironment) else value)
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    def recorded(text: str) -> str:
+        return mask_credentials(text.written if isinstance(text, FromEnvironment) else text)
 
-    values = plain(with_keys(config))
+    values = map_texts(with_keys(config), recorded)
     values["optimizer"]["weight_decay"] = config.optimizer.decay  # a default may change; what a run did may not
     return values
