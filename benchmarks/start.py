@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import last_lines, wait_for
-from benchmarks.recover import Log, kill_with_children
+from benchmarks import Log, kill_with_children, last_lines, wait_for
 from llmfoundry_lite.errors import DataError
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES, write_run

@@ -25,11 +25,13 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "llmfoundry_machines": ("bench", "doctor"),
     "llmfoundry_formats": (
         "init",
+        "causal models of other types",
         "checkpoints of Composer and DCP",
         "pytorch_model.bin",
         "logs of lm-eval and Inspect",
     ),
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
+    "llmfoundry_layouts": ("pp_config", "ZERO_1"),
 }
 """Package -> its commands, blocks, readers and models: what a missing one is asked for."""
 SOURCE = Path(__file__).parents[1] / "companions"

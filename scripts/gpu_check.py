@@ -5,8 +5,8 @@
                                          restore of MPT-1B, with its energy; evaluation beside lm_eval
 
 It runs with the interpreter that runs it: its own torch (2.11 or newer), and no package index. `ready` says what is
-missing. Each part writes OUT/PART.json, after each of its steps; `llmfoundry-lite doctor --verified FILE…` draws the
-table of such files. Steps (`gpu_steps.py`) stand in the order of what they tell, and run at once where there are cores
+missing. Each part writes OUT/PART.json, after each of its steps; `verified FILE…` draws the table of such files
+(`gpu_proofs.py`). Steps (`gpu_steps.py`) stand in the order of what they tell, and run at once where there are cores
 for it. What has no time is named. Without a GPU a part does what a CPU can: other tests of the same files, and smaller
 models.
 """
@@ -276,15 +276,34 @@ def list_predictions() -> list[str]:
     return lines
 
 
+def tell_verified(paths: Sequence[Path]) -> int:
+    """Print the table of proofs. Returns 0, or 2 with a line on stderr for a file that is none."""
+    from llmfoundry_lite.errors import ConfigError, printable
+    from scripts.gpu_proofs import describe_proofs
+
+    try:
+        lines = describe_proofs(paths)
+    except ConfigError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    print(*lines, sep="\n")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one part. Returns 0, 1 where it found problems, or 2 where something that it needs is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["ready", "predict", "device", "runs"])
+    parser.add_argument("part", choices=["ready", "predict", "verified", "device", "runs"])
+    parser.add_argument("files", nargs="*", type=Path, help="proofs, for `verified`")
     parser.add_argument("--minutes", type=float, default=4, help="[%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="[%(default)s]")
     parser.add_argument("--commit", help="of a copy without git")
     options = parser.parse_args(arguments)
     sys.path[:0] = [str(ROOT), str(ROOT / "companions")]
+    if bool(options.files) != (options.part == "verified"):
+        parser.error("`verified` and the files that the parts have written belong together; give both")
+    if options.part == "verified":
+        return tell_verified(options.files)
     if options.part == "predict":
         print(*list_predictions(), sep="\n")
         return 0

@@ -34,10 +34,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks import last_lines, wait_for, with_root
+from benchmarks import Log, last_lines, wait_for, with_root
 from benchmarks.islands.launches import SECRET
 from benchmarks.islands.links import Links, set_links
-from benchmarks.recover import Log
 from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.legs import NO_GPU
 from llmfoundry_islands.coordination.messages import TOKEN

@@ -2,7 +2,6 @@
 
     python -m benchmarks islands --out results                   some 8 minutes on two quiet cores
     python -m benchmarks islands --other-python other/bin/python
-    python -m benchmarks islands-speed                         what the exchange costs, see `speed`
 
 Three single worlds train a small MPT. Their losses span the band of the switch benchmark. Then two islands train it:
 A, and B with other instructions, another sharding and perhaps another torch. B is killed and launched again. Digests

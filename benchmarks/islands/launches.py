@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, last_lines, wait_for, with_root
-from benchmarks.recover import Log, kill_with_children
+from benchmarks import ROOT, Log, kill_with_children, last_lines, wait_for, with_root
 from benchmarks.switch.legs import Cluster, Workshop, environment_for
 from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import UserError

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import Log
 from benchmarks.islands.faults import Keeper
 from benchmarks.islands.launches import coordinated
 from benchmarks.islands.links import set_links
-from benchmarks.recover import Log
 from benchmarks.switch.figure import COLOURS, QUIET
 from benchmarks.switch.legs import Workshop
 from benchmarks.switch.switch import configuration, prepare_data

@@ -91,12 +91,7 @@ def dies(islands: Any) -> None:
     islands._exchange = exchange_and_die
 
 
-def waits(islands: Any) -> None:
-    """Send no gradient before all are there. Nothing that it computes is wrong."""
-    islands.overlaps = False
-
-
-KINDS = {kind.__name__: kind for kind in (weights, lost, stale, dies, waits)}
+KINDS = {kind.__name__: kind for kind in (weights, lost, stale, dies)}
 
 
 if __name__ == "__main__":

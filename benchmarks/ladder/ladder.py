@@ -21,12 +21,11 @@ import numpy as np
 import yaml
 from tokenizers import Tokenizer
 
-from benchmarks import last_lines
+from benchmarks import Log, last_lines
 from benchmarks.ladder import law, plan
 from benchmarks.ladder.data import DOMAIN, NUM_PIECES, gather
 from benchmarks.ladder.figure import plot_ladder
 from benchmarks.ladder.plan import Shape
-from benchmarks.recover import Log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.evaluation.compare import compare

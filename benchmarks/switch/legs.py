@@ -18,8 +18,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import last_lines, with_root
-from benchmarks.recover import Log
+from benchmarks import Log, last_lines, with_root
 from llmfoundry_lite.errors import UserError
 from llmfoundry_ops.journal import read_legs
 

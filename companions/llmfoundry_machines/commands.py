@@ -218,23 +218,11 @@ def doctor_command(
     num_ranks: Annotated[int | None, typer.Option(min=1, help="Of the collectives [one per device; CPU: 2].")] = None,
     alone: Annotated[bool, typer.Option("--alone", help="In a launch too: this machine, and not its links.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything: under 10 s without a GPU.")] = False,
-    verified: Annotated[
-        bool, typer.Option("--verified", help="Instead: the table of the FILES that scripts/gpu_check.py wrote.")
-    ] = False,
-    files: Annotated[list[Path] | None, typer.Argument(help="With --verified.", show_default=False)] = None,
 ) -> None:
     """Check this machine before a run is trusted to it. Exit code 2 when something failed.
 
     Under torchrun or srun, all nodes together: each pair's link, each node's rate, clocks and versions.
     """
-    if verified or files:
-        from llmfoundry_machines.doctor.verified import describe_proofs
-
-        if not (verified and files):
-            raise ConfigError("doctor: --verified and the files of scripts/gpu_check.py belong together; give both")
-        refuse_beside(context, "--verified", "nothing is examined", but=("files",))
-        print(*describe_proofs(files), sep="\n")
-        return
     from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
     from llmfoundry_machines.doctor.examine import doctor, leave_without_waiting
     from llmfoundry_machines.doctor.finding import Machine

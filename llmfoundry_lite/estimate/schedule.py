@@ -1,7 +1,4 @@
-"""Pipeline schedules: the order of a device's passes, as torch runs them. No torch.
-
-Interleaving: Narayanan et al. 2021, section 2.2. Zero bubble: Qi et al. 2024, ZB-H1.
-"""
+"""Pipeline schedules: the passes of each device, one after the other. No torch."""
 
 from collections import Counter
 from collections.abc import Sequence

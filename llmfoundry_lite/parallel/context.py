@@ -6,7 +6,7 @@ Legend: b batch, t this rank's tokens, s all tokens, h heads, g heads of keys an
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
 from llmfoundry_lite.models.attention import Mask, build_mask
 from llmfoundry_lite.parallel.mesh import build_context_group
+from llmfoundry_lite.parallel.tensor import exchange, mirrored
 
 # torch 2.13 renamed it and warns when the old name is used.
 _all_gather: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -97,34 +98,24 @@ class HeadsMask(Mask):
         # One all-to-all for all three tensors: the heads that go to one rank lie side by side.
         parts = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_bthk, k_btgk, v_btgk)]
         numbers_of_heads = [x_nbtHk.size(3) for x_nbtHk in parts]
-        qkv_nbtHk = _Exchange.apply(torch.cat(parts, dim=3), group, size)
+        qkv_nbtHk = cast(Tensor, _Exchange.apply(torch.cat(parts, dim=3), group, size))
         qkv_bsHk = qkv_nbtHk.movedim(0, 1).flatten(1, 2)
         q_bshk, k_bsgk, v_bsgk = qkv_bsHk.split(numbers_of_heads, dim=2)
         out_bshk = Mask.attend(self, q_bshk, k_bsgk, v_bsgk, scale, dropout_p)
-        out_nbthk = _Exchange.apply(out_bshk.unflatten(1, (size, -1)).movedim(1, 0), group, size)
+        out_nbthk = cast(Tensor, _Exchange.apply(out_bshk.unflatten(1, (size, -1)).movedim(1, 0), group, size))
         return out_nbthk.movedim(0, 2).flatten(2, 3)
 
 
-class _Exchange(torch.autograd.Function):
-    """Exchange of parts: part i of the first dimension goes to rank i, and its gradient comes back.
+def _exchange(x_n: Tensor, group: str, size: int) -> Tensor:
+    """Exchange parts: part i of the first dimension goes to rank i.
 
     The result has been waited for. torch's functional collectives return tensors that have not, and with one sample all
     three parts stay views of such a tensor: the compiler, and so FlexAttention, fails on them.
     """
-
-    @staticmethod
-    def forward(ctx, x_n: Tensor, group: str, size: int):
-        ctx.ranks = group, size
-        return _exchange(x_n, group, size)
-
-    @staticmethod
-    def backward(ctx, grad_n: Tensor):  # type: ignore[override]
-        return _exchange(grad_n, *ctx.ranks), None, None
+    return exchange.wait_tensor(exchange.all_to_all_single(x_n.contiguous(), [1] * size, [1] * size, group))
 
 
-def _exchange(x_n: Tensor, group: str, size: int) -> Tensor:
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_to_all_single(x_n.contiguous(), [1] * size, [1] * size, group))
+_Exchange = mirrored(_exchange, _exchange)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

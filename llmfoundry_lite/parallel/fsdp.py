@@ -14,16 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig
-from llmfoundry_lite.config.stages import stages_of
+from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.exact import ExactSums, round_tied_gradients
 from llmfoundry_lite.parallel.mesh import names_of, within_stage
 from llmfoundry_lite.parallel.one_device import prepare_for_one_device
-from llmfoundry_lite.parallel.pipeline import Loss, Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.parallel.recompute import checkpoint_activations
 from llmfoundry_lite.parallel.tensor import divide_layers
@@ -61,29 +58,6 @@ def build_parallel_model(
     model.to_empty(device=device)
     initialise_weights(model, seed)
     return model
-
-
-def build_pipeline(
-    config: ModelConfig,
-    pipeline: PipelineConfig,
-    loss: Loss,
-    context: Context | None,
-    *,
-    precision: Precision,
-    mesh: DeviceMesh,
-    sequence_parallel: bool,
-    **options: Any,
-) -> Pipeline:
-    """Build this rank's stages of a pipeline; the last stage computes `loss`.
-
-    `options` are those of `build_parallel_model`, which builds each stage. Raises ConfigError as it does.
-    """
-    options |= {"precision": precision, "mesh": mesh, "sequence_parallel": sequence_parallel}
-    stages = stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]
-    kinds = [partial(StageModel, stage=stage, loss=loss, precision=precision, context=context) for stage in stages]
-    models = [build_parallel_model(config, kind=kind, **options) for kind in kinds]
-    degree = mesh["tensor"].size() if sequence_parallel else 1
-    return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), degree)
 
 
 def shard_model(

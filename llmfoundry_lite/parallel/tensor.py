@@ -232,7 +232,7 @@ def _reduce_scatter_slices(x_btd: Tensor, group: str, degree: int) -> Tensor:
 Operation = Callable[[Tensor, str, int], Tensor]
 
 
-def _mirrored(there: Operation, back: Operation) -> type[torch.autograd.Function]:
+def mirrored(there: Operation, back: Operation) -> type[torch.autograd.Function]:
     """Make an autograd function that applies one operation forward and another to the gradient."""
 
     class Exchanged(torch.autograd.Function):
@@ -248,9 +248,9 @@ def _mirrored(there: Operation, back: Operation) -> type[torch.autograd.Function
     return Exchanged
 
 
-_Sum, _SumGradient = _mirrored(_all_reduce, _keep), _mirrored(_keep, _all_reduce)
-_Gather = _mirrored(_gather_slices, _reduce_scatter_slices)
-_Scatter = _mirrored(_reduce_scatter_slices, _gather_slices)
+_Sum, _SumGradient = mirrored(_all_reduce, _keep), mirrored(_keep, _all_reduce)
+_Gather = mirrored(_gather_slices, _reduce_scatter_slices)
+_Scatter = mirrored(_reduce_scatter_slices, _gather_slices)
 
 
 def _drop_apart(attention: nn.Module, tensor_rank: int) -> None:

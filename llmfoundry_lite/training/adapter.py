@@ -16,7 +16,6 @@ from llmfoundry_lite.models.dropout import row_keys
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.exact import ExactSums, round_loss
-from llmfoundry_lite.parallel.pipeline import Pipeline
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels, row_weights
 
@@ -29,7 +28,7 @@ class LanguageModel(ComposerModel):
 
     def __init__(
         self,
-        model: MPT | Pipeline,
+        model: torch.nn.Module,
         precision: Precision,
         separator: int | None = None,
         context: Context | None = None,
@@ -131,9 +130,10 @@ class LanguageModel(ComposerModel):
 
 
 class PipelinedLanguageModel(LanguageModel):
-    """The stages of a pipeline that this rank has. Losses are where the last stage is, 0 elsewhere."""
+    """The stages of a pipeline that this rank has, from a companion's builder of `pp_config`. Losses are where the last
+    stage is, 0 elsewhere."""
 
-    def __init__(self, model: Pipeline, *arguments: Any, **options: Any):
+    def __init__(self, model: Any, *arguments: Any, **options: Any):
         super().__init__(model, *arguments, **options)
         self.num_stages = model.num_ranks
         self.has_first_stage = model.has_first

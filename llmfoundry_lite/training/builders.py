@@ -12,7 +12,7 @@ from composer import Trainer
 from composer.core import Callback, DataSpec, Evaluator, Event
 from torch.optim import Optimizer
 
-from llmfoundry_lite import devices
+from llmfoundry_lite import companions, devices
 from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
@@ -29,10 +29,9 @@ from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.parallel.context import build_context
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding
-from llmfoundry_lite.parallel.fsdp import build_parallel_model, build_pipeline
+from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.parallel.zero import rows_of, step_together
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_tokens
@@ -178,6 +177,7 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     weighting: Any = {"separator_begins": begins, "by_rows": not config.accumulate_train_batch_on_tokens}
     if layout.pipeline > 1:
         loss = partial(loss, backward_runs_once=not config.pipeline.splits_backward)
+        build_pipeline = companions.find("builders", "pp_config")
         pipeline = build_pipeline(config.model, pipeline=config.pipeline, loss=loss, context=context, **options)
         language_model: Any = PipelinedLanguageModel(pipeline, precision, separator, context, **weighting)
     else:
@@ -203,21 +203,20 @@ def find_separator(config: TrainConfig) -> tuple[int | None, bool]:
 
 
 def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout) -> Optimizer:
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    shares_state = config.sharding.sharding_strategy == "ZERO_1"
-    if shares_state:
-        named = dict(zip(named, rows_of(list(named.values())), strict=True))
     fused = not config.exact_sums
-    if config.optimizer.name == "muon":
+
+    def build(named: dict[str, torch.nn.Parameter]) -> Optimizer:
+        if config.optimizer.name != "muon":
+            return build_optimizer_of(config.optimizer, list(named.values()), fused=fused)
         group = build_stage_group(layout, devices.device_type())
         orders = row_orders(model, {f"model/{name}": parameter for name, parameter in named.items()})
         orders = {name.removeprefix("model/"): runs for name, runs in orders.items()}
-        optimizer = build_muon(named, config.optimizer, config.model, group, orders, fused=fused)
-    else:
-        optimizer = build_optimizer_of(config.optimizer, list(named.values()), fused=fused)
-    if shares_state:
-        step_together(optimizer)
-    return optimizer
+        return build_muon(named, config.optimizer, config.model, group, orders, fused=fused)
+
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if config.sharding.sharding_strategy == "ZERO_1":
+        return companions.find("builders", "ZERO_1")(named, build)
+    return build(named)
 
 
 def build_optimizer_of(

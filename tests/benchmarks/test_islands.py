@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.islands import faults, islands, speed
+from benchmarks.islands import faults, islands
 from benchmarks.islands.links import Links, set_links
 from llmfoundry_lite.errors import UserError
 from tests.helpers.tiny import write_data
@@ -71,23 +71,6 @@ def test_it_fails_when_the_run_is_another_or_a_control_is_not_caught(changes):
 def test_a_run_without_room_for_the_kill_is_refused(tmp_path):
     with pytest.raises(UserError, match="controls take 40 batches; use more batches"):
         islands.run(data=tmp_path, num_batches=39)
-
-
-@pytest.mark.parametrize(
-    ("way", "megabits", "seconds"),
-    [
-        (speed.WAITS, 100, 0.8 + 0.32),
-        (speed.EARLY, 100, 0.8 + 0.08),
-        (speed.EARLY, 50, 0.8 + 0.64 - 0.4),
-        (speed.EARLY, None, 0.8),
-    ],
-)
-def test_a_link_takes_its_share_of_a_step(way, megabits, seconds):
-    """64 rows take both 0.8 s, 0.4 of these for the backward passes of three blocks of four. 4 MB over 100 Mbit/s take
-    0.32 s, a quarter of it for what no block hides."""
-    report = {"num_parameters": 1_000_000, "num_outside_blocks": 250_000, "num_blocks": 4}
-    found = speed.expected(0.8, report, {"way": way, "megabits": megabits})
-    assert found["step_seconds"] == pytest.approx(seconds)
 
 
 def test_a_link_passes_bytes_on_no_faster_than_its_rate(tmp_path):

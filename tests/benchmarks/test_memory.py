@@ -1,10 +1,7 @@
 """The table of `python -m benchmarks memory`: what a run of it replaces, and what it leaves."""
 
-import subprocess
-
 import pytest
 
-from benchmarks import large
 from benchmarks.memory import measured_before, read_report, run, write_report
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
@@ -53,28 +50,3 @@ def test_a_rehearsal_that_failed_is_not_kept_for_the_next_time(tmp_path):
 def test_counts_that_are_none_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match=r"^--devices: 'many' given, expected numbers, or smallest$"):
         run(devices=["smallest", "many"])
-
-
-PRINTED = """rehearsed      mpt-7b on 16 x H100-80GB, 8 in a node, as rank 0, in 69 s
-batch          1 samples on this rank, 1 at a time
-memory         allocated 10.37, reserved 10.95, of 77.42 GiB (98% of what is sold)
-               estimate 10.52 (+1.4%); cuBLAS' workspaces are 0.07 of the allocated
-"""
-
-
-def test_large_runs_are_rehearsed_once_and_those_that_fail_again(tmp_path, monkeypatch):
-    ended = []
-
-    def rehearse(words, **options):
-        ended.append(words)
-        failed = subprocess.CompletedProcess(words, 2, "", "first\nerror: out of memory\n")
-        return failed if words[-1] == "3071" else subprocess.CompletedProcess(words, 0, PRINTED, "")
-
-    monkeypatch.setattr(subprocess, "run", rehearse)
-    for num_ended in (len(large.CASES), len(large.CASES) + 1):
-        rows = large.run(out=tmp_path)["rows"]
-        assert len(ended) == num_ended and [row["run"] for row in rows] == list(large.CASES)
-    assert "error: out of memory" in rows[-1]["error"]
-    page = (tmp_path / "large.md").read_text()
-    assert page.count("| 69 | 10.37 | 10.95 | 10.52 (+1.4%) |") == len(large.CASES) - 1
-    assert all(f"`llmfoundry-lite rehearse {command}`" in page for command in large.CASES.values())

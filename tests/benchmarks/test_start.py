@@ -7,8 +7,18 @@ import sys
 import psutil
 import pytest
 
-from benchmarks import start
+from benchmarks import Log, start
 from llmfoundry_lite.errors import DataError
+
+
+def test_a_log_is_read_as_it_grows(tmp_path):
+    log = Log(tmp_path / "metrics.jsonl")
+    assert log.read() == []
+    log.path.write_text('{"batch": 1}\n{"bat')
+    assert log.read() == [{"batch": 1}]
+    with log.path.open("a") as file:
+        file.write('ch": 2}\n')
+    assert log.read() == [{"batch": 1}, {"batch": 2}]
 
 
 def test_the_clock_stops_when_it_is_there_and_no_process_is_left(tmp_path):

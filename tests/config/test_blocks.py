@@ -118,3 +118,10 @@ def test_a_block_whose_companion_is_missing_names_it(tmp_path):
     overlay.write_text("overlay: hardware\nislands: {name: a}\n")
     with pytest.raises(ConfigError, match=r"here.yaml: islands: needs the companion llmfoundry_islands$"):
         load(str(overlay))
+
+
+@pytest.mark.parametrize("name", ["pp_config", "ZERO_1"])
+def test_a_builder_whose_companion_is_missing_names_it(monkeypatch, name):
+    monkeypatch.setattr(companions, "find_companions", list)
+    with pytest.raises(ConfigError, match=f"^{name}: needs the companion llmfoundry_layouts$"):
+        companions.find("builders", name)

@@ -6,15 +6,11 @@ import pytest
 
 from llmfoundry_machines import companion
 from llmfoundry_machines.bench.compare import read
-from llmfoundry_machines.doctor.verified import read_proof
 from tests.helpers.readers import find_whole_reads, give_brackets, give_pipe
-
-READERS = [read, read_proof]
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("read", READERS)
-def test_no_reader_waits_for_a_pipe_or_ends_in_a_traceback(tmp_path, read):
+def test_a_pipe_and_endless_brackets_end_in_no_traceback(tmp_path):
     give_pipe(tmp_path / "pipe.json", read)
     give_brackets(tmp_path / "report.json", read)
 

@@ -1,4 +1,4 @@
-"""The time that pipeline stages wait, by playing the schedule. No torch.
+"""The time that a pipeline's stages wait, by playing the schedule. No torch.
 
 p stages on p devices, m microbatches, v runs of blocks on each device. GPipe (Huang et al. 2019) and 1F1B (Narayanan et
 al. 2019) wait (p - 1) / m of the time they compute; interleaving divides that by v (Narayanan et al. 2021, section

@@ -6,6 +6,33 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_planner.plan.bubble import SCHEDULES, simulate_bubble
 
 
+def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
+    """Time that a device waits over time that it computes, by the formulas of the module."""
+    share = (num_stages - 1) / num_microbatches
+    return share / {"interleaved": virtual_stages, "zero_bubble": 3}.get(schedule, 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_a_schedule_played_waits_as_long_as_its_formula_says(schedule):
+    runs = (2, 4) if schedule == "interleaved" else (1,)
+    for stages in (1, 2, 4, 8, 16):
+        for microbatches in (stages, 2 * stages, 64):
+            for virtual in runs:
+                played = simulate_bubble(schedule, stages, microbatches, virtual)
+                assert played == pytest.approx(bubble(schedule, stages, microbatches, virtual)), stages
+
+
+def test_zero_bubble_waits_half_as_long_with_two_runs_of_blocks_on_each_device():
+    assert simulate_bubble("zero_bubble", 4, 16, 2) == pytest.approx(bubble("zero_bubble", 4, 16) / 2)
+    late = [1.0] * 4 + [3.0] * 4  # the second runs of all devices
+    assert simulate_bubble("zero_bubble", 4, 16, 2, loads=late) > simulate_bubble("zero_bubble", 4, 16, 2)
+
+
+def test_zbv_waits_half_as_long_as_zero_bubble():
+    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": from 2p - 1 microbatches on."""
+    assert simulate_bubble("zbv", 8, 32, 2) == pytest.approx(bubble("zero_bubble", 8, 32) / 2)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_few_rounds_tell_what_all_of_them_wait(schedule, uneven):

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import Stage
+from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
 from llmfoundry_lite.parallel.context import Context
+from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.ranks.exchange import broadcast_bytes, broadcast_json
 
@@ -38,6 +40,29 @@ TAKES_ONE_STAGE = ("gpipe", "1f1b")
 
 # When a pass fails, torch would print the whole schedule on every rank, one line a step.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+
+def build_pipeline(
+    config: ModelConfig,
+    pipeline: PipelineConfig,
+    loss: Loss,
+    context: Context | None,
+    *,
+    precision: Precision,
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    **options: Any,
+) -> "Pipeline":
+    """Build this rank's stages of a pipeline; the last stage computes `loss`.
+
+    `options` are those of `build_parallel_model`, which builds each stage. Raises ConfigError as it does.
+    """
+    options |= {"precision": precision, "mesh": mesh, "sequence_parallel": sequence_parallel}
+    stages = stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]
+    kinds = [partial(StageModel, stage=stage, loss=loss, precision=precision, context=context) for stage in stages]
+    models = [build_parallel_model(config, kind=kind, **options) for kind in kinds]
+    degree = mesh["tensor"].size() if sequence_parallel else 1
+    return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), degree)
 
 
 class StageModel(MPT):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
+from llmfoundry_layouts.pipeline import Pipeline, StageModel
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.checkpoint.state import join_optimizers
 from llmfoundry_lite.config.check_layout import check_batch
@@ -23,7 +24,6 @@ from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.pipeline import Pipeline, StageModel
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.loss import cross_entropy_sum
 from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs

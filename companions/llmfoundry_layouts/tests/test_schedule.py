@@ -1,4 +1,4 @@
-"""The order of a device's passes, beside torch's."""
+"""Schedules of pipelines: each device's passes are those of torch's."""
 
 import re
 from functools import partial
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
+from llmfoundry_layouts.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.estimate.schedule import order_of
-from llmfoundry_lite.parallel.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
 
 
 @pytest.mark.parametrize(

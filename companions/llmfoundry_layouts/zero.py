@@ -6,7 +6,7 @@ takes DTensors works. Checkpoints see a sharded state under the parameters' name
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,15 @@ from llmfoundry_lite.ranks.exchange import all_gather_single
 REPLICATE = "replicate"
 GATHER_BYTES = 1 << 27
 """Size of the parameters that are gathered in one collective."""
+
+
+def share_optimizer(
+    parameters: Mapping[str, nn.Parameter], build: Callable[[dict[str, nn.Parameter]], Optimizer]
+) -> Optimizer:
+    """Return the optimizer that `build` makes of this rank's rows of the named parameters, and that replicas share."""
+    optimizer = build(dict(zip(parameters, rows_of(list(parameters.values())), strict=True)))
+    step_together(optimizer)
+    return optimizer
 
 
 def rows_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from llmfoundry_lite.cli import main
-from llmfoundry_machines.doctor.verified import describe_proofs
+from scripts import gpu_check
+from scripts.gpu_proofs import describe_proofs, read_proof
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import section
+from tests.helpers.readers import give_brackets, give_pipe
 
 PROOFS = sorted((ROOT / "benchmarks/results/verified").glob("*.json"))
 RUN = {"digests": ["a", "b"], "losses": ["0x1p+2", "0x1p+1"]}
@@ -109,21 +110,21 @@ def test_a_machine_that_read_other_data_is_named(tmp_path):
 )
 def test_a_file_of_something_else_is_refused(tmp_path, capsys, content, message):
     (tmp_path / "file.json").write_text(content)
-    assert main.run(["doctor", "--verified", str(tmp_path / "file.json")]) == 2
+    assert gpu_check.main(["verified", str(tmp_path / "file.json")]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--verified"], "belong together"),
-        (["a.json"], "belong together"),
-        (["--verified", "a.json", "--quick"], "nothing is examined; leave out --quick"),
-    ],
-)
-def test_options_that_mean_nothing_together_are_refused(capsys, arguments, message):
-    assert main.run(["doctor", *arguments]) == 2
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", [["verified"], ["ready", "a.json"]])
+def test_files_without_verified_and_the_reverse_are_refused(capsys, arguments):
+    with pytest.raises(SystemExit) as left:
+        gpu_check.main(arguments)
+    assert left.value.code == 2 and "belong together" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_and_endless_brackets_end_in_no_traceback(tmp_path):
+    give_pipe(tmp_path / "pipe.json", read_proof)
+    give_brackets(tmp_path / "proof.json", read_proof)
 
 
 def test_the_page_has_the_table_of_the_proofs_that_are_here():

@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
+from llmfoundry_layouts import zero
+from llmfoundry_layouts.zero import rows_of, step_together
 from llmfoundry_lite.checkpoint.state import parameter_names
 from llmfoundry_lite.config.layout import divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
@@ -21,11 +23,9 @@ from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate import memory
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.parallel import zero
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.parallel.zero import rows_of, step_together
 from llmfoundry_lite.training.builders import build_optimizer_of
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from tests.helpers.launch import launch

@@ -1,6 +1,6 @@
-"""The table "verified on", from the proofs that `scripts/gpu_check.py` leaves on each machine. No torch.
+"""The table "verified on", from the proofs that `gpu_check.py` leaves on each machine. No torch.
 
-    llmfoundry-lite doctor --verified benchmarks/results/verified/*.json
+    python scripts/gpu_check.py verified benchmarks/results/verified/*.json
 
 Failures are part of it: whatever did not pass is named below the table.
 """
@@ -37,11 +37,11 @@ def read_proof(path: Path) -> dict[str, Any]:
     try:
         proof = read_json(path, "a proof")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--verified: {path} cannot be read ({error}); name files of scripts/gpu_check.py") from None
+        raise ConfigError(f"verified: {path} cannot be read ({error}); name files of scripts/gpu_check.py") from None
     needed = {"format", "part", "device", "torch", "date", "problems"}
     if not isinstance(proof, dict) or not needed <= proof.keys() or proof["format"] != FORMAT:
         raise ConfigError(
-            f"--verified: {path} is not a proof of format {FORMAT}; name files that scripts/gpu_check.py of this "
+            f"verified: {path} is not a proof of format {FORMAT}; name files that scripts/gpu_check.py of this "
             "release has written to their end"
         )
     return proof

@@ -1,0 +1,10 @@
+"""What stages of a pipeline and shared optimizers add to the core: builders of a parallel model."""
+
+from llmfoundry_lite.companions import Companion
+
+COMPANION = Companion(
+    builders={
+        "pp_config": "llmfoundry_layouts.pipeline:build_pipeline",
+        "ZERO_1": "llmfoundry_layouts.zero:share_optimizer",
+    },
+)
