@@ -21,13 +21,13 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import PipelineConfig, TensorParallelConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.hardware import GIB, accelerator_named
+from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench.frame import check_names, describe_conditions, open_console, show
 from llmfoundry_planner.plan.report import CHECKPOINTING, three_digits
 from llmfoundry_planner.plan.search import AS_FAST, find_sizes, search_layouts, usable_bytes
-from llmfoundry_planner.plan.step import find_hardware, step_time
+from llmfoundry_planner.plan.step import accelerator_named, find_hardware, step_time
 
 MODELS = ("mpt-7b", "mpt-13b", "mpt-22b", "mpt-30b", "mpt-70b", "mpt-175b")
 COUNTS = (8, 64, 512)

@@ -24,7 +24,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "llmfoundry_planner": ("plan", "fabric", "rehearse"),
     "llmfoundry_machines": ("bench", "doctor"),
     "llmfoundry_formats": (
-        "init --like",
+        "init",
         "causal models of other types",
         "checkpoints of Composer and DCP",
         "pytorch_model.bin",
@@ -42,7 +42,7 @@ class Companion:
     """Parts of a companion, each as `module:name`."""
 
     commands: Mapping[str, str] = field(default_factory=dict)
-    """`plan` -> a function, or a `typer.Typer` for a group; `init --like` -> what that option of the core's calls."""
+    """`plan` -> a function, or a `typer.Typer` for a group; `train -n` -> what that option of the core's calls."""
     examples: tuple[str, ...] = ()
     """Command lines, with which the help of commands ends."""
     blocks: Mapping[str, str] = field(default_factory=dict)

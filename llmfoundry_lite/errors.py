@@ -4,6 +4,7 @@ A user's mistake comes again with every try. A fault of the world may pass: a fu
 token, a lost link. `is_transient` tells them apart by what an error was raised `from`; `from None` keeps a mistake one.
 """
 
+import difflib
 import errno
 import re
 from collections.abc import Iterable, Sequence
@@ -74,6 +75,11 @@ def either(options: Sequence[object]) -> str:
     """Write `a, b or c`."""
     *others, last = map(str, options)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known word that was probably meant; empty if none is spelled like it. `cutoff`: difflib's ratio."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
 
 
 BRIEF_ERRNOS = (

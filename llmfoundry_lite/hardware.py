@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import starmap
 from typing import NamedTuple
 
-from llmfoundry_lite.errors import ConfigError
-
 FREE_FRACTION = 0.98
 """Fraction of the memory as sold that is free for programs."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -93,24 +91,6 @@ def find_accelerator(device_name: str, num_compute_units: int | None = None) -> 
     if num_compute_units is not None:
         rows = [row for row in rows if row.num_compute_units == num_compute_units]
     return rows[0] if len(rows) == 1 else None
-
-
-def accelerator_named(name: str) -> Accelerator:
-    """Return the row of this name in upper or lower case, or the one that it begins: `h100` and `h100-8` are H100-80GB,
-    a module rather than a PCIe card.
-
-    Raises ConfigError, which lists the rows, for a name of none or of several.
-    """
-    rows = rows_named(name)
-    if len(rows) > 1:
-        names = " and ".join(row.name for row in rows)
-        raise ConfigError(f"hardware {name!r} may be {names}; name one of them")
-    if not rows:
-        raise ConfigError(
-            f"hardware {name!r} is not in the table; expected one of {', '.join(ACCELERATORS)}. For a new device, copy "
-            "the row of one like it in llmfoundry_lite/hardware.py, and its node in llmfoundry_planner/plan/network.py"
-        )
-    return rows[0]
 
 
 def rows_named(name: str) -> list[Accelerator]:

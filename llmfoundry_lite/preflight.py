@@ -41,7 +41,6 @@ from llmfoundry_lite.errors import (
     list_names,
     printable,
 )
-from llmfoundry_lite.estimate.exchanges import context_exchanges, stream_reductions
 from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_stages, estimate_training_memory
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device, in_bytes
@@ -356,7 +355,7 @@ def describe(
         f"saves          {_describe_saves(config)}",
         f"logs           {_describe_logs(config)}",
     ]
-    lines += [f"warning        {text}" for text in describe_slow_groups(config, layout)]
+    lines += [f"warning        {text}" for text in describe_slow_groups(layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     not_checked = [*found.not_checked, *not_looked_at]
     if not is_for_here:
@@ -511,30 +510,17 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
     return lines
 
 
-def describe_slow_groups(config: TrainConfig, layout: Layout) -> list[str]:
-    """Tell what groups that span nodes cost: `context_exchanges` and `stream_reductions` of each sample."""
-    lines, in_node, degree = list[str](), layout.node_size, layout.tensor
-    samples = config.global_train_batch_size // layout.num_data_ranks
-    number_bytes = 4 if config.precision in ("fp32", "tf32") else 2
-    num_blocks = -(-config.model.n_layers // layout.pipeline)  # of a device, to within one
-    num_tokens, recomputes = config.max_seq_len // layout.context, config.sharding.activation_checkpointing
-
-    def add(key: str, among: str, num_exchanges: int, what: str, num_bytes: int, stays: str) -> None:
-        lines.append(
-            f"{key}: groups of {among} devices span nodes of {in_node}: each sample takes {num_exchanges} {what} of "
-            f"{in_bytes(num_bytes)} over the network, {in_bytes(num_exchanges * num_bytes * samples)} for each device "
-            f"and batch; a {stays} divides {in_node} stays in a node"
-        )
-
+def describe_slow_groups(layout: Layout) -> list[str]:
+    """Warn of groups that span nodes and exchange in every block; `llmfoundry-lite plan` says what it costs."""
+    lines, context, tensor = list[str](), layout.context, layout.tensor
+    slow = f"devices span nodes of {layout.node_size}: every block exchanges over the network"
     if layout.spans_nodes("context"):
-        numbers, num_exchanges = context_exchanges(config.model, config.context, num_tokens, bool(recomputes))
-        among = f"{layout.context} x {degree} (tp_config)" if degree > 1 else str(layout.context)
-        key, num_bytes = "cp_config.context_parallel_degree", numbers * number_bytes // degree
-        add(key, among, num_exchanges * num_blocks, "exchanges", num_bytes, "group whose size")
+        among = f"{context} x {tensor} (tp_config)" if tensor > 1 else str(context)
+        stays = f"a group whose size divides {layout.node_size} stays in a node"
+        lines.append(f"cp_config.context_parallel_degree: groups of {among} {slow}; {stays}")
     if layout.spans_nodes("tensor"):
-        num_sums = int(stream_reductions(num_blocks, recomputes is True, layout.pipeline))
-        key, num_bytes = "tp_config.tensor_parallel_degree", num_tokens * config.model.d_model * number_bytes
-        add(key, str(degree), num_sums, "sums", num_bytes, "degree that")
+        stays = f"a degree that divides {layout.node_size} stays in a node"
+        lines.append(f"tp_config.tensor_parallel_degree: groups of {tensor} {slow}; {stays}")
     return lines
 
 

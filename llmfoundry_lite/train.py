@@ -85,7 +85,7 @@ def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Prefl
         found = preflight.check(config, layout, must_exist=must_exist)
         invocation.notes.extend(found.notes)
         if not invocation.dry_run:
-            invocation.notes.extend(f"warning: {text}" for text in preflight.describe_slow_groups(config, layout))
+            invocation.notes.extend(f"warning: {text}" for text in preflight.describe_slow_groups(layout))
         if invocation.dry_run == "here":
             from llmfoundry_lite.devices import local_devices  # imports torch
 

@@ -14,7 +14,6 @@ from llmfoundry_lite.checkpoint.manifest import FORMAT
 from llmfoundry_lite.checkpoint.store import is_checkpoint
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layers import read_layers
-from llmfoundry_lite.config.starter import check_places
 from llmfoundry_lite.convert.files import read_json
 from llmfoundry_lite.data.recorded import state_of
 from llmfoundry_lite.data.shard_table import read_indexes
@@ -77,7 +76,6 @@ READERS = {
     "manifest.json": [lambda path: is_checkpoint(str(path.parent))],
     "summary.json": [
         lambda path: load_summary(path.parent),
-        lambda path: check_places(path.parent, path.parent / "out"),
         preflight._read_summary,
     ],
     "index.json": [
@@ -155,8 +153,7 @@ def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):
 
 
 OURS_OR_THE_SYSTEM_S = {
-    *("checkpoint/start.py", "cli/listing.py", "config/auto_hardware.py", "config/starter.py", "devices.py"),
-    "energy.py",
+    *("checkpoint/start.py", "cli/listing.py", "config/auto_hardware.py", "devices.py", "energy.py"),
     *("launch/replay.py", "models/products.py", "ranks/identity.py", "ranks/siblings.py", "release.py"),
     *("training/mirrors.py", "training/replay.py", "training/run_folder.py"),
 }

@@ -11,10 +11,9 @@ from typing import Any
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_machines.bench import frame
-from llmfoundry_planner.plan.step import find_hardware, step_time
+from llmfoundry_planner.plan.step import accelerator_named, find_hardware, step_time
 
 DEVICE, PER_NODE, BATCH_SIZE = "MI250X", 8, 8000
 LAYOUTS = {"mpt-22b": (2, 4, 64), "mpt-175b": (4, 16, 1024), "mpt-1t": (8, 64, 1024)}

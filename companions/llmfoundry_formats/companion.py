@@ -3,7 +3,8 @@
 from llmfoundry_lite.companions import Companion
 
 COMPANION = Companion(
-    commands={"init --like": "llmfoundry_formats.like:write_like"},
+    commands={"init": "llmfoundry_formats.commands:init"},
+    examples=("init data/mine --size 125m",),
     readers={
         "checkpoints of Composer and DCP": "llmfoundry_formats.checkpoints:import_pickled",
         "causal models of other types": "llmfoundry_formats.plain_models:open_plain",

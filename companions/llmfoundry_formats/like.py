@@ -7,9 +7,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
-from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.starter import (
+from llmfoundry_formats.starter import (
     Facts,
     as_yaml,
     check_places,
@@ -19,6 +17,8 @@ from llmfoundry_lite.config.starter import (
     write_yaml,
     yaml_word,
 )
+from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.to_checkpoint import HUB, open_empty_store, publish_weights, read_hugging_face_source
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, printable

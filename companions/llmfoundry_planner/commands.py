@@ -1,14 +1,16 @@
 """`llmfoundry-lite plan` and `fabric`: what a run and a network would take."""
 
+import inspect
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from llmfoundry_lite.cli.options import refuse_beside, takes
+from llmfoundry_lite.cli.options import refuse_beside
 from llmfoundry_lite.errors import printable
 
 if TYPE_CHECKING:
@@ -63,6 +65,25 @@ class PlanOptions:
     top: Annotated[int, typer.Option(min=1, help="Number of layouts that are shown.")] = 5
     write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
+
+
+def takes(options: type) -> Callable[[Callable[[typer.Context, Any], None]], Callable[..., None]]:
+    """Decorate a function of a context and `options` as a command that has the dataclass's fields as parameters."""
+
+    def decorate(function: Callable[[typer.Context, Any], None]) -> Callable[..., None]:
+        def command(context: typer.Context, **values: Any) -> None:
+            function(context, options(**values))
+
+        hints = {"context": typer.Context, **get_type_hints(options, include_extras=True)}
+        command.__annotations__, command.__doc__ = hints, function.__doc__
+        kind = inspect.Parameter.KEYWORD_ONLY
+        given = inspect.signature(options).parameters.values()
+        parameters = [one.replace(annotation=hints[one.name], kind=kind) for one in given]
+        parameters.insert(0, inspect.Parameter("context", kind, annotation=typer.Context))
+        command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        return command
+
+    return decorate
 
 
 @takes(PlanOptions)

@@ -6,7 +6,6 @@ import typer
 
 EXAMPLES = """\
 list models
-init data/mine --size 125m
 generate runs/mpt-1b --prompt "Once upon a time"
 watch runs/mpt-1b
 report runs/a100 runs/mi250 --price A100-80GB=2.5 --price MI250=1.2 --out compared

@@ -27,7 +27,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("list")(listing.list_command)
-app.command("init")(runs.init)
 app.command("train", context_settings=runs.PASSED_ON)(runs.train)
 app.command("eval", context_settings=runs.PASSED_ON)(runs.evaluate)
 app.command("generate")(runs.generate)

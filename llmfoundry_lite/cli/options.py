@@ -1,10 +1,9 @@
 """Checks of options before any work: those that mean nothing beside another one, and folders that cannot be written."""
 
-import inspect
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer
 
@@ -25,25 +24,6 @@ def refuse_beside(
     ]
     if given:
         raise ConfigError(f"{option}: {why}; leave out {', '.join(given)}")
-
-
-def takes(options: type) -> Callable[[Callable[[typer.Context, Any], None]], Callable[..., None]]:
-    """Decorate a function of a context and `options` as a command that has the dataclass's fields as parameters."""
-
-    def decorate(function: Callable[[typer.Context, Any], None]) -> Callable[..., None]:
-        def command(context: typer.Context, **values: Any) -> None:
-            function(context, options(**values))
-
-        hints = {"context": typer.Context, **get_type_hints(options, include_extras=True)}
-        command.__annotations__, command.__doc__ = hints, function.__doc__
-        kind = inspect.Parameter.KEYWORD_ONLY
-        given = inspect.signature(options).parameters.values()
-        parameters = [one.replace(annotation=hints[one.name], kind=kind) for one in given]
-        parameters.insert(0, inspect.Parameter("context", kind, annotation=typer.Context))
-        command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-        return command
-
-    return decorate
 
 
 def parse_counts(text: str, option: str = "--devices") -> list[int]:

@@ -1,7 +1,6 @@
-"""Commands that run a model: `init`, `train`, `eval`, `generate`, `replay`."""
+"""Commands that run a model: `train`, `eval`, `generate`, `replay`."""
 
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -114,43 +113,6 @@ def _next_line() -> str:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return ""
-
-
-def init(
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made.")],
-    size: Annotated[
-        str | None, typer.Option(help="quickstart, 125m, 350m, 1b, …: the shape of mpt-SIZE [125m].")
-    ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Instead: train on from a Hugging Face model, a folder or hf:NAME."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write [mpt-SIZE-DATA.yaml or LIKE-DATA.yaml].")] = None,
-    trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="With --like: read pytorch_model.bin, which is a pickle.")
-    ] = False,
-) -> None:
-    """Write a commented YAML for a data folder and a model. The model is one of our sizes, or trained on from another.
-
-    With --like, the model is that folder's (Llama, Mistral, Qwen2, Qwen3, GPT-2 or MPT). Its weights become a
-    checkpoint beside the YAML. Prepare the data with `--tokenizer FOLDER`.
-    """
-    if out is not None and out.suffix not in (".yaml", ".yml"):
-        raise UserError(f"--out: {out} given, expected a name that ends in .yaml")
-    if like is None:
-        from llmfoundry_lite.config.starter import write_starter
-
-        size = size or "125m"
-        path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
-        note, wrote = write_starter(data, size, path), str(path)
-    else:
-        if size is not None:
-            raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
-        write_like = companions.find("commands", "init --like")
-        path, folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
-        wrote = f"{folder} and {path}"
-    print(printable(f"trains for {note}"))
-    print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run"))
 
 
 def replay_command(

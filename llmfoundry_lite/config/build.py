@@ -5,7 +5,6 @@ An error names the file, the key, what was given, what was expected and the near
 
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import math
 import re
@@ -15,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.config.fields import Key, Setting, is_number, keys_of, schema_keys
+from llmfoundry_lite.config.fields import Key, Setting, is_number, join, keys_of, schema_keys
 from llmfoundry_lite.config.layers import Layer, naming_source, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.written import hint_at_number
-from llmfoundry_lite.errors import ConfigError, either
+from llmfoundry_lite.errors import ConfigError, either, nearest
 
 
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> Any:
@@ -31,11 +30,15 @@ def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] 
 
 def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
     """Raise ConfigError that names every key, at any depth, that `cls` does not have, or the companion that has it."""
-    elsewhere = [] if path or not isinstance(values, dict) else companions.list_missing()
-    for name in elsewhere:
+    for name in companions.list_missing() if not path and isinstance(values, dict) else ():
         if name in values:
             raise ConfigError(f"{source_of(name, layers)}: {companions.missing(name)}")
-    refuse_keys(list(_find_unknown_keys(cls, values, path)), layers, "unknown key; ", "unknown keys")
+    unknown = [
+        (join(inside, name), _suggest(str(name), inside, keys_of(block)))
+        for block, inside, name, _ in _walk(cls, values, path)
+        if name not in keys_of(block)
+    ]
+    refuse_keys(unknown, layers, "unknown key; ", "unknown keys")
 
 
 def refuse_keys(found: Sequence[tuple[str, str]], layers: Sequence[Layer], one: str, several: str) -> None:
@@ -52,14 +55,21 @@ def refuse_keys(found: Sequence[tuple[str, str]], layers: Sequence[Layer], one: 
         raise ConfigError(f"{len(found)} {several}: {'; '.join(parts)}")
 
 
-def refuse_other_kinds(values: Any, cls: type = TrainConfig, path: str = "") -> None:
+def refuse_other_kinds(values: Any) -> None:
     """Raise ConfigError for a block of a kind that we do not have, before its keys are found unknown one by one."""
-    for name, key in keys_of(cls).items() if isinstance(values, dict) else ():
-        place = f"{path}.{name}" if path else name
-        if key.setting.instead and values.get(name) is not None:
-            _check_choice(place, values[name], key.setting)
-        for inside, block in key.blocks(place, values.get(name)):
-            refuse_other_kinds(block, typing.cast(type, key.block), inside)
+    for block, path, name, value in _walk(TrainConfig, values):
+        key = keys_of(block).get(name)
+        if key is not None and key.setting.instead and value is not None:
+            _check_choice(join(path, name), value, key.setting)
+
+
+def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, str, Any]]:
+    """Yield the block, its path, the name and the value of each key, at any depth. What is no block is passed over."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        yield cls, path, name, value
+        if key := keys_of(cls).get(name):
+            for inside, block in key.blocks(join(path, name), value):
+                yield from _walk(typing.cast(type, key.block), block, inside)
 
 
 # ------------------------------------------------------------------------------------------------- types
@@ -70,7 +80,7 @@ def _fill(cls: type, values: Any, path: str) -> Any:
         raise _wrong(path, values, "a block of `key: value` lines")
     arguments = {}
     for name, key in keys_of(cls).items():
-        place = f"{path}.{name}" if path else name
+        place = join(path, name)
         expected = key.setting.expected or _describe(key.hint)
         if name in values and (values[name] is not None or key.allows_none):
             arguments[name] = _convert(key.hint, values[name], place, expected)
@@ -116,10 +126,11 @@ def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:
     elif type(value) is hint or (hint is str and isinstance(value, str)):
         return value
     wrong = _wrong(place, value, expected)
-    raise ConfigError(f"{wrong}{hint_at_number(value)}") if isinstance(value, str) and hint in NUMBERS else wrong
-
-
-NUMBERS = (int, float, bool)
+    raise (
+        ConfigError(f"{wrong}{hint_at_number(value)}")
+        if isinstance(value, str) and hint in (int, float, bool)
+        else wrong
+    )
 
 
 def _describe(hint: Any) -> str:
@@ -191,13 +202,12 @@ def _check_choice(place: str, value: Any, setting: Setting) -> None:
     raise ConfigError(f"{place}: {value!r} is not known; {hint}")
 
 
-def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str | None:
+def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str:
     for ours in choices:
         if value.lower() in OTHER_WORDS.get(ours, ()):
             return ours
     begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
-    near = begun if len(begun) == 1 else difflib.get_close_matches(value, choices, n=1, cutoff=cutoff)
-    return near[0] if near else None
+    return begun[0] if len(begun) == 1 else nearest(value, choices, cutoff)
 
 
 def check_import_path(place: str, value: str) -> None:
@@ -217,37 +227,24 @@ NICKNAMES = {
 """Other libraries' words, too far from ours for spelling to find."""
 
 
-def _find_unknown_keys(cls: type, values: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, what was probably meant). A block of a wrong type is for `_fill` to refuse."""
-    for name, value in values.items() if isinstance(values, dict) else ():
-        place = f"{path}.{name}" if path else str(name)
-        key = keys_of(cls).get(name)
-        if key is None:
-            yield place, _suggest(str(name), path, keys_of(cls))
-            continue
-        for inside, block in key.blocks(place, value):
-            yield from _find_unknown_keys(typing.cast(type, key.block), block, inside)
-
-
 def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
-    full = f"{path}.{name}" if path else name
-    word = NICKNAMES.get(name, name)
+    """Say what was probably meant, or what is valid."""
+    full, word = join(path, name), NICKNAMES.get(name, name)
     everywhere = [other for other in _every_key() if other != full]  # a training's word in an evaluation
     if path:
         everywhere = [other for other in everywhere if "." not in other or _section(other) == _section(path)]
     elsewhere = [other for other in everywhere if _last(other) == word]
-    near = difflib.get_close_matches(word, keys, n=1, cutoff=0.6)
-    far = difflib.get_close_matches(word, [_last(other) for other in everywhere], n=1, cutoff=0.8)
-    if near and (near[0] == word or not elsewhere):
-        return f"did you mean {path + '.' if path else ''}{near[0]}?"
+    near = nearest(word, keys)
+    if near and (near == word or not elsewhere):
+        return f"did you mean {join(path, near)}?"
     if path == "callbacks":
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":
         return f"valid keys here: {', '.join(keys)}; metrics.jsonl is always written"
     if elsewhere:
         return f"did you mean {max(elsewhere, key=lambda other: (_num_shared_parts(other, full), -other.count('.')))}?"
-    if far:
-        return f"did you mean {next(other for other in everywhere if _last(other) == far[0])}?"
+    if far := nearest(word, map(_last, everywhere), cutoff=0.8):
+        return f"did you mean {next(other for other in everywhere if _last(other) == far)}?"
     if len(keys) > MAX_KEYS_LISTED:
         return "nothing here is spelled like it; a value of your own, for ${…}, stands under variables"
     return f"valid keys here: {', '.join(keys) or 'none'}"
@@ -270,8 +267,5 @@ def _num_shared_parts(key: str, other: str) -> int:
 
 def _every_key() -> list[str]:
     """Return the keys of a training YAML, blocks before what is in them."""
-    found: dict[str, None] = {}
-    for key in schema_keys(TrainConfig):
-        parts = key.replace(".*", "").split(".")
-        found |= dict.fromkeys(".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return list(found)
+    keys = (key.replace(".*", "").split(".") for key in schema_keys(TrainConfig))
+    return list(dict.fromkeys(".".join(key[: end + 1]) for key in keys for end in range(len(key))))

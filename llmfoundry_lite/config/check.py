@@ -1,6 +1,7 @@
 """Checks of keys of a training configuration against each other, and warnings of what is perhaps not meant.
 
-`build.py` has checked each key by itself. `check_layout.py` checks how devices divide the model.
+`build.py` has checked each key by itself. Blocks know the `problems` of their own keys with each other.
+`check_layout.py` checks how devices divide the model.
 """
 
 import math
@@ -8,22 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmfoundry_lite.config.blocks import given_blocks
-from llmfoundry_lite.config.check_layout import check_layout, find_undivided
+from llmfoundry_lite.config.check_layout import check_layout, find_undivided, refuse
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, streams_of_stages
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
-from llmfoundry_lite.config.layout import divisors
-from llmfoundry_lite.config.model_schema import (
-    LLAMA3_KEYS,
-    MIN_FLEX_HEAD_DIM,
-    AttentionConfig,
-    ModelConfig,
-    RopeScaling,
-)
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError, either
+from llmfoundry_lite.errors import ConfigError
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -44,7 +38,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_data(config)
         _check_only(config.optimizer, "optimizer")
         _check_optimizer(config.optimizer, config.sharding)
-        _check_fsdp(config.fsdp_config)
+        refuse(config.sharding.problems(), "fsdp_config")
         _check_compilation(config.compile_config or {})
         check_layout(config)
         _check_blocks(config)
@@ -54,88 +48,9 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_schedule_spans(config.scheduler, Duration.parse(config.max_duration))
 
 
-# ------------------------------------------------------------------------------------------------- model
-
-
 def check_model(model: ModelConfig) -> None:
     """Raise ConfigError for a model that cannot be built or makes no sense."""
-    if model.attn_config.head_dim is None and model.d_model % model.n_heads:
-        nearest = min(divisors(model.d_model), key=lambda n: abs(n - model.n_heads))
-        raise ConfigError(
-            f"model.n_heads: {model.n_heads} does not divide d_model, {model.d_model}; the nearest that does is "
-            f"{nearest}"
-        )
-    _check_attention(model, model.attn_config)
-    _check_rope(model, model.attn_config)
-    ffn_dim = model.d_model * model.expansion_ratio
-    if model.ffn_config.ffn_hidden_size is None and ffn_dim != int(ffn_dim):
-        raise ConfigError(
-            f"model.expansion_ratio: {model.expansion_ratio} x d_model, {model.d_model}, is no whole number; "
-            f"the nearest that gives one is {max(1, round(ffn_dim)) / model.d_model}"
-        )
-    activation = model.ffn_config.ffn_act_fn
-    if activation.approximate != "none" and activation.name != "gelu":
-        raise ConfigError(
-            f"model.ffn_config.ffn_act_fn.approximate: {activation.approximate} given, but name is {activation.name}, "
-            "and only gelu is approximated; remove it"
-        )
-    if model.logit_scale == 0:
-        raise ConfigError(
-            "model.logit_scale: 0 given, which makes every token as likely as any other; remove it or give a number"
-        )
-    init = model.init_config
-    if init.name == "baseline_" and init.init_std is None:
-        raise ConfigError("model.init_config.init_std: missing; baseline_ draws weights from N(0, init_std)")
-    for key in ("emb_init_std", "emb_init_uniform_lim"):
-        if init.name == "default_" and getattr(init, key) is not None:
-            raise ConfigError(
-                f"model.init_config.{key}: default_ draws embeddings from N(0, 1); remove it or use another scheme"
-            )
-
-
-def _check_attention(model: ModelConfig, attention: AttentionConfig) -> None:
-    block = "model.attn_config"
-    if attention.attn_type == "grouped_query_attention" and attention.kv_n_heads is None:
-        raise ConfigError(f"{block}.kv_n_heads: missing; grouped_query_attention needs the number of heads of k and v")
-    if attention.kv_n_heads not in (None, model.num_kv_heads):
-        raise ConfigError(
-            f"{block}.kv_n_heads: {attention.kv_n_heads} given, but {attention.attn_type} has {model.num_kv_heads}; "
-            "remove it, or use attn_type: grouped_query_attention"
-        )
-    if model.n_heads % model.num_kv_heads:
-        raise ConfigError(
-            f"{block}.kv_n_heads: {model.num_kv_heads} does not divide n_heads, {model.n_heads}; use one of "
-            f"{either(divisors(model.n_heads))}"
-        )
-    if attention.qk_ln and attention.qk_gn:
-        raise ConfigError(f"{block}.qk_gn: both qk_ln and qk_gn given; use one of them")
-    if attention.attn_impl in ("blocked", "flex") and attention.attn_pdrop:
-        raise ConfigError(f"{block}.attn_impl: {attention.attn_impl} has no attn_pdrop; use sdpa, or attn_pdrop: 0")
-    if attention.attn_impl == "flex" and model.head_dim < MIN_FLEX_HEAD_DIM:
-        raise ConfigError(
-            f"{block}.attn_impl: flex needs heads of {MIN_FLEX_HEAD_DIM} dimensions or more, and these have "
-            f"{model.head_dim}; use auto or sdpa"
-        )
-
-
-def _check_rope(model: ModelConfig, attention: AttentionConfig) -> None:
-    block, scaling = "model.attn_config.rope_hf_config", attention.rope_hf_config
-    if attention.alibi and attention.rope:
-        raise ConfigError("model.attn_config.rope: both alibi and rope given; use one of them")
-    if attention.rope and model.head_dim % 2:
-        raise ConfigError(f"model.attn_config.rope: turns pairs of dimensions, and a head has {model.head_dim}, odd")
-    if scaling.factor != 1.0 and scaling.type == "no_scaling":
-        raise ConfigError(f"{block}.factor: given without a type; add type: linear, dynamic, ntk or llama3")
-    if attention.rope and attention.rope_impl == "dail" and scaling.type != "no_scaling":
-        raise ConfigError(f"model.attn_config.rope_impl: dail has no {scaling.type} scaling; use rope_impl: hf")
-    for key in LLAMA3_KEYS:
-        if scaling.type != "llama3" and getattr(scaling, key) != getattr(RopeScaling(), key):
-            raise ConfigError(f"{block}.{key}: given for type {scaling.type}; only llama3 has it")
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise ConfigError(
-            f"{block}.high_freq_factor: {scaling.high_freq_factor} given, expected more than low_freq_factor, "
-            f"{scaling.low_freq_factor}"
-        )
+    refuse(model.problems(), "model")
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -248,28 +163,6 @@ def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
         raise ConfigError(
             "fsdp_config.offload_optimizer: muon multiplies matrices in its step, which would be the host's work; use "
             "FULL_SHARD without it, or adamw"
-        )
-
-
-def _check_fsdp(fsdp: FSDPConfig | None) -> None:
-    if fsdp is None:
-        return
-    if fsdp.data_parallel_shard_degree is not None and fsdp.sharding_strategy != "HYBRID_SHARD":
-        raise ConfigError(
-            "fsdp_config.data_parallel_shard_degree: only HYBRID_SHARD uses it, and sharding_strategy is "
-            f"{fsdp.sharding_strategy}; change that or remove this"
-        )
-    if fsdp.activation_checkpointing == "selective" and fsdp.activation_checkpointing_reentrant:
-        raise ConfigError("fsdp_config.activation_checkpointing_reentrant: selective has no reentrant form; remove it")
-    if fsdp.activation_cpu_offload and not fsdp.activation_checkpointing:
-        raise ConfigError(
-            "fsdp_config.activation_cpu_offload: offloads what activation_checkpointing keeps; add "
-            "activation_checkpointing: true, or remove it"
-        )
-    if fsdp.sharding_strategy == "ZERO_1" and fsdp.offload_optimizer:
-        raise ConfigError(
-            "fsdp_config.offload_optimizer: ZERO_1 keeps the whole model on each device; use FULL_SHARD, or remove "
-            "one of them"
         )
 
 

@@ -5,8 +5,10 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
-from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, divisors, name_data_ranks
+from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, name_data_ranks
+from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError, either
@@ -18,8 +20,7 @@ def check_layout(config: TrainConfig) -> None:
         _check_tensor_parallel(config)
     if config.context.context_parallel_degree > 1:
         _check_context_parallel(config)
-    if config.pp_config is not None:
-        _check_pipeline(config.pp_config, config.model.n_layers)
+    refuse(config.pipeline.problems(config.model.n_layers), "pp_config")
     if config.pipeline.pipeline_parallel_degree > 1:
         _check_beside_pipeline(config, config.pipeline, config.sharding)
 
@@ -39,6 +40,12 @@ def find_undivided(config: TrainConfig) -> dict[str, str]:
             if idle:
                 found[block] = f"{', '.join(idle)} without effect, for {degree} is 1"
     return found
+
+
+def refuse(problems: Iterator[str], path: str) -> None:
+    """Raise ConfigError for the first problem of the block at `path`."""
+    for problem in problems:
+        raise ConfigError(f"{path}.{problem}")
 
 
 # ------------------------------------------------------------------------------------------------- batch
@@ -166,35 +173,6 @@ def lengths_of(config: TrainConfig) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------------------------ stages
-
-
-def _check_pipeline(pipeline: PipelineConfig, n_layers: int) -> None:
-    degree, schedule, num_runs = pipeline.pipeline_parallel_degree, pipeline.schedule, pipeline.num_runs
-    most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule, num_runs)
-    least = {"interleaved": 2, "zbv": 2}.get(schedule, 1)
-    if not least <= num_runs <= most:
-        expected = str(least) if least == most else f"{least} or more"
-        raise ConfigError(
-            f"pp_config.virtual_stages: {num_runs} given, {schedule} has {expected}; change it or the schedule"
-        )
-    blocks = pipeline.blocks
-    if blocks is not None and min(blocks, default=0) < 1:
-        raise ConfigError(f"pp_config.blocks: {blocks} given, expected 1 or more for each")
-    if blocks is not None and sum(blocks) != n_layers:
-        raise ConfigError(
-            f"pp_config.blocks: {blocks} given, {sum(blocks)} in all, and model.n_layers is {n_layers}; change one of "
-            "them"
-        )
-    if degree == 1:
-        return
-    if degree * num_runs > n_layers:
-        raise ConfigError(
-            f"pp_config.pipeline_parallel_degree: {degree} x {num_runs} runs of blocks are more than model.n_layers, "
-            f"{n_layers}; use a smaller degree{'' if num_runs == least else ' or fewer virtual_stages'}"
-        )
-    if blocks is not None and len(blocks) != degree * num_runs:
-        what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
-        raise ConfigError(f"pp_config.blocks: {blocks} given, expected {degree * num_runs} counts, for {what}")
 
 
 def _check_beside_pipeline(config: TrainConfig, pipeline: PipelineConfig, fsdp: FSDPConfig) -> None:

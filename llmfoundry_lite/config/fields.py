@@ -136,6 +136,11 @@ class Key:
             yield path, value
 
 
+def join(path: str, name: object) -> str:
+    """Return the dotted key of `name` in the block at `path`, which is empty for the top."""
+    return f"{path}.{name}" if path else str(name)
+
+
 @functools.cache
 def keys_of(block: type) -> dict[str, Key]:
     hints, found = typing.get_type_hints(block), dict[str, Key]()

@@ -4,7 +4,6 @@ A layer keeps its source, so that every message can name the file. An overlay ma
 """
 
 import contextlib
-import difflib
 import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,10 +20,10 @@ from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.shipped import find_yaml, near_names, shipped_folder
+from llmfoundry_lite.config.shipped import find_yaml, near_name, shipped_folder
 from llmfoundry_lite.config.written import FromEnvironment, choose_readings
 from llmfoundry_lite.config.yaml_text import read_yaml
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, nearest
 
 OBJECTS = {"allow_objects": True}
 """OmegaConf's flag with which it carries our PlainScalar."""
@@ -59,7 +58,7 @@ def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_
         elif is_yaml(argument):
             layers.append(_read_file(argument))
         else:
-            hint = f"; did you mean {near[0]}?" if (near := near_names(argument)) else ""
+            hint = f"; did you mean {near}?" if (near := near_name(argument)) else ""
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{hint}")
     if needs_file and not layers:
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
@@ -106,10 +105,8 @@ def _read_file(name: str) -> Layer:
     path = find_yaml(name)
     if path is None:
         names = [other.name for other in Path(name).parent.glob("*.y*ml")]
-        near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.6)
-        meant = str(Path(name).with_name(near[0])) if near else ""
-        if not near and (shipped := near_names(name, cutoff=0.8)):
-            meant = f"{shipped[0]}, which comes with the package"
+        near, shipped = nearest(Path(name).name, names), near_name(name, cutoff=0.8)
+        meant = str(Path(name).with_name(near)) if near else shipped and f"{shipped}, which comes with the package"
         raise ConfigError(f"{name}: no such file" + (f"; did you mean {meant}?" if meant else ""))
     try:
         values = read_yaml(read_at_most(path, MAX_YAML_BYTES, "a YAML file").decode())
@@ -251,8 +248,8 @@ def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
         problem = _one_line(error)
         if missing := re.search(r"Interpolation key '(.+)' not found", str(error)):
             known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
-            near = difflib.get_close_matches(missing[1], known, n=1, cutoff=0.6)
-            problem = f"${{{missing[1]}}} names nothing" + (f"; did you mean ${{{near[0]}}}?" if near else "")
+            near = nearest(missing[1], known)
+            problem = f"${{{missing[1]}}} names nothing" + (f"; did you mean ${{{near}}}?" if near else "")
         elif unset := re.search(r"Environment variable '(.+)' not found", str(error)):
             problem = f"the environment variable {unset[1]} is not set; export it"
         raise ConfigError(f"{source_of(key, layers)}: {key or 'configuration'}: {problem}") from None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError, either
 from llmfoundry_lite.ranks.rank import this_rank
@@ -210,12 +211,6 @@ def runs_between(runs: Runs, begin: int, end: int) -> list[tuple[int, int, int]]
             found.append((first + low - passed, high - low, low - begin))
         passed += length
     return found
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 # ----------------------------------------------------------------------------------------------- in words

@@ -1,21 +1,14 @@
 """YAML files and `key=value` arguments -> a checked, frozen `EvalConfig` and its tasks. No torch."""
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
-from llmfoundry_lite.config.foundry import (
-    EVAL_LEFT_OUT,
-    EVAL_WITHOUT_EFFECT,
-    drop_keys,
-    drop_variables,
-    refuse_left_out_keys,
-)
 from llmfoundry_lite.config.layers import (
     Layer,
     is_key_value,
@@ -27,7 +20,7 @@ from llmfoundry_lite.config.layers import (
 )
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.config.written import EVAL_SYNONYMS, TASK_SYNONYMS
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, nearest
 
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 THEIR_METRICS = {
@@ -66,9 +59,9 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
         )
     layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
     values = merge_layers(layers, EvalConfig) if layers else {}
-    refuse_left_out_keys(values, layers, EVAL_LEFT_OUT)
+    foundry.refuse_left_out_keys(values, layers, foundry.EVAL_LEFT_OUT)
     notes = _translate(values, layers)
-    drop_variables(values, layers, EvalConfig)
+    foundry.drop_variables(values, layers, EvalConfig)
     refuse_unknown_keys(EvalConfig, values, "", layers)
     if flags:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
@@ -136,7 +129,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
 
     Raises ConfigError for a model that is not evaluated here.
     """
-    notes = drop_keys(values, layers, EVAL_WITHOUT_EFFECT)
+    notes = foundry.drop_keys(values, layers, foundry.EVAL_WITHOUT_EFFECT)
     for theirs, ours in EVAL_SYNONYMS.items():
         if theirs in values and values.get(ours) is None:
             values[ours] = values.pop(theirs)
@@ -342,8 +335,8 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[L
     if label.endswith((".yaml", ".yml")) or label in names:
         return _read_task_file(label, task_folder)
     hint = "one of your own says icl_task_type and dataset_uri"
-    if near := difflib.get_close_matches(label, names, n=1, cutoff=0.6):
-        hint = f"did you mean {near[0]}?"
+    if near := nearest(label, names):
+        hint = f"did you mean {near}?"
     elif names:
         hint += f"; there are: {', '.join(names)}"
     raise ConfigError(f"{source_of(path, layers)}: {path}.label: {task_folder} has no task {label!r}; {hint}")

@@ -10,17 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
 from llmfoundry_lite.config.check import check_together, find_surprises
-from llmfoundry_lite.config.foundry import (
-    WITHOUT_EFFECT,
-    drop_keys,
-    drop_values_without_effect,
-    drop_variables,
-    refuse_fine_tuning,
-    refuse_left_out_keys,
-)
 from llmfoundry_lite.config.layers import Layer, merge_layers, naming_source, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, either
@@ -51,12 +44,12 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     layers = read_layers([argument for argument in arguments if argument not in flags])
     values = merge_layers(layers, TrainConfig)
     with naming_source(layers):
-        refuse_fine_tuning(values)
+        foundry.refuse_fine_tuning(values)
         refuse_other_kinds(values)
     notes = [layer.note for layer in layers if layer.note]
-    notes += drop_keys(values, layers, WITHOUT_EFFECT) + drop_values_without_effect(values, layers)
-    refuse_left_out_keys(values, layers)
-    drop_variables(values, layers, TrainConfig)
+    notes += foundry.drop_keys(values, layers) + foundry.drop_values_without_effect(values, layers)
+    foundry.refuse_left_out_keys(values, layers)
+    foundry.drop_variables(values, layers, TrainConfig)
     _fill_in_names(values, layers, environ)
     _gather_extras(values)
     config = build_block(TrainConfig, values, "", layers)

@@ -1,14 +1,23 @@
 """The `model` block of a YAML, in LLM Foundry's words."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, PROBABILITY, is_number, must_be, setting
+from llmfoundry_lite.errors import either
 
 MIN_FLEX_HEAD_DIM = 16
 """Dimensions of a head that FlexAttention's kernels need (Triton's smallest product)."""
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm"
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def _is_init_limit(value: Any) -> bool:
@@ -39,6 +48,17 @@ class RopeScaling:
     """llama3: a frequency with more turns stays as it is; between the two it is mixed."""
     original_max_position_embeddings: int = setting(8192, POSITIVE)
     """llama3: tokens of the length that was trained before."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield `key: what is wrong` for keys that do not go together, here and in the blocks below."""
+        if self.factor != 1.0 and self.type == "no_scaling":
+            yield "factor: given without a type; add type: linear, dynamic, ntk or llama3"
+        for key in LLAMA3_KEYS:
+            if self.type != "llama3" and getattr(self, key) != getattr(RopeScaling(), key):
+                yield f"{key}: given for type {self.type}; only llama3 has it"
+        if self.high_freq_factor <= self.low_freq_factor:
+            given, least = self.high_freq_factor, self.low_freq_factor
+            yield f"high_freq_factor: {given} given, expected more than low_freq_factor, {least}"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -92,6 +112,33 @@ class AttentionConfig:
     rope_hf_config: RopeScaling = setting(RopeScaling)
     """Scaling beyond the trained length."""
 
+    def problems(self, n_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[str]:
+        if self.attn_type == "grouped_query_attention" and self.kv_n_heads is None:
+            yield "kv_n_heads: missing; grouped_query_attention needs the number of heads of k and v"
+        if self.kv_n_heads not in (None, num_kv_heads):
+            yield (
+                f"kv_n_heads: {self.kv_n_heads} given, but {self.attn_type} has {num_kv_heads}; remove it, or use "
+                "attn_type: grouped_query_attention"
+            )
+        if n_heads % num_kv_heads:
+            fitting = either(divisors(n_heads))
+            yield f"kv_n_heads: {num_kv_heads} does not divide n_heads, {n_heads}; use one of {fitting}"
+        if self.qk_ln and self.qk_gn:
+            yield "qk_gn: both qk_ln and qk_gn given; use one of them"
+        if self.attn_impl in ("blocked", "flex") and self.attn_pdrop:
+            yield f"attn_impl: {self.attn_impl} has no attn_pdrop; use sdpa, or attn_pdrop: 0"
+        if self.attn_impl == "flex" and head_dim < MIN_FLEX_HEAD_DIM:
+            least = f"heads of {MIN_FLEX_HEAD_DIM} dimensions or more"
+            yield f"attn_impl: flex needs {least}, and these have {head_dim}; use auto or sdpa"
+        scaling = self.rope_hf_config.type
+        if self.alibi and self.rope:
+            yield "rope: both alibi and rope given; use one of them"
+        if self.rope and head_dim % 2:
+            yield f"rope: turns pairs of dimensions, and a head has {head_dim}, odd"
+        if self.rope and self.rope_impl == "dail" and scaling != "no_scaling":
+            yield f"rope_impl: dail has no {scaling} scaling; use rope_impl: hf"
+        yield from (f"rope_hf_config.{problem}" for problem in self.rope_hf_config.problems())
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FFNActivation:
@@ -139,6 +186,13 @@ class InitConfig:
     init_gain: float = setting(0.0, NON_NEGATIVE)
     """kaiming's negative slope, xavier's gain (0 stands for 1)."""
 
+    def problems(self) -> Iterator[str]:
+        if self.name == "baseline_" and self.init_std is None:
+            yield "init_std: missing; baseline_ draws weights from N(0, init_std)"
+        for key in ("emb_init_std", "emb_init_uniform_lim"):
+            if self.name == "default_" and getattr(self, key) is not None:
+                yield f"{key}: default_ draws embeddings from N(0, 1); remove it or use another scheme"
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelConfig:
@@ -185,6 +239,27 @@ class ModelConfig:
     tie_word_embeddings: bool = True
     loss_fn: str = setting("auto", choices="auto fused_crossentropy torch_crossentropy", change="freely")
     """All are the same chunked loss here."""
+
+    def problems(self) -> Iterator[str]:
+        if self.attn_config.head_dim is None and self.d_model % self.n_heads:
+            nearest = min(divisors(self.d_model), key=lambda n: abs(n - self.n_heads))
+            yield f"n_heads: {self.n_heads} does not divide d_model, {self.d_model}; the nearest that does is {nearest}"
+        attention = self.attn_config.problems(self.n_heads, self.num_kv_heads, self.head_dim)
+        yield from (f"attn_config.{problem}" for problem in attention)
+        ffn_dim, activation = self.d_model * self.expansion_ratio, self.ffn_config.ffn_act_fn
+        if self.ffn_config.ffn_hidden_size is None and ffn_dim != int(ffn_dim):
+            yield (
+                f"expansion_ratio: {self.expansion_ratio} x d_model, {self.d_model}, is no whole number; the nearest "
+                f"that gives one is {max(1, round(ffn_dim)) / self.d_model}"
+            )
+        if activation.approximate != "none" and activation.name != "gelu":
+            yield (
+                f"ffn_config.ffn_act_fn.approximate: {activation.approximate} given, but name is {activation.name}, "
+                "and only gelu is approximated; remove it"
+            )
+        if self.logit_scale == 0:
+            yield "logit_scale: 0 given, which makes every token as likely as any other; remove it or give a number"
+        yield from (f"init_config.{problem}" for problem in self.init_config.problems())
 
     @property
     def uses_learned_positions(self) -> bool:

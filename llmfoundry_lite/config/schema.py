@@ -3,6 +3,7 @@
 `load_train.py` fills it from files and `key=value` arguments and checks it; everybody else only reads it.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from llmfoundry_lite.config.fields import (
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
-from llmfoundry_lite.config.written import FromEnvironment
+from llmfoundry_lite.config.written import FromEnvironment, map_texts
 from llmfoundry_lite.errors import mask_credentials
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
@@ -134,6 +135,24 @@ class FSDPConfig:
     """Where one device holds the whole model: leave FSDP2 out of compiled blocks too, and cast parameters once a batch,
     into copies that are kept. Without compilation each forward pass casts. Not measured on a GPU yet."""
 
+    def problems(self) -> Iterator[str]:
+        """Yield `key: what is wrong` for keys that do not go together."""
+        if self.data_parallel_shard_degree is not None and self.sharding_strategy != "HYBRID_SHARD":
+            yield (
+                "data_parallel_shard_degree: only HYBRID_SHARD uses it, and sharding_strategy is "
+                f"{self.sharding_strategy}; change that or remove this"
+            )
+        if self.activation_checkpointing == "selective" and self.activation_checkpointing_reentrant:
+            yield "activation_checkpointing_reentrant: selective has no reentrant form; remove it"
+        if self.activation_cpu_offload and not self.activation_checkpointing:
+            yield (
+                "activation_cpu_offload: offloads what activation_checkpointing keeps; add activation_checkpointing: "
+                "true, or remove it"
+            )
+        if self.sharding_strategy == "ZERO_1" and self.offload_optimizer:
+            remedy = "use FULL_SHARD, or remove one of them"
+            yield f"offload_optimizer: ZERO_1 keeps the whole model on each device; {remedy}"
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorParallelConfig:
@@ -187,6 +206,27 @@ class PipelineConfig:
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are computed apart from those of inputs."""
         return self.schedule in ("zero_bubble", "zbv")
+
+    def problems(self, n_layers: int) -> Iterator[str]:
+        """Yield `key: what is wrong` for runs of blocks that this schedule or a model of so many blocks has not."""
+        degree, num_runs, blocks = self.pipeline_parallel_degree, self.num_runs, self.blocks
+        most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, num_runs)
+        least = {"interleaved": 2, "zbv": 2}.get(self.schedule, 1)
+        if not least <= num_runs <= most:
+            expected = str(least) if least == most else f"{least} or more"
+            yield f"virtual_stages: {num_runs} given, {self.schedule} has {expected}; change it or the schedule"
+        if blocks is not None and min(blocks, default=0) < 1:
+            yield f"blocks: {blocks} given, expected 1 or more for each"
+        if blocks is not None and sum(blocks) != n_layers:
+            remedy = "change one of them"
+            yield f"blocks: {blocks} given, {sum(blocks)} in all, and model.n_layers is {n_layers}; {remedy}"
+        if degree > 1 and degree * num_runs > n_layers:
+            remedy = "use a smaller degree" + ("" if num_runs == least else " or fewer virtual_stages")
+            runs = f"{degree} x {num_runs} runs of blocks"
+            yield f"pipeline_parallel_degree: {runs} are more than model.n_layers, {n_layers}; {remedy}"
+        if degree > 1 and blocks is not None and len(blocks) != degree * num_runs:
+            what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
+            yield f"blocks: {blocks} given, expected {degree * num_runs} counts, for {what}"
 
     def default_num_microbatches(self, device_batch_size: int) -> int:
         """Return the fewest that give each stage 4 or more and divide the batch; else the most that do; else one for
@@ -531,13 +571,9 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     Text of an environment variable stands as it was written, `${oc.env:…}`; credentials in URLs are masked.
     """
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, str):
-            return mask_credentials(value.written if isinstance(value, FromEnvironment) else value)
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    def recorded(text: str) -> str:
+        return mask_credentials(text.written if isinstance(text, FromEnvironment) else text)
 
-    values = plain(with_keys(config))
+    values = map_texts(with_keys(config), recorded)
     values["optimizer"]["weight_decay"] = config.optimizer.decay  # a default may change; what a run did may not
     return values

@@ -4,8 +4,9 @@
 They lie inside an installed package, and at the top of a clone. A file of the user's own always goes first. No torch.
 """
 
-import difflib
 from pathlib import Path
+
+from llmfoundry_lite.errors import nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -37,7 +38,7 @@ def find_task_folder(folder: str) -> Path:
     return Path(folder) if folder != "evals" or Path(folder).is_dir() else shipped_folder("evals")
 
 
-def near_names(argument: str, cutoff: float = 0.6) -> list[str]:
+def near_name(argument: str, cutoff: float = 0.6) -> str:
     """Return the shipped name, if any, that is near to `argument`, a name or a file that does not exist."""
     argument = Path(argument).stem if argument.endswith((".yaml", ".yml")) else argument
-    return difflib.get_close_matches(argument, shipped_yamls(), n=1, cutoff=cutoff)
+    return nearest(argument, shipped_yamls(), cutoff)

@@ -3,7 +3,6 @@
 Blocks stay in order. A stage is one run of them; interleaved schedules give each device several.
 """
 
-import heapq
 from dataclasses import dataclass
 
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -66,16 +65,13 @@ def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
     matrix. Among equals the later stage gets more, since the earlier ones keep more microbatches' activations.
     """
     block, head = block_and_head(model)
-    costs = [block] * num_stages
+    costs, counts = [block] * num_stages, [1] * num_stages
     costs[0] += head
     costs[-1] += head
-    queue = [(cost, -i) for i, cost in enumerate(costs)]
-    heapq.heapify(queue)
-    counts = [1] * num_stages
     for _ in range(model.n_layers - num_stages):
-        cost, i = queue[0]
-        heapq.heapreplace(queue, (cost + block, i))
-        counts[-i] += 1
+        cheapest = min(range(num_stages), key=lambda i: (costs[i], -i))
+        costs[cheapest] += block
+        counts[cheapest] += 1
     return counts
 
 

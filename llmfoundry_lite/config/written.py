@@ -8,7 +8,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmfoundry_lite.config.fields import Rule, Setting, keys_of
@@ -45,6 +45,15 @@ class FromEnvironment(str):
 
     def replace(self, old: str, new: str, count: typing.SupportsIndex = -1, /) -> "FromEnvironment":
         return FromEnvironment(super().replace(old, new, count), self.written)
+
+
+def map_texts(values: Any, change: Callable[[str], str]) -> Any:
+    """Return `values` with every text in it changed, and lists for tuples."""
+    if isinstance(values, dict):
+        return {key: map_texts(value, change) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [map_texts(value, change) for value in values]
+    return change(values) if isinstance(values, str) else values
 
 
 AMBIGUOUS = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")

@@ -6,14 +6,13 @@ It is YAML 1.1, as LLM Foundry reads it, with OmegaConf's numbers (`1e-3` is one
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import yaml
 from yaml import YAMLError
 from yaml.constructor import ConstructorError, SafeConstructor
 
-from llmfoundry_lite.config.written import PlainScalar
+from llmfoundry_lite.config.written import PlainScalar, map_texts
 
 INT = "[-+]?(?:0b_*[01][01_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0*[0-7]|[1-9][0-9_]*)"
 FLOAT = r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
@@ -145,7 +144,7 @@ def dump_record(config: Any, *, keep_variables: bool = True) -> str:
         is_variable = keep_variables and found.string.startswith("oc.", found.end())
         return found[1] * 2 + ("${" if is_variable else "\\${")
 
-    return dump_yaml(_each_text(config, lambda text: BEFORE_REFERENCE.sub(escape, text)))
+    return dump_yaml(map_texts(config, lambda text: BEFORE_REFERENCE.sub(escape, str(text))))
 
 
 def read_record(text: str | bytes) -> Any:
@@ -154,12 +153,4 @@ def read_record(text: str | bytes) -> Any:
     def unescape(found: re.Match) -> str:
         return found[1][: len(found[1]) // 2] + "${"
 
-    return _each_text(read_yaml(text, PlainLoader), lambda one: BEFORE_REFERENCE.sub(unescape, one))
-
-
-def _each_text(values: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(values, dict):
-        return {key: _each_text(value, change) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_each_text(value, change) for value in values]
-    return change(str(values)) if isinstance(values, str) else values
+    return map_texts(read_yaml(text, PlainLoader), lambda one: BEFORE_REFERENCE.sub(unescape, one))

@@ -90,7 +90,7 @@ def test_what_is_left_out_is_refused_by_its_name_with_what_to_use_instead(key):
         load_train_config([str(YAML), f"{key}=[strange]"], {})
     assert str(caught.value) == (
         f"command line: {key}: LLM Foundry's option is left out here; "
-        f"{(LEFT_OUT.get(key) or LEFT_OUT[key.replace('train_loader', '*')]).instead}"
+        f"{(LEFT_OUT.get(key) or LEFT_OUT[key.replace('train_loader', '*')])}"
     )
 
 

@@ -17,7 +17,7 @@ from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import commands, quoted_commands
-from tests.helpers.present import present
+from tests.helpers.present import needs, present
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTERS = ("llmfoundry-lite ", "composer ", "python ", "srun ", "OMP_NUM_THREADS=", "WORLD_SIZE=")
@@ -107,6 +107,7 @@ def test_the_dry_run_of_the_first_page_prints_the_plan():
     assert "parameters" in result.stdout and "memory" in result.stdout
 
 
+@needs("init")
 def test_init_writes_the_yaml_that_the_next_command_reads(tmp_path, monkeypatch):
     page = (ROOT / "docs/getting-started.md").read_text()
     command = next(command for command in commands(page) if command.startswith("llmfoundry-lite init"))

@@ -18,7 +18,6 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig, FSDPConfig
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.exchanges import context_exchanges
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.models.attention import Mask
 from llmfoundry_lite.models.initialise import initialise_weights
@@ -205,8 +204,8 @@ def count_exchanges() -> None:
         divided = LanguageModel(model, PRECISIONS["fp32", "DEFAULT"], None, build_context(context, layout, "cpu"))
         with CountBytes() as count:
             divided({"input_ids": torch.zeros(3, SEQ_LEN, dtype=torch.int64)})["loss_sum"].backward()
-        numbers, times = context_exchanges(config, context, 3 * SEQ_LEN // 2, bool(recomputing))
-        num_bytes = config.n_layers * numbers * 4
+        widths = 2 * config.kv_dim if kind == "gather" else config.q_dim + config.kv_dim
+        num_bytes, times = config.n_layers * widths * 3 * SEQ_LEN * 4, 3 if recomputing else 2
         expected = {"all_to_all_single": times * num_bytes}
         if kind == "gather":
             expected = {"all_gather_into_tensor": (times - 1) * num_bytes, "reduce_scatter_tensor": num_bytes}
@@ -325,12 +324,11 @@ def test_a_dry_run_says_which_rank_has_which_tokens(tmp_path, arguments, lines):
     assert "cp_config.context_parallel_degree: groups" not in said
 
 
-def test_a_group_across_nodes_is_warned_of_with_its_cost(tmp_path):
+def test_a_group_across_nodes_is_warned_of(tmp_path):
     config = load(tmp_path, "cp_config.context_parallel_degree=4")
-    # Of 8 tokens of 32 numbers, q, k, v and what is made of them, in fp32; two blocks, forward and backward.
     assert (
-        "cp_config.context_parallel_degree: groups of 4 devices span nodes of 2: each sample takes 4 exchanges of "
-        "4.00 KiB over the network, 64.00 KiB for each device and batch; a group whose size divides 2 stays in a node"
+        "cp_config.context_parallel_degree: groups of 4 devices span nodes of 2: every block exchanges over the "
+        "network; a group whose size divides 2 stays in a node"
     ) in describe(config, layout_of(config, 8, 2), Preflight())
 
 

@@ -14,13 +14,12 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_planner.plan.bubble import check_schedule
 from llmfoundry_planner.plan.calibrate import calibrate
 from llmfoundry_planner.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, cost_of, save_seconds
 from llmfoundry_planner.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
-from llmfoundry_planner.plan.step import Hardware, find_hardware
+from llmfoundry_planner.plan.step import Hardware, accelerator_named, find_hardware
 
 PLANNED = "# Planned for "
 

@@ -19,12 +19,11 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, PipelineConfig, TrainConfig
 from llmfoundry_lite.config.stages import block_and_head, stages_of
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.exchanges import context_exchanges, stream_reductions
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
-from llmfoundry_lite.hardware import Accelerator
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, rows_named
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_planner.plan.bubble import simulate_bubble
-from llmfoundry_planner.plan.exchanges import parameter_exchanges, stage_sends
+from llmfoundry_planner.plan.exchanges import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
 from llmfoundry_planner.plan.network import Group, Node, find_node, group_of, send_seconds
 from llmfoundry_planner.plan.rates import (
     COMPILED_SHARE,
@@ -117,6 +116,24 @@ class StepTime:
         assert peak is not None
         flops = count_flops_per_token(config.model, config.max_seq_len)
         return flops * self.tokens_per_second / (peak * layout.world_size)
+
+
+def accelerator_named(name: str) -> Accelerator:
+    """Return the row of this name in upper or lower case, or the one that it begins: `h100` and `h100-8` are H100-80GB,
+    a module rather than a PCIe card.
+
+    Raises ConfigError, which lists the rows, for a name of none or of several.
+    """
+    rows = rows_named(name)
+    if len(rows) > 1:
+        names = " and ".join(row.name for row in rows)
+        raise ConfigError(f"hardware {name!r} may be {names}; name one of them")
+    if not rows:
+        raise ConfigError(
+            f"hardware {name!r} is not in the table; expected one of {', '.join(ACCELERATORS)}. For a new device, copy "
+            "the row of one like it in llmfoundry_lite/hardware.py, and its node in llmfoundry_planner/plan/network.py"
+        )
+    return rows[0]
 
 
 def find_hardware(accelerator: Accelerator, *, published: bool = False) -> Hardware:

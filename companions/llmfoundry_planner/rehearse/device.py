@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, accelerator_named, rows_named
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, rows_named
+from llmfoundry_planner.plan.step import accelerator_named
 
 CAPABILITIES = {
     "V100": (7, 0),

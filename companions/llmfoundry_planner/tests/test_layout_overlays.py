@@ -11,8 +11,8 @@ from llmfoundry_lite.config.layers import is_for_hardware, leaf_keys
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_planner.plan.search import usable_bytes
+from llmfoundry_planner.plan.step import accelerator_named
 from llmfoundry_planner.rehearse.fork_server import ForkServer
 from tests.helpers.launch import ROOT
 

@@ -15,9 +15,8 @@ from llmfoundry_lite.config.layout import DIMENSIONS, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.hardware import accelerator_named
 from llmfoundry_planner.plan.search import search_layouts
-from llmfoundry_planner.plan.step import find_hardware
+from llmfoundry_planner.plan.step import accelerator_named, find_hardware
 from tests.helpers.launch import ROOT
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.hardware import accelerator_named
+from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_machines.doctor import collectives, folder, speed
 from llmfoundry_machines.doctor.examine import examine
 from llmfoundry_machines.doctor.finding import Finding, Machine, Status
@@ -405,7 +405,7 @@ def test_a_device_slower_than_its_datasheet_is_warned_of(slower, status):
 
 def test_a_copy_within_a_device_counts_what_it_reads_and_what_it_writes(monkeypatch):
     """A datasheet's bandwidth is of both: half of it would make every healthy device a slow one."""
-    h200 = accelerator_named("h200")
+    h200 = ACCELERATORS["H200"]
     monkeypatch.setattr(speed, "device_type", lambda: "cpu")  # no bus, no matrix units
     monkeypatch.setattr(speed, "all_devices", lambda: [torch.device("cpu")] * 2)
     monkeypatch.setattr(speed, "accelerator", lambda device: h200)

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite init`: a commented YAML for a prepared data folder and a size. No torch."""
+"""`llmfoundry-lite init --size`: a commented YAML for a prepared data folder. No torch."""
 
 import json
 import re

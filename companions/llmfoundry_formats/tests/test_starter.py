@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from llmfoundry_lite.config import starter
+from llmfoundry_formats import starter
+from llmfoundry_formats.starter import sizes, write_starter
 from llmfoundry_lite.config.auto_hardware import Found
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.starter import sizes, write_starter
 from llmfoundry_lite.errors import ConfigError, DataError
 
 
