@@ -55,7 +55,7 @@ EVAL_WITHOUT_EFFECT = {
     "fsdp_config": "each rank has the whole model; fsdp=true shards it, if it is an MPT, GPT-2 or Llama",
     "eval_subset_num_batches": "it counts batches of eval_loader",
     **dict.fromkeys(("python_log_level", "console_log_interval"), "there is nothing to log but progress"),
-    "destination_dir": "data are read where they are; data fetch-tasks downloads them",
+    "destination_dir": "data are read where they are; scripts/fetch_tasks.py downloads them",
     **dict.fromkeys(("log_config", "metadata"), "results say what was evaluated"),
 }
 """The same in an evaluation's YAML."""
