@@ -28,13 +28,11 @@ from llmfoundry_lite.data.spelling import Loss, Speller, describe_loss, load_los
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, group_by_size, read_documents
+from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal, may_be_used
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
 
-ENCODE_BATCH_BYTES = 512 * 1024
-"""Bounds what encodings take in memory."""
 SPELLED_CHARACTERS = 16 * 1024
 """Characters of every unit, its first ones, that are looked up in their tokens."""
 ENOUGH_CHARACTERS = 1024 * 1024
@@ -44,10 +42,6 @@ MAX_LOST_TEXT = 0.01
 VERDICT = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 IN_GIGATOKEN = " in gigatoken"
-PROOF = Unit(kind="rows", names=(), num_bytes=0)
-"""Stands for the fast encoder's proof among the units."""
-BEFORE_ALL = -1
-"""Its number. It has no token file, so nothing is judged with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,8 +184,8 @@ def make_in_processes(
     )
     running: deque[tuple[int, Unit, Future[tuple[int, int]]]] = deque()
     try:
-        if files.is_fast:  # nothing is kept unless it succeeds
-            running.append((BEFORE_ALL, PROOF, workers.submit(prove_in_worker)))
+        if files.is_fast:  # not here, where a crash of the library would end the command
+            workers.submit(prove_in_worker).result()
         for number, unit in units:
             running.append((number, unit, workers.submit(make_in_worker, number, unit)))
             if len(running) > 2 * num_workers:
@@ -249,8 +243,8 @@ def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
     _files_of_worker = TokenFiles(request, partial, load_tokenizer(partial / "tokenizer"), is_fast=is_fast)
 
 
-def prove_in_worker() -> tuple[int, int]:
-    return _files_of_worker.prove()
+def prove_in_worker() -> None:
+    _files_of_worker.prove()
 
 
 def make_in_worker(number: int, unit: Unit) -> tuple[int, int]:
@@ -280,11 +274,10 @@ class TokenFiles:
         with np.load(self.path(number)) as stored:
             return load_loss(str(stored["loss"]))
 
-    def prove(self) -> tuple[int, int]:
-        """Compare the two encoders, if there are two. Returns no documents and no bytes. Raises Unequal."""
+    def prove(self) -> None:
+        """Compare the two encoders, if there are two. Raises Unequal."""
         if self.encoder:
             self.encoder.prove()
-        return 0, 0
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:08}.npz"
@@ -309,17 +302,12 @@ class TokenFiles:
         documents: list[tuple[int, int, int]] = []
         pieces: list[np.ndarray] = []
         end_of_text, loss = np.array([self.tokenizer.eos_token_id], dtype), Loss()
-        read = read_documents(unit, self.request, skipped)
-        for batch, _ in group_by_size(read, lambda document: document.num_bytes, ENCODE_BATCH_BYTES):
-            if self.encoder:
-                encoded = [self.encoder.encode(document) for document in batch]
-            else:
-                encoded = self.tokenizer.encode_to_arrays([document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
-                pieces += ids.astype(dtype), end_of_text
-                documents.append((len(ids) + 1, document.num_bytes, document.split_key))
-                if loss.characters < SPELLED_CHARACTERS:
-                    loss += self.speller.measure(document.text[: SPELLED_CHARACTERS - loss.characters])
+        for document in read_documents(unit, self.request, skipped):
+            ids = self.encoder.encode(document) if self.encoder else self.tokenizer.encode_to_array(document.text)
+            pieces += ids.astype(dtype), end_of_text
+            documents.append((len(ids) + 1, document.num_bytes, document.split_key))
+            if loss.characters < SPELLED_CHARACTERS:
+                loss += self.speller.measure(document.text[: SPELLED_CHARACTERS - loss.characters])
         doc_tokens, doc_bytes, doc_keys = zip(*documents, strict=True) if documents else ((), (), ())
         made = TokenUnit(
             tokens=np.concatenate(pieces) if pieces else np.empty(0, dtype),

@@ -518,7 +518,10 @@ def test_all_checkpoints_needs_a_run_and_nothing_else(here):
         (["--all-checkpoints"], "--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b"),
         (["runs/a"], "'runs/a' is neither a .yaml file nor key=value; a model is given as models.a=runs/a"),
         (["--all-checkpoints", "a/x", "b/x"], "models: a/x and b/x are both x; name one otherwise: models.NAME=b/x"),
-        (["models.a=b", "task_folder=none"], "no YAML file given, and of no task in none/ are the data here; in a clone, "),
+        (
+            ["models.a=b", "task_folder=none"],
+            "no YAML file given, and of no task in none/ are the data here; in a clone, ",
+        ),
     ],
 )
 def test_what_is_missing_on_the_command_line_is_said(here, arguments, message):
