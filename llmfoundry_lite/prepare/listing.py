@@ -22,7 +22,7 @@ SUFFIXES = {
     "table": (".parquet", ".arrow"),
 }
 READABLE = (
-    "{.txt, .md, .jsonl, .json, .ndjson, .csv, .tsv, .parquet}, plain, .gz or .zst; or .arrow, as datasets saves it"
+    "{.txt, .md, .jsonl, .json, .ndjson, .csv, .tsv}, plain, .gz or .zst; .parquet; or .arrow, as datasets saves it"
 )
 
 DATASET_FILES = ("dataset_info.json", "state.json")
@@ -98,12 +98,11 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the key of SUFFIXES that a file belongs to, whether compressed or not; None for what is not read."""
-    compressed = path.suffix in COMPRESSED_SUFFIXES
-    suffix = path.with_suffix("").suffix if compressed else path.suffix
-    if compressed and suffix == ".arrow":
-        return None
-    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+    """Return the key of SUFFIXES that a file belongs to; None for what is not read. Tables are not compressed again."""
+    is_compressed = path.suffix in COMPRESSED_SUFFIXES
+    suffix = path.with_suffix("").suffix if is_compressed else path.suffix
+    kind = next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+    return None if is_compressed and kind == "table" else kind
 
 
 def is_readable_kind(path: Path) -> bool:
