@@ -4,11 +4,10 @@ A unit whose token file, `.partial/units/NNNNNNNN.npz`, is there and made of thi
 again.
 """
 
-import contextlib
-import inspect
 import math
 import os
 import signal
+import sys
 import threading
 import zipfile
 from collections import deque
@@ -18,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -162,10 +161,9 @@ def allowing(share: float) -> float:
 
 def make_here(files: "TokenFiles", units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[int, Unit, tuple[int, int]]]:
     """Make the token files of units in this process. Yields each unit with its documents and their bytes."""
-    with one_thread_per_process():
-        files.prove()
-        for number, unit in units:
-            yield number, unit, files.make(number, unit)
+    files.prove()
+    for number, unit in units:
+        yield number, unit, files.make(number, unit)
 
 
 def make_in_processes(
@@ -211,15 +209,11 @@ def leave_if_imported_by_worker() -> None:
 
     Python imports the script into each worker under the name __mp_main__. Without a guard, the import prepares again.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
-            script = frame.f_code.co_filename
-            raise SystemExit(
-                f'{script}: its worker processes run it again; put what it does under `if __name__ == "__main__":`, '
-                "or pass num_workers=1"
-            )
-        frame = frame.f_back
+    if getattr(current_process(), "_inheriting", False):  # multiprocessing's own mark, as long as it imports
+        raise SystemExit(
+            f'{sys.argv[0]}: its worker processes run it again; put what it does under `if __name__ == "__main__":`, '
+            "or pass num_workers=1"
+        )
 
 
 _files_of_worker: "TokenFiles"
@@ -229,7 +223,7 @@ _files_of_worker: "TokenFiles"
 def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
     """Make this process a worker: load the tokenizer, and never outlive the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops us
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each worker has a thread for every core, all of them idle
     parent = parent_process()
     assert parent is not None, "start_worker is for worker processes"
 
@@ -339,17 +333,3 @@ def origin_of_tokens(tokenizer: Tokenizer) -> str:
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """Return the smallest type that holds every id."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
-
-
-@contextlib.contextmanager
-def one_thread_per_process() -> Iterator[None]:
-    """Keep the tokenizer library from starting a thread per core: one worker means one core."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
