@@ -32,7 +32,7 @@ from llmfoundry_lite.files import open_regular, write_atomically
 
 INDEX = "index.json"
 ORIGIN = "downloaded-from.txt"
-"""Names the remote of a folder that held no shard before the first download."""
+"""Tells which remote a folder is filled from that held no shard before the first download."""
 PART = ".part"
 """Ends the names of files that are on their way."""
 PART_NAME = re.compile(r".+\.\d+\.[0-9a-f]{8}\.part(\.tmp)?", re.DOTALL)
@@ -58,13 +58,14 @@ class ShardFolder:
 
     @property
     def _origin(self) -> str:
-        return f"{self.remote}\n{self.stream.split}\n"
+        """A hash of the remote, whose URL may have a password in it."""
+        return xxhash.xxh3_128_hexdigest(f"{self.remote} {self.stream.split}".encode())
 
     @cached_property
     def has_downloads_alone(self) -> bool:
         """Whether all shards here have come from the remote, in this launch or an earlier one."""
         with suppress(OSError), open(os.path.join(self.path, ORIGIN), "rb", opener=open_regular) as file:
-            return bool(self.remote) and file.read(len(self._origin.encode()) + 1) == self._origin.encode()
+            return bool(self.remote) and file.read(64) == self._origin.encode()
         return False
 
     def fetch_index(self) -> Path:
