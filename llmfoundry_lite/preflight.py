@@ -155,7 +155,7 @@ def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> 
         if must_exist and is_local and not Path(task.dataset_uri).exists():
             raise DataError(
                 f"icl_tasks: {task.label}: {task.dataset_uri} does not exist; "
-                "`llmfoundry-lite data fetch-tasks` fetches it"
+                "`python scripts/fetch_tasks.py` fetches it"
             )
     if config.icl_tasks and must_exist and not is_local_or_cached(config.tokenizer.name):
         raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")

@@ -23,10 +23,10 @@ from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.files import check_replaceable, open_own, open_regular
 from llmfoundry_lite.launch.status import read_status, seconds_between_failures
 from llmfoundry_lite.prepare.listing import list_files, read_object
-from llmfoundry_lite.prepare.make_tasks import is_replaceable
 from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.watch import Watched
+from scripts.make_tasks import is_replaceable
 from tests.helpers.bombs import MIB, little_memory
 from tests.helpers.readers import find_whole_reads, give_brackets, give_pipe
 

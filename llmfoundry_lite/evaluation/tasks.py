@@ -156,8 +156,8 @@ def _naming_the_file(config: TaskConfig) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise DataError(
-            f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
-            "`llmfoundry-lite data make-tasks` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's, "
+            f"{label}: {path} does not exist; in a clone, `python scripts/fetch_tasks.py` fetches the public tasks, "
+            "`python scripts/make_tasks.py` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's, "
             "skip_missing_tasks=true leaves it out"
         ) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -506,7 +506,10 @@ def test_all_checkpoints_needs_a_run_and_nothing_else(here):
         (["--all-checkpoints"], "--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b"),
         (["runs/a"], "'runs/a' is neither a .yaml file nor key=value; a model is given as models.a=runs/a"),
         (["--all-checkpoints", "a/x", "b/x"], "models: a/x and b/x are both x; name one otherwise: models.NAME=b/x"),
-        (["models.a=b", "task_folder=none"], "no YAML file given, and of no task in none/ are the data here; `llm"),
+        (
+            ["models.a=b", "task_folder=none"],
+            "no YAML file given, and of no task in none/ are the data here; in a clone, ",
+        ),
     ],
 )
 def test_what_is_missing_on_the_command_line_is_said(here, arguments, message):
@@ -660,7 +663,11 @@ TASK = {"label": "t", "icl_task_type": "multiple_choice", "dataset_uri": "t.json
         ([{**GOOD, "choices": ["", "a"]}], {}, "t: no item can be asked of a model of 64 tokens: 1 with an answer"),
         ([GOOD], {"num_fewshot": [1]}, "t: t.jsonl has 1 rows, too few for 1 examples and a question"),
         ([GOOD], {"num_fewshots": [1]}, "icl.yaml: icl_tasks[0].num_fewshots: unknown key; did you mean"),
-        ([GOOD], {"dataset_uri": "u.jsonl"}, "t: u.jsonl does not exist; `llmfoundry-lite data fetch-tasks` fetches"),
+        (
+            [GOOD],
+            {"dataset_uri": "u.jsonl"},
+            "t: u.jsonl does not exist; in a clone, `python scripts/fetch_tasks.py` fetches",
+        ),
         ([GOOD], {"dataset_uri": "u.jsonl"}, "finds LLM Foundry's, skip_missing_tasks=true leaves it out"),
     ],
 )
