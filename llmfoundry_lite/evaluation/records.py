@@ -210,10 +210,14 @@ def check_items(record: Record, lines: Sequence[str], whose: str) -> list[Record
     return items
 
 
-def _score_of(record: Record, items: Sequence[Record]) -> float:
-    """Recompute the task's score from its items."""
+def _score_of(record: Record, items: Sequence[Record]) -> float | None:
+    """Recompute the task's score from its items; None for items that no evaluation has written."""
+    if 0 < sum("cluster" in item for item in items) < len(items):
+        return None
     if record["metric"] == BITS:
         return float(bits_per_byte(by_document(items).sum(axis=0)))
+    if len({item["index"] for item in items}) < len(items):
+        return None
     for name in ACCURACIES:
         if name in record:
             mean_and_error(items, name)  # or an item lacks it
