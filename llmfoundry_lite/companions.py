@@ -25,6 +25,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "llmfoundry_machines": ("bench", "doctor"),
     "llmfoundry_formats": (
         "init --like",
+        "causal models of other types",
         "checkpoints of Composer and DCP",
         "pytorch_model.bin",
         "logs of lm-eval and Inspect",

@@ -18,6 +18,7 @@ from llmfoundry_lite.data.tokenizer import train_tokenizer
 from tests.helpers.data import folder_bytes, make_documents
 from tests.helpers.hub import Hub, broken, cut, too_many
 from tests.helpers.launch import ROOT
+from tests.helpers.present import needs
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -75,6 +76,7 @@ def test_a_private_data_set_on_a_busy_hub_gives_the_shards_of_its_folder(hub, tm
     assert of_files and all(texts.sha in path for path in of_files), "one revision, and not what main is by now"
 
 
+@needs("causal models of other types")
 def test_a_model_and_a_task_of_the_hub_are_evaluated_as_from_a_folder(hub, tmp_path, tokenizer_folder):
     """The weights are cut after 12 of 16 MiB, and asked for from there; a second evaluation downloads nothing."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32768}

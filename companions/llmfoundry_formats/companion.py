@@ -6,6 +6,7 @@ COMPANION = Companion(
     commands={"init --like": "llmfoundry_formats.like:write_like"},
     readers={
         "checkpoints of Composer and DCP": "llmfoundry_formats.checkpoints:import_pickled",
+        "causal models of other types": "llmfoundry_formats.plain_models:open_plain",
         "pytorch_model.bin": "llmfoundry_formats.pickles:read_weights_file",
         "logs of lm-eval and Inspect": "llmfoundry_formats.logs:load_logs",
     },

@@ -18,12 +18,12 @@ from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
-from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, ExportError, UserError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness, models, suite
 from llmfoundry_lite.evaluation import results as results_module
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
-from llmfoundry_lite.evaluation.models import TreeModel, load_subject
+from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
@@ -31,6 +31,7 @@ from llmfoundry_lite.evaluation.tasks import prepare
 from llmfoundry_lite.report.figure import Panel
 from tests.helpers.launch import launch, train
 from tests.helpers.models import normal_model
+from tests.helpers.present import needs
 from tests.helpers.results import write_result
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 
@@ -350,19 +351,6 @@ def test_a_sharded_model_answers_as_a_whole_one_and_carries_on_where_it_was_kill
     assert carried_on["choice/1-shot"]["seconds"] == 1234
 
 
-def test_a_layout_that_is_not_ours_runs_as_it_is_and_gives_the_same_scores(here):
-    transformers = pytest.importorskip("transformers")
-    folder = load_subject("model", device=CPU)
-    assert isinstance(folder.model, TreeModel)
-    from llmfoundry_lite.evaluation.models import PlainModel
-
-    plain = PlainModel(transformers.AutoModelForCausalLM.from_pretrained("model").eval(), CPU)
-    ours = evaluate(folder.model, folder.tokenizer, tasks(), Results(model="a", suite="s", source=""))
-    theirs = evaluate(plain, folder.tokenizer, tasks(), Results(model="b", suite="s", source=""))
-    for name, task in ours.tasks.items():
-        assert theirs.tasks[name][task["metric"]] == task[task["metric"]]
-
-
 @pytest.mark.multiprocess
 def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(here, capsys, monkeypatch):
     write_data(here / "data")
@@ -551,7 +539,7 @@ def test_ranks_that_find_other_data_do_not_wait_for_each_other(here):
 WRITE = {"label": "write", "icl_task_type": "generation_task_with_answers", "dataset_uri": "next.jsonl"}
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("is_ours", [True, pytest.param(False, marks=needs("causal models of other types"))])
 def test_a_model_that_gives_no_numbers_has_no_result_where_it_writes_either(here, is_ours):
     riddles = [{"context": row["context"], "answer": row["continuation"]} for row in SENTENCES]
     (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in riddles))
@@ -583,31 +571,6 @@ def save_neox(folder):
     return folder
 
 
-def test_a_foreign_model_whose_weights_are_torn_or_missing_is_refused(here):
-    from safetensors.torch import load_file, save_file
-
-    weights = save_neox(here / "neox") / "model.safetensors"
-    tensors = load_file(weights)
-    save_file({name: tensor for name, tensor in tensors.items() if "final" not in name}, weights, {"format": "pt"})
-    with pytest.raises(DataError, match=r"neox lacks weights of its model: gpt_neox.final_layer_norm.bias and 1 more"):
-        load_subject("neox", device=CPU)
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ExportError, match=r"neox/model.safetensors: damaged: .*header"):
-        load_subject("neox", device=CPU)
-
-
-def test_a_foreign_model_in_bf16_gives_fp32_logits(here):
-    save_neox(here / "neox")
-    plain = load_subject("neox", device=CPU, precision="bf16").model
-    ids = torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        hidden = plain.model.gpt_neox(ids).last_hidden_state
-        expected = hidden.float() @ plain.model.get_output_embeddings().weight.float().T
-        logits = plain.model(ids).logits
-    assert hidden.dtype == torch.bfloat16 and logits.dtype == torch.float32
-    torch.testing.assert_close(logits, expected)
-
-
 REPOSITORY = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model"),
     *("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "training_args.bin", "README.md"),
@@ -616,6 +579,7 @@ REPOSITORY = [
 ]
 
 
+@needs("causal models of other types")
 @pytest.mark.parametrize("has_safetensors", [True, False])
 def test_of_a_hub_model_what_is_read_is_fetched_and_pickles_only_where_there_is_nothing_else(
     here, monkeypatch, has_safetensors

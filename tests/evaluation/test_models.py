@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import load_tokenizer
@@ -130,3 +131,9 @@ def test_a_tokenizers_own_code_is_never_run(folder, tmp_path, monkeypatch):
         f"tokenizer {folder} needs code of its own, which is not run; expected a folder with a tokenizer.json"
     )
     assert not (tmp_path / "ran").exists()
+
+
+def test_another_type_names_the_companion_that_runs_it(folder, monkeypatch):
+    monkeypatch.setattr(companions, "find_companions", list)
+    (folder / "config.json").write_text('{"model_type": "gpt_neox"}')
+    assert refusal(folder).endswith("; causal models of other types: needs the companion llmfoundry_formats")

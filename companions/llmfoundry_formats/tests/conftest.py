@@ -1,5 +1,6 @@
-"""What tests of checkpoints have, too."""
+"""What tests of checkpoints and of evaluation have, too."""
 
 from tests.checkpoint.conftest import one_thread, url
+from tests.evaluation.conftest import folder, tokenizer_folder
 
-__all__ = ["one_thread", "url"]
+__all__ = ["folder", "one_thread", "tokenizer_folder", "url"]

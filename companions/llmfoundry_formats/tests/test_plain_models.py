@@ -1,6 +1,7 @@
 """A causal language model of a type that is not ours: as transformers has it, or a refusal."""
 
 import io
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,17 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
-from llmfoundry_lite.evaluation.models import PlainModel, _sees_ahead
+from llmfoundry_formats.plain_models import PlainModel, _sees_ahead
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.convert.huggingface import export_model
+from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.models import TreeModel, load_subject
+from llmfoundry_lite.evaluation.results import Results
 from tests.helpers.folders import OWN_CODE, VOCAB, edit_config, load, refusal
+from tests.helpers.models import normal_model
 
+TEXT = "the cat sat on a mat and the dog ran over a hill to see the sun go down"
 GPT_NEO_X: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -38,6 +47,30 @@ def neox(folder) -> Path:
     torch.manual_seed(0)
     GPTNeoXForCausalLM(GPTNeoXConfig(**GPT_NEO_X)).save_pretrained(folder)
     return folder
+
+
+def test_a_model_as_transformers_has_it_gives_the_scores_of_ours(tokenizer_folder, tmp_path):
+    model = normal_model(ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=64, vocab_size=VOCAB), std=0.2)
+    folder = tmp_path / "model"
+    export_model(model.state_dict(), model.config, folder, tokenizer_folder=tokenizer_folder)
+    words = TEXT.split()
+    questions = [{"query": words[i], "choices": [words[i + 1], words[i + 2]], "gold": i % 2} for i in range(16)]
+    sentences = [{"context": " ".join(words[i : i + 4]), "continuation": words[i + 4]} for i in range(12)]
+    tasks = []
+    for kind, rows in (("multiple_choice", questions), ("language_modeling", sentences)):
+        (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        uri = str(tmp_path / f"{kind}.jsonl")
+        tasks.append(TaskConfig(label=kind, icl_task_type=kind, dataset_uri=uri, num_fewshot=[0, 2]))
+    ours = load_subject(str(folder), device=torch.device("cpu"))
+    assert isinstance(ours.model, TreeModel)
+    plain = PlainModel(AutoModelForCausalLM.from_pretrained(folder).eval(), torch.device("cpu"))
+    found, theirs = (
+        evaluate(one, ours.tokenizer, tasks, Results(model="a", suite="s", source="")).tasks
+        for one in (ours.model, plain)
+    )
+    assert len(found) == 4
+    for name, task in found.items():
+        assert theirs[name][task["metric"]] == task[task["metric"]]
 
 
 def test_a_causal_model_of_another_type_runs_as_transformers_has_it(neox):
@@ -201,3 +234,23 @@ def test_a_folders_own_code_is_never_run_whatever_the_terminal_answers(neox, tmp
     edit_config(neox, model_type="gpt_neox")  # which transformers has itself
     assert isinstance(load(neox), PlainModel)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_whose_weights_are_torn_or_missing_is_refused(neox):
+    weights = neox / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor for name, tensor in tensors.items() if "final" not in name}, weights, {"format": "pt"})
+    assert "model lacks weights of its model: gpt_neox.final_layer_norm.bias and 1 more" in refusal(neox)
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert "model/model.safetensors: damaged: " in refusal(neox)
+
+
+def test_a_model_in_bf16_gives_fp32_logits(neox):
+    plain = load_subject(str(neox), device=torch.device("cpu"), precision="bf16").model
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        hidden = plain.model.gpt_neox(ids).last_hidden_state
+        expected = hidden.float() @ plain.model.get_output_embeddings().weight.float().T
+        logits = plain.model(ids).logits
+    assert hidden.dtype == torch.bfloat16 and logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected)
