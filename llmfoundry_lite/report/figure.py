@@ -3,7 +3,6 @@
     plot_run(path, curve, spans, title=…)          loss and throughput, shaded where the hardware changed
     plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
     plot_relay(path, legs, title=…)                which place had a run when, and how far it came
-    plot_curves(panels, path, x_label=…)           a score along a run, in a panel for each task
     plot_differences(panels, path, title=…)        how far models are from a first one, with their intervals
 
 Curves of more than MAX_POINTS are thinned to the lowest and the highest value of each stretch. `Axis` places batches
@@ -23,7 +22,7 @@ matplotlib.use("Agg")  # pyplot without a screen
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogFormatter
 from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
@@ -360,54 +359,6 @@ def smooth(values: Floats, reach: int | None = None) -> Floats:
 
 
 # ---------------------------------------------------------------------------------------------- evaluations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One panel of small multiples."""
-
-    title: str
-    y_label: str
-    points: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
-    """Name -> (x, y, error of y)."""
-    chance: float | None = None
-    """Value of y by guessing."""
-
-
-def plot_curves(panels: Sequence[Panel], path: Path, *, x_label: str) -> None:
-    """Plot small multiples, at most three to a row."""
-    num_columns = min(3, len(panels))
-    num_rows = -(-len(panels) // num_columns)
-    figure, grid = plt.subplots(
-        num_rows, num_columns, figsize=(4 * num_columns, 3 * num_rows), squeeze=False, layout="constrained", dpi=130
-    )
-    for axes in grid.flat[len(panels) :]:
-        axes.axis("off")
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        for name, points in panel.points.items():
-            x, y, error = zip(*points, strict=True)
-            axes.errorbar(x, y, yerr=error, marker="o", markersize=4, linewidth=1.5, capsize=2, label=name)
-        if panel.chance is not None:
-            axes.axhline(panel.chance, color=REFERENCE, linestyle="--", linewidth=1.2, zorder=1)
-            axes.annotate(
-                *(f"chance, {panel.chance:.2f}", (1, panel.chance), (0, 2)),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                color="#555555",
-                ha="right",
-                va="bottom",
-                fontsize=8,
-            )
-        axes.set_title(panel.title, fontsize=10)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(panel.y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-    clean(list(grid.flat[: len(panels)]))
-    if any(len(panel.points) > 1 for panel in panels):
-        handles, labels = grid.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    write(figure, path)
 
 
 def plot_differences(
