@@ -2,7 +2,6 @@
 
     plot_run(path, curve, spans, title=…)          loss and throughput, shaded where the hardware changed
     plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
-    plot_relay(path, legs, title=…)                which place had a run when, and how far it came
     plot_differences(panels, path, title=…)        how far models are from a first one, with their intervals
 
 Curves of more than MAX_POINTS are thinned to the lowest and the highest value of each stretch. `Axis` places batches
@@ -202,31 +201,6 @@ def plot_comparison(
     if strip:
         _label_strips(figure, strip, spans, [curve.name for curve in curves], [curve.axis for curve in curves])
     figure.axes[0].set_title(title, fontsize=11)
-    write(figure, path)
-
-
-def plot_relay(path: Path, legs: Sequence[Mapping[str, Any]], *, title: str) -> None:
-    """Plot batches over hours since the first leg began, and below which place had the run.
-
-    A leg: place, began_hours, hours, first_batch, last_batch.
-    """
-    places = list(dict.fromkeys(leg["place"] for leg in legs))
-    is_long = max(leg["began_hours"] + leg["hours"] for leg in legs) >= 1
-    unit, per_hour = ("hours", 1) if is_long else ("seconds", 3600)
-    figure, (progress, rows) = stack((3, 0.4 * len(places) + 0.4), (8, 3.4 + 0.4 * len(places)), sharex=True)
-    for leg in legs:
-        start, end = leg["began_hours"] * per_hour, (leg["began_hours"] + leg["hours"]) * per_hour
-        number = places.index(leg["place"])
-        look = {"color": color(number), "linewidth": 2.2, "solid_capstyle": "butt"}
-        progress.plot([start, end], [leg["first_batch"] - 1, leg["last_batch"]], **look)
-        rows.barh(number, end - start, left=start, color=color(number), height=0.7)
-    progress.set_ylabel("batch")
-    rows.set_yticks(range(len(places)), list(map(printable, places)))
-    rows.invert_yaxis()
-    rows.set_xlabel(f"{unit} since the first launch")
-    clean([progress])
-    rows.spines[["top", "right"]].set_visible(False)
-    progress.set_title(title, fontsize=11)
     write(figure, path)
 
 

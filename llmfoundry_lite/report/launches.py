@@ -135,8 +135,8 @@ def match(logged: list[Launch], recorded: list[tuple[Record, Record]]) -> list[L
     return launches + logged[next_one:]
 
 
-def describe_relay(run: Run) -> dict[str, Any] | None:
-    """Return the legs and places of a relay, which a companion reads; None for a run that no relay has moved."""
+def find_relay(run: Run) -> Any:
+    """Return what a companion tells of the run's relay: `facts`, `sections` and `plot`; None without one."""
     path = run.folder.path_here
     if path is None or not (path / JOURNAL).exists():
         return None
