@@ -30,7 +30,7 @@ matplotlib.rcParams["text.parse_math"] = False  # names are text: "$" is no form
 
 TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
 CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
-SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
+SHADES = ("#dfe8f3", "#fbe7d3", "#d5ead2", "#eae3f1", "#f8d9d9", "#f3efd2", "#d3eeee", "#e3e3e3", "#f3d3e8", "#e6dccb")
 MAX_POINTS = 4000
 """Points drawn of one curve; a figure is a quarter as many pixels wide."""
 MAX_DISTINCT_POINTS = 400
@@ -101,7 +101,6 @@ class Span:
     first_batch: int
     last_batch: int
     label: str
-    """Parts are joined by ` · `; with enough room they stand below each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +124,13 @@ def plot_run(
 ) -> None:
     """Plot loss, with validation and baselines, above throughput. `reach` is that of `smooth`; 0 draws no mean."""
     axis = curve.axis
-    num_strips = 1 if spans else 0
-    figure, (*strip, loss, speed) = stack((*[0.32] * num_strips, 3, 1), (8, 6 + 0.4 * num_strips), sharex=True)
+    figure, (loss, speed) = stack((3, 1), (8, 6), sharex=True)
     for i, (batches, losses) in enumerate(curve.dead):
         label = "dead branches" if len(curve.dead) > 1 else "dead branch"
         axis.draw(loss, batches, losses, color=REFERENCE, linewidth=0.9, label="" if i else label)
-    if reach == 0:
-        axis.draw(loss, curve.batches, curve.losses, color=TRAIN, linewidth=1.2, label="training")
-    else:
-        label = f"training (mean of {2 * reach_of(len(curve.losses), reach) + 1} batches)"
-        axis.draw(loss, curve.batches, curve.losses, color=TRAIN, linewidth=1, alpha=0.35)
-        axis.draw(loss, curve.batches, smooth(curve.losses, reach), color=TRAIN, linewidth=1.8, label=label)
+    reach = reach_of(len(curve.losses), reach)
+    label = f"training (mean of {2 * reach + 1} batches)" if reach else "training"
+    axis.draw_with_mean(loss, curve.batches, curve.losses, reach, linewidth=1.8, label=label, color=TRAIN)
     if len(curve.eval_losses):
         dots = "o" if len(curve.eval_losses) <= 100 else None
         label = f"validation, {curve.eval_losses[-1]:.3f} at batch {curve.eval_batches[-1]:,}"
@@ -150,12 +145,8 @@ def plot_run(
     speed.set_ylabel("tokens/s")
     speed.yaxis.set_major_formatter("{x:,.0f}")
     _finish_axes((loss, speed), [curve])
-    if spans:
-        shades = _shades([spans])
-        for panel, span in itertools.product((loss, speed), spans):
-            panel.axvspan(*_ends(span, axis), color=shades[span.label], linewidth=0, zorder=0)
-        _label_strips(figure, strip, [spans], [""], [axis])
-    figure.axes[0].set_title(title, fontsize=11)
+    _shade(figure, [((loss, speed), axis, spans)])
+    loss.set_title(title, fontsize=11)
     write(figure, path)
 
 
@@ -170,11 +161,11 @@ def plot_comparison(
 ) -> None:
     """Plot losses of several runs, and below, on a logarithmic scale, how far each is from the first one.
 
-    `spans`, if any are known, are those of each curve. Differences of exactly zero have no place on the scale; the
-    legend says how many there are. `reach` is that of `smooth`; 0 draws no means.
+    `spans`, if any are known, are those of each curve: a strip for each above the losses. Differences of exactly zero
+    have no place on the scale; the legend says how many there are. `reach` is that of `smooth`; 0 draws no means.
     """
     num_strips = len(curves) if any(spans) else 0
-    figure, (*strip, loss, gap) = stack((*[0.2] * num_strips, 2.6, 1.4), (8, 6 + 0.4 * num_strips), sharex=True)
+    figure, (*strips, loss, gap) = stack((*[0.2] * num_strips, 2.6, 1.4), (8, 6 + 0.4 * num_strips), sharex=True)
     for i, curve in enumerate(curves):
         look = {"color": color(i), "linestyle": "-" if i == 0 else "--"}
         width = 2.2 if i == 0 else 1.3
@@ -198,8 +189,11 @@ def plot_comparison(
     if differences:
         gap.legend(frameon=False, fontsize=8, loc="best")
     _finish_axes((loss, gap), curves)
-    if strip:
-        _label_strips(figure, strip, spans, [curve.name for curve in curves], [curve.axis for curve in curves])
+    for axes, curve in zip(strips, curves, strict=False):
+        axes.spines[:].set_visible(False)
+        axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+        axes.set_ylabel(curve.name, rotation=0, ha="right", va="center", fontsize=8)
+    _shade(figure, [([axes], curve.axis, row) for axes, curve, row in zip(strips, curves, spans, strict=False)])
     figure.axes[0].set_title(title, fontsize=11)
     write(figure, path)
 
@@ -257,44 +251,17 @@ def _finish_axes(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
 # ------------------------------------------------------------------------------------------------ hardware
 
 
-def _ends(span: Span, axis: Axis) -> tuple[float, float]:
-    return axis.place(span.first_batch - 0.5), axis.place(span.last_batch + 0.5)
-
-
-def _shades(spans: Sequence[Sequence[Span]]) -> dict[str, str]:
-    labels = dict.fromkeys(span.label for row in spans for span in row)
-    return {label: SHADES[i % len(SHADES)] for i, label in enumerate(labels)}
-
-
-def _label_strips(
-    figure: Any, strips: Sequence[Any], rows: Sequence[Sequence[Span]], names: Sequence[str], scales: Sequence[Axis]
-) -> None:
-    """Fill a bar for each run with its hardware: labels if all of them fit, else numbers and a legend."""
-    shades, bars = _shades(rows), []
-    look = {"ha": "center", "va": "center", "fontsize": 8, "color": "#333333", "in_layout": False}
-    for axes, spans, name, scale in zip(strips, rows, names, scales, strict=True):
-        axes.spines[:].set_visible(False)
-        axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
-        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-        for span in spans:
-            bar = axes.axvspan(*_ends(span, scale), color=shades[span.label], linewidth=0)
-            text = span.label.replace(" · ", "\n", 1) if len(rows) == 1 else span.label
-            bars.append((span.label, bar, axes.annotate(text, (0.5, 0.5), xycoords=bar, **look)))
-    escape_texts(figure)
-    figure.draw_without_rendering()  # which gives every panel its place
-
-    def fits(bar: Any, text: Any) -> bool:
-        return text.get_window_extent().width + 6 < bar.get_window_extent().width
-
-    if all(fits(bar, text) for _, bar, text in bars):
-        return
-    numbers = {label: i for i, label in enumerate(shades, start=1)}
-    for label, bar, text in bars:
-        text.set_text(f"{numbers[label]}")
-        if not fits(bar, text):
-            text.remove()
-    handles = [Patch(color=shades[label], label=f"{number}  {label}") for label, number in numbers.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
+def _shade(figure: Any, rows: Sequence[tuple[Sequence[Any], Axis, Sequence[Span]]]) -> None:
+    """Shade the panels of each row by its hardware, and name the shades below the figure."""
+    shades: dict[str, str] = {}
+    for panels, axis, spans in rows:
+        for panel, span in itertools.product(panels, spans):
+            shade = shades.setdefault(span.label, SHADES[len(shades) % len(SHADES)])
+            ends = axis.place(span.first_batch - 0.5), axis.place(span.last_batch + 0.5)
+            panel.axvspan(*ends, color=shade, linewidth=0, zorder=0)
+    handles = [Patch(color=shade, label=label) for label, shade in shades.items()]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
 
 
 # ------------------------------------------------------------------------------------------------- numbers

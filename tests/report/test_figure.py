@@ -24,37 +24,15 @@ def curve(num=100, name="run", **more):
     return Curve(name=name, batches=batches, losses=5 / batches, tokens_per_second=np.full(num, 900.0), **more)
 
 
-def texts(axes):
-    return [text.get_text() for text in axes.texts]
-
-
-def test_wide_segments_bear_their_labels_where_none_overlap(tmp_path, drawn):
-    spans = [Span(1, 50, "2 x cpu · FULL_SHARD · fp32"), Span(51, 100, "1 x cpu · NO_SHARD · fp32")]
-    plot_run(tmp_path / "loss.png", curve(), spans, title="run")
-    strip, loss, speed = drawn[0].axes
-    assert texts(strip) == ["2 x cpu\nFULL_SHARD · fp32", "1 x cpu\nNO_SHARD · fp32"]
-    boxes = [text.get_window_extent() for text in strip.texts]
-    assert boxes[0].x1 < boxes[1].x0
-    assert len(loss.patches) == len(speed.patches) == 2
-    assert not drawn[0].legends
-
-
-def test_narrow_segments_get_numbers_and_a_legend_and_one_shade_for_each_kind(tmp_path, drawn):
+def test_each_kind_of_hardware_has_a_shade_and_its_name_below(tmp_path, drawn):
     kinds = ["8 x H100-80GB · FULL_SHARD · amp_bf16 PURE", "4 x MI250 · HYBRID_SHARD · amp_bf16 PURE"]
     spans = [Span(first, first + 9, kinds[i % 2]) for i, first in enumerate(range(1, 100, 10))]
     plot_run(tmp_path / "loss.png", curve(), spans, title="run")
-    strip, loss, _ = drawn[0].axes
-    assert texts(strip) == ["1", "2"] * 5
-    (legend,) = drawn[0].legends
-    assert [text.get_text() for text in legend.get_texts()] == [f"1  {kinds[0]}", f"2  {kinds[1]}"]
+    loss, speed = drawn[0].axes
+    assert len(loss.patches) == len(speed.patches) == 10
     assert len({patch.get_facecolor() for patch in loss.patches}) == 2
-
-
-@pytest.mark.slow
-def test_a_thousand_segments_are_shaded_without_a_word_too_many(tmp_path, drawn):
-    spans = [Span(batch, batch, f"{1 + batch % 2} x cpu") for batch in range(1, 1001)]
-    plot_run(tmp_path / "loss.png", curve(1000), spans, title="run")
-    assert texts(drawn[0].axes[0]) == []
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == kinds
 
 
 def test_losses_that_are_not_finite_leave_a_gap_and_a_mark(tmp_path, drawn):
@@ -91,8 +69,8 @@ def test_the_hardware_of_compared_runs_stands_beside_their_names(tmp_path, drawn
     spans = [[Span(1, 100, "2 x cpu · FULL_SHARD")], []]
     plot_comparison(tmp_path / "report.png", [curve(name="a"), curve(name="b")], [], spans, title="two")
     first, second, *_ = drawn[0].axes
-    assert (first.get_ylabel(), texts(first)) == ("a", ["2 x cpu · FULL_SHARD"])
-    assert (second.get_ylabel(), texts(second)) == ("b", [])
+    assert [(axes.get_ylabel(), len(axes.patches)) for axes in (first, second)] == [("a", 1), ("b", 0)]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["2 x cpu · FULL_SHARD"]
 
 
 def test_thinning_keeps_every_peak_and_trough():
@@ -143,7 +121,7 @@ def test_tokens_stand_along_the_figure_with_everything_in_its_place(tmp_path, dr
     spans = [Span(1, 50, "2 x cpu"), Span(51, 100, "1 x cpu")]
     run = curve(axis=axis, not_finite=[50], dead=[lost], **evaluated)
     plot_run(tmp_path / "loss.png", run, spans, title="run")
-    _, loss, speed = drawn[0].axes
+    loss, speed = drawn[0].axes
     lines = {line.get_label(): list(line.get_xdata()) for line in loss.lines}
     assert speed.get_xlabel() == "training tokens"
     assert lines["validation, 1.000 at batch 100"] == [500, 50_500]
