@@ -132,11 +132,9 @@ def plot_run(
     label = f"training (mean of {2 * reach + 1} batches)" if reach else "training"
     axis.draw_with_mean(loss, curve.batches, curve.losses, reach, linewidth=1.8, label=label, color=TRAIN)
     if len(curve.eval_losses):
-        dots = "o" if len(curve.eval_losses) <= 100 else None
         label = f"validation, {curve.eval_losses[-1]:.3f} at batch {curve.eval_batches[-1]:,}"
-        look = {"color": VALIDATION, "linewidth": 1.5, "marker": dots, "markersize": 4, "label": label}
-        axis.draw(loss, curve.eval_batches, curve.eval_losses, **look)
-        _mark_last_validation(loss, curve, VALIDATION)
+        size = 4 if len(curve.eval_losses) <= 100 else 0
+        _draw_validation(loss, curve, VALIDATION, linewidth=1.5, markersize=size, label=label)
     for style, (name, value) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
         loss.axhline(value, color=REFERENCE, linestyle=style, linewidth=1.2, label=f"{name} model, {value:.2f}")
     _finish_loss(loss, [curve])
@@ -171,10 +169,7 @@ def plot_comparison(
         width = 2.2 if i == 0 else 1.3
         curve.axis.draw_with_mean(loss, curve.batches, curve.losses, reach, linewidth=width, label=curve.name, **look)
         if len(curve.eval_losses):
-            marker = "o" if i == 0 else "x"
-            marks = {"color": color(i), "linestyle": "", "marker": marker, "markersize": 5}
-            curve.axis.draw(loss, curve.eval_batches, curve.eval_losses, **marks)
-            _mark_last_validation(loss, curve, color(i), marker)
+            _draw_validation(loss, curve, color(i), "o" if i == 0 else "x", linestyle="", markersize=5)
     if any(len(curve.eval_losses) for curve in curves):
         loss.plot([], [], "o", color=REFERENCE, markersize=5, label="validation (x: other runs)")
     _finish_loss(loss, curves)
@@ -198,11 +193,12 @@ def plot_comparison(
     write(figure, path)
 
 
-def _mark_last_validation(axes: Any, curve: Curve, color: str, marker: str = "o") -> None:
-    """Mark the last one unclipped: it usually stands at the edge of the figure."""
-    look = {"markeredgecolor": "white", "zorder": 5} if marker == "o" else {"zorder": 5}
+def _draw_validation(axes: Any, curve: Curve, color: str, marker: str = "o", **look: Any) -> None:
+    """Draw all validation losses, the last one unclipped: it usually stands at the edge of the figure."""
+    curve.axis.draw(axes, curve.eval_batches, curve.eval_losses, color=color, marker=marker, **look)
+    edge = {"markeredgecolor": "white"} if marker == "o" else {}
     at = curve.axis.place(curve.eval_batches[-1:])
-    axes.plot(at, curve.eval_losses[-1:], marker, color=color, markersize=7, clip_on=False, **look)
+    axes.plot(at, curve.eval_losses[-1:], marker, color=color, markersize=7, clip_on=False, zorder=5, **edge)
 
 
 def _plot_difference(axes: Any, axis: Axis, difference: Difference, color: str, reach: int | None) -> None:
@@ -316,12 +312,16 @@ def plot_differences(
     for axes, (x_label, rows) in zip(grid, panels.items(), strict=True):
         axes.axvline(0, color="#333333", linewidth=1, zorder=1)
         for row, (name, points) in enumerate(rows.items()):
-            if name.startswith("mean") and row:
+            is_mean = name.startswith("mean")
+            if is_mean and row:
                 axes.axhline(row - 0.5, color=REFERENCE, linewidth=0.8)
             for i, model in enumerate(models):
                 if model in points:
-                    place = row + (i - (len(models) - 1) / 2) * step
-                    _plot_interval(axes, points[model], place, color(i), is_mean=name.startswith("mean"))
+                    difference, low, high, is_detected = points[model]
+                    y, look = row + (i - (len(models) - 1) / 2) * step, {"color": color(i), "linewidth": 1.6}
+                    axes.plot([low, high], [y, y], solid_capstyle="butt", zorder=2, **look)
+                    look |= {"markerfacecolor": color(i) if is_detected else "white", "markersize": 7}
+                    axes.plot(difference, y, "D" if is_mean else "o", zorder=3, **look)
         axes.set_yticks(range(len(rows)), list(map(printable, rows)), fontsize=9)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         farthest = max(
@@ -343,21 +343,6 @@ def plot_differences(
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
     grid[0].set_title(title, fontsize=11)
     write(figure, path)
-
-
-def _plot_interval(axes: Any, point: tuple[float, float, float, bool], y: float, color: str, *, is_mean: bool) -> None:
-    difference, low, high, is_detected = point
-    axes.plot([low, high], [y, y], color=color, linewidth=2.4 if is_mean else 1.6, solid_capstyle="butt", zorder=2)
-    axes.plot(
-        [difference],
-        [y],
-        "D" if is_mean else "o",
-        color=color,
-        markerfacecolor=color if is_detected else "white",
-        markeredgewidth=1.6,
-        markersize=7,
-        zorder=3,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- parts
