@@ -62,8 +62,7 @@ def report(
     `prompts`: by default, words of the validation data. `form` is png, pdf or svg, `x` one of AXES; `smooth_batches`
     is the width of the running mean, 1 for none.
 
-    Raises DataError if there is no run at one of `places`, ConfigError for a price that
-    cannot be read.
+    Raises DataError if there is no run at one of `places`, ConfigError for a price that cannot be read.
     """
     by_device = parse_prices(prices)
     runs = [read_run(where) for where in places]
@@ -263,7 +262,7 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | N
     if not train or not validation or None in bytes_per_token.values() or train["local"] != validation["local"]:
         return None, bytes_per_token
     folder = Path(train["local"])
-    if splits_of(folder)[train["split"]]["tokens"] > 100_000_000:
+    if summary_of(folder)["splits"][train["split"]]["tokens"] > 100_000_000:
         return None, bytes_per_token
 
     from llmfoundry_lite.data.baselines import measure_baselines
@@ -282,15 +281,12 @@ def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
     if not dataset or not dataset.get("local"):
         return None
     folder = Path(dataset["local"])
-    counts, loss = splits_of(folder).get(dataset.get("split") or ""), summary_of(folder).get("lost_text")
+    summary = summary_of(folder)
+    counts, loss = summary["splits"].get(dataset.get("split") or ""), summary.get("lost_text")
     if not counts:
         return None
     kept = 1 - loss["lost_bytes"] / max(loss["text_bytes"], 1) if loss else 1
     return kept * counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
-
-
-def splits_of(folder: Path) -> dict[str, Any]:
-    return summary_of(folder)["splits"]
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from llmfoundry_lite.launch.log_lines import (
     validation_losses,
 )
 from llmfoundry_lite.launch.status import STATUS, read_status
-from llmfoundry_lite.report.reading import LOSS, METRICS, folder_of_checkpoints, read_config, runs_within
+from llmfoundry_lite.report.reading import LOSS, METRICS, folder_of_checkpoints, read_config, what_to_give
 
 UNITS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
 PIPE_SECONDS = 10.0
@@ -58,8 +58,7 @@ class Watched:
         self._offset = 0
         self._opened = open_folder(str(folder))
         if not any((folder / name).is_file() for name in (STATUS, METRICS)):
-            expected = runs_within(folder) or "expected a run directory such as runs/mpt-quickstart"
-            raise DataError(f"{folder}: no status.json here; {expected}")
+            raise DataError(f"{folder}: no {STATUS} here; {what_to_give(folder)}")
 
     def look(self) -> None:
         """Read the status, and what the log has since the last look."""
