@@ -174,7 +174,7 @@ def spans_of(facts: Sequence[Facts]) -> list[Span]:
     """
     bases = [base_label(fact) for fact in facts]
     details = [
-        [str(fact[name]) for name in ("device", "torch", "runtime", "attention")]
+        [str(fact[name] or f"{name} not known") for name in ("device", "torch", "runtime", "attention")]
         + ["not compiled" if fact["compile_config"] is None else "compiled"]
         for fact in facts
     ]
