@@ -28,6 +28,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "causal models of other types",
         "checkpoints of Composer and DCP",
         "pytorch_model.bin",
+        "hf:// data sets of tasks",
         "logs of lm-eval and Inspect",
     ),
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),

@@ -28,7 +28,6 @@ from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare
-from llmfoundry_lite.report.figure import Panel
 from tests.helpers.launch import launch, train
 from tests.helpers.models import normal_model
 from tests.helpers.present import needs
@@ -386,7 +385,6 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     assert [path.name for path in sorted((here / "results/curve").glob("tiny*"))] == names
     learnt = [json.loads((here / f"results/curve/tiny-ba{n}.json").read_text())["average"] for n in (2, 4)]
     assert learnt == [record["eval/icl/average"] for record in records if "eval/icl/average" in record]
-    assert (here / "results/curve/learning.png").stat().st_size > 1000
 
     launch(evaluate_suite, (["icl.yaml", "suite=sharded", "fsdp=true"],), here, 2).check()
     sharded = json.loads((here / "results/sharded/tiny.json").read_text())
@@ -434,18 +432,6 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     (here / "runs/tiny/checkpoints/ba2/shard-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match="models: runs/tiny has no intact checkpoint: passed over incomplete"):
         load_subject("runs/tiny", device=CPU)
-
-
-def test_a_learning_curve_is_of_the_run_whose_whole_name_it_has(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(suite, "plot_curves", lambda panels, path, x_label: drawn.append(panels))
-    record = {"metric": "acc", "acc": 0.5, "acc_stderr": 0.1, "chance": 0.25}
-    models = [Results(model=name, suite="", source="") for name in ("mpt-ba10", "mpt-base-ba10", "mpt-base-ba20")]
-    for results in models:
-        results.tasks["next/0-shot"] = record
-    suite.plot_learning_curves(models, Path("learning.png"))
-    points: dict[str, Any] = {"mpt": [(10, 0.5, 0.1)], "mpt-base": [(10, 0.5, 0.1), (20, 0.5, 0.1)]}
-    assert drawn == [[Panel(title="next/0-shot", y_label="accuracy (acc)", points=points, chance=0.25)]]
 
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(here):
