@@ -152,8 +152,8 @@ MEASURED: Mapping[str, Efficiency] = {
 """Accelerator -> its efficiency with the software of today: 356 ms of products and 63 ms of attention in a step of
 32,768 tokens (docs/measurements/h100.md).
 
-Three steps are of other models than the kernels. MPT-125M is 3.4 % too slow, 6.0 % when compiled by the COMPILED_SHARE of
-1B. Llama 3 8B on one H200 is 2.6 % too slow (docs/measurements/published.md). The kernels of MPT-1B gave products and
+Three steps are of other models than the kernels. MPT-125M is 3.4 % too slow, 6.0 % when compiled by the share of 1B.
+Llama 3 8B on one H200 is 2.6 % too slow (docs/measurements/published.md). The kernels of MPT-1B gave products and
 attention: its step is 1.6 % too slow, and compiled, by the share that 125M asks for, 2.7 % too fast.
 Student's t makes 7 % of these five; the interval is rounded up."""
 UNCOMPILED_LOW = 0.85
