@@ -103,8 +103,10 @@ def check_installed(*packages: str) -> None:
 
 def check_compiler() -> None:
     """Raise ConfigError where torch.compile would stop at the first batch: Triton builds a small C program first."""
-    needs = []
-    if not any(shutil.which(name) for name in (os.environ.get("CC"), *C_COMPILERS) if name):
+    needs, chosen = [], os.environ.get("CC")
+    if chosen and not shutil.which(chosen):
+        needs.append(f"a C compiler (CC: {chosen} is none)")
+    if not chosen and not any(map(shutil.which, C_COMPILERS)):
         needs.append(f"a C compiler on PATH ({either(C_COMPILERS)}; `apt-get install gcc`)")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
