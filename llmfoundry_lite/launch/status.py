@@ -1,18 +1,13 @@
 """status.json in the run directory: how the last launch ended. launches.jsonl: each launch's beginning and end.
 
 status.json has `running | done | stopped | preempted | failed`, the last batch, the reason and, while a run runs, its
-process: a launch that is refused must not touch it then. A process that is killed or aborted writes nothing: its guard,
-a process of its own, then does.
+process: a launch that is refused must not touch it then. A process that is killed or aborted writes nothing: whoever
+reads sees that it is gone.
 """
 
 import contextlib
 import json
-import os
-import select
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +20,6 @@ from llmfoundry_lite.ranks import ending, siblings
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
 from llmfoundry_lite.ranks.rank import step_over_nodes, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 STATUS = "status.json"
 SAVES_STAND = "the newest save stands, if there is one"
@@ -42,14 +36,19 @@ def write_status(
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
     content |= more
-    is_known = False
+    events = [event]
     if status == "running":
         content["process"] = describe_this_process()
-        is_known = (read_status(folder) or {}).get("process") == content["process"]
+        before, found = _read(folder), read_status(folder)
+        if found is not None and found.get("process") == content["process"]:
+            events = []
+        elif found != before:  # the launch before was killed: its end, not before it last wrote how far it was
+            ended_at = (folder / STATUS).stat().st_mtime
+            end = {"time": ended_at, "boot": None, "uptime": None, **found, "has_begun": True, "host": event["host"]}
+            events = [end, event]
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
-    if not is_known:
-        with (folder / LAUNCHES).open("a") as file:
-            file.write(json.dumps(event) + "\n")
+    with (folder / LAUNCHES).open("a") as file:
+        file.writelines(json.dumps(one) + "\n" for one in events)
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -85,25 +84,6 @@ def seconds_between_failures(folder: Path) -> float | None:
                 num_failures += event["status"] == "failed"
                 begun = None
     return seconds / num_failures if num_failures and seconds > 0 else None
-
-
-def start_guard(folder: Path) -> None:
-    """Start a process that outlives this one, and writes its status if it has not done so itself."""
-    command = [sys.executable, "-m", __name__, str(folder.resolve()), str(os.getpid())]
-    root, silent = Path(__file__).resolve().parents[1], subprocess.DEVNULL
-    with contextlib.suppress(OSError):  # a machine that has no room for it is no reason to fail
-        subprocess.Popen(command, cwd=root, start_new_session=True, stdin=silent, stdout=silent, stderr=silent)
-
-
-def guard(folder: Path, pid: int) -> None:
-    """Wait until process `pid` has ended, and write its status if it has not."""
-    for number in LEAVING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # meant for the process that is guarded
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(pid)], [], [])
-    found = read_status(folder)
-    if found is not None and found != _read(folder):
-        write_status(folder, found["status"], found["batch"], found["reason"])
 
 
 def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> None:
@@ -181,7 +161,3 @@ def _read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if is_sound(content) else None
-
-
-if __name__ == "__main__":
-    guard(Path(sys.argv[1]), int(sys.argv[2]))

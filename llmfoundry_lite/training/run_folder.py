@@ -27,7 +27,7 @@ from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_credentials, printable
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch.log_lines import METRICS, Record, missing_lines, read_lines
-from llmfoundry_lite.launch.status import start_guard, write_ended_early, write_status
+from llmfoundry_lite.launch.status import write_ended_early, write_status
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
 
@@ -76,7 +76,6 @@ class RunFolder(LoggerDestination):
                     (self.folder / WANDB_ID).write_text(wandb_run_id + "\n")
                 write_atomically(self.folder / "config.yaml", dump_record(as_dict(self.config)))
                 write_status(self.folder, "running", int(trainer.state.timestamp.batch), self.asked_by)
-                start_guard(self.folder)
                 duration = Duration.parse(self.config.max_duration)
                 self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
                 missed = take_over(self.log, history) if history else []
