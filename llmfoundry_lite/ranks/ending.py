@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
 from llmfoundry_lite.errors import (
@@ -20,11 +20,11 @@ from llmfoundry_lite.errors import (
     UserError,
     printable,
 )
-from llmfoundry_lite.ranks import early_exit, siblings
+from llmfoundry_lite.ranks import siblings
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen, put_off
 
 # For a lost connection the exception is enough; the stack traces of torch's C++ bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -59,8 +59,7 @@ ECHO_SECONDS = 2.0
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run a script's `main(arguments)` and exit; print one line for a user's error, a traceback for a bug."""
     ignore_output_errors()
-    if signal.getsignal(signal.SIGINT) is not early_exit.leave:
-        raise_when_interrupted()
+    raise_when_interrupted()
     try:
         try:
             adopt_srun()
@@ -86,33 +85,18 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
 def ignore_signals() -> None:
     """Ignore signals from now on: this rank ends, and a launcher that asks it to knows of what it is about to say."""
     listen(lambda number, frame: None)
-    early_exit.limit.cancel()
 
 
-@contextmanager
-def checks() -> Iterator[None]:
+def checks() -> AbstractContextManager[None]:
     """Put SIGTERM off until the end of a block that checks what is the same for all ranks: when it comes because
     another rank has failed, this one fails likewise. After the block, signals raise Preempted."""
-    if this_rank().world_size > 1:
-        signal.signal(signal.SIGTERM, early_exit.leave)
-    yield
-    raise_when_interrupted()
-    if early_exit.was_put_off.is_set():
-        signal.raise_signal(signal.SIGTERM)
+    return put_off([signal.SIGTERM] if this_rank().world_size > 1 else [], raise_when_interrupted)
 
 
-@contextmanager
-def imports() -> Iterator[None]:
-    """Leave at once when a signal comes in a block that imports, and nobody else hears it: modules swallow exceptions
-    while they are imported, and Composer's installs handlers that exit with 143. After the block, raise Preempted."""
-    listen(early_exit.leave_now)
-    install: Any = signal.signal
-    signal.signal = lambda number, handler: signal.getsignal(number)
-    try:
-        yield
-    finally:
-        signal.signal = install
-    raise_when_interrupted()
+def imports() -> AbstractContextManager[None]:
+    """Put signals off until the end of a block that imports: modules swallow exceptions meanwhile, and Composer's
+    installs handlers that exit with 143. After the block, signals raise Preempted."""
+    return put_off(LEAVING_SIGNALS, raise_when_interrupted)
 
 
 def raise_when_interrupted() -> None:
