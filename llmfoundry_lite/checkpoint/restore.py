@@ -294,9 +294,9 @@ def find_reads(
     for name, tensor in like.items():
         record = manifest.tensors[name]
         boxes = boxes_of(tensor, row_orders.get(name))
-        assert sum(math.prod(box.lengths) for box in boxes) == local_tensor(tensor).numel(), f"{name}: {boxes}"
+        assert sum(math.prod(lengths) for (_, lengths), _ in boxes) == local_tensor(tensor).numel(), f"{name}: {boxes}"
         staging[name] = torch.empty(local_tensor(tensor).shape, dtype=DTYPES[record.dtype], device="cpu")
-        for offset, lengths, at in boxes:
+        for (offset, lengths), at in boxes:
             target = staging[name].narrow(0, at, lengths[0]) if name in row_orders else staging[name]
             for file, chunk in manifest.overlapping(name, offset, lengths):
                 by_file.setdefault(file, []).append(read_of(chunk, offset, lengths, target))

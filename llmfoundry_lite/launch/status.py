@@ -42,7 +42,9 @@ def write_status(
         before, found = _read(folder), read_status(folder)
         if found is not None and found.get("process") == content["process"]:
             events = []
-        elif found != before:  # the launch before was killed: its end, not before it last wrote how far it was
+        elif (
+            found is not None and found != before
+        ):  # the launch before was killed: its end, not before it last wrote how far it was
             ended_at = (folder / STATUS).stat().st_mtime
             end = {"time": ended_at, "boot": None, "uptime": None, **found, "has_begun": True, "host": event["host"]}
             events = [end, event]
