@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_NOTE_BYTES, parse_json, read_at_most, read_lines_at_most
+from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json, read_at_most
 from llmfoundry_lite.errors import UserError, mask_credentials
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks import ending, siblings
@@ -36,21 +36,14 @@ def write_status(
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
     content |= more
-    events = [event]
+    is_known = False
     if status == "running":
         content["process"] = describe_this_process()
-        before, found = _read(folder), read_status(folder)
-        if found is not None and found.get("process") == content["process"]:
-            events = []
-        elif (
-            found is not None and found != before
-        ):  # the launch before was killed: its end, not before it last wrote how far it was
-            ended_at = (folder / STATUS).stat().st_mtime
-            end = {"time": ended_at, "boot": None, "uptime": None, **found, "has_begun": True, "host": event["host"]}
-            events = [end, event]
+        is_known = (read_status(folder) or {}).get("process") == content["process"]
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
-    with (folder / LAUNCHES).open("a") as file:
-        file.writelines(json.dumps(one) + "\n" for one in events)
+    if not is_known:
+        with (folder / LAUNCHES).open("a") as file:
+            file.write(json.dumps(event) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -65,27 +58,6 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     gone = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
     status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
     return {"status": status, "batch": content.get("batch", 0), "reason": reason}
-
-
-def seconds_between_failures(folder: Path) -> float | None:
-    """Return the mean time between failures of this folder's launches, start-up included; None without failures.
-
-    A launch without a line for its end counts as a failure of no length.
-    """
-    seconds, num_failures, begun = 0.0, 0, None
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        for line in read_lines_at_most(folder / LAUNCHES, MAX_LOG_BYTES, LAUNCHES):
-            event = parse_json(line)
-            if event["status"] == "running":
-                num_failures += begun is not None
-                begun = event
-            elif begun is not None and event["has_begun"]:
-                is_one_boot = begun.get("boot") is not None and begun["boot"] == event.get("boot")
-                clock = "uptime" if is_one_boot else "time"
-                seconds += max(0.0, event[clock] - begun[clock])
-                num_failures += event["status"] == "failed"
-                begun = None
-    return seconds / num_failures if num_failures and seconds > 0 else None
 
 
 def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> None:
