@@ -176,10 +176,8 @@ class RenameCommits:
         return [moved for name, moved in found.items() if name not in names]
 
     def _remove_or_put_back(self, name: str) -> None:
-        """Remove what `remove` has moved away. If another save had taken the name just before, put that one back.
-
-        The name has the save_id that was meant, so that after a crash the next launch can do the same.
-        """
+        """Remove what `remove` has moved away. If another save had taken the name just before, put that one back. The
+        name has the save_id that was meant, so that after a crash the next launch can do the same."""
         doomed, save = self.root.child(name), SAVE_ID.search(name)
         if save is None:
             return

@@ -249,11 +249,8 @@ class Head(NamedTuple):
 
 
 def read_head(raw: bytes) -> Head | None:
-    """Read a head from a manifest's first HEAD_BYTES.
-
-    None when all must be decoded to know: another way to write JSON, a newer format, a changed byte. Epoch and batch
-    stand there twice, so that one is noticed.
-    """
+    """Read a head from a manifest's first HEAD_BYTES. None when all must be decoded to know: another way to write JSON,
+    a newer format, a changed byte. Epoch and batch stand there twice, so that one is noticed."""
     lines = {}
     try:
         for line in raw[:HEAD_BYTES].split(b"\n")[1:-1]:

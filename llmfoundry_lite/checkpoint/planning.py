@@ -62,10 +62,8 @@ def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) 
 
 
 def describe(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> dict[str, Any]:
-    """Return dtypes, shapes, meshes and placements as JSON; a tensor that is no DTensor is replicated.
-
-    For a matrix divided by heads, the ranks' row order as well; the layout is that of the parameter's own order.
-    """
+    """Return dtypes, shapes, meshes and placements as JSON; a tensor that is no DTensor is replicated. For a matrix
+    divided by heads, the ranks' row order as well; the layout is that of the parameter's own order."""
     meshes: dict[int, int] = {}
     described: list[Any] = []
     orders: list[Any] = []

@@ -23,10 +23,8 @@ REMOVALS_AT_ONCE = 16
 
 
 class RenewingFilesystem:
-    """A file system of fsspec's that is made again, and called again, when its credentials have expired.
-
-    The new one reads the credentials anew; fsspec itself would return the cached one with the old credentials.
-    """
+    """A file system of fsspec's that is made again, and called again, when its credentials have expired. The new one
+    reads the credentials anew; fsspec itself would return the cached one with the old credentials."""
 
     def __init__(self, filesystem: Any):
         self._filesystem = filesystem
@@ -159,10 +157,8 @@ class RemoteFolder:
         return True
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
-        """Abort unfinished uploads below this folder whose name in it `is_dead`.
-
-        On S3 alone: what they have sent is kept, and paid for, until then. Other stores drop it after a week.
-        """
+        """Abort unfinished uploads below this folder whose name in it `is_dead`. On S3 alone: what they have sent is
+        kept, and paid for, until then. Other stores drop it after a week."""
         if not hasattr(self.filesystem, "call_s3"):
             return
         bucket, key, _ = self.filesystem.split_path(self.path)

@@ -171,10 +171,8 @@ class Shard:
         return self.contents[chunk]
 
     def read(self, requests: Sequence[ReadRequest], *, num_threads: int = NUM_THREADS) -> None:
-        """Fill each target; verify every block touched, once, in the same pass.
-
-        Raises UnsoundCheckpointError naming the file and a tensor; the targets are then undefined.
-        """
+        """Fill each target; verify every block touched, once, in the same pass. Raises UnsoundCheckpointError naming
+        the file and a tensor; the targets are then undefined."""
         requests = sorted((one for one in requests if one.end > one.begin), key=lambda one: one.begin)
         if any(a.end > b.begin for a, b in pairwise(requests)):
             raise self.damage("chunks share bytes")

@@ -103,9 +103,7 @@ class Verdict(NamedTuple):
 
 def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = False) -> ReplayPlan:
     """Choose the checkpoint, and read what the run recorded. Raises ConfigError, DataError and CheckpointError.
-
-    `states` is ba100..ba110; None: from the last checkpoint but one to the last.
-    """
+    `states` is ba100..ba110; None: from the last checkpoint but one to the last."""
     bounds = re.fullmatch(r"ba(\d+)\.\.ba(\d+)", states or "ba0..ba1")
     if bounds is None or int(bounds[1]) >= int(bounds[2]):
         raise ConfigError(f"{states} given, expected two states of the run, the earlier first: ba100..ba110")

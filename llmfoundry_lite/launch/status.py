@@ -47,10 +47,8 @@ def write_status(
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Return the last launch's status; None if there is none.
-
-    A launch whose process is gone has failed, or was preempted if it had been asked to leave.
-    """
+    """Return the last launch's status; None if there is none. A launch whose process is gone has failed, or was
+    preempted if it had been asked to leave."""
     content = _read(folder)
     if content is None or content.get("status") != "running" or is_running(content):
         return content
@@ -94,10 +92,8 @@ def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def hear_of_other_nodes(folder: Path) -> None:
-    """Let this rank, when it is asked to leave, look whether a rank of another node has recorded a failure here.
-
-    That rank records it before it ends, and `srun` ends the others afterwards: nobody has to wait for the record.
-    """
+    """Let this rank, when it is asked to leave, look whether a rank of another node has recorded a failure here. That
+    rank records it before it ends, and `srun` ends the others afterwards: nobody has to wait for the record."""
     siblings.failure_elsewhere = lambda: failure_on_another_node(folder)
 
 

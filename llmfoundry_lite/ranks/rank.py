@@ -67,10 +67,8 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def step_over_nodes(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return an id of this try of SLURM's step, the same on all its nodes; None for one node or another scheduler.
-
-    A requeued job keeps its number and counts its steps anew.
-    """
+    """Return an id of this try of SLURM's step, the same on all its nodes; None for one node or another scheduler. A
+    requeued job keeps its number and counts its steps anew."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
     here = this_rank()
     if here.world_size == here.local_world_size or "SLURM_STEP_ID" not in environment:

@@ -87,10 +87,8 @@ def _read(rank: str, note: list[Any]) -> FirstError:
 
 
 def _identify_launch() -> str | None:
-    """Return the launcher's process and the number of its try.
-
-    The launcher is the first ancestor that does not have this rank in its environment: a script may stand between.
-    """
+    """Return the launcher's process and the number of its try. The launcher is the first ancestor that does not have
+    this rank in its environment: a script may stand between."""
     pid = os.getppid()
     with suppress(OSError, ValueError):
         own = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -104,10 +102,8 @@ def _identify_launch() -> str | None:
 
 @contextmanager
 def _notes() -> Iterator[dict[str, list[Any]]]:
-    """Read this launch's notes, rank -> pid, start in ticks, exit code, text; write them back after the block.
-
-    Raises OSError where there are none, and for a file of somebody else.
-    """
+    """Read this launch's notes, rank -> pid, start in ticks, exit code, text; write them back after the block. Raises
+    OSError where there are none, and for a file of somebody else."""
     if _launch is None:
         raise OSError
     path = Path(tempfile.gettempdir(), f"llmfoundry_lite_ranks_{os.getuid()}.json")

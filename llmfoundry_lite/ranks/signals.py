@@ -16,10 +16,8 @@ YIELDING = (signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
 
 
 def listened_to() -> list[int]:
-    """Return the signals that ask this process to leave.
-
-    `nohup` has a SIGHUP ignored; a library in C may use SIGUSR2 for itself, as a JVM does.
-    """
+    """Return the signals that ask this process to leave. `nohup` has a SIGHUP ignored; a library in C may use SIGUSR2
+    for itself, as a JVM does."""
     taken = (None, signal.SIG_IGN)
     return [number for number in LEAVING_SIGNALS if number not in YIELDING or signal.getsignal(number) not in taken]
 

@@ -49,9 +49,7 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
 
 def loopback_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """Return the options by which the ranks of one node meet on loopback; none where ranks are on several nodes.
-
-    torch's own store listens on every address. Whoever reaches it can write what ranks read.
-    """
+    torch's own store listens on every address. Whoever reaches it can write what ranks read."""
     here = this_rank()
     if here.local_world_size < here.world_size:
         return {}
@@ -72,10 +70,8 @@ def use_loopback() -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError when rank 0's address does not resolve: torch would try for minutes, and say nothing.
-
-    A name server that does not answer may answer later: torch then tries until its timeout.
-    """
+    """Raise ConfigError when rank 0's address does not resolve: torch would try for minutes, and say nothing. A name
+    server that does not answer may answer later: torch then tries until its timeout."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -88,10 +84,7 @@ def check_address(address: str) -> None:
 
 def choose_device(device_type: str) -> torch.device:
     """Return this rank's device, and divide the cores among the node's ranks: with GPUs too, a save checks and hashes
-    on them.
-
-    Raises ConfigError, on all of a node's ranks, if they see too few devices.
-    """
+    on them. Raises ConfigError, on all of a node's ranks, if they see too few devices."""
     here = this_rank()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, count_usable_cores() // here.local_world_size))

@@ -71,9 +71,7 @@ class Agreement:
 
     def take(self) -> Any:
         """Return this rank's share of the next batch; None at the end of the epoch, which all ranks reach together.
-
-        Raises the loader's error.
-        """
+        Raises the loader's error."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -55,10 +55,8 @@ RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 @dataclass(eq=False)
 class Checkpointing(Callback):
-    """Restores this launch's start, and saves the run during training, at its end and before leaving early.
-
-    Every rank calls every method together, unless it says otherwise.
-    """
+    """Restores this launch's start, and saves the run during training, at its end and before leaving early. Every rank
+    calls every method together, unless it says otherwise."""
 
     config: TrainConfig
     model: LanguageModel
@@ -248,10 +246,8 @@ class Checkpointing(Callback):
             state.stop_training()
 
     def leave_if_asked(self, state: State, logger: Logger) -> None:
-        """Leave during a long evaluation if any rank is asked to: record and save the batch, then raise Preempted.
-
-        The next launch repeats the evaluation. Every rank must call this at the same places.
-        """
+        """Leave during a long evaluation if any rank is asked to: record and save the batch, then raise Preempted. The
+        next launch repeats the evaluation. Every rank must call this at the same places."""
         preempted_by = self.preemption.agree_on_reason()
         if not preempted_by:
             return
@@ -306,9 +302,7 @@ class Checkpointing(Callback):
 
     def _advance_save(self, step: Callable[[], Saved | None], logger: Logger) -> UserError | None:
         """Take a step of a save. Prints and returns a transient error: the run carries on, and the next save retries.
-
-        Raises other errors.
-        """
+        Raises other errors."""
         try:
             self._log(step(), logger)
         except UserError as error:

@@ -150,10 +150,8 @@ def scale_of(matrix: torch.Tensor, adjust_lr_fn: str) -> float:
 
 
 class Owners:
-    """Assignment of whole matrices to ranks, and the parts that ranks have of each. The same on all ranks.
-
-    In each round every rank owns one matrix, the largest first, so that the matrices of a round are about equal.
-    """
+    """Assignment of whole matrices to ranks, and the parts that ranks have of each. The same on all ranks. In each
+    round every rank owns one matrix, the largest first, so that the matrices of a round are about equal."""
 
     def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup | None):
         self.group = group

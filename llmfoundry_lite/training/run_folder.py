@@ -67,9 +67,7 @@ class RunFolder(LoggerDestination):
 
     def start(self, trainer: Trainer, wandb_run_id: str | None, history: bytes | None) -> None:
         """Begin to write. `history` is the checkpoint's log: its lines that the log here lacks are appended first.
-
-        Metrics logged before this call go into the first record.
-        """
+        Metrics logged before this call go into the first record."""
         if self.is_main:
             with clear_disk_errors(self.folder):
                 if wandb_run_id is not None:
@@ -220,10 +218,8 @@ def log_until(path: Path, batch: int) -> bytes:
 
 
 def take_over(path: Path, history: bytes) -> list[Record]:
-    """Append a checkpoint's log from the first line that is missing here, and return the records appended.
-
-    Batches that were trained here after that line become a dead branch, as if a launch had lost them.
-    """
+    """Append a checkpoint's log from the first line that is missing here, and return the records appended. Batches that
+    were trained here after that line become a dead branch, as if a launch had lost them."""
     last_launch(path)  # cuts off a torn line
     here = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     missing = missing_lines(here, [line for line, _ in read_lines(history)])

@@ -112,11 +112,8 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
 
 
 def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
-    """Let torch compute the same digits every time on the same devices, or refuse to, if the run asks for that.
-
-    Returns the configuration with `deterministic` as it is here. Raises ConfigError for settings that keep torch from
-    it.
-    """
+    """Let torch compute the same digits every time on the same devices, or refuse to, if the run asks for that. Returns
+    the configuration with `deterministic` as it is here. Raises ConfigError for settings that keep torch from it."""
     check_kernels(config, device_type)
     if not config.is_deterministic_on(device_type):
         return config

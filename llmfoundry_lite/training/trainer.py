@@ -35,9 +35,7 @@ collect_env.get_cpu_model = devices.device_name
 
 class ParallelTrainer(Trainer):
     """Composer's Trainer for parallel models. It counts each sample once, even if several ranks compute parts of it.
-
-    Losses and gradients are means over ranks. Each sample is on equally many ranks, so these are means over samples.
-    """
+    Losses and gradients are means over ranks. Each sample is on equally many ranks, so these are means over samples."""
 
     def __init__(
         self,
@@ -131,10 +129,8 @@ class ParallelTrainer(Trainer):
         return microbatches, share
 
     def _add_gradient(self, microbatch: Any, share: float) -> torch.Tensor:
-        """Add a microbatch's gradient, or in one pass through a pipeline all microbatches'.
-
-        Returns this rank's share of the global batch's loss, times the number of data ranks: a scalar.
-        """
+        """Add a microbatch's gradient, or in one pass through a pipeline all microbatches'. Returns this rank's share
+        of the global batch's loss, times the number of data ranks: a scalar."""
         state, step, run_event, sums = self.state, self.gradient_step, self.engine.run_event, self.gradient_step.sums
         model, spec = cast(Any, self._original_model), cast(DataSpec, self._train_data_spec)
         is_pipeline = isinstance(model, PipelinedLanguageModel)
