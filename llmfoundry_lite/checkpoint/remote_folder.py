@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import read_up_to
-from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, retry_transient_errors
+from llmfoundry_lite.checkpoint.local_folder import Buffer
 from llmfoundry_lite.errors import has_expired
+from llmfoundry_lite.retry import as_os_errors, retry_transient_errors
 
 REMOTE_PART_BYTES = 16 << 20
 MAX_PARTS = 10_000

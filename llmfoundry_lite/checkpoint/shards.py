@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from llmfoundry_lite.checkpoint.folders import Buffer, T, retry_on_damage
 from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk
+from llmfoundry_lite.checkpoint.local_folder import Buffer
 from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, FileRecord, LogPart, TensorRecord
 from llmfoundry_lite.checkpoint.open_folder import Folder, Source, unreadable
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
+from llmfoundry_lite.retry import T, retry_on_damage
 
 ALIGNMENT = 4096
 """Data starts at a multiple of it, and each chunk at one of its item size, so that a file can be mapped."""

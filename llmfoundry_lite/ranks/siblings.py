@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from llmfoundry_lite.files import open_own
 from llmfoundry_lite.ranks.identity import describe_process, lives, start_ticks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_lite.retry import Budget, keep_trying
 
 MAX_LAUNCHES = 100
 MAX_TEXT = 2000
@@ -134,11 +136,6 @@ def _without_signals() -> Iterator[None]:
 
 def _lock(descriptor: int) -> None:
     """Lock a file. Raises OSError if another process holds it for long: it is frozen."""
-    end = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.005)
+    budget = Budget([0.005], seconds=LOCK_SECONDS, began=time.monotonic())
+    lock = partial(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    keep_trying(lock, budget, lambda error: isinstance(error, BlockingIOError))
