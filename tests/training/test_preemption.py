@@ -75,6 +75,8 @@ class SignalThenAbort(Signal):
             while not any(isinstance(c, Checkpointing) and c.preemption.reason for c in state.callbacks):
                 threading.Event().wait(0.01)
             run = next(c for c in state.callbacks if isinstance(c, RunFolder))
+            while not launching.announced_preemption():
+                threading.Event().wait(0.01)
             while os.environ["RANK"] == "0" and read_status(run.folder)["reason"] is None:
                 threading.Event().wait(0.01)
             os.abort()
