@@ -75,7 +75,9 @@ class SignalThenAbort(Signal):
             while not any(isinstance(c, Checkpointing) and c.preemption.reason for c in state.callbacks):
                 threading.Event().wait(0.01)
             run = next(c for c in state.callbacks if isinstance(c, RunFolder))
-            while not launching.announced_preemption():
+            for _ in range(500):  # until the others can know; rank 0, which keeps the store, may be gone by then
+                if launching.announced_preemption():
+                    break
                 threading.Event().wait(0.01)
             while os.environ["RANK"] == "0" and read_status(run.folder)["reason"] is None:
                 threading.Event().wait(0.01)
