@@ -2,6 +2,7 @@
 by the process group's store when there is one."""
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -120,53 +121,41 @@ def raise_when_interrupted() -> None:
 
 
 @contextmanager
-def ending_after(seconds: float, text: str, exit_code: int) -> Iterator[None]:
-    """Print `text` and end the process after `seconds` in a block that may wait in C++ for ever."""
-
-    def end() -> None:
-        print(text, file=sys.stderr, flush=True)
-        leave(exit_code)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@contextmanager
-def leaving_within(seconds: float) -> Iterator[None]:
-    """End the process `seconds` after a signal that asks to leave, if it is still in the block: Python's handlers do
-    not run inside C++, and there is nothing to save yet."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def ending_in_time(grace_seconds: float, limit_seconds: float, text: str, exit_code: int) -> Iterator[None]:
+    """End the process if it is still in the block, which may wait in C++ for ever: `grace_seconds` after a signal that
+    asks to leave, as Python's handlers do not run there and there is nothing to save yet; and after `limit_seconds`,
+    with a `text`."""
     is_over, (reader, writer) = threading.Event(), os.pipe()
 
     def watch() -> None:
-        while number := os.read(reader, 1):
-            if number[0] not in LEAVING_SIGNALS:
-                continue
-            if failure := known_failure():
-                report(AnotherFailedError(failure))
-                leave(failure.code)
-            if not is_over.wait(seconds):
-                if this_rank().rank == 0:
-                    because = leaving_because(signal.Signals(number[0]).name)
-                    print(f"{because}; run the same command again", file=sys.stderr, flush=True)
-                leave(EXIT_PREEMPTED)
+        asked: int | None = None
+        end = time.monotonic() + limit_seconds
+        while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not (number := os.read(reader, 1)):
+                return
+            if asked is None and number[0] in LEAVING_SIGNALS:
+                asked, end = number[0], time.monotonic() + grace_seconds
+                if failure := known_failure():
+                    report(AnotherFailedError(failure))
+                    leave(failure.code)
+        if is_over.is_set():
+            return
+        said = text if asked is None else f"{leaving_because(signal.Signals(asked).name)}; run the same command again"
+        if asked is None or this_rank().rank == 0:
+            print(said, file=sys.stderr, flush=True)
+        leave(exit_code if asked is None else EXIT_PREEMPTED)
 
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    hears = threading.current_thread() is threading.main_thread()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if hears else -1
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         yield
     finally:
         is_over.set()
-        signal.set_wakeup_fd(before)
+        if hears:
+            signal.set_wakeup_fd(before)
         os.close(writer)
         watcher.join()
         os.close(reader)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.errors import EXIT_BUG, ConfigError
-from llmfoundry_lite.ranks.ending import ending_after, leaving_within
+from llmfoundry_lite.ranks.ending import ending_in_time
 from llmfoundry_lite.ranks.exchange import open_host_group
 from llmfoundry_lite.ranks.rank import count_usable_cores, rank_variables, this_rank
 
@@ -37,7 +37,7 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
             f"error: rank {here.rank}: the ranks have not met in {2 * timeout_seconds:g} s, and rank 0 at "
             f"{os.environ.get('MASTER_ADDR')} does not answer: it is frozen, or its node is out of reach; look there"
         )
-        with leaving_within(RENDEZVOUS_GRACE_SECONDS), ending_after(2 * timeout_seconds, apart, exit_code):
+        with ending_in_time(RENDEZVOUS_GRACE_SECONDS, 2 * timeout_seconds, apart, exit_code):
             dist.init_process_group(backend, timeout=timeout, **loopback_store(timeout))
             if backend != "gloo":
                 open_host_group(timeout)
