@@ -1,6 +1,7 @@
 # Everything a fresh machine needs: Python 3.11 or newer, make, and a package index.
 #   make quickstart   text -> shards -> a small MPT on 1 rank, then on 2 -> proof of equal bits, tables, texts, a plot (4 minutes, no GPU)
 #   make test         the tests (8 minutes on 2 cores)
+#   make test-core    those of the core, without companions (6 minutes)
 
 SHELL := bash
 PYTHON ?= python3
@@ -16,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # What is imported is compiled once, and not by every process that a test starts: that takes 8 s of each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart test test-slow test-long docs lint format requirements gpu-check clean
+.PHONY: install quickstart test test-core test-slow test-long docs lint format requirements gpu-check clean
 .PHONY: gpu-check-device gpu-check-runs
 
 install: $(READY)
@@ -54,6 +55,13 @@ test: install
 
 test-slow: install
 	pytest -n 2 --dist loadfile -m "slow and not long and not gpu" --durations=20
+
+# The core needs no companion: its own tests, in a copy without them and an environment that has never seen them.
+test-core: install
+	rm -rf build/core && mkdir -p build/core
+	git ls-files -z -- . ':!companions' | tar --create --null --files-from - | tar --extract --directory build/core
+	cd build/core && env --unset VIRTUAL_ENV $(abspath $(UV)) sync --quiet
+	cd build/core && PATH=$$PWD/.venv/bin:$$PATH pytest -n 2 --dist loadfile -m "not slow and not long and not gpu" tests
 
 test-long: install
 	pytest -m "long and not gpu" --durations=20

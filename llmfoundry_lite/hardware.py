@@ -108,7 +108,7 @@ def accelerator_named(name: str) -> Accelerator:
     if not rows:
         raise ConfigError(
             f"hardware {name!r} is not in the table; expected one of {', '.join(ACCELERATORS)}. For a new device, copy "
-            "the row of one like it in llmfoundry_lite/hardware.py, and its node in llmfoundry_planner/network.py"
+            "the row of one like it in llmfoundry_lite/hardware.py, and its node in llmfoundry_planner/plan/network.py"
         )
     return rows[0]
 

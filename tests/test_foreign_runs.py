@@ -21,6 +21,7 @@ from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.models.mpt import MPT
+from tests.helpers.present import present
 from tests.helpers.recorded import write_run
 from tests.helpers.tiny import tiny_config
 
@@ -125,7 +126,7 @@ REFUSED = {
 """Command -> how it is refused, with exit code 2."""
 
 
-CASES = [("run", words) for words in (*COMMANDS, "load", "restore", "read")]
+CASES = [("run", words) for words in (*present(COMMANDS), "load", "restore", "read")]
 CASES += [("tagged", words) for words in ("watch", "data show", "replay", "read")]
 
 

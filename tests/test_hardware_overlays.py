@@ -18,6 +18,7 @@ from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from tests.helpers.foundry import FOUNDRY
 from tests.helpers.launch import ROOT, train
+from tests.helpers.present import needs
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
 DEVICES = {
@@ -134,6 +135,7 @@ def test_the_command_line_has_the_last_word():
     assert config.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "A": "b"}
 
 
+@needs("islands")
 def test_the_documentation_lists_what_an_overlay_may_set():
     text = (ROOT / "docs/moving-a-run.md").read_text()
     listed = text[text.index("It may set only") : text.index("Any other key")]

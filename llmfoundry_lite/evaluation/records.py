@@ -1,10 +1,7 @@
 """Records of a result and its items: their JSON schema, how they are computed and validated.
 
 `<suite>/<model>.json` has the keys of RESULT and under `tasks` those of TASK for each task. `<model>.items.jsonl` has a
-line for each item, with these keys: `task`; `index`, that of its row, or of a window's document; `category`; `cluster`,
-which items share that are not independent; a number from 0 to 1 for each of ACCURACIES that it has. `log_probability`
-(nats), `num_tokens` and `num_characters` (of a window: bytes) have a number for each option. Besides: `num_trimmed`; of
-choices `gold`, `chosen`, `tie`, `has_duplicates`; of generation `text`, `answers`.
+line with the keys of ITEM for each item.
 """
 
 import contextlib
@@ -30,7 +27,7 @@ Record = dict[str, Any]
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 BITS = "bits_per_byte"
 MAX_MAGNITUDE = 1e30
-"""A number that no result has."""
+"""Nats or bytes beyond which sums of squares may overflow."""
 
 RESULT = {
     **dict.fromkeys(("model", "suite", "source"), str),
@@ -57,6 +54,23 @@ tokens do not spell, and that bits per byte therefore leave out. Besides: `num_f
 `chance`, `perplexity`, `categories`, `beginning` (tokens before each text), `seconds`, and counts of what was odd."""
 LOST_TEXT = {**dict.fromkeys(("characters", "text_bytes", "lost_bytes", *KINDS), int), "examples": list}
 """Keys of a task's `lost_text`, as in `data/spelling.py`."""
+ITEM = {
+    "index": lambda value: type(value) is int and value >= 0,
+    **dict.fromkeys(ACCURACIES, lambda value: _is_within(value, 0, 1)),
+    **dict.fromkeys(("category", "cluster"), lambda value: isinstance(value, str)),
+    "log_probability": lambda value: (
+        isinstance(value, list) and all(_is_within(v, -MAX_MAGNITUDE, MAX_MAGNITUDE) for v in value)
+    ),
+    "num_characters": lambda value: isinstance(value, list) and all(_is_within(v, 0, MAX_MAGNITUDE) for v in value),
+}
+"""Keys of an item that comparisons read. `index` is of its row; of a window it is its document's. Items with the same
+`cluster` are not independent. `log_probability` (nats) and `num_characters` (of a window: bytes) have a number for
+each option. Besides: `task`, `num_tokens`, `num_trimmed`; of choices `gold`, `chosen`, `tie`, `has_duplicates`; of
+generation `text`, `answers`."""
+
+
+def _is_within(value: Any, minimum: float, maximum: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -101,9 +115,9 @@ def _groups(item: Item) -> Record:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
-    """Build a task's record: means with their standard errors, and counts of irregular items."""
-    record: Record = {
+def asked_of(task: Prepared) -> Record:
+    """Build the part of a task's record that is known before it is answered."""
+    return {
         "type": task.kind,
         "n": len(task.items),
         "num_fewshot": task.num_fewshot,
@@ -114,6 +128,11 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
         "metric": task.metric,
         **({} if task.lost_text is None else {"lost_text": task.lost_text}),
     }
+
+
+def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
+    """Build a task's record: means with their standard errors, and counts of irregular items."""
+    record = asked_of(task)
     for name in ACCURACIES if task.kind in CHOICES else () if task.kind == "perplexity" else ("acc",):
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name, has_categories(record))
     if task.kind != "perplexity" and any("cluster" in item for item in items):
@@ -210,10 +229,16 @@ def check_items(record: Record, lines: Sequence[str], whose: str) -> list[Record
     return items
 
 
-def _score_of(record: Record, items: Sequence[Record]) -> float:
-    """Recompute the task's score from its items."""
+def _score_of(record: Record, items: Sequence[Record]) -> float | None:
+    """Recompute the task's score from its items; None for items that no evaluation has written."""
+    if not all(is_sound(item[key]) for item in items for key, is_sound in ITEM.items() if key in item):
+        return None
+    if 0 < sum("cluster" in item for item in items) < len(items):
+        return None
     if record["metric"] == BITS:
         return float(bits_per_byte(by_document(items).sum(axis=0)))
+    if len({item["index"] for item in items}) < len(items):
+        return None
     for name in ACCURACIES:
         if name in record:
             mean_and_error(items, name)  # or an item lacks it

@@ -1,5 +1,6 @@
 """Two results, item by item: the numbers, the words, and which results are not compared at all."""
 
+import contextlib
 import json
 import math
 import re
@@ -573,9 +574,22 @@ def test_depth_is_no_reason_for_a_traceback(tmp_path):
         load_results([path])
 
 
-def test_an_item_that_no_evaluation_writes_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"acc_per_token": value} for value in (2, math.nan)),
+        *({"acc_norm": value} for value in (-0.5, True, "1")),
+        *({"index": value} for value in (3, -1, 2.0)),
+        *({"cluster": value} for value in ("a", ["a"])),
+    ],
+    ids=str,
+)
+def test_an_item_that_no_evaluation_writes_is_refused(tmp_path, change):
     record, items = choice(TEN)
-    items[2]["acc_per_token"] = "x"
+    items[2] |= change
+    values = [item["acc_per_token"] for item in items]
+    with contextlib.suppress(TypeError):  # as if the result agreed
+        record["acc_per_token"] = float(np.mean(values))
     refuse_items(tmp_path, record, items)
 
 
@@ -593,7 +607,5 @@ def test_a_window_that_no_evaluation_writes_is_refused(tmp_path, change):
 def refuse_items(folder, record, items):
     """Their hash is the one that the result names, as if both were made up."""
     path = write_result(folder, "ours", {"t/0-shot": (record, items)})
-    with pytest.raises(
-        DataError, match=r"the items of t/0-shot (are not those that the result was made from|give bits)"
-    ):
+    with pytest.raises(DataError, match="the items of t/0-shot are not those that the result was made from; evaluate"):
         load_results([path])

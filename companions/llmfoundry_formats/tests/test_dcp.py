@@ -335,7 +335,7 @@ def mesh_script(folder):
                 plan.items.pop()
             return plan
 
-    with pytest.raises(CheckpointException, match="values are there; a slice is missing"):
+    with pytest.raises(CheckpointException, match="values are there; a chunk is missing"):
         dcp.save(state(whole, 0), planner=Losing(), storage_writer=PortableStorageWriter(f"{folder}/ba2"))
     with pytest.raises(CheckpointException, match=r"on 2: builtins\.object given"):
         save({**state(whole, 0), f"on {dist.get_rank()}": object() if dist.get_rank() == 2 else 1}, f"{folder}/ba3")

@@ -1,15 +1,11 @@
 """What a measurement changes in a training run: it waits for the device, saves nothing, and draws weights quickly."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from composer import Trainer
-from composer.core import State
 
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.training.optimizers import local
 from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_machines.bench.steps import WARM_UP
 from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, Mark
 
@@ -30,12 +26,13 @@ class Measured(Partners):
         """Wait for the device: up to here the run has nothing on it."""
         self.mark(READY)
 
-    def enter(self, trainer: Trainer, checkpointing: Any, on_evicted: Callable[[str, str], None]) -> None:
-        self.microbatch_size = int(trainer.state.device_train_microbatch_size or 0)
+    def enter(self, run: RunHandle) -> None:
+        self.run = run
+        self.microbatch_size = run.microbatch
         self.mark(STEPS)
 
-    def begin_batch(self, state: State) -> None:
-        if int(state.timestamp.batch) == WARM_UP - 1:
+    def begin_batch(self) -> None:
+        if self.run.batch == WARM_UP - 1:
             self.mark(TIMED)
 
     def may_save(self) -> bool:

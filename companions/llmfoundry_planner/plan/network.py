@@ -88,7 +88,7 @@ def find_node(accelerator_name: str) -> Node:
     """Return the node that this accelerator usually comes in. Raises ConfigError for one without."""
     name = _SAME_NODE.get(accelerator_name, accelerator_name)
     if name not in NODES:
-        raise ConfigError(f"{accelerator_name} has no node in llmfoundry_planner/network.py; add its links there")
+        raise ConfigError(f"{accelerator_name} has no node in llmfoundry_planner/plan/network.py; add its links there")
     return NODES[name]
 
 
