@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.manifest import Segment, encode_segment
+from llmfoundry_lite.checkpoint.manifest import Segment, encode_record
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.blocks import find_blocks
 from llmfoundry_lite.config.changes import find_changes
@@ -205,7 +205,7 @@ def write_replay(
             advice=", or use what it recorded with --use-recorded-remote",
         )
         values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
-    (folder / RECORDED).write_text(json.dumps([encode_segment(segment) for segment in plan.segments]))
+    (folder / RECORDED).write_text(json.dumps([encode_record(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
     path.write_text(dump_record(as_given(values | own), keep_variables=False))
     return str(path)
