@@ -23,11 +23,7 @@ from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.save import About, Saved, Saver
 from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch
-from llmfoundry_lite.checkpoint.store import (
-    CheckpointStore,
-    Lease,
-    open_checkpoint,
-)
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
