@@ -23,7 +23,6 @@ from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_P
 from llmfoundry_lite.files import open_own
 from llmfoundry_lite.ranks.identity import describe_process, lives, start_ticks
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.retry import Budget, keep_trying
 
 MAX_LAUNCHES = 100
@@ -127,7 +126,7 @@ def _notes() -> Iterator[dict[str, list[Any]]]:
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
     finally:
