@@ -2,8 +2,9 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from llmfoundry_lite.errors import EXIT_PREEMPTED
@@ -48,6 +49,9 @@ def _leave_now(number: int, frame: Any) -> None:
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         because = leaving_because(signal.Signals(number).name)
         os.write(2, f"{because} before anything had begun; run the same command again\n".encode())
+    with suppress(KeyError, AttributeError):  # until it is imported nothing has been noted
+        siblings: Any = sys.modules["llmfoundry_lite.ranks.siblings"]
+        siblings.note_end(EXIT_PREEMPTED)  # or the others would take this rank for a killed one
     os._exit(EXIT_PREEMPTED)
 
 

@@ -85,6 +85,14 @@ def test_a_rank_that_is_killed_while_it_imports_has_failed(tmp_path):
     assert done.stderr.startswith("error: rank 1 has ended without a word") and done.stderr.count("\n") == 1
 
 
+def test_a_rank_that_leaves_while_it_imports_has_not_been_killed(tmp_path):
+    """A terminal's Ctrl-C reaches all ranks, one before the other."""
+    rank_1 = ONE_OF_TWO | {"RANK": "1", "LOCAL_RANK": "1"}
+    left = run(PROGRAMS["script"], tmp_path, signal.SIGINT, TMPDIR=str(tmp_path), **rank_1)
+    done = run([*PROGRAMS["script"], "--dry-run"], tmp_path, signal.SIGTERM, TMPDIR=str(tmp_path), **ONE_OF_TWO)
+    assert (left.returncode, done.returncode) == (75, 75)
+
+
 def test_a_broken_installation_is_no_preemption(tmp_path):
     place = ONE_OF_TWO | {"TMPDIR": str(tmp_path), "MISSING": "yaml"}
     done = run(PROGRAMS["module"], tmp_path, signal.SIGTERM, **place)
