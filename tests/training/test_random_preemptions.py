@@ -151,7 +151,7 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
             killed = [code for rank, code in enumerate(result.exit_codes) if rank in victims]
             others = [code for rank, code in enumerate(result.exit_codes) if rank not in victims]
             assert set(killed) == {-9} and set(others) <= {1, -9}, story
-            assert status["status"] == "failed", story  # of a killed rank 0, by the guard that outlives it
+            assert status["status"] == "failed", story  # of a killed rank 0, whose process is gone
         else:
             assert set(result.exit_codes) == {75}, story
             assert status["status"] == "preempted"
