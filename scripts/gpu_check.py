@@ -15,6 +15,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -257,7 +258,8 @@ def list_predictions() -> list[str]:
         "of the peak that stand in the row, all else at 85 % of the memory's bandwidth. `of 2023` was predicted before",
         "any GPU was measured, not compiled, by rates that were fitted to LLM Foundry's throughput of 2023. Rates of",
         "the H100 are now fitted to [what one measured](h100.md), with 16 and 64 samples a step: its two rows of one",
-        "device prove little. The H200 takes the H100's; an A100 has no other rates than those of 2023.",
+        "device prove little. The H200 takes the H100's; an A100 has no other rates than those of 2023, and what it",
+        "gains by compiling is the H100's, too: a prediction that nothing has tried.",
         "",
         "| overlay | model | devices | products, attention at | MFU of 2023 | MFU predicted | measured | parts |",
         "|---|---|---:|---|---:|---:|---:|---|",
@@ -290,12 +292,19 @@ def tell_verified(paths: Sequence[Path]) -> int:
     return 0
 
 
+def minutes(text: str) -> float:
+    """Parse a number of minutes. Raises ValueError, which argparse tells, for one that is none."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise ValueError
+    return number
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one part. Returns 0, 1 where it found problems, or 2 where something that it needs is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["ready", "predict", "verified", "device", "runs"])
     parser.add_argument("files", nargs="*", type=Path, help="proofs, for `verified`")
-    parser.add_argument("--minutes", type=float, default=4, help="[%(default)s]")
+    parser.add_argument("--minutes", type=minutes, default=4, help="[%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="[%(default)s]")
     parser.add_argument("--commit", help="of a copy without git")
     options = parser.parse_args(arguments)

@@ -81,16 +81,23 @@ def sum_up_speed(proof: dict[str, Any]) -> list[str]:
     return found
 
 
+SAME = "the same run"
+"""How `benchmarks switch` calls a run that moving has not changed."""
+
+
 def sum_up_runs(proof: dict[str, Any]) -> list[str]:
     """Return what switching, a save and a restore, energy and evaluation beside lm_eval came to."""
     found = []
     if switch := proof.get("switch"):
-        caught = sum(words.startswith("caught") for words in switch["verdicts"].values())
-        same = [f"{name} {switch['ratios'][name]:.2f}" for name, words in switch["verdicts"].items() if "same" in words]
+        sound, verdicts = ("switching", "untouched"), switch["verdicts"]
+        caught = sum(words.startswith("caught") for name, words in verdicts.items() if name not in sound)
+        ratios = [f"{name} {switch['ratios'][name]:.2f}" for name in sound if name in verdicts]
         text = f"{switch['num_batches']} batches in {switch['precision']}, switching every {switch['every']}: "
-        found.append(f"{text}the same run (of the band: {', '.join(same) or 'none'}), {caught} controls caught")
+        words = verdicts["switching"]
+        text += words if words == SAME else f"NOT {SAME}: switching is {words}"
+        found.append(f"{text} (of the band: {', '.join(ratios)}), {caught} controls caught")
     save = proof.get("checkpoint", {})
-    if "bytes" in save:
+    if save.get("bytes") and save.get("durable_seconds"):
         size, seconds = save["bytes"] / 1e9, save["durable_seconds"]
         rate, stall = size / seconds, save["stall_seconds"]
         text = (
@@ -99,10 +106,12 @@ def sum_up_runs(proof: dict[str, Any]) -> list[str]:
         if seconds := save.get("restore_seconds"):
             text += f"; restored in {seconds:.1f} s ({size / seconds:.2f} GB/s)"
         found.append(text)
-    if energy := proof.get("energy"):
+    if price := save.get("deterministic_price"):
+        found.append(f"deterministic kernels: a step takes {price:.2f} times as long")
+    if (energy := proof.get("energy")) and energy["seconds"] and energy["tokens"]:
         watts, each = energy["joules"] / energy["seconds"], 1e3 * energy["joules"] / energy["tokens"]
-        found.append(f"energy of {save['model']}: {watts:.0f} W, {each:.2g} mJ a token")
-    if evaluation := proof.get("evaluation"):
+        found.append(f"energy of {save.get('model')}: {watts:.0f} W, {each:.2g} mJ a token")
+    if (evaluation := proof.get("evaluation")) and evaluation["suites"]:
         suites = evaluation["suites"].values()
         num_items, differ = len(suites) * evaluation["num_items"], sum(suite["num_different"] for suite in suites)
         apart = max(suite["largest_difference_nats"] for suite in suites)

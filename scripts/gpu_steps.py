@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from scripts.gpu_check import ROOT, Part, predict
@@ -22,7 +23,7 @@ MFU_RESERVE_SECONDS = 35
 """For starting Python, and for what `bench mfu` writes."""
 NUM_EXACT = 20
 """Batches of the run whose digests and losses are kept."""
-NUM_BEFORE_SAVE, NUM_AFTER_RESTORE = 6, 2
+NUM_BEFORE_SAVE, NUM_AFTER_RESTORE, NUM_DETERMINISTIC = 6, 2, 5
 """Batches of the run that is saved and restored. The first ones are no measure of energy."""
 MAX_NATS = 1e-3
 """By so much two sides may differ in an answer's log-probability, in fp32."""
@@ -150,6 +151,8 @@ def list_memory(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def check_runs(part: Part) -> None:
     steps = {"exact": check_exact, "switch": check_switch, "save": check_save, "evaluation": check_evaluation}
+    if not part.is_cpu:  # alone: its joules are of the whole device, and so are its seconds
+        part.together({"save": partial(steps.pop("save"), part)})
     part.together({name: partial(step, part) for name, step in steps.items()})
 
 
@@ -217,19 +220,27 @@ def check_switch(part: Part) -> None:
 
 
 def check_save(part: Part) -> None:
-    """Train MPT-1B, save it, and carry it on in another process. Its log has the seconds, bytes and joules."""
+    """Train MPT-1B, save it, and carry it on in two more processes, the second with deterministic kernels.
+
+    Its log has the seconds, bytes and joules.
+    """
     from llmfoundry_machines.bench.steps import write_run
     from tests.helpers.tiny import read_metrics
 
     shape, size = (
         ("40m", {"seq_len": 128, "batch_size": 2}) if part.is_cpu else ("1b", {"seq_len": 2048, "batch_size": 16})
     )
-    num_batches = NUM_BEFORE_SAVE + NUM_AFTER_RESTORE
+    num_batches = NUM_BEFORE_SAVE + NUM_AFTER_RESTORE + NUM_DETERMINISTIC
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:  # 12 bytes for each parameter, twice
         path = write_run(Path(folder), {"shape": shape, "num_steps": num_batches - 2, **size}, "bf16")
         command = ["scripts/train.py", str(path), "autoresume=true", "save_interval=1000ba"]
         command.append(f"device_train_microbatch_size={8 if is_large(part.proof['row']) else 1}")
-        for name, options in {"save": [f"stop_after={NUM_BEFORE_SAVE}ba"], "restore": []}.items():
+        launches = {
+            "save": [f"stop_after={NUM_BEFORE_SAVE}ba"],
+            "restore": [f"stop_after={NUM_AFTER_RESTORE}ba"],
+            "deterministic": ["deterministic=true"],
+        }
+        for name, options in launches.items():
             if part.run(name, [*command, *options], needs=15).returncode:
                 break
         records = read_metrics(Path(folder, "run")) if Path(folder, "run/metrics.jsonl").is_file() else []
@@ -240,10 +251,14 @@ def check_save(part: Part) -> None:
 
 
 def sum_up_saves(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return bytes and seconds of the first save, and seconds of its restore."""
+    """Return bytes and seconds of the first save, seconds of its restore, and how many times as long a step of
+    deterministic kernels takes: medians, less the first two steps of a launch."""
     keys = ("bytes", "stall_seconds", "durable_seconds", "restore_seconds")
     found = {key: [record[f"checkpoint/{key}"] for record in records if f"checkpoint/{key}" in record] for key in keys}
-    return {key: values[0] for key, values in found.items() if values}
+    sums = {key: values[0] for key, values in found.items() if values}
+    seconds = [record["time/batch_seconds"] for record in records]
+    usual, last = seconds[2:NUM_BEFORE_SAVE], seconds[NUM_BEFORE_SAVE + NUM_AFTER_RESTORE + 2 :]
+    return sums | ({"deterministic_price": median(last) / median(usual)} if last else {})
 
 
 def sum_up_energy(records: list[dict[str, Any]]) -> dict[str, float] | None:

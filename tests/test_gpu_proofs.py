@@ -1,6 +1,7 @@
 """The table "verified on": drawn from proofs, with what failed, and the page has it."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,15 @@ def test_parts_of_a_machine_are_rows_with_their_failures_below(tmp_path):
         "- NVIDIA H200, tests: `tests/a.py::two`: failed. assert 1 == 2",
         "- NVIDIA H200, tests: `tests/a.py::three`: no time.",
     ]
+
+
+def test_a_switch_that_changed_the_run_is_no_control(tmp_path):
+    caught = {"switching": "caught by loss, batch 12", "one batch skipped": "caught by digest, batch 41"}
+    switch: dict[str, Any] = KINDS["runs"]["switch"]
+    switch = switch | {"verdicts": switch["verdicts"] | caught}
+    row = describe_proofs([write_proof(tmp_path, "runs", switch=switch)])[2]
+    assert "NOT the same run: switching is caught by loss, batch 12 (of the band: " in row
+    assert "2 controls caught" in row
 
 
 def test_a_machine_that_read_other_data_is_named(tmp_path):

@@ -195,7 +195,8 @@ def make_in_processes(
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
             "a worker process ended; if it said nothing, it was killed, perhaps for want of memory; what is done is "
-            f"kept: run the same command again, with fewer --num-workers if it was memory{encoder}"
+            f"kept: run the same command again, with fewer --num-workers if it was memory{encoder}; "
+            'a script that calls this needs `if __name__ == "__main__":`'
         ) from error
     finally:
         workers.shutdown(wait=True, cancel_futures=True)

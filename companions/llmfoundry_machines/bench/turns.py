@@ -51,9 +51,12 @@ class Turns:
 
     def __enter__(self) -> "Turns":
         self._folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
+        # Whoever ends the bench by it would leave processes that stand still.
+        self._before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return self
 
     def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
         for case in self._cases:
             case.end()
         self._folder.cleanup()
@@ -158,9 +161,9 @@ class Case:
 def stop_others(group: int) -> list[psutil.Process]:
     """Stop all that this process has started, but for one group of processes and what that has started. Return these:
     one whose parent has ended meanwhile would not be found again."""
-    parent = psutil.Process()
-    spared = {group, *(child.pid for child in psutil.Process(group).children(recursive=True))}
-    stopped = []
+    parent, spared, stopped = psutil.Process(), {group}, list[psutil.Process]()
+    with contextlib.suppress(psutil.NoSuchProcess):  # its measurement says why it has ended
+        spared |= {child.pid for child in psutil.Process(group).children(recursive=True)}
     for child in parent.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if child.pid not in spared:

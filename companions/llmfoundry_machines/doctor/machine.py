@@ -96,6 +96,8 @@ def check_packages() -> Iterator[Finding]:
             continue
         if found not in requirement.specifier:
             other.append(f"{requirement.name} is {found}, not {requirement.specifier}")
+    if not required:
+        other.append("their list is missing: neither pyproject.toml nor the installed package's metadata is here")
     value = f"{len(required) - len(missing) - len(other)} of {len(required)}"
     severity = Status.FAIL if missing else Status.WARN
     yield judge("packages", missing + other, INSTALL, severity, value=value, sound="as required")

@@ -1,6 +1,7 @@
 """Turns on the device: the next process gets ready meanwhile, stands still while steps are timed, and none is left."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -74,6 +75,41 @@ def test_one_that_hangs_is_ended_with_all_that_it_has_started(monkeypatch, tmp_p
         with pytest.raises(RuntimeError, match=r"matmul fp32: ended after 5 s .*, no time is left"):
             measured.measure(0, LONG_SECONDS)
         wait_for(lambda: status_of(int(told.read_text())) in ("dead", "zombie"), 60, lost)
+
+
+def time_for_ever(task, mark):
+    mark(READY)
+    mark(STEPS)
+    Path(task["told"]).with_suffix(f".{task['name']}").write_text(str(os.getpid()))
+    mark(TIMED)
+    time.sleep(999)
+
+
+def be_measured(told):
+    """As a bench does: one is timed, and the next, which stands still, waits."""
+    with Turns(time_for_ever, [FRESH | {"told": told, "name": str(number)} for number in range(2)]) as measured:
+        measured.measure(0, LONG_SECONDS)
+
+
+@pytest.mark.multiprocess
+def test_one_that_is_ended_by_a_signal_leaves_nothing_that_stands_still(tmp_path):
+    told = tmp_path / "told"
+    bench = multiprocessing.get_context("spawn").Process(target=be_measured, args=(str(told),))
+    bench.start()
+    try:
+        started = psutil.Process(bench.pid)
+        wait_for(
+            lambda: psutil.STATUS_STOPPED in [one.status() for one in started.children(recursive=True)],
+            LONG_SECONDS,
+            lost,
+        )
+        children = started.children(recursive=True)
+        bench.terminate()
+        bench.join(LONG_SECONDS)
+        _, left = psutil.wait_procs(children, LONG_SECONDS)
+    finally:
+        bench.kill()
+    assert not left and bench.exitcode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(("left", "limit"), [(480, 240), (100, 60), (70, 60), (30, 30), (0, 0)])
