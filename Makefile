@@ -42,7 +42,7 @@ quickstart: install
 	$(ONE_THREAD) composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml
 	@echo "batches 211 to 213 again, on 1 rank:"
 	$(ONE_THREAD) llmfoundry-lite replay runs/mpt-quickstart ba210..ba213
-	llmfoundry-lite data make-tasks
+	python scripts/make_tasks.py
 	python scripts/eval.py yamls/eval/quickstart.yaml models.quickstart=runs/mpt-quickstart \
 	    results_folder=runs/mpt-quickstart/results redo=true
 	llmfoundry-lite report runs/mpt-quickstart

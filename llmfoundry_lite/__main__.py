@@ -2,7 +2,7 @@
 
 import sys
 
-from llmfoundry_lite.ranks.early_exit import leave_with_75_when_asked
+from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
 LEAVE_WITH_75 = ("train", "eval", "relay")
 

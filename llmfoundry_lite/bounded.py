@@ -80,10 +80,8 @@ def read_up_to(file: IO[bytes], num_bytes: int) -> bytes:
 
 
 def read_lines_at_most(path: str | Path, max_bytes: int, what: str, begin: int = 0) -> Iterator[bytes]:
-    """Yield the lines of a regular file from an offset on, each with its end.
-
-    Raises OSError; TooLargeError, which is one, for a line of more than MAX_LINE_BYTES or more than `max_bytes` in all.
-    """
+    """Yield the lines of a regular file from an offset on, each with its end. Raises OSError; TooLargeError, which is
+    one, for a line of more than MAX_LINE_BYTES or more than `max_bytes` in all."""
     number, room = 0, max_bytes
     with open(path, "rb", opener=open_regular) as file:
         file.seek(begin)

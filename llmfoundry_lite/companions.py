@@ -28,10 +28,11 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "causal models of other types",
         "checkpoints of Composer and DCP",
         "pytorch_model.bin",
+        "hf:// data sets of tasks",
         "logs of lm-eval and Inspect",
     ),
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
-    "llmfoundry_layouts": ("pp_config", "ZERO_1"),
+    "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
 }
 """Package -> its commands, blocks, readers and models: what a missing one is asked for."""
 SOURCE = Path(__file__).parents[1] / "companions"
@@ -50,7 +51,7 @@ class Companion:
     readers: Mapping[str, str] = field(default_factory=dict)
     """A kind of foreign file -> a function of its path."""
     builders: Mapping[str, str] = field(default_factory=dict)
-    """A kind of parallel model -> its builder."""
+    """A key or setting that divides a run -> the builder that does."""
 
 
 @cache

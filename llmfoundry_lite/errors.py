@@ -56,10 +56,8 @@ def is_masked(text: str) -> bool:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Return `text` for a terminal: control characters escaped, except those in `keep`, and credentials masked.
-
-    Names of runs and of files may come from anybody, and a terminal obeys what it is shown.
-    """
+    """Return `text` for a terminal: control characters escaped, except those in `keep`, and credentials masked. Names
+    of runs and of files may come from anybody, and a terminal obeys what it is shown."""
     text = mask_credentials(text)
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode() for c in text

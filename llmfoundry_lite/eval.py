@@ -6,7 +6,7 @@ python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on 
 """
 
 if __name__ == "__main__":  # before the imports below, which take a moment
-    from llmfoundry_lite.ranks.early_exit import leave_with_75_when_asked
+    from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
     leave_with_75_when_asked()
 

@@ -29,10 +29,8 @@ def check_is_path(path: Path) -> None:
 
 
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
-    """Raise ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command.
-
-    A link is refused: the folder may be of a run that somebody else made, and the link lead anywhere.
-    """
+    """Raise ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command. A link
+    is refused: the folder may be of a run that somebody else made, and the link lead anywhere."""
     check_is_path(record)
     there = [path for path in (record, *others) if os.path.lexists(path)]
     if link := next((path for path in there if path.is_symlink()), None):
@@ -60,10 +58,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file in a folder that others write into, as `open_regular` does; a new one is this user's alone.
-
-    Raises OSError for a link, which may lead anywhere, and PermissionError for another user's file.
-    """
+    """Open a file in a folder that others write into, as `open_regular` does; a new one is this user's alone. Raises
+    OSError for a link, which may lead anywhere, and PermissionError for another user's file."""
     descriptor = _open_regular(path, flags | os.O_NOFOLLOW, 0o600)
     if (owner := os.fstat(descriptor).st_uid) == os.geteuid():
         return descriptor
@@ -124,9 +120,7 @@ def without_magic(name: str) -> Iterator[str]:
 
 def lock_folder(folder: Path) -> int:
     """Open a folder and lock it, where its file system can lock. Raises BlockingIOError if another process holds it.
-
-    The lock ends with the descriptor that is returned, so however this process ends.
-    """
+    The lock ends with the descriptor that is returned, so however this process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

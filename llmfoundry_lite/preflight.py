@@ -103,8 +103,10 @@ def check_installed(*packages: str) -> None:
 
 def check_compiler() -> None:
     """Raise ConfigError where torch.compile would stop at the first batch: Triton builds a small C program first."""
-    needs = []
-    if not any(shutil.which(name) for name in (os.environ.get("CC"), *C_COMPILERS) if name):
+    needs, chosen = [], os.environ.get("CC")
+    if chosen and not shutil.which(chosen):
+        needs.append(f"a C compiler (CC: {chosen} is none)")
+    if not chosen and not any(map(shutil.which, C_COMPILERS)):
         needs.append(f"a C compiler on PATH ({either(C_COMPILERS)}; `apt-get install gcc`)")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
@@ -155,7 +157,7 @@ def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> 
         if must_exist and is_local and not Path(task.dataset_uri).exists():
             raise DataError(
                 f"icl_tasks: {task.label}: {task.dataset_uri} does not exist; "
-                "`llmfoundry-lite data fetch-tasks` fetches it"
+                "`python scripts/fetch_tasks.py` fetches it"
             )
     if config.icl_tasks and must_exist and not is_local_or_cached(config.tokenizer.name):
         raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")

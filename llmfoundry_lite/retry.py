@@ -1,8 +1,20 @@
-"""When to try again what may pass: pauses, and where they end. Callers have the clock and sleep."""
+"""When to try again what may pass: pauses, and where they end; and a second look at what seems damaged."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from llmfoundry_lite.errors import DamagedCheckpointError
+
+T = TypeVar("T")
+
+PAUSES_SECONDS = (0.2, 0.6, 1.8)
+"""Before each further attempt at a file."""
+LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Answers of a disk that are the same a moment later."""
 
 
 @dataclass
@@ -25,3 +37,46 @@ class Budget:
             return None
         self.num_paused += 1
         return min(self.pauses[min(self.num_paused, len(self.pauses)) - 1], left)
+
+
+def keep_trying(call: Callable[[], T], budget: Budget, may_pass: Callable[[OSError], bool]) -> T:
+    """Repeat a call until it succeeds. Raises an error that does not pass, or the last one of the budget."""
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if not may_pass(error) or (pause := budget.pause(time.monotonic())) is None:
+                raise
+        time.sleep(pause)
+
+
+def retry_transient_errors(call: Callable[[], T], only: Sequence[int] | None = None) -> T:
+    """Repeat a call after an error that may pass: any OSError of disk or network, or with `only` those errnos."""
+
+    def may_pass(error: OSError) -> bool:
+        return not isinstance(error, LASTING) and (only is None or error.errno in only)
+
+    return keep_trying(as_os_errors()(call), Budget(PAUSES_SECONDS, attempts=len(PAUSES_SECONDS)), may_pass)
+
+
+def retry_on_damage(look: Callable[[bool], T]) -> T:
+    """Call `look(bypass_cache=False)`, and after damage `look(True)`: it may be a bad transfer or a stale cache."""
+    try:
+        return look(False)
+    except DamagedCheckpointError:
+        return look(True)
+
+
+@contextlib.contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Turn errors of object stores' clients, such as botocore's without credentials, into OSError."""
+    try:
+        yield
+    except (OSError, EOFError, TypeError, NotImplementedError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(first_line(error)) from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

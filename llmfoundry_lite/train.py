@@ -8,7 +8,7 @@ The order is configuration, preflight, environment, then the heavy imports. No t
 """
 
 if __name__ == "__main__":  # before the imports below, which take a moment
-    from llmfoundry_lite.ranks.early_exit import leave_with_75_when_asked
+    from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
     leave_with_75_when_asked()
 

@@ -5,7 +5,7 @@ composer -n 8 scripts/eval.py yamls/eval/icl-zero-shot.yaml models.ours=runs/mpt
 python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on the tasks in evals/ whose data are here
 """
 
-from llmfoundry_lite.ranks.early_exit import leave_with_75_when_asked
+from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
 if __name__ == "__main__":
     leave_with_75_when_asked()

@@ -4,7 +4,7 @@ composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml max_duration=2
 python scripts/train.py yamls/pretrain/mpt-125m.yaml --dry-run
 """
 
-from llmfoundry_lite.ranks.early_exit import leave_with_75_when_asked
+from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
 if __name__ == "__main__":
     leave_with_75_when_asked()

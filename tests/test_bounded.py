@@ -21,12 +21,12 @@ from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.files import check_replaceable, open_own, open_regular
-from llmfoundry_lite.launch.status import read_status, seconds_between_failures
+from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.prepare.listing import list_files, read_object
-from llmfoundry_lite.prepare.make_tasks import is_replaceable
 from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.watch import Watched
+from scripts.make_tasks import is_replaceable
 from tests.helpers.bombs import MIB, little_memory
 from tests.helpers.readers import find_whole_reads, give_brackets, give_pipe
 
@@ -70,7 +70,7 @@ def test_a_window_of_gigabytes_is_refused():
 
 READERS = {
     "status.json": [lambda path: read_status(path.parent), lambda path: Watched(path.parent)],
-    "launches.jsonl": [lambda path: seconds_between_failures(path.parent), lambda path: read_run(path.parent)],
+    "launches.jsonl": [lambda path: read_run(path.parent)],
     "metrics.jsonl": [lambda path: read_run(path.parent), lambda path: Watched(path.parent)],
     "config.yaml": [lambda path: read_run(path.parent), lambda path: read_layers([str(path)])],
     "manifest.json": [lambda path: is_checkpoint(str(path.parent))],

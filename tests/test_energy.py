@@ -15,7 +15,7 @@ from llmfoundry_lite import devices, energy
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.energy import Counter, EnergyMeter, find_counters, find_packages
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.checkpointing import Checkpointing
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
@@ -202,7 +202,7 @@ class FiveJoulesABatch(Callback):
         if this_rank().local_rank == 0:
             write_zones(energy.POWERCAP, {"intel-rapl:0": "package-0"})
             use(energy.POWERCAP, "intel-rapl:0", 990)  # wraps around in batch 3
-        (agreement,) = (one for one in state.callbacks if isinstance(one, Agreement))
+        (agreement,) = (one.agreement for one in state.callbacks if isinstance(one, Checkpointing))
         agreement.meter = EnergyMeter(find_counters(this_rank().local_rank), clock=lambda: 0.0)
 
     def batch_start(self, state, logger):

@@ -133,6 +133,9 @@ def test_a_launch_that_compiles_needs_a_compiler_and_pythons_header(tmp_path, da
         ConfigError, match=rf"{none} and {tmp_path}/Python.h \(`apt-get install python3-dev`\); install"
     ):
         preflight.check(config, Layout(), must_exist=True)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    with pytest.raises(ConfigError, match=r"a C compiler \(CC: /nowhere/cc is none\)"):
+        preflight.check(config, Layout(), must_exist=True)
     for without in ({"compile_config": None}, {"compile_config": {"backend": "aot_eager"}}):
         preflight.check(replace(config, **without), Layout(), must_exist=True)
 

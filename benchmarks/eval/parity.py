@@ -57,9 +57,7 @@ def run(
         for task in load_tasks(TASKS, task_folder):
             found = sorted(data.glob(f"{task.label}*.jsonl"))
             if not found:
-                raise DataError(
-                    f"--parity {data}: no {task.label}*.jsonl; `llmfoundry-lite data fetch-tasks` fetches it"
-                )
+                raise DataError(f"--parity {data}: no {task.label}*.jsonl; `python scripts/fetch_tasks.py` fetches it")
             console.print(f"{task.label}: {found[0]}", highlight=False)
             rows = read_rows(replace(task, dataset_uri=str(found[0])))[:limit]
             items = Path(scratch) / f"{task.label}.jsonl"

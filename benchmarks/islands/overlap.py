@@ -30,7 +30,7 @@ from llmfoundry_islands.coordination.owners import divide_sum, sent_gradients
 from llmfoundry_islands.tensors.boxes import Box, rows_of
 from llmfoundry_islands.tensors.exchange import Exchange, Ranks
 from llmfoundry_islands.tensors.packing import pack_sums
-from llmfoundry_islands.tensors.summing import Plan, Summing
+from llmfoundry_islands.tensors.summing import Summing, SumPlan
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
@@ -130,16 +130,16 @@ def seconds_left(gradient: float, hidden: float, has_owners: bool) -> float:
 
 def connect(
     exchanges: Mapping[str, Exchange], addresses: Mapping[str, tuple[str, int]], shares: Mapping[str, int]
-) -> dict[str, Plan]:
-    def meet(name: str) -> Plan:
+) -> dict[str, SumPlan]:
+    def meet(name: str) -> SumPlan:
         others = {other: Ranks([addresses[other]], [BOXES]) for other in exchanges if other != name}
         exchanges[name].meet(1, BOXES, others)
-        return Plan.of(name, BOXES, exchanges[name].cuts, rows_of([BOXES]), shares)
+        return SumPlan.of(name, BOXES, exchanges[name].cuts, rows_of([BOXES]), shares)
 
     return {name: meet(name) for name in exchanges}
 
 
-def train(exchanges: Mapping[str, Exchange], plans: Mapping[str, Plan], early: bool | None) -> float:
+def train(exchanges: Mapping[str, Exchange], plans: Mapping[str, SumPlan], early: bool | None) -> float:
     """Return the seconds of one step of all islands; None: they exchange nothing."""
     gradients = {name: torch.ones(box.lengths) for name, box in BOXES.items()}
 

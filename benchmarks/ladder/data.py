@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.ladder.plan import SEQ_LEN, VOCAB_SIZE
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.prepare.make_tasks import Module, identifier_questions, in_turn, next_line_questions, pieces
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import Request
+from scripts.make_tasks import Module, identifier_questions, in_turn, next_line_questions, pieces
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 DOMAIN = ("sympy", "mpmath")

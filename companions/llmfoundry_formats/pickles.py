@@ -24,9 +24,9 @@ import torch.distributed.checkpoint.filesystem as dcp_files
 import torch.distributed.checkpoint.metadata as dcp
 from torch.distributed._shard.sharded_tensor import metadata as older_dcp
 
-from llmfoundry_lite.checkpoint.folders import first_line
 from llmfoundry_lite.errors import CheckpointError, ExportError
 from llmfoundry_lite.files import open_regular
+from llmfoundry_lite.retry import first_line
 
 STOOD_IN = "read with stand-ins for everything but tensors and plain values; nothing in it was run"
 MAX_REPEATED_BYTES = 1 << 20

@@ -4,7 +4,7 @@ from llmfoundry_lite.companions import Companion
 
 COMPANION = Companion(
     builders={
-        "pp_config": "llmfoundry_layouts.pipeline:build_pipeline",
-        "ZERO_1": "llmfoundry_layouts.zero:share_optimizer",
+        "pp_config.pipeline_parallel_degree": "llmfoundry_layouts.pipeline:build_pipeline",
+        "fsdp_config.sharding_strategy: ZERO_1": "llmfoundry_layouts.zero:share_optimizer",
     },
 )

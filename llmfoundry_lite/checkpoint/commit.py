@@ -7,12 +7,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llmfoundry_lite.checkpoint.folders import retry_on_damage
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, MAX_BYTES, Head, Manifest, decode, read_head
 from llmfoundry_lite.checkpoint.open_folder import Folder, unreadable
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.retry import retry_on_damage
 
 COMMITTED = re.compile(r"ba(\d+)")
 DRAFT = ".tmp-"
@@ -176,10 +176,8 @@ class RenameCommits:
         return [moved for name, moved in found.items() if name not in names]
 
     def _remove_or_put_back(self, name: str) -> None:
-        """Remove what `remove` has moved away. If another save had taken the name just before, put that one back.
-
-        The name has the save_id that was meant, so that after a crash the next launch can do the same.
-        """
+        """Remove what `remove` has moved away. If another save had taken the name just before, put that one back. The
+        name has the save_id that was meant, so that after a crash the next launch can do the same."""
         doomed, save = self.root.child(name), SAVE_ID.search(name)
         if save is None:
             return

@@ -6,14 +6,6 @@ MAX_SAVE_FRACTION = 0.02
 """Fraction of training time that saves may cost with `save_interval: auto`."""
 
 
-def choose_save_interval(cost_seconds: float, seconds_between_failures: float | None = None) -> float:
-    """Return seconds between saves that cost `MAX_SAVE_FRACTION` of training; fewer if failures are frequent."""
-    interval = cost_seconds / MAX_SAVE_FRACTION
-    if seconds_between_failures is None:
-        return interval
-    return min(interval, suggest_save_interval(cost_seconds, seconds_between_failures))
-
-
 def suggest_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
     """Return the seconds of training between saves that lose least to saves and failures together.
 

@@ -43,10 +43,7 @@ class Leases:
 
     def acquire(self, *, at_least: int, steal_from_live_writer: bool = False) -> Lease:
         """Claim the next number. Raises CheckpointError if the holder still runs on this machine, unless the lease is
-        to be stolen; OSError of the disk.
-
-        This alone makes the folder: one that is not there later has vanished.
-        """
+        to be stolen; OSError of the disk. This alone makes the folder: one that is not there later has vanished."""
         holder = self.holder()
         if holder is not None and not steal_from_live_writer and is_other_live_process(holder.owner):
             raise CheckpointError(

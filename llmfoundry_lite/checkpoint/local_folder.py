@@ -3,6 +3,7 @@ renamed when whole. No torch.
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import shutil
@@ -10,10 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.checkpoint.folders import NO_FILE, Buffer, T, retry_transient_errors
 from llmfoundry_lite.errors import BRIEF_ERRNOS
 from llmfoundry_lite.files import open_regular, sync, write_atomically
+from llmfoundry_lite.retry import T, retry_transient_errors
 
+Buffer = Any
+"""Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
+NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 MAX_VECTORS = 512
 """Pieces of one readv or writev; the kernel takes 1024."""
 WRITE: Callable[[int, Any, int], int] = os.pwritev

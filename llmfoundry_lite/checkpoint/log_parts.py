@@ -50,10 +50,8 @@ def _read_part(folder: Folder, part: LogPart) -> bytes:
 
 
 def write_log(store: CheckpointStore, save_id: str, content: bytes, before: tuple[LogPart, ...]) -> tuple[LogPart, ...]:
-    """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError.
-
-    A new part takes in the ones before it that are no longer than itself: a million lines are in twenty parts or fewer.
-    """
+    """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError. A new part takes in
+    the ones before it that are no longer than itself: a million lines are in twenty parts or fewer."""
     kept: list[LogPart] = []
     end = 0
     for part in before:

@@ -249,11 +249,8 @@ class Head(NamedTuple):
 
 
 def read_head(raw: bytes) -> Head | None:
-    """Read a head from a manifest's first HEAD_BYTES.
-
-    None when all must be decoded to know: another way to write JSON, a newer format, a changed byte. Epoch and batch
-    stand there twice, so that one is noticed.
-    """
+    """Read a head from a manifest's first HEAD_BYTES. None when all must be decoded to know: another way to write JSON,
+    a newer format, a changed byte. Epoch and batch stand there twice, so that one is noticed."""
     lines = {}
     try:
         for line in raw[:HEAD_BYTES].split(b"\n")[1:-1]:
@@ -298,10 +295,10 @@ def encode(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "version": VERSION,
         **{name: plain.pop(name) for name in HEAD_FIELDS},
-        "timestamp": _plain(manifest.timestamp),
+        "timestamp": encode_record(manifest.timestamp),
         "num_bytes": manifest.num_bytes,
         **({} if manifest.state_digest is None else {"state_digest": manifest.state_digest}),
-        "segments": [encode_segment(segment) for segment in manifest.segments],
+        "segments": [encode_record(segment) for segment in manifest.segments],
         **plain,
         "files": {
             "algorithm": ALGORITHM,
@@ -312,7 +309,7 @@ def encode(manifest: Manifest) -> bytes:
             "digests": "".join(file.digest for file in manifest.files),
             **manifest.files_extra,
         },
-        "log": [_plain(part) for part in manifest.log],
+        "log": [encode_record(part) for part in manifest.log],
         "layouts": [json.loads(layout) for layout in layouts],
         "tensors": {
             name: {"dtype": t.dtype, "shape": t.shape, "layout": places[id(t.layout)], **t.extra}
@@ -332,11 +329,7 @@ def encode(manifest: Manifest) -> bytes:
     return raw
 
 
-def encode_segment(segment: Segment) -> dict[str, Any]:
-    return _plain(segment)
-
-
-def _plain(record: Any) -> dict[str, Any]:
+def encode_record(record: Timestamp | Segment | LogPart) -> dict[str, Any]:
     fields = {name: getattr(record, name) for name in _names(type(record))}
     return encode_value(fields, type(record).__name__) | record.extra
 

@@ -6,8 +6,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmfoundry_lite.checkpoint.folders import NO_FILE, first_line
-from llmfoundry_lite.checkpoint.local_folder import LocalFolder, LocalSource
+from llmfoundry_lite.checkpoint.local_folder import NO_FILE, LocalFolder, LocalSource
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RemoteSource, RenewingFilesystem
 from llmfoundry_lite.errors import (
     CheckpointError,
@@ -17,6 +16,7 @@ from llmfoundry_lite.errors import (
     UnsoundCheckpointError,
     is_masked,
 )
+from llmfoundry_lite.retry import first_line
 
 Folder = LocalFolder | RemoteFolder
 """Their methods are the same, but for what one kind of commit needs. Errors of the system pass through as OSError."""

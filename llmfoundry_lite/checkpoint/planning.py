@@ -34,7 +34,7 @@ Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SavePlan:
     """Which rank writes what. The same on all ranks, but for `mine`."""
 
     tensors: dict[str, TensorRecord]
@@ -45,7 +45,7 @@ class Plan:
     table_of_rank: list[int]
 
 
-def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Plan:
+def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> SavePlan:
     """Compare tables by digest: they are the same on all ranks but under pipeline parallelism. From them each rank
     computes every layout, with the same result. Raises CheckpointError on all ranks for a sharding that is not a
     grid."""
@@ -62,10 +62,8 @@ def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) 
 
 
 def describe(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> dict[str, Any]:
-    """Return dtypes, shapes, meshes and placements as JSON; a tensor that is no DTensor is replicated.
-
-    For a matrix divided by heads, the ranks' row order as well; the layout is that of the parameter's own order.
-    """
+    """Return dtypes, shapes, meshes and placements as JSON; a tensor that is no DTensor is replicated. For a matrix
+    divided by heads, the ranks' row order as well; the layout is that of the parameter's own order."""
     meshes: dict[int, int] = {}
     described: list[Any] = []
     orders: list[Any] = []
@@ -130,12 +128,12 @@ class Sharding:
     """Bytes of each chunk."""
 
 
-def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size: int) -> Plan:
+def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size: int) -> SavePlan:
     """Plan for `rank`, from the different tables, each with the ranks that have it."""
     records = lay_out(tables, world_size)
     by_rank = {one: number for number, (_, ranks) in enumerate(tables) for one in ranks}
     table_of_rank = [by_rank[one] for one in range(world_size)]
-    return Plan(records, chunks_of_rank(records, rank, {}), [ranks[0] for _, ranks in tables], table_of_rank)
+    return SavePlan(records, chunks_of_rank(records, rank, {}), [ranks[0] for _, ranks in tables], table_of_rank)
 
 
 def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dict[str, TensorRecord]:
@@ -297,22 +295,14 @@ def box_of(tensor: torch.Tensor) -> Box:
     return tuple(map(int, begins)), tuple(int(end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
-class LocalBox(NamedTuple):
-    """A box of a tensor that this rank holds."""
-
-    offset: tuple[int, ...]
-    lengths: tuple[int, ...]
-    at: int
-    """Its first row's index among those that the rank holds."""
-
-
-def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[LocalBox]:
-    """Return one box, or several of a tensor whose rows ranks have in another order, in `runs`."""
+def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[tuple[Box, int]]:
+    """Return the boxes of a tensor that this rank holds, each with its first row's index among those that the rank
+    holds: one, or several if ranks have the rows in another order, in `runs`."""
     offset, lengths = box_of(tensor)
     if runs is None:
-        return [LocalBox(offset, lengths, 0)]
+        return [((offset, lengths), 0)]
     found = runs_between(runs, offset[0], offset[0] + lengths[0])
-    return [LocalBox((first, *offset[1:]), (count, *lengths[1:]), at) for first, count, at in found]
+    return [(((first, *offset[1:]), (count, *lengths[1:])), at) for first, count, at in found]
 
 
 def check_local_tensors(tensors: Tensors) -> None:

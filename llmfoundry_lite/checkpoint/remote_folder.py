@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import read_up_to
-from llmfoundry_lite.checkpoint.folders import Buffer, as_os_errors, retry_transient_errors
+from llmfoundry_lite.checkpoint.local_folder import Buffer
 from llmfoundry_lite.errors import has_expired
+from llmfoundry_lite.retry import as_os_errors, retry_transient_errors
 
 REMOTE_PART_BYTES = 16 << 20
 MAX_PARTS = 10_000
@@ -23,10 +24,8 @@ REMOVALS_AT_ONCE = 16
 
 
 class RenewingFilesystem:
-    """A file system of fsspec's that is made again, and called again, when its credentials have expired.
-
-    The new one reads the credentials anew; fsspec itself would return the cached one with the old credentials.
-    """
+    """A file system of fsspec's that is made again, and called again, when its credentials have expired. The new one
+    reads the credentials anew; fsspec itself would return the cached one with the old credentials."""
 
     def __init__(self, filesystem: Any):
         self._filesystem = filesystem
@@ -159,10 +158,8 @@ class RemoteFolder:
         return True
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
-        """Abort unfinished uploads below this folder whose name in it `is_dead`.
-
-        On S3 alone: what they have sent is kept, and paid for, until then. Other stores drop it after a week.
-        """
+        """Abort unfinished uploads below this folder whose name in it `is_dead`. On S3 alone: what they have sent is
+        kept, and paid for, until then. Other stores drop it after a week."""
         if not hasattr(self.filesystem, "call_s3"):
             return
         bucket, key, _ = self.filesystem.split_path(self.path)

@@ -136,10 +136,8 @@ def _load_together(
 
 
 def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
-    """Return this rank's error; on rank 0, if it has none, its verdict on files that others could not read.
-
-    Rank 0 verifies such files itself: either the checkpoint is at fault, or that rank's node, which is named.
-    """
+    """Return this rank's error; on rank 0, if it has none, its verdict on files that others could not read. Rank 0
+    verifies such files itself: either the checkpoint is at fault, or that rank's node, which is named."""
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.all_reduce_max([int(is_unsound)])):
         return error
@@ -294,9 +292,9 @@ def find_reads(
     for name, tensor in like.items():
         record = manifest.tensors[name]
         boxes = boxes_of(tensor, row_orders.get(name))
-        assert sum(math.prod(box.lengths) for box in boxes) == local_tensor(tensor).numel(), f"{name}: {boxes}"
+        assert sum(math.prod(lengths) for (_, lengths), _ in boxes) == local_tensor(tensor).numel(), f"{name}: {boxes}"
         staging[name] = torch.empty(local_tensor(tensor).shape, dtype=DTYPES[record.dtype], device="cpu")
-        for offset, lengths, at in boxes:
+        for (offset, lengths), at in boxes:
             target = staging[name].narrow(0, at, lengths[0]) if name in row_orders else staging[name]
             for file, chunk in manifest.overlapping(name, offset, lengths):
                 by_file.setdefault(file, []).append(read_of(chunk, offset, lengths, target))

@@ -29,7 +29,7 @@ from llmfoundry_lite.checkpoint.layouts import Chunk
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.planning import Plan, agree_on_plan, boxes_of
+from llmfoundry_lite.checkpoint.planning import SavePlan, agree_on_plan, boxes_of
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
@@ -79,7 +79,7 @@ class Flight:
     """A save between its beginning and its publication."""
 
     about: About
-    plan: Plan
+    plan: SavePlan
     state: state.State
     save_id: str
     started: float
@@ -123,8 +123,8 @@ class Saver:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._signature: Any = None
         """Names, dtypes, shapes and placements, on which the plan depends."""
-        self._plan: Plan | None = None
-        self._staged_plan: Plan | None = None
+        self._plan: SavePlan | None = None
+        self._staged_plan: SavePlan | None = None
         """The plan of `_staged`."""
         self._staged: Tensors = {}
         """By key in the file, in its order."""
@@ -233,7 +233,7 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------- copying and writing
 
-    def _agree_on_plan(self, found: state.State) -> Plan:
+    def _agree_on_plan(self, found: state.State) -> SavePlan:
         """Return who writes what; a new plan only if names, dtypes, shapes or placements have changed on any rank."""
         signature = [(name, t.dtype, t.shape, getattr(t, "placements", None)) for name, t in found.tensors.items()]
         if exchange.all_reduce_max([signature != self._signature])[0] or self._plan is None:
@@ -241,7 +241,7 @@ class Saver:
             self._signature = signature
         return self._plan
 
-    def _stage(self, plan: Plan, found: state.State) -> None:
+    def _stage(self, plan: SavePlan, found: state.State) -> None:
         if plan is not self._staged_plan:
             size = sum(one.num_bytes for one in plan.mine.values())
             self._staged = {}
@@ -261,7 +261,7 @@ class Saver:
         if on_device:
             torch.cuda.synchronize()
 
-    def _write(self, plan: Plan, found: state.State, save_id: str) -> tuple[FileRecord, bytes, int]:
+    def _write(self, plan: SavePlan, found: state.State, save_id: str) -> tuple[FileRecord, bytes, int]:
         """Write this rank's file, in the background. Returns its record, the digest of all that is not a tensor, and
         this rank's part of the state's digest."""
         folder, _ = self.store.open_draft(save_id)
@@ -279,7 +279,7 @@ class Saver:
             raise CheckpointError(f"not saved: non-finite values in {poisoned[0]}{more}; older checkpoints stand")
         return record, hash_buffers([repr([found.optimizer, found.aliases]).encode()]), digest
 
-    def _examine(self, plan: Plan) -> tuple[list[str], int]:
+    def _examine(self, plan: SavePlan) -> tuple[list[str], int]:
         """Return the staged chunks with a value that is not finite, and this rank's part of the state's digest."""
         poisoned, digest = [], 0
         for key, one in plan.mine.items():
@@ -345,14 +345,14 @@ class Saver:
         self.after_publish(self.lease)
 
 
-def _sources(plan: Plan, found: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
+def _sources(plan: SavePlan, found: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
     """Yield each chunk that this rank writes, and what it holds of it."""
     for one in plan.mine.values():
         tensor = found.tensors[one.tensor]
         source = local_tensor(tensor)
         if one.tensor in found.row_orders:
-            held = boxes_of(tensor, found.row_orders[one.tensor])
-            at = next(box.at for box in held if box.offset == one.offset)
+            boxes = boxes_of(tensor, found.row_orders[one.tensor])
+            at = next(at for (offset, _), at in boxes if offset == one.offset)
             source = source.narrow(0, at, one.shape[0])
         yield one, source
 

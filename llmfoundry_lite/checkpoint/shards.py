@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from llmfoundry_lite.checkpoint.folders import Buffer, T, retry_on_damage
 from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk
+from llmfoundry_lite.checkpoint.local_folder import Buffer
 from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, FileRecord, LogPart, TensorRecord
 from llmfoundry_lite.checkpoint.open_folder import Folder, Source, unreadable
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
+from llmfoundry_lite.retry import T, retry_on_damage
 
 ALIGNMENT = 4096
 """Data starts at a multiple of it, and each chunk at one of its item size, so that a file can be mapped."""
@@ -171,10 +172,8 @@ class Shard:
         return self.contents[chunk]
 
     def read(self, requests: Sequence[ReadRequest], *, num_threads: int = NUM_THREADS) -> None:
-        """Fill each target; verify every block touched, once, in the same pass.
-
-        Raises UnsoundCheckpointError naming the file and a tensor; the targets are then undefined.
-        """
+        """Fill each target; verify every block touched, once, in the same pass. Raises UnsoundCheckpointError naming
+        the file and a tensor; the targets are then undefined."""
         requests = sorted((one for one in requests if one.end > one.begin), key=lambda one: one.begin)
         if any(a.end > b.begin for a, b in pairwise(requests)):
             raise self.damage("chunks share bytes")

@@ -42,10 +42,8 @@ class Start(NamedTuple):
 
 
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
-    """Raise CheckpointError if the run cannot carry on with another model, tokenizer or batch size.
-
-    Tensors and the place in the data are checked when they are restored.
-    """
+    """Raise CheckpointError if the run cannot carry on with another model, tokenizer or batch size. Tensors and the
+    place in the data are checked when they are restored."""
     if manifest.optimizer is None:  # imported
         raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
     if manifest.config is None or "timestamp" not in manifest.scalars:
@@ -66,10 +64,8 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
 
 
 def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
-    """Return the size of the checkpoint's microbatches, if this launch must have the same; else None.
-
-    Raises CheckpointError if it cannot.
-    """
+    """Return the size of the checkpoint's microbatches, if this launch must have the same; else None. Raises
+    CheckpointError if it cannot."""
     if not (config.exact_sums and (manifest.config or {}).get("exact_sums") and manifest.segments):
         return None
     size, here = manifest.segments[-1].device_train_microbatch_size, config.device_train_microbatch_size
@@ -121,10 +117,8 @@ def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
 
 
 def _check_log(config: TrainConfig, checkpoints: str) -> str:
-    """Return a note about trained batches that have no checkpoint; empty if there are none.
-
-    Raises CheckpointError if checkpoints have disappeared, or if `autoresume` does not allow to train them again.
-    """
+    """Return a note about trained batches that have no checkpoint; empty if there are none. Raises CheckpointError if
+    checkpoints have disappeared, or if `autoresume` does not allow to train them again."""
     log = Path(config.run_folder) / METRICS
     records = [record for _, record in read_lines(log.read_bytes())] if log.exists() else []
     last_batch = max((record["batch"] for record in records), default=0)

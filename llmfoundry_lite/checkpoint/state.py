@@ -198,11 +198,8 @@ def _in_order(names: Sequence[str]) -> list[str]:
 
 
 def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
-    """Return the parameters that start without optimizer state when a load leaves `ignore` out.
-
-    Moments belong to the weights that they were saved with, and an optimizer creates either all of a parameter's slots
-    or none.
-    """
+    """Return the parameters that start without optimizer state when a load leaves `ignore` out. Moments belong to the
+    weights that they were saved with, and an optimizer creates either all of a parameter's slots or none."""
     names = set()
     for key in manifest.tensors:
         kind, _, rest = key.partition("/")

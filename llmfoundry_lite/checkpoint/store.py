@@ -145,11 +145,8 @@ class CheckpointStore:
         """Called with the name of each step of a save that a crash could fall into; tests crash there."""
 
     def acquire(self, *, steal_from_live_writer: bool = False) -> Lease:
-        """Become the writer of this run and clear away what dead writers left half done.
-
-        Raises CheckpointError if the present writer still runs on this machine, unless `steal_from_live_writer`: it has
-        been told to stop.
-        """
+        """Become the writer of this run and clear away what dead writers left half done. Raises CheckpointError if the
+        present writer still runs on this machine, unless `steal_from_live_writer`: it has been told to stop."""
         with _os_errors(f"{self.root.url}: no lease can be taken"):
             at_least = max((found.order[0] for found in self.candidates() if found.head is not None), default=0) + 1
             lease = self.leases.acquire(at_least=at_least, steal_from_live_writer=steal_from_live_writer)
@@ -178,9 +175,7 @@ class CheckpointStore:
 
     def open_draft(self, save_id: str) -> tuple[Folder, str]:
         """Return the draft's folder, ready to be written to, and what to put before its files' names in the manifest.
-
-        Raises CheckpointError where this process does not see the run's folder.
-        """
+        Raises CheckpointError where this process does not see the run's folder."""
         folder, prefix = self.commits.draft(save_id)
         with _os_errors(f"{folder.url}: not written"):
             if not self.commits.drafts_in_place:
@@ -295,9 +290,7 @@ class CheckpointStore:
 
     def set_aside(self, name: str, error: CheckpointError, lease: Lease | None) -> str:
         """Rename a checkpoint if it is damaged, under a lease and on a local disk; return the line to tell the user.
-
-        The last that can be listed stays where it is, whatever is wrong with it.
-        """
+        The last that can be listed stays where it is, whatever is wrong with it."""
         line = f"passed over {kind_of(error)} checkpoint"
         if lease is not None and isinstance(error, DamagedCheckpointError):
             has_others = any(found.name != name and found.checkpoint is not None for found in self.candidates())

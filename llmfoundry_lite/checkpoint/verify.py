@@ -18,9 +18,7 @@ def check_present(checkpoint: Checkpoint) -> None:
 
 def check_structure(checkpoint: Checkpoint) -> None:
     """Check that all headers together have every chunk of every tensor, and nothing else: a few kilobytes a file.
-
-    Raises UnsoundCheckpointError.
-    """
+    Raises UnsoundCheckpointError."""
     tensors = checkpoint.manifest.tensors
     num_found = dict.fromkeys(tensors, 0)
     for index, file in enumerate(checkpoint.manifest.files):

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite data`: text, Hub data sets and public tasks -> files that training and evaluation read."""
+"""`llmfoundry-lite data`: text and Hub data sets -> shards that training reads; the rows of a batch."""
 
 import sys
 from pathlib import Path
@@ -86,28 +86,6 @@ def data_prepare(
         print("interrupted: the same command carries on where this one stopped", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print_summary(summary, out)
-
-
-@data.command("fetch-tasks")
-def data_fetch_tasks(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAMES]", help="Such as arc_easy [all].")] = None,
-    out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
-    force: Annotated[bool, typer.Option("--force", help="Fetch again what is there.")] = False,
-) -> None:
-    """Download the public evaluation tasks' data from the Hub."""
-    from llmfoundry_lite.prepare.fetch_tasks import fetch_tasks
-
-    fetch_tasks(names or (), out, force=force, notify=typer.echo)
-
-
-@data.command("make-tasks")
-def data_make_tasks(
-    out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
-) -> None:
-    """Make evaluation tasks from held-out modules. `data prepare --source python-stdlib` holds them out."""
-    from llmfoundry_lite.prepare.make_tasks import make_tasks
-
-    make_tasks(out, notify=typer.echo)
 
 
 @data.command("show")

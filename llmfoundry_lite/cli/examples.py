@@ -12,8 +12,6 @@ report runs/a100 runs/mi250 --price A100-80GB=2.5 --price MI250=1.2 --out compar
 compare results/icl-zero-shot/base.json results/icl-zero-shot/ours.json --out compared
 replay runs/mpt-1b ba100..ba110 -n 8
 data prepare my-texts/ --out data/mine --tokenizer train:32768 --max-seq-len 2048
-data fetch-tasks arc_easy lambada_openai
-data make-tasks --out data/eval
 data show runs/mpt-1b --batch 1200 --loss
 checkpoint ls runs/mpt-1b
 checkpoint inspect runs/mpt-1b/checkpoints/ba200 --tensors

@@ -317,6 +317,9 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
     needs_fsdp = {
         "fsdp_config.offload_optimizer": config.sharding.offload_optimizer,
         "exact_sums in 16 bits": config.exact_sums and config.precision.startswith("amp_"),
+        "activation_checkpointing of compiled blocks": (
+            config.sharding.activation_checkpointing and config.compile_config is not None
+        ),
     }
     for what in (what for what, is_asked_for in needs_fsdp.items() if is_asked_for):
         if config.sharding.plain_on_one_device:

@@ -288,8 +288,8 @@ def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
     ]
     if not names:
         raise ConfigError(
-            f"command line: no YAML file given, and of no task in {folder}/ are the data here; `llmfoundry-lite data "
-            "fetch-tasks` fetches the public ones, `llmfoundry-lite data make-tasks` makes our own"
+            f"command line: no YAML file given, and of no task in {folder}/ are the data here; in a clone, "
+            "`python scripts/fetch_tasks.py` fetches the public ones, `python scripts/make_tasks.py` makes our own"
         )
     return Layer(folder, {"icl_tasks": names})
 

@@ -1,7 +1,7 @@
 """The cache of shards on a node: downloads them when needed, verifies each once, and evicts beyond `cache_limit`.
 
-The processes of a node share four columns of the table: `state`; `has_come`, whether a shard came from the remote in
-this launch; `verified`, the state of its file when it was found whole, or 0; `read_at`, when it was last read.
+The processes of a node share four columns of the table: `state`; `has_come`, whether a shard here is a copy that came
+from the remote; `verified`, the state of its file when it was found whole, or 0; `read_at`, when it was last read.
 """
 
 import fcntl
@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from threading import Lock
 from time import sleep, time_ns
 from typing import Any
@@ -38,7 +37,7 @@ class ShardCache:
     A process that waits for another's download tries itself when that one fails, so none waits for ever.
     """
 
-    def __init__(self, folders: Sequence[ShardFolder], path: Path, facts: dict[str, Any], cache_limit: int | None):
+    def __init__(self, folders: Sequence[ShardFolder], path: str, facts: dict[str, Any], cache_limit: int | None):
         """Map the table at `path`. `cache_limit` is in bytes."""
         self.folders = folders
         self.table = ShardTable(np.load(path, mmap_mode="r+"), facts)
@@ -51,7 +50,9 @@ class ShardCache:
         """Note which shards are in their folders. One process of a node does that, before any reads."""
         for i, folder in enumerate(self.folders):
             rows = self.table.of_stream(i)
-            rows["state"] = np.where(folder.find_present(rows), HERE, ABSENT)
+            found = folder.find_present(rows)
+            rows["state"] = np.where(found, HERE, ABSENT)
+            rows["has_come"] = found & folder.has_downloads_alone
 
     def check_limit(self) -> None:
         """Raise DataError for a `cache_limit` that is too small for these shards."""
@@ -139,21 +140,23 @@ class ShardCache:
 
     def _fetch(self, shard: int, damage: str = "") -> None:
         """Bring a shard that is missing or has this damage, or wait for the process that does."""
+        folder = self._folder(shard)
         with self._locked():
             is_ours = self._state[shard] != COMING
             if is_ours:
                 if self._state[shard] == ABSENT and self.cache_limit:
                     self._make_room(shard)
-                self._state[shard] = COMING
+                self._state[shard], self._has_come[shard] = COMING, bool(folder.remote)
         if not is_ours:
             while self._state[shard] == COMING:
                 sleep(TICK_SECONDS)
             return
-        folder, found = self._folder(shard), ABSENT
+        found = ABSENT
         try:
             damage = damage and self._find_damage(shard)  # unless somebody has mended it since
             self._verified[shard] = 0
-            self._has_come[shard] |= folder.bring(self._reader(shard), again=bool(damage))
+            has_come = folder.bring(self._reader(shard), again=bool(damage))
+            self._has_come[shard] = has_come or folder.has_downloads_alone
             found = HERE
         except Exception as error:
             where = f"from {folder.remote}" if folder.remote else "which is not there, and no `remote` has it"
@@ -188,20 +191,18 @@ class ShardCache:
         return sum(os.stat(os.path.join(folder.path, INDEX)).st_size for folder in self.folders if folder.remote)
 
     def _make_room(self, shard: int) -> None:
-        """Remove the shards that were read longest ago, until this one fits."""
+        """Remove the downloads that were read longest ago, until this one fits."""
         assert self.cache_limit
-        room = self.cache_limit - self._index_bytes - int(self._sizes[self._state != ABSENT].sum())
+        taken = self._sizes[self._has_come & (self._state != ABSENT)]
+        room = self.cache_limit - self._index_bytes - int(taken.sum())
         while room < self._sizes[shard]:
-            removable = np.flatnonzero((self._state == HERE) & (self._sizes > 0))
+            removable = np.flatnonzero(self._has_come & (self._state == HERE))
             if not len(removable):
                 return
             oldest = int(removable[self._read_at[removable].argmin()])
-            self._remove(oldest)
+            self._folder(oldest).remove(self._reader(oldest))
+            self._state[oldest], self._verified[oldest] = ABSENT, 0
             room += int(self._sizes[oldest])
-
-    def _remove(self, shard: int) -> None:
-        self._folder(shard).remove(self._reader(shard), has_come=bool(self._has_come[shard]))
-        self._state[shard], self._verified[shard], self._has_come[shard] = ABSENT, 0, False
 
 
 def _state_of(path: str) -> int:

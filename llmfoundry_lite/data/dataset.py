@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NoReturn
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches
 from llmfoundry_lite.data.cache import ShardCache
+from llmfoundry_lite.data.folder_locks import hold_folder, shared_memory_folder
 from llmfoundry_lite.data.order import (
     DEFAULT_WINDOW_SAMPLES,
     MAX_UNITS,
@@ -35,17 +36,9 @@ from llmfoundry_lite.data.order import (
 )
 from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer, check_length, length_in
 from llmfoundry_lite.data.shard_table import read_indexes
-from llmfoundry_lite.data.shared_memory import (
-    Registration,
-    clean_stale_shared_memory,
-    one_start_at_a_time,
-    register_folders,
-    wait_for_folders,
-)
 from llmfoundry_lite.data.stages import StagedOrder
 from llmfoundry_lite.data.streams import build_stages
 from llmfoundry_lite.errors import DataError, OtherDataError, TransientDataError, UserError, list_names, one_line
-from llmfoundry_lite.files import open_own
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
@@ -109,12 +102,12 @@ class TextDataset(IterableDataset):
         self.first_batches = first_batches(
             config, "train_loader.dataset", max_duration, global_batch_size, self.max_seq_len
         )
-        self.registration: Registration | None = None
+        self._locks: list[BinaryIO] = []
         try:
             self._open(drop_last=drop_last and not evaluation)
         except BaseException:
-            if self.registration is not None:
-                self.registration.release()
+            for lock in self._locks:  # now, although the error may keep this object alive
+                lock.close()
             raise
 
     def _open(self, *, drop_last: bool) -> None:
@@ -124,15 +117,18 @@ class TextDataset(IterableDataset):
             limit = self.config.cache_limit
             cache_limit = bytes_to_int(limit) if isinstance(limit, str) else limit
         what += " " + ", ".join(folder.remote or folder.path for folder in self.folders)
-        launch_id, note = broadcast_json(secrets.token_hex(8)), None
+        launch_id, note, table = broadcast_json(secrets.token_hex(8)), None, None
         with failing_together(what):
             if self.rank.local_rank == 0:
-                note = self._write_table(launch_id)
+                self._hold_folders(launch_id, alone=True)
+                table, facts = self._write_table()
+                note = f"/proc/{os.getpid()}/fd/{table.fileno()}", facts
         notes = all_gather_json(note)
         with failing_together(what):
+            if self.rank.local_rank > 0:
+                self._hold_folders(launch_id, alone=False)
             path, facts = note or notes[self.rank.rank - self.rank.local_rank]
-            self.registration = self.registration or Registration(Path(path))
-            self.cache = ShardCache(self.folders, self.registration.table_path, facts, cache_limit)
+            self.cache = ShardCache(self.folders, path, facts, cache_limit)
             if self.rank.local_rank == 0:
                 self.cache.check_limit()
                 self.cache.find_present()
@@ -141,31 +137,33 @@ class TextDataset(IterableDataset):
             self.stages = StagedOrder(orders, self.first_batches)
             self._shard_begins = max(orders, key=lambda order: len(order.shard_begins)).shard_begins
         check_alike(all_gather_json(self._describe()))
-        self.registration.table_path.unlink(missing_ok=True)  # all ranks have it open, and nothing is left of it
+        if table is not None:
+            table.close()  # all ranks of the node have it open
 
-    def _write_table(self, launch_id: str) -> tuple[str, dict[str, Any]]:
-        with one_start_at_a_time():
-            clean_stale_shared_memory()
-            wait_for_folders([folder.path for folder in self.folders if folder.remote], launch_id)
-            self.registration = register_folders([folder.path for folder in self.folders], launch_id)
+    def _hold_folders(self, launch_id: str, *, alone: bool) -> None:
+        """Lock all folders until this process ends; `alone`: those that are downloaded into for this launch alone."""
+        for folder in sorted(self.folders, key=lambda folder: os.path.realpath(folder.path)):  # so that no two deadlock
+            os.makedirs(folder.path, exist_ok=True)
+            lock = hold_folder(folder.path, launch_id, alone=alone and bool(folder.remote))
+            self._locks += [lock] if lock else []
+
+    def _write_table(self) -> tuple[IO[bytes], dict[str, Any]]:
+        """Write the table of shards into shared memory, as a file without a name, which no kill can leave behind."""
         rows, facts = read_indexes(
             [folder.fetch_index() for folder in self.folders],
             [folder.stream.validate_hash for folder in self.folders],
             allow_unhashed_shards=self.config.allow_unhashed_shards,
         )
         try:
-            with open(self.registration.table_path, "xb", opener=open_own) as file:
-                np.save(file, rows)
-        except FileExistsError as error:
-            raise DataError(
-                f"{self.registration.table_path} is there already, and not this run's; try again"
-            ) from error
+            table = TemporaryFile(dir=shared_memory_folder())  # noqa: SIM115 (until all ranks have opened it)
+            np.save(table, rows)
+            table.flush()
         except OSError:
             raise DataError(
-                f"no space left in {self.registration.path.parent} for the table of shards, about 150 bytes for each; "
+                f"no space left in {shared_memory_folder()} for the table of shards, about 150 bytes for each; "
                 "make it larger (a container's with --shm-size, or --ipc=host)"
             ) from None
-        return str(self.registration.path), facts
+        return table, facts
 
     def _build_order(self, streams: dict[int, Stream], drop_last: bool) -> SampleOrder:
         """Build the order of a stage. Streams that only later stages have take no part in its fingerprint."""

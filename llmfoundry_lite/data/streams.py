@@ -1,7 +1,7 @@
 """The folders and remotes of a data set: checks, downloads and removal of their files.
 
-No download gets its name before it has been checked against `index.json`. Nothing is removed before the remote has
-shown that it holds it too. `cache.py` decides which shard is brought or removed, and when.
+No download gets its name before it has been checked against `index.json`. Nothing is removed that has not come from the
+remote. `cache.py` decides which shard is brought or removed, and when.
 """
 
 import filecmp
@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,12 @@ from streaming.base.util import retry
 from llmfoundry_lite.bounded import unpack_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import streams_of_stages
-from llmfoundry_lite.data.shared_memory import are_one_place
 from llmfoundry_lite.errors import DataError, one_line
-from llmfoundry_lite.files import open_regular
+from llmfoundry_lite.files import open_regular, write_atomically
 
 INDEX = "index.json"
+ORIGIN = "downloaded-from.txt"
+"""Tells which remote a folder is filled from that held no shard before the first download."""
 PART = ".part"
 """Ends the names of files that are on their way."""
 PART_NAME = re.compile(r".+\.\d+\.[0-9a-f]{8}\.part(\.tmp)?", re.DOTALL)
@@ -54,6 +56,18 @@ class ShardFolder:
     def remedy(self) -> str:
         return "delete it, and it is downloaded again" if self.remote else "prepare the data again"
 
+    @property
+    def _origin(self) -> str:
+        """A hash of the remote, whose URL may have a password in it."""
+        return xxhash.xxh3_128_hexdigest(f"{self.remote} {self.stream.split}".encode())
+
+    @cached_property
+    def has_downloads_alone(self) -> bool:
+        """Whether all shards here have come from the remote, in this launch or an earlier one."""
+        with suppress(OSError), open(os.path.join(self.path, ORIGIN), "rb", opener=open_regular) as file:
+            return bool(self.remote) and file.read(64) == self._origin.encode()
+        return False
+
     def fetch_index(self) -> Path:
         """Return the path of `index.json`, downloaded if there is a remote. Raises DataError if another one is here."""
         path = Path(self.path, INDEX)
@@ -73,6 +87,7 @@ class ShardFolder:
             ) from error
         if not any(".mds" in name for name in self._list_files()):
             os.replace(arrived, path)
+            write_atomically(Path(self.path, ORIGIN), self._origin)
             return path
         is_same = path.exists() and filecmp.cmp(arrived, path, shallow=False)
         os.remove(arrived)
@@ -121,7 +136,7 @@ class ShardFolder:
         part = os.path.join(self.path, part_name(raw.basename))
         unpack_shard(zip_path, reader, part)
         os.replace(part, raw_path)
-        if self.remote and not self.stream.keep_zip and not self.why_only_copy(zipped, has_come=bool(damage)):
+        if self.remote and not self.stream.keep_zip and (damage or self.has_downloads_alone):
             _remove(zip_path)
         return bool(damage)
 
@@ -143,36 +158,9 @@ class ShardFolder:
             os.remove(arrived)
         raise DataError(f"it arrives damaged, twice: {damage}")
 
-    def why_only_copy(self, info: FileInfo, has_come: bool) -> str:
-        """Say why a file here may be the only copy; empty if the remote has it too.
-
-        A file that has come from the remote in this launch is there. Any other is compared with the remote, which takes
-        a download unless the remote is a folder.
-        """
+    def remove(self, reader: MDSReader) -> None:
+        """Remove a shard, which must be a copy of the remote's."""
         assert self.remote, "the only copy of a shard is never removed"
-        there = os.path.join(self.remote, self.stream.split, info.basename)
-        if _path_of(self.remote) is not None:
-            here = os.path.join(self.path, info.basename)
-            if not os.path.isfile(there) or os.path.getsize(there) != info.bytes:
-                return f"{there} is not there or not whole"
-            if os.path.realpath(there) == os.path.realpath(here) and not os.path.islink(here):
-                return f"{there} leads to {here}"
-            return "" if has_come or not (damage := find_damage(there, info)) else f"{there} is damaged: {damage}"
-        if has_come:
-            return ""
-        try:
-            _remove(self._download_whole(info))
-        except Exception as error:
-            return f"{there} cannot be compared with it ({one_line(error)})"
-        return ""
-
-    def remove(self, reader: MDSReader, has_come: bool) -> None:
-        """Remove a shard. Raises DataError where that could lose it."""
-        if reason := self.why_only_copy(reader.zip_data or reader.raw_data, has_come):
-            raise DataError(
-                f"{reason}, so {self.path} may hold the only copy, and nothing is removed; complete the remote, "
-                "or leave `remote` out"
-            )
         for info in filter(None, (reader.raw_data, reader.zip_data)):
             _remove(os.path.join(self.path, info.basename))
 
@@ -240,6 +228,15 @@ def _build_stream(config: TextDatasetConfig, described: StreamConfig, where: str
     if not stream.remote:
         _check_local_folder(os.path.join(stream.local, stream.split) if stream.split else stream.local, where)
     return stream
+
+
+def are_one_place(one: str, other: str) -> bool:
+    """Return whether two paths lead to the same folder, by links, slashes or mounts of any kind."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    with suppress(OSError):
+        return os.path.samefile(one, other)
+    return False
 
 
 def _path_of(remote: str) -> str | None:

@@ -26,6 +26,8 @@ from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 INT64_BYTES = 8
 WORKSPACES_BYTES = 32 * MIB
 """Scratch memory of matrix products for each of the two threads that compute: the most on any device."""
+TIMING_BYTES = 50 * MIB
+"""Buffer with which a compiler clears the L2 cache between two timings of a kernel: that cache's size, on an H100."""
 SMALL_BYTES = 3 * MIB // 2
 """Tensors too small to be counted, and blocks that torch's allocator does not split; by rehearsals."""
 ROUNDING = 1 / 300
@@ -88,6 +90,7 @@ def _add_the_rest(p: Portion, estimate: MemoryEstimate, device: Accelerator | No
     rounded_bytes = int(estimate.total_bytes * ROUNDING)
     rounded_bytes += (1 + slots_of(p.config)[0]) * count_rounding(p)
     libraries_bytes = 2 * (device.workspace_bytes if device is not None else WORKSPACES_BYTES)
+    libraries_bytes += TIMING_BYTES if p.config.compile_config is not None else 0
     return replace(estimate, workspaces_bytes=libraries_bytes + SMALL_BYTES + ids_bytes + rounded_bytes)
 
 

@@ -35,7 +35,8 @@ class MemoryEstimate:
     logits_bytes: int
     """One chunk of logits and the gradients that the chunked loss computes with it, or those gradients alone."""
     workspaces_bytes: int = 0
-    """Workspaces of matrix products; token ids of a batch and of three microbatches."""
+    """Workspaces of matrix products; a buffer with which a compiler times kernels; token ids of a batch and of three
+    microbatches."""
 
     @property
     def total_bytes(self) -> int:

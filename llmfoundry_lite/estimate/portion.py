@@ -56,7 +56,8 @@ class Portion:
     @property
     def casts_once(self) -> bool:
         """True: without FSDP, copies of parameters in 16 bits stay for all microbatches."""
-        return self.fsdp.plain_on_one_device and self.layout.pipeline == 1
+        recomputes_compiled = self.config.compile_config is not None and bool(self.fsdp.activation_checkpointing)
+        return self.fsdp.plain_on_one_device and self.layout.pipeline == 1 and not recomputes_compiled
 
     @property
     def is_sharded(self) -> bool:

@@ -1,4 +1,4 @@
-"""Paired significance tests of two models on the same items, the and the intervals that invert them.
+"""Paired significance tests of two models on the same items, and the intervals that invert them.
 
 The input is what each independent unit adds to a difference; compare.py decides what the units are. At every level an
 interval excludes 0 exactly when its test's p is below the level. Neither scipy nor statsmodels is a dependency, and

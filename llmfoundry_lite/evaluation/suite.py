@@ -26,7 +26,6 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
-from llmfoundry_lite.evaluation.records import ACCURACIES, score_of
 from llmfoundry_lite.evaluation.results import (
     Outline,
     ResultFiles,
@@ -39,7 +38,6 @@ from llmfoundry_lite.evaluation.tables import gauntlet_table, print_results, wri
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
-from llmfoundry_lite.report.figure import Panel, plot_curves
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
@@ -78,10 +76,7 @@ def show(config: EvalConfig, all_results: Sequence[Results], folder: Path) -> No
     if gauntlet:
         console.print()
         gauntlet_table(gauntlet, all_results).print(console)
-    written = write_suite(all_results, folder, gauntlet)
-    if config.all_checkpoints:
-        written.append(plot_learning_curves(all_results, folder / "learning.png"))
-    for path in written:
+    for path in write_suite(all_results, folder, gauntlet):
         print(printable(str(path)))
 
 
@@ -234,20 +229,6 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
         shard_model(model, fsdp, Precision(parameters=dtype, reduction=dtype), mesh)  # type: ignore[arg-type]
 
     return shard
-
-
-def plot_learning_curves(all_results: Sequence[Results], path: Path) -> Path:
-    """Draw the main metric of every task against the batch of the checkpoint, one panel for each task."""
-    panels: dict[str, Panel] = {}
-    for results in all_results:
-        name, batch = results.model.rsplit("-ba", 1)  # as expand_models put them together
-        for task, record in results.tasks.items():
-            metric, (score, error) = record["metric"], score_of(record)
-            y_label = f"accuracy ({metric})" if metric in ACCURACIES else metric.replace("_", " ")
-            panel = panels.setdefault(task, Panel(title=task, y_label=y_label, chance=record.get("chance")))
-            panel.points.setdefault(name, []).append((int(batch), score, error or 0.0))
-    plot_curves(list(panels.values()), path, x_label="batch")
-    return path
 
 
 class ProgressLine:

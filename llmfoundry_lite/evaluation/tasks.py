@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import (
     MAX_LINE_BYTES,
     MAX_LOG_BYTES,
@@ -28,8 +29,7 @@ from llmfoundry_lite.bounded import (
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.spelling import Loss, Speller, loss_from_json
 from llmfoundry_lite.data.tokenizer import Tokenizer
-from llmfoundry_lite.errors import DataError, list_names
-from llmfoundry_lite.files import without_magic
+from llmfoundry_lite.errors import DataError
 
 COLUMNS = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -110,7 +110,10 @@ class NothingToAsk(DataError):
 def read_rows(config: TaskConfig) -> list[dict[str, Any]]:
     """Return the rows of the task's file or data set. Raises DataError naming file, line and column."""
     where = config.dataset_uri
-    found = _read_hub(config) if where.startswith("hf://") else [row for row, _ in read_json_lines(config)]
+    if where.startswith("hf://"):
+        found = companions.find("readers", "hf:// data sets of tasks")(config)
+    else:
+        found = [row for row, _ in read_json_lines(config)]
     if not found:
         raise NothingToAsk(f"{config.label}: {where} has no rows")
     for number, row in enumerate(found, start=1):
@@ -156,52 +159,12 @@ def _naming_the_file(config: TaskConfig) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise DataError(
-            f"{label}: {path} does not exist; `llmfoundry-lite data fetch-tasks` fetches the public tasks, "
-            "`llmfoundry-lite data make-tasks` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's, "
+            f"{label}: {path} does not exist; in a clone, `python scripts/fetch_tasks.py` fetches the public tasks, "
+            "`python scripts/make_tasks.py` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's, "
             "skip_missing_tasks=true leaves it out"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{label}: {path} cannot be read: {error}") from error
-
-
-def _read_hub(config: TaskConfig) -> list[dict[str, Any]]:
-    import datasets
-
-    name = config.dataset_uri.removeprefix("hf://")
-    try:
-        with without_magic(name) as plain:
-            options: dict[str, Any] = {} if plain == name else {"cache_dir": f"{plain}/.cache"}
-            found = datasets.load_dataset(plain, **config.hf_loading_vars, **options)
-            rows = _plain(found.to_list()) if isinstance(found, datasets.Dataset) else []
-    except Exception as error:  # whatever the Hub or its scripts raise
-        raise DataError(f"{config.label}: {config.dataset_uri} cannot be loaded: {error}") from error
-    if not isinstance(found, datasets.Dataset):
-        raise DataError(
-            f"{config.label}: {config.dataset_uri} has splits {list_names(found)}; "
-            "choose one: hf_loading_vars: {split: …}"
-        )
-    for ours, theirs in config.hf_parsing_map.items():
-        if missing := [column for column in theirs if column not in found.column_names]:
-            raise DataError(
-                f"{config.label}: hf_parsing_map: {ours}: {config.dataset_uri} has no column {missing[0]!r}; "
-                f"there are: {list_names(found.column_names)}"
-            )
-    if not config.hf_parsing_map:
-        return rows
-    return [
-        # A single column as it is, a list or a number too; several as one text.
-        {o: row[t[0]] if len(t) == 1 else " ".join(str(row[c]) for c in t) for o, t in config.hf_parsing_map.items()}
-        for row in rows
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """Turn what JSON has no word for into text: dates, times, decimals and bytes, at any depth."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _check_row(row: dict[str, Any], config: TaskConfig, where: str) -> None:

@@ -48,20 +48,16 @@ def validation_losses(record: Record) -> dict[str, Any]:
 
 
 def missing_lines(here: Iterable[bytes], carried: Sequence[bytes]) -> list[bytes]:
-    """Return the lines of a checkpoint's log from the first one on that is not here.
-
-    Appended, they void the branch that was trained here from that batch on: the checkpoint does not come from it.
-    """
+    """Return the lines of a checkpoint's log from the first one on that is not here. Appended, they void the branch
+    that was trained here from that batch on: the checkpoint does not come from it."""
     known = set(here)
     first = next((i for i, line in enumerate(carried) if line not in known), len(carried))
     return list(carried[first:])
 
 
 def merge_logs(here: bytes, carried: bytes) -> list[bytes]:
-    """Return the lines here with the missing ones of the newest checkpoint's log.
-
-    Lines written here after that checkpoint stay behind it: the run carried on from it here.
-    """
+    """Return the lines here with the missing ones of the newest checkpoint's log. Lines written here after that
+    checkpoint stay behind it: the run carried on from it here."""
     ours = here.splitlines(keepends=True)
     theirs = [line for line, _ in read_lines(carried)]
     missing = missing_lines(ours, theirs)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.manifest import Segment, encode_segment
+from llmfoundry_lite.checkpoint.manifest import Segment, encode_record
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.blocks import find_blocks
 from llmfoundry_lite.config.changes import find_changes
@@ -56,7 +56,7 @@ MAX_RATE_DIFFERENCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ReplayPlan:
     """Batches to train again, and what the run recorded of them."""
 
     where: str
@@ -101,11 +101,9 @@ class Verdict(NamedTuple):
 # ------------------------------------------------------------------------------------------------------ what to train
 
 
-def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = False) -> Plan:
+def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = False) -> ReplayPlan:
     """Choose the checkpoint, and read what the run recorded. Raises ConfigError, DataError and CheckpointError.
-
-    `states` is ba100..ba110; None: from the last checkpoint but one to the last.
-    """
+    `states` is ba100..ba110; None: from the last checkpoint but one to the last."""
     bounds = re.fullmatch(r"ba(\d+)\.\.ba(\d+)", states or "ba0..ba1")
     if bounds is None or int(bounds[1]) >= int(bounds[2]):
         raise ConfigError(f"{states} given, expected two states of the run, the earlier first: ba100..ba110")
@@ -133,7 +131,7 @@ def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = 
     digests = {record["state/batch"]: record[STATE] for record in logged}
     saved = {one.manifest.timestamp.batch: one.manifest.state_digest for one in [*later, *([start] if start else [])]}
     digests |= {batch: digest for batch, digest in saved.items() if digest is not None}
-    return Plan(
+    return ReplayPlan(
         where=where,
         config=config,
         start=start,
@@ -165,7 +163,7 @@ def _segments_of(run: Run, later: list[Checkpoint], first: int, last: int) -> tu
 
 
 def write_replay(
-    plan: Plan,
+    plan: ReplayPlan,
     folder: Path,
     num_ranks: int,
     changes: Sequence[str] = (),
@@ -207,13 +205,13 @@ def write_replay(
             advice=", or use what it recorded with --use-recorded-remote",
         )
         values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
-    (folder / RECORDED).write_text(json.dumps([encode_segment(segment) for segment in plan.segments]))
+    (folder / RECORDED).write_text(json.dumps([encode_record(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
     path.write_text(dump_record(as_given(values | own), keep_variables=False))
     return str(path)
 
 
-def _layout_for(plan: Plan, values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+def _layout_for(plan: ReplayPlan, values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """Return keys that the number of ranks here decides, and the size of the run's microbatches."""
     last = plan.segments[-1] if plan.segments else None
     found: dict[str, Any] = {}
@@ -227,7 +225,7 @@ def _layout_for(plan: Plan, values: dict[str, Any], num_ranks: int) -> dict[str,
     return found
 
 
-def _refuse_another_run(plan: Plan, here: dict[str, Any], given: Sequence[str]) -> None:
+def _refuse_another_run(plan: ReplayPlan, here: dict[str, Any], given: Sequence[str]) -> None:
     """Raise ConfigError for a key of the command line that makes it another run."""
     found = find_changes(plan.config, here)
     for change in (*found["never"], *found["logged"]):
@@ -236,7 +234,7 @@ def _refuse_another_run(plan: Plan, here: dict[str, Any], given: Sequence[str]) 
             raise ConfigError(f"replay: {change} would be another run; leave it out")
 
 
-def _check_ranks(plan: Plan, config: TrainConfig, num_ranks: int) -> Layout:
+def _check_ranks(plan: ReplayPlan, config: TrainConfig, num_ranks: int) -> Layout:
     """Return the layout. Raises ConfigError for ranks that cannot share a batch, or not in the run's microbatches."""
     batch, size = config.global_train_batch_size, 1
     if config.exact_sums and plan.segments:
@@ -259,7 +257,7 @@ def _check_ranks(plan: Plan, config: TrainConfig, num_ranks: int) -> Layout:
     return layout
 
 
-def _check_tokenizer(plan: Plan, config: TrainConfig) -> None:
+def _check_tokenizer(plan: ReplayPlan, config: TrainConfig) -> None:
     """Raise ConfigError for a tokenizer here that is not the run's."""
     name, there = config.tokenizer.name, plan.start and plan.start.manifest.fingerprints.get("tokenizer")
     if there and is_local_or_cached(name) and (here := load_tokenizer(name).fingerprint) != there:
@@ -282,7 +280,7 @@ def for_a_replay(error: UserError) -> UserError:
 # --------------------------------------------------------------------------------------------------- what came of it
 
 
-def compare(plan: Plan, folder: Path) -> Verdict:
+def compare(plan: ReplayPlan, folder: Path) -> Verdict:
     """Compare the records of a replay that has ended well with the run's."""
     begun = json.loads((folder / BEGUN).read_text())
     if other := begun.get("other_data"):

@@ -1,31 +1,25 @@
 """status.json in the run directory: how the last launch ended. launches.jsonl: each launch's beginning and end.
 
 status.json has `running | done | stopped | preempted | failed`, the last batch, the reason and, while a run runs, its
-process: a launch that is refused must not touch it then. A process that is killed or aborted writes nothing: its guard,
-a process of its own, then does.
+process: a launch that is refused must not touch it then. A process that is killed or aborted writes nothing: whoever
+reads sees that it is gone.
 """
 
 import contextlib
 import json
-import os
-import select
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_NOTE_BYTES, parse_json, read_at_most, read_lines_at_most
+from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json, read_at_most
 from llmfoundry_lite.errors import UserError, mask_credentials
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks import ending, siblings
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
 from llmfoundry_lite.ranks.rank import step_over_nodes, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 STATUS = "status.json"
 SAVES_STAND = "the newest save stands, if there is one"
@@ -53,10 +47,8 @@ def write_status(
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Return the last launch's status; None if there is none.
-
-    A launch whose process is gone has failed, or was preempted if it had been asked to leave.
-    """
+    """Return the last launch's status; None if there is none. A launch whose process is gone has failed, or was
+    preempted if it had been asked to leave."""
     content = _read(folder)
     if content is None or content.get("status") != "running" or is_running(content):
         return content
@@ -64,46 +56,6 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     gone = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
     status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
     return {"status": status, "batch": content.get("batch", 0), "reason": reason}
-
-
-def seconds_between_failures(folder: Path) -> float | None:
-    """Return the mean time between failures of this folder's launches, start-up included; None without failures.
-
-    A launch without a line for its end counts as a failure of no length.
-    """
-    seconds, num_failures, begun = 0.0, 0, None
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        for line in read_lines_at_most(folder / LAUNCHES, MAX_LOG_BYTES, LAUNCHES):
-            event = parse_json(line)
-            if event["status"] == "running":
-                num_failures += begun is not None
-                begun = event
-            elif begun is not None and event["has_begun"]:
-                is_one_boot = begun.get("boot") is not None and begun["boot"] == event.get("boot")
-                clock = "uptime" if is_one_boot else "time"
-                seconds += max(0.0, event[clock] - begun[clock])
-                num_failures += event["status"] == "failed"
-                begun = None
-    return seconds / num_failures if num_failures and seconds > 0 else None
-
-
-def start_guard(folder: Path) -> None:
-    """Start a process that outlives this one, and writes its status if it has not done so itself."""
-    command = [sys.executable, "-m", __name__, str(folder.resolve()), str(os.getpid())]
-    root, silent = Path(__file__).resolve().parents[1], subprocess.DEVNULL
-    with contextlib.suppress(OSError):  # a machine that has no room for it is no reason to fail
-        subprocess.Popen(command, cwd=root, start_new_session=True, stdin=silent, stdout=silent, stderr=silent)
-
-
-def guard(folder: Path, pid: int) -> None:
-    """Wait until process `pid` has ended, and write its status if it has not."""
-    for number in LEAVING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # meant for the process that is guarded
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(pid)], [], [])
-    found = read_status(folder)
-    if found is not None and found != _read(folder):
-        write_status(folder, found["status"], found["batch"], found["reason"])
 
 
 def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> None:
@@ -140,10 +92,8 @@ def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def hear_of_other_nodes(folder: Path) -> None:
-    """Let this rank, when it is asked to leave, look whether a rank of another node has recorded a failure here.
-
-    That rank records it before it ends, and `srun` ends the others afterwards: nobody has to wait for the record.
-    """
+    """Let this rank, when it is asked to leave, look whether a rank of another node has recorded a failure here. That
+    rank records it before it ends, and `srun` ends the others afterwards: nobody has to wait for the record."""
     siblings.failure_elsewhere = lambda: failure_on_another_node(folder)
 
 
@@ -181,7 +131,3 @@ def _read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if is_sound(content) else None
-
-
-if __name__ == "__main__":
-    guard(Path(sys.argv[1]), int(sys.argv[2]))

@@ -76,7 +76,9 @@ def shard_model(
         round_tied_gradients(model.transformer.wte)
     # Exact sums see each use of a parameter in its own dtype, which a copy for the block would add up.
     sees_copies = sums is not None and precision.parameters != torch.float32
-    casts_once = fsdp.plain_on_one_device and "pipeline" not in names_of(mesh)
+    # What a compiler leaves to be recomputed eagerly would meet the fp32 parameters again.
+    recomputes_compiled = compile_config is not None and bool(fsdp.activation_checkpointing)
+    casts_once = fsdp.plain_on_one_device and "pipeline" not in names_of(mesh) and not recomputes_compiled
     is_plain = (compile_config is None or casts_once) and not fsdp.offload_optimizer and not sees_copies
     if data_mesh.size() == 1 and is_plain:
         prepare_for_one_device(model, fsdp, precision, compile_config, casts_once=casts_once)

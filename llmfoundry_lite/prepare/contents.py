@@ -1,14 +1,11 @@
 """Readers of one input file: whole text, lines, rows of CSV, rows of parquet and arrow.
 
-A small file may decompress to any size. So no document of a compressed file may exceed MAX_DOCUMENT_BYTES, nor may a
-compressed table have MAX_RATIO times the bytes of its file.
+A small file may decompress to any size. So no document of a compressed file may exceed MAX_DOCUMENT_BYTES.
 """
 
 import csv
-import errno
 import gzip
 import io
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +22,6 @@ MAX_DOCUMENT_BYTES = MAX_LINE_BYTES
 """Bytes of one document in a compressed file: 60 KB of .zst can hold gigabytes of the same letter."""
 MAX_PLAIN_BYTES = MAX_LOG_BYTES
 """Bytes of one document in a file that is not compressed: it is read whole."""
-MAX_RATIO = 100
-"""A .parquet is packed inside: packed again, it loses little."""
 OTHER_ENCODING = "; --encoding names another encoding"
 
 
@@ -201,8 +196,6 @@ def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
     if path.suffix == ".arrow":
         with arrow_errors(path, "is damaged"):
             yield from ((batch.num_rows, batch.nbytes) for batch in open_arrow(path)[1])
-    elif path.suffix in COMPRESSED_SUFFIXES:
-        yield 0, size_bytes
     else:
         metadata = open_parquet(path).metadata
         for index in range(count := metadata.num_row_groups):
@@ -211,18 +204,14 @@ def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def read_table(path: Path, start: int, end: int, wanted: Sequence[str]) -> Iterator[Mapping[str, Any] | Bad]:
-    """Read the rows of row groups or record batches [start, end): the `wanted` columns, or all if one is not there.
-
-    Of a parquet file that is compressed as a whole, all row groups.
-    """
+    """Read the rows of row groups or record batches [start, end): the `wanted` columns, or all if one is not there."""
     with arrow_errors(path, "is damaged"):
         if path.suffix == ".arrow":
             schema, batches = open_arrow(path)
             batches = islice(batches, start, end)
         else:
             parquet = open_parquet(path)
-            schema, groups = parquet.schema_arrow, list(range(parquet.num_row_groups))
-            groups = groups if path.suffix in COMPRESSED_SUFFIXES else groups[start:end]
+            schema, groups = parquet.schema_arrow, list(range(parquet.num_row_groups))[start:end]
             columns = list(wanted) if has_all(schema, wanted) else None
             batches = parquet.iter_batches(batch_size=1024, row_groups=groups, columns=columns)
         check_names_differ(path, schema.names, wanted)
@@ -266,31 +255,7 @@ def open_parquet(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     with arrow_errors(path, "is not a parquet file"):
-        return pq.ParquetFile(decompressed_copy(path) if path.suffix in COMPRESSED_SUFFIXES else path)
-
-
-def decompressed_copy(path: Path) -> BinaryIO:
-    """Decompress a file into a temporary one without a name."""
-    copy: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's, and gone when it is
-    try:
-        room = max(MAX_DOCUMENT_BYTES, MAX_RATIO * path.stat().st_size)
-        with open_content(path) as (file, _):
-            while piece := file.read(BLOCK_BYTES):
-                if (room := room - len(piece)) < 0:
-                    raise DataError(
-                        f"{path} decompresses to more than {MAX_RATIO} times its size, as no table does; "
-                        "decompress it, if that is meant"
-                    )
-                copy.write(piece)
-        copy.seek(0)
-    except (OSError, DataError) as error:
-        copy.close()
-        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DataError(
-            f"{path}: no space left in {tempfile.gettempdir()} to decompress it; free some, or set TMPDIR"
-        ) from error
-    return copy
+        return pq.ParquetFile(path)
 
 
 def open_arrow(path: Path) -> tuple[Any, Iterator[Any]]:

@@ -1,12 +1,12 @@
 """The list of input files: expansion of the paths, folders and globs of `--source`.
 
-A folder's own files come before those that a link leads to, and a file with several names is read under the first. A
-link to a folder is followed, once, so that a circle of links ends.
+A file with several names is read under the first, and under its own before those of links. A link to a folder is
+followed, once, so that a circle of links ends.
 """
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,13 @@ SUFFIXES = {
     "table": (".parquet", ".arrow"),
 }
 READABLE = (
-    "{.txt, .md, .jsonl, .json, .ndjson, .csv, .tsv, .parquet}, plain, .gz or .zst; or .arrow, as datasets saves it"
+    "{.txt, .md, .jsonl, .json, .ndjson, .csv, .tsv}, plain, .gz or .zst; .parquet; or .arrow, as datasets saves it"
 )
 
 DATASET_FILES = ("dataset_info.json", "state.json")
 """Names of the files that `datasets` writes beside its .arrow files."""
 SPLITS_FILE = "dataset_dict.json"
 """Name of the file that `datasets` writes above the folders of several splits."""
-
-Entry = tuple[bool, Path]
-"""A file, and whether a link leads to it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,6 +54,10 @@ class Listing:
             )
         self.unreadable.append(f"{path}: {reason}")
 
+    def leave_out_folder(self, error: OSError) -> None:
+        """Do the same for a folder that cannot be listed."""
+        self.leave_out(Path(error.filename), error.strerror or str(error))
+
 
 def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
     """List the files of paths, folders (recursively) and globs, in the order given; within a folder or glob by path.
@@ -68,13 +69,12 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
     names: dict[tuple[int, int], Path] = {}
     for source in sources:
         num_ignored, chosen = found.num_ignored, list[tuple[Path, int]]()
-        entries = sorted(expand(source, found), key=lambda entry: (entry[0], entry[1].as_posix()))
-        if not entries and found.num_ignored == num_ignored and not found.unreadable:
-            raise DataError(f"{source} is an empty folder; expected files: {READABLE}")
-        if not any(kind_of(path) for _, path in entries) and not found.unreadable:
-            raise DataError(f"{source}: nothing here can be read; expected {READABLE}")
-        for _, path in entries:
-            if kind_of(path) is None:
+        paths = sorted(expand(source, found), key=lambda path: (os.path.islink(path), path.as_posix()))
+        for path in paths:
+            if not os.path.exists(path):
+                is_link = os.path.islink(path)
+                found.leave_out(path, f"it is {dead_link(path)}" if is_link else "No such file or directory")
+            elif not is_readable_kind(path):
                 found.num_ignored += 1
             elif not os.access(path, os.R_OK):
                 found.leave_out(path, "Permission denied")
@@ -84,6 +84,13 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
                 found.repeated.append(f"{path} is the same file as {first}")
             elif path not in found.files:
                 chosen.append((path, status.st_size))
+        if not any(map(is_readable_kind, paths)) and not found.unreadable:
+            is_empty = not paths and found.num_ignored == num_ignored
+            raise DataError(
+                f"{source} is an empty folder; expected files: {READABLE}"
+                if is_empty
+                else f"{source}: nothing here can be read; expected {READABLE}"
+            )
         found.files |= sorted(chosen, key=lambda item: item[0].as_posix())
     if not found.files:
         raise DataError(f"{' '.join(sources)}: no file can be read ({'; '.join(found.unreadable[:3])})")
@@ -91,21 +98,25 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the key of SUFFIXES that a file belongs to, whether compressed or not; None for what is not read."""
-    compressed = path.suffix in COMPRESSED_SUFFIXES
-    suffix = path.with_suffix("").suffix if compressed else path.suffix
-    if compressed and suffix == ".arrow":
-        return None
-    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+    """Return the key of SUFFIXES that a file belongs to; None for what is not read. Tables are not compressed again."""
+    is_compressed = path.suffix in COMPRESSED_SUFFIXES
+    suffix = path.with_suffix("").suffix if is_compressed else path.suffix
+    kind = next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+    return None if is_compressed and kind == "table" else kind
 
 
-def expand(source: str, found: Listing) -> list[Entry]:
-    """Return the files that a path, folder or glob stands for."""
+def is_readable_kind(path: Path) -> bool:
+    """Return whether a path is a file, no pipe or device, of a kind that is read."""
+    return kind_of(path) is not None and os.path.isfile(path)
+
+
+def expand(source: str, found: Listing) -> Iterable[Path]:
+    """Return what is no folder of all that a path, folder or glob stands for."""
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
-        return list(walk(path, found))
+        return walk(path, found)
     if os.path.isfile(path):
-        return [(False, path)]
+        return [path]
     if os.path.islink(path):
         raise DataError(f"{source} is {dead_link(path)}")
     # A folder that exists stands for itself: `run[1]/*.txt` never means run1.
@@ -118,11 +129,8 @@ def expand(source: str, found: Listing) -> list[Entry]:
     matches = [match for match in matches if "**" not in pattern.parts or not os.path.isdir(match)]
     if not matches:
         raise DataError(f"{source}: {'no file matches' if glob.has_magic(source) else 'no such file or folder'}")
-    entries: list[Entry] = []
-    for match in filter(os.path.lexists, matches):  # what lies in a closed folder is not there to us
-        is_linked = os.path.realpath(match) != os.path.abspath(match)
-        entries += walk(match, found) if os.path.isdir(match) else look_at(match, is_linked, found)
-    return entries
+    matches = filter(os.path.lexists, matches)  # what lies in a closed folder is not there to us
+    return [path for match in matches for path in (walk(match, found) if os.path.isdir(match) else [match])]
 
 
 def closed_folders(pattern: Path) -> dict[Path, str]:
@@ -140,45 +148,22 @@ def closed_folders(pattern: Path) -> dict[Path, str]:
     return reasons
 
 
-def walk(folder: Path, found: Listing) -> Iterator[Entry]:
-    """Yield the files below a folder."""
-    seen: dict[tuple[int, int], Path] = {}
-    folders, links = [folder], list[Path]()
-    behind_link = False
-    while folders or links:
-        behind_link = behind_link or not folders
-        place = folders.pop() if folders else links.pop(0)
-        try:
-            status = place.stat()
-            names = sorted(os.listdir(place))
-        except OSError as error:
-            found.leave_out(place, error.strerror or str(error))
-            continue
-        first = seen.setdefault((status.st_dev, status.st_ino), place)
+def walk(folder: Path, found: Listing) -> Iterator[Path]:
+    """Yield what is no folder below a folder. Links to folders are followed after the folders beside them."""
+    seen: dict[str, str] = {}
+    for place, folders, names in os.walk(folder, onerror=found.leave_out_folder, followlinks=True):
+        first = seen.setdefault(os.path.realpath(place), place)
         if first != place:
             found.repeated.append(f"{place} is the same folder as {first}")
+            folders.clear()
             continue
-        chosen, left_out = saved_data_set(place, names, found.split)
-        found.num_ignored += sum(num_files(place / name) for name in left_out if not name.startswith("."))
-        for path in (place / name for name in chosen if not name.startswith(".")):
-            is_link = os.path.islink(path)
-            if os.path.isdir(path):
-                (links if is_link else folders).append(path)
-            else:
-                yield from look_at(path, is_link or behind_link, found)
-
-
-def look_at(path: Path, is_linked: bool, found: Listing) -> list[Entry]:
-    """Return the file of a name that is no folder's; if there is none, note it and return nothing."""
-    if os.path.isfile(path):
-        return [(is_linked, path)]
-    if os.path.islink(path):
-        found.leave_out(path, f"it is {dead_link(path)}")
-    elif os.path.lexists(path):
-        found.num_ignored += 1  # a pipe, a device
-    else:
-        found.leave_out(path, "No such file or directory")
-    return []
+        chosen, left_out = saved_data_set(Path(place), [*folders, *names], found.split)
+        found.num_ignored += sum(num_files(Path(place, name)) for name in left_out if not name.startswith("."))
+        chosen = [name for name in sorted(chosen) if not name.startswith(".")]
+        yield from (Path(place, name) for name in chosen if name not in folders)
+        folders[:] = sorted(
+            set(folders).intersection(chosen), key=lambda name: (os.path.islink(Path(place, name)), name)
+        )
 
 
 def dead_link(path: Path) -> str:

@@ -4,11 +4,10 @@ A unit whose token file, `.partial/units/NNNNNNNN.npz`, is there and made of thi
 again.
 """
 
-import contextlib
-import inspect
 import math
 import os
 import signal
+import sys
 import threading
 import zipfile
 from collections import deque
@@ -18,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +27,11 @@ from llmfoundry_lite.data.spelling import Loss, Speller, describe_loss, load_los
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, group_by_size, read_documents
+from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal, may_be_used
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
 
-ENCODE_BATCH_BYTES = 512 * 1024
-"""Bounds what encodings take in memory."""
 SPELLED_CHARACTERS = 16 * 1024
 """Characters of every unit, its first ones, that are looked up in their tokens."""
 ENOUGH_CHARACTERS = 1024 * 1024
@@ -44,10 +41,6 @@ MAX_LOST_TEXT = 0.01
 VERDICT = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 IN_GIGATOKEN = " in gigatoken"
-PROOF = Unit(kind="rows", names=(), num_bytes=0)
-"""Stands for the fast encoder's proof among the units."""
-BEFORE_ALL = -1
-"""Its number. It has no token file, so nothing is judged with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,10 +161,9 @@ def allowing(share: float) -> float:
 
 def make_here(files: "TokenFiles", units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[int, Unit, tuple[int, int]]]:
     """Make the token files of units in this process. Yields each unit with its documents and their bytes."""
-    with one_thread_per_process():
-        files.prove()
-        for number, unit in units:
-            yield number, unit, files.make(number, unit)
+    files.prove()
+    for number, unit in units:
+        yield number, unit, files.make(number, unit)
 
 
 def make_in_processes(
@@ -190,8 +182,8 @@ def make_in_processes(
     )
     running: deque[tuple[int, Unit, Future[tuple[int, int]]]] = deque()
     try:
-        if files.is_fast:  # nothing is kept unless it succeeds
-            running.append((BEFORE_ALL, PROOF, workers.submit(prove_in_worker)))
+        if files.is_fast:  # not here, where a crash of the library would end the command
+            workers.submit(prove_in_worker).result()
         for number, unit in units:
             running.append((number, unit, workers.submit(make_in_worker, number, unit)))
             if len(running) > 2 * num_workers:
@@ -217,15 +209,11 @@ def leave_if_imported_by_worker() -> None:
 
     Python imports the script into each worker under the name __mp_main__. Without a guard, the import prepares again.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
-            script = frame.f_code.co_filename
-            raise SystemExit(
-                f'{script}: its worker processes run it again; put what it does under `if __name__ == "__main__":`, '
-                "or pass num_workers=1"
-            )
-        frame = frame.f_back
+    if getattr(current_process(), "_inheriting", False):  # multiprocessing's own mark, as long as it imports
+        raise SystemExit(
+            f'{sys.argv[0]}: its worker processes run it again; put what it does under `if __name__ == "__main__":`, '
+            "or pass num_workers=1"
+        )
 
 
 _files_of_worker: "TokenFiles"
@@ -235,7 +223,7 @@ _files_of_worker: "TokenFiles"
 def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
     """Make this process a worker: load the tokenizer, and never outlive the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops us
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each worker has a thread for every core, all of them idle
     parent = parent_process()
     assert parent is not None, "start_worker is for worker processes"
 
@@ -249,8 +237,8 @@ def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
     _files_of_worker = TokenFiles(request, partial, load_tokenizer(partial / "tokenizer"), is_fast=is_fast)
 
 
-def prove_in_worker() -> tuple[int, int]:
-    return _files_of_worker.prove()
+def prove_in_worker() -> None:
+    _files_of_worker.prove()
 
 
 def make_in_worker(number: int, unit: Unit) -> tuple[int, int]:
@@ -280,11 +268,10 @@ class TokenFiles:
         with np.load(self.path(number)) as stored:
             return load_loss(str(stored["loss"]))
 
-    def prove(self) -> tuple[int, int]:
-        """Compare the two encoders, if there are two. Returns no documents and no bytes. Raises Unequal."""
+    def prove(self) -> None:
+        """Compare the two encoders, if there are two. Raises Unequal."""
         if self.encoder:
             self.encoder.prove()
-        return 0, 0
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:08}.npz"
@@ -309,17 +296,12 @@ class TokenFiles:
         documents: list[tuple[int, int, int]] = []
         pieces: list[np.ndarray] = []
         end_of_text, loss = np.array([self.tokenizer.eos_token_id], dtype), Loss()
-        read = read_documents(unit, self.request, skipped)
-        for batch, _ in group_by_size(read, lambda document: document.num_bytes, ENCODE_BATCH_BYTES):
-            if self.encoder:
-                encoded = [self.encoder.encode(document) for document in batch]
-            else:
-                encoded = self.tokenizer.encode_to_arrays([document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
-                pieces += ids.astype(dtype), end_of_text
-                documents.append((len(ids) + 1, document.num_bytes, document.split_key))
-                if loss.characters < SPELLED_CHARACTERS:
-                    loss += self.speller.measure(document.text[: SPELLED_CHARACTERS - loss.characters])
+        for document in read_documents(unit, self.request, skipped):
+            ids = self.encoder.encode(document) if self.encoder else self.tokenizer.encode_to_array(document.text)
+            pieces += ids.astype(dtype), end_of_text
+            documents.append((len(ids) + 1, document.num_bytes, document.split_key))
+            if loss.characters < SPELLED_CHARACTERS:
+                loss += self.speller.measure(document.text[: SPELLED_CHARACTERS - loss.characters])
         doc_tokens, doc_bytes, doc_keys = zip(*documents, strict=True) if documents else ((), (), ())
         made = TokenUnit(
             tokens=np.concatenate(pieces) if pieces else np.empty(0, dtype),
@@ -351,17 +333,3 @@ def origin_of_tokens(tokenizer: Tokenizer) -> str:
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """Return the smallest type that holds every id."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
-
-
-@contextlib.contextmanager
-def one_thread_per_process() -> Iterator[None]:
-    """Keep the tokenizer library from starting a thread per core: one worker means one core."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before

@@ -2,13 +2,14 @@
 by the process group's store when there is one."""
 
 import os
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
 from llmfoundry_lite.errors import (
@@ -20,11 +21,11 @@ from llmfoundry_lite.errors import (
     UserError,
     printable,
 )
-from llmfoundry_lite.ranks import early_exit, siblings
+from llmfoundry_lite.ranks import siblings
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen, put_off
 
 # For a lost connection the exception is enough; the stack traces of torch's C++ bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -59,8 +60,7 @@ ECHO_SECONDS = 2.0
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run a script's `main(arguments)` and exit; print one line for a user's error, a traceback for a bug."""
     ignore_output_errors()
-    if signal.getsignal(signal.SIGINT) is not early_exit.leave:
-        raise_when_interrupted()
+    raise_when_interrupted()
     try:
         try:
             adopt_srun()
@@ -86,33 +86,18 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
 def ignore_signals() -> None:
     """Ignore signals from now on: this rank ends, and a launcher that asks it to knows of what it is about to say."""
     listen(lambda number, frame: None)
-    early_exit.limit.cancel()
 
 
-@contextmanager
-def checks() -> Iterator[None]:
+def checks() -> AbstractContextManager[None]:
     """Put SIGTERM off until the end of a block that checks what is the same for all ranks: when it comes because
     another rank has failed, this one fails likewise. After the block, signals raise Preempted."""
-    if this_rank().world_size > 1:
-        signal.signal(signal.SIGTERM, early_exit.leave)
-    yield
-    raise_when_interrupted()
-    if early_exit.was_put_off.is_set():
-        signal.raise_signal(signal.SIGTERM)
+    return put_off([signal.SIGTERM] if this_rank().world_size > 1 else [], raise_when_interrupted)
 
 
-@contextmanager
-def imports() -> Iterator[None]:
-    """Leave at once when a signal comes in a block that imports, and nobody else hears it: modules swallow exceptions
-    while they are imported, and Composer's installs handlers that exit with 143. After the block, raise Preempted."""
-    listen(early_exit.leave_now)
-    install: Any = signal.signal
-    signal.signal = lambda number, handler: signal.getsignal(number)
-    try:
-        yield
-    finally:
-        signal.signal = install
-    raise_when_interrupted()
+def imports() -> AbstractContextManager[None]:
+    """Put signals off until the end of a block that imports: modules swallow exceptions meanwhile, and Composer's
+    installs handlers that exit with 143. After the block, signals raise Preempted."""
+    return put_off(LEAVING_SIGNALS, raise_when_interrupted)
 
 
 def raise_when_interrupted() -> None:
@@ -136,53 +121,41 @@ def raise_when_interrupted() -> None:
 
 
 @contextmanager
-def ending_after(seconds: float, text: str, exit_code: int) -> Iterator[None]:
-    """Print `text` and end the process after `seconds` in a block that may wait in C++ for ever."""
-
-    def end() -> None:
-        print(text, file=sys.stderr, flush=True)
-        leave(exit_code)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@contextmanager
-def leaving_within(seconds: float) -> Iterator[None]:
-    """End the process `seconds` after a signal that asks to leave, if it is still in the block: Python's handlers do
-    not run inside C++, and there is nothing to save yet."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def ending_in_time(grace_seconds: float, limit_seconds: float, text: str, exit_code: int) -> Iterator[None]:
+    """End the process if it is still in the block, which may wait in C++ for ever: `grace_seconds` after a signal that
+    asks to leave, as Python's handlers do not run there and there is nothing to save yet; and after `limit_seconds`,
+    with a `text`."""
     is_over, (reader, writer) = threading.Event(), os.pipe()
 
     def watch() -> None:
-        while number := os.read(reader, 1):
-            if number[0] not in LEAVING_SIGNALS:
-                continue
-            if failure := known_failure():
-                report(AnotherFailedError(failure))
-                leave(failure.code)
-            if not is_over.wait(seconds):
-                if this_rank().rank == 0:
-                    because = leaving_because(signal.Signals(number[0]).name)
-                    print(f"{because}; run the same command again", file=sys.stderr, flush=True)
-                leave(EXIT_PREEMPTED)
+        asked: int | None = None
+        end = time.monotonic() + limit_seconds
+        while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not (number := os.read(reader, 1)):
+                return
+            if asked is None and number[0] in LEAVING_SIGNALS:
+                asked, end = number[0], time.monotonic() + grace_seconds
+                if failure := known_failure():
+                    report(AnotherFailedError(failure))
+                    leave(failure.code)
+        if is_over.is_set():
+            return
+        said = text if asked is None else f"{leaving_because(signal.Signals(asked).name)}; run the same command again"
+        if asked is None or this_rank().rank == 0:
+            print(said, file=sys.stderr, flush=True)
+        leave(exit_code if asked is None else EXIT_PREEMPTED)
 
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    hears = threading.current_thread() is threading.main_thread()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if hears else -1
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         yield
     finally:
         is_over.set()
-        signal.set_wakeup_fd(before)
+        if hears:
+            signal.set_wakeup_fd(before)
         os.close(writer)
         watcher.join()
         os.close(reader)

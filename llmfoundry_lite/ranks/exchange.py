@@ -53,10 +53,8 @@ def all_gather_bytes(raw: bytes, group: Group = None) -> list[bytes]:
 
 
 def all_gather_distinct(value: Any) -> list[tuple[Any, list[int]]]:
-    """Return the different values that ranks passed, each with its ranks, in order of the first.
-
-    Ranks compare digests, and one rank broadcasts each value: cheap when most have the same.
-    """
+    """Return the different values that ranks passed, each with its ranks, in order of the first. Ranks compare digests,
+    and one rank broadcasts each value: cheap when most have the same."""
     digests = all_gather_bytes(xxhash.xxh3_128_digest(write_json(value)))
     holders: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(digests):
@@ -117,10 +115,8 @@ def raising_on_all_ranks(kind: type[Exception] = Exception) -> Iterator[None]:
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Return on all ranks if none has an error; otherwise raise on all of them.
-
-    A rank raises its own error, unless that is a CheckpointError. All others raise the first rank's.
-    """
+    """Return on all ranks if none has an error; otherwise raise on all of them. A rank raises its own error, unless
+    that is a CheckpointError. All others raise the first rank's."""
     if not any(all_reduce_max([0 if error is None else 1])):
         return
     may_pass = isinstance(error, UserError) and error.is_transient

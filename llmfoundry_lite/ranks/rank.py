@@ -1,7 +1,6 @@
 """This process among the ranks of its launch, as `composer`, `torchrun` or `srun` tell it. No torch."""
 
 import ctypes
-import itertools
 import os
 import platform
 import re
@@ -39,7 +38,7 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(per_node[0]),
         "NODE_RANK": environment["SLURM_NODEID"],
-        "MASTER_ADDR": host_of_rank_0(environment),
+        "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
         # Steps of one job share its nodes, jobs may too: the port comes from both numbers. Linux gives programs that
         # ask for any port those from 32768.
         "MASTER_PORT": str(20000 + (int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])) % 12000),
@@ -68,10 +67,8 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def step_over_nodes(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return an id of this try of SLURM's step, the same on all its nodes; None for one node or another scheduler.
-
-    A requeued job keeps its number and counts its steps anew.
-    """
+    """Return an id of this try of SLURM's step, the same on all its nodes; None for one node or another scheduler. A
+    requeued job keeps its number and counts its steps anew."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
     here = this_rank()
     if here.world_size == here.local_world_size or "SLURM_STEP_ID" not in environment:
@@ -85,34 +82,10 @@ def tasks_per_node(text: str) -> list[int]:
     return [int(count[1]) for count in counts if count for _ in range(int(count[2] or 1))]
 
 
-def host_of_rank_0(environment: Mapping[str, str]) -> str:
-    """Return the step's first node. The list of a step over several components of a heterogeneous job is sorted, and
-    ranks go through the components in turn: then the first node of the first of them."""
-    step = hosts(environment["SLURM_STEP_NODELIST"])
-    in_turn = list[str]()
-    for number in itertools.count():
-        # PACK is what 22.05 still says to the tasks of `srun … : …`.
-        names = (f"SLURM_JOB_NODELIST_{word}_GROUP_{number}" for word in ("HET", "PACK"))
-        component = next((environment[name] for name in names if name in environment), None)
-        if component is None:
-            break
-        in_turn += [host for host in hosts(component) if host in step]
-    return in_turn[0] if len(in_turn) == len(step) else step[0]
-
-
-def hosts(node_list: str) -> list[str]:
-    """Parse SLURM's `gpu[003-004,012],login` as gpu003, gpu004, gpu012, login; names may have several brackets."""
-    names = list[str]()
-    for text in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
-        parts = [[part] if i % 2 == 0 else _numbers(part) for i, part in enumerate(re.split(r"\[([^\]]*)\]", text))]
-        names += map("".join, itertools.product(*parts))
-    return names
-
-
-def _numbers(ranges: str) -> list[str]:
-    """Parse `003-005,012` as 003, 004, 005, 012."""
-    bounds = [part.split("-") for part in ranges.split(",")]
-    return [str(i).zfill(len(b[0])) for b in bounds for i in range(int(b[0]), int(b[-1]) + 1)]
+def first_host(node_list: str) -> str:
+    """Return gpu003 of SLURM's `gpu[003-004,012],login`; names may have several brackets."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def return_freed_memory() -> None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_P
 from llmfoundry_lite.files import open_own
 from llmfoundry_lite.ranks.identity import describe_process, lives, start_ticks
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_lite.retry import Budget, keep_trying
 
 MAX_LAUNCHES = 100
 MAX_TEXT = 2000
@@ -87,10 +88,8 @@ def _read(rank: str, note: list[Any]) -> FirstError:
 
 
 def _identify_launch() -> str | None:
-    """Return the launcher's process and the number of its try.
-
-    The launcher is the first ancestor that does not have this rank in its environment: a script may stand between.
-    """
+    """Return the launcher's process and the number of its try. The launcher is the first ancestor that does not have
+    this rank in its environment: a script may stand between."""
     pid = os.getppid()
     with suppress(OSError, ValueError):
         own = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -104,10 +103,8 @@ def _identify_launch() -> str | None:
 
 @contextmanager
 def _notes() -> Iterator[dict[str, list[Any]]]:
-    """Read this launch's notes, rank -> pid, start in ticks, exit code, text; write them back after the block.
-
-    Raises OSError where there are none, and for a file of somebody else.
-    """
+    """Read this launch's notes, rank -> pid, start in ticks, exit code, text; write them back after the block. Raises
+    OSError where there are none, and for a file of somebody else."""
     if _launch is None:
         raise OSError
     path = Path(tempfile.gettempdir(), f"llmfoundry_lite_ranks_{os.getuid()}.json")
@@ -129,7 +126,7 @@ def _notes() -> Iterator[dict[str, list[Any]]]:
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
     finally:
@@ -138,11 +135,6 @@ def _without_signals() -> Iterator[None]:
 
 def _lock(descriptor: int) -> None:
     """Lock a file. Raises OSError if another process holds it for long: it is frozen."""
-    end = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.005)
+    budget = Budget([0.005], seconds=LOCK_SECONDS, began=time.monotonic())
+    lock = partial(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    keep_trying(lock, budget, lambda error: isinstance(error, BlockingIOError))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.errors import EXIT_BUG, ConfigError
-from llmfoundry_lite.ranks.ending import ending_after, leaving_within
+from llmfoundry_lite.ranks.ending import ending_in_time
 from llmfoundry_lite.ranks.exchange import open_host_group
 from llmfoundry_lite.ranks.rank import count_usable_cores, rank_variables, this_rank
 
@@ -37,7 +37,7 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
             f"error: rank {here.rank}: the ranks have not met in {2 * timeout_seconds:g} s, and rank 0 at "
             f"{os.environ.get('MASTER_ADDR')} does not answer: it is frozen, or its node is out of reach; look there"
         )
-        with leaving_within(RENDEZVOUS_GRACE_SECONDS), ending_after(2 * timeout_seconds, apart, exit_code):
+        with ending_in_time(RENDEZVOUS_GRACE_SECONDS, 2 * timeout_seconds, apart, exit_code):
             dist.init_process_group(backend, timeout=timeout, **loopback_store(timeout))
             if backend != "gloo":
                 open_host_group(timeout)
@@ -49,9 +49,7 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
 
 def loopback_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """Return the options by which the ranks of one node meet on loopback; none where ranks are on several nodes.
-
-    torch's own store listens on every address. Whoever reaches it can write what ranks read.
-    """
+    torch's own store listens on every address. Whoever reaches it can write what ranks read."""
     here = this_rank()
     if here.local_world_size < here.world_size:
         return {}
@@ -72,10 +70,8 @@ def use_loopback() -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError when rank 0's address does not resolve: torch would try for minutes, and say nothing.
-
-    A name server that does not answer may answer later: torch then tries until its timeout.
-    """
+    """Raise ConfigError when rank 0's address does not resolve: torch would try for minutes, and say nothing. A name
+    server that does not answer may answer later: torch then tries until its timeout."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -88,10 +84,7 @@ def check_address(address: str) -> None:
 
 def choose_device(device_type: str) -> torch.device:
     """Return this rank's device, and divide the cores among the node's ranks: with GPUs too, a save checks and hashes
-    on them.
-
-    Raises ConfigError, on all of a node's ranks, if they see too few devices.
-    """
+    on them. Raises ConfigError, on all of a node's ranks, if they see too few devices."""
     here = this_rank()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, count_usable_cores() // here.local_world_size))

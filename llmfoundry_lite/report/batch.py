@@ -28,10 +28,10 @@ from llmfoundry_lite.config.replayed import refuse_unresolved, without
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.data.folder_locks import check_not_held
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
 from llmfoundry_lite.data.recorded import Places, given_places
-from llmfoundry_lite.data.shared_memory import wait_for_folders
 from llmfoundry_lite.data.stateful import StatefulLoader, plain_words, whole_number
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
@@ -189,7 +189,9 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
         raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
     own = Path(tempfile.gettempdir(), f"llmfoundry-lite-data-{secrets.token_hex(8)}")
     placed = Places(own=own, given=given_places(config, given)).place(loader.dataset)
-    wait_for_folders([folder.path for folder in build_folders(placed) if folder.remote], timeout_seconds=0)
+    for folder in build_folders(placed):
+        if folder.remote:
+            check_not_held(folder.path)
     dataset = TextDataset(
         replace(placed, allow_truncation=True),  # as the run read it
         max_seq_len=config["max_seq_len"],

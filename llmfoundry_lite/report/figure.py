@@ -2,8 +2,6 @@
 
     plot_run(path, curve, spans, title=…)          loss and throughput, shaded where the hardware changed
     plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
-    plot_relay(path, legs, title=…)                which place had a run when, and how far it came
-    plot_curves(panels, path, x_label=…)           a score along a run, in a panel for each task
     plot_differences(panels, path, title=…)        how far models are from a first one, with their intervals
 
 Curves of more than MAX_POINTS are thinned to the lowest and the highest value of each stretch. `Axis` places batches
@@ -23,7 +21,7 @@ matplotlib.use("Agg")  # pyplot without a screen
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogFormatter
 from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
@@ -32,7 +30,7 @@ matplotlib.rcParams["text.parse_math"] = False  # names are text: "$" is no form
 
 TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
 CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
-SHADES = ("#dfe8f3", "#fbe7d3", "#e2efe0", "#eae3f1", "#f8e1e1", "#f3efd2")
+SHADES = ("#dfe8f3", "#fbe7d3", "#d5ead2", "#eae3f1", "#f8d9d9", "#f3efd2", "#d3eeee", "#e3e3e3", "#f3d3e8", "#e6dccb")
 MAX_POINTS = 4000
 """Points drawn of one curve; a figure is a quarter as many pixels wide."""
 MAX_DISTINCT_POINTS = 400
@@ -103,7 +101,6 @@ class Span:
     first_batch: int
     last_batch: int
     label: str
-    """Parts are joined by ` · `; with enough room they stand below each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,23 +124,17 @@ def plot_run(
 ) -> None:
     """Plot loss, with validation and baselines, above throughput. `reach` is that of `smooth`; 0 draws no mean."""
     axis = curve.axis
-    num_strips = 1 if spans else 0
-    figure, (*strip, loss, speed) = stack((*[0.32] * num_strips, 3, 1), (8, 6 + 0.4 * num_strips), sharex=True)
+    figure, (loss, speed) = stack((3, 1), (8, 6), sharex=True)
     for i, (batches, losses) in enumerate(curve.dead):
         label = "dead branches" if len(curve.dead) > 1 else "dead branch"
         axis.draw(loss, batches, losses, color=REFERENCE, linewidth=0.9, label="" if i else label)
-    if reach == 0:
-        axis.draw(loss, curve.batches, curve.losses, color=TRAIN, linewidth=1.2, label="training")
-    else:
-        label = f"training (mean of {2 * reach_of(len(curve.losses), reach) + 1} batches)"
-        axis.draw(loss, curve.batches, curve.losses, color=TRAIN, linewidth=1, alpha=0.35)
-        axis.draw(loss, curve.batches, smooth(curve.losses, reach), color=TRAIN, linewidth=1.8, label=label)
+    reach = reach_of(len(curve.losses), reach)
+    label = f"training (mean of {2 * reach + 1} batches)" if reach else "training"
+    axis.draw_with_mean(loss, curve.batches, curve.losses, reach, linewidth=1.8, label=label, color=TRAIN)
     if len(curve.eval_losses):
-        dots = "o" if len(curve.eval_losses) <= 100 else None
         label = f"validation, {curve.eval_losses[-1]:.3f} at batch {curve.eval_batches[-1]:,}"
-        look = {"color": VALIDATION, "linewidth": 1.5, "marker": dots, "markersize": 4, "label": label}
-        axis.draw(loss, curve.eval_batches, curve.eval_losses, **look)
-        _mark_last_validation(loss, curve, VALIDATION)
+        size = 4 if len(curve.eval_losses) <= 100 else 0
+        _draw_validation(loss, curve, VALIDATION, linewidth=1.5, markersize=size, label=label)
     for style, (name, value) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
         loss.axhline(value, color=REFERENCE, linestyle=style, linewidth=1.2, label=f"{name} model, {value:.2f}")
     _finish_loss(loss, [curve])
@@ -152,12 +143,8 @@ def plot_run(
     speed.set_ylabel("tokens/s")
     speed.yaxis.set_major_formatter("{x:,.0f}")
     _finish_axes((loss, speed), [curve])
-    if spans:
-        shades = _shades([spans])
-        for panel, span in itertools.product((loss, speed), spans):
-            panel.axvspan(*_ends(span, axis), color=shades[span.label], linewidth=0, zorder=0)
-        _label_strips(figure, strip, [spans], [""], [axis])
-    figure.axes[0].set_title(title, fontsize=11)
+    _shade(figure, [((loss, speed), axis, spans)])
+    loss.set_title(title, fontsize=11)
     write(figure, path)
 
 
@@ -172,20 +159,17 @@ def plot_comparison(
 ) -> None:
     """Plot losses of several runs, and below, on a logarithmic scale, how far each is from the first one.
 
-    `spans`, if any are known, are those of each curve. Differences of exactly zero have no place on the scale; the
-    legend says how many there are. `reach` is that of `smooth`; 0 draws no means.
+    `spans`, if any are known, are those of each curve: a strip for each above the losses. Differences of exactly zero
+    have no place on the scale; the legend says how many there are. `reach` is that of `smooth`; 0 draws no means.
     """
     num_strips = len(curves) if any(spans) else 0
-    figure, (*strip, loss, gap) = stack((*[0.2] * num_strips, 2.6, 1.4), (8, 6 + 0.4 * num_strips), sharex=True)
+    figure, (*strips, loss, gap) = stack((*[0.2] * num_strips, 2.6, 1.4), (8, 6 + 0.4 * num_strips), sharex=True)
     for i, curve in enumerate(curves):
         look = {"color": color(i), "linestyle": "-" if i == 0 else "--"}
         width = 2.2 if i == 0 else 1.3
         curve.axis.draw_with_mean(loss, curve.batches, curve.losses, reach, linewidth=width, label=curve.name, **look)
         if len(curve.eval_losses):
-            marker = "o" if i == 0 else "x"
-            marks = {"color": color(i), "linestyle": "", "marker": marker, "markersize": 5}
-            curve.axis.draw(loss, curve.eval_batches, curve.eval_losses, **marks)
-            _mark_last_validation(loss, curve, color(i), marker)
+            _draw_validation(loss, curve, color(i), "o" if i == 0 else "x", linestyle="", markersize=5)
     if any(len(curve.eval_losses) for curve in curves):
         loss.plot([], [], "o", color=REFERENCE, markersize=5, label="validation (x: other runs)")
     _finish_loss(loss, curves)
@@ -200,42 +184,21 @@ def plot_comparison(
     if differences:
         gap.legend(frameon=False, fontsize=8, loc="best")
     _finish_axes((loss, gap), curves)
-    if strip:
-        _label_strips(figure, strip, spans, [curve.name for curve in curves], [curve.axis for curve in curves])
+    for axes, curve in zip(strips, curves, strict=False):
+        axes.spines[:].set_visible(False)
+        axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+        axes.set_ylabel(curve.name, rotation=0, ha="right", va="center", fontsize=8)
+    _shade(figure, [([axes], curve.axis, row) for axes, curve, row in zip(strips, curves, spans, strict=False)])
     figure.axes[0].set_title(title, fontsize=11)
     write(figure, path)
 
 
-def plot_relay(path: Path, legs: Sequence[Mapping[str, Any]], *, title: str) -> None:
-    """Plot batches over hours since the first leg began, and below which place had the run.
-
-    A leg: place, began_hours, hours, first_batch, last_batch.
-    """
-    places = list(dict.fromkeys(leg["place"] for leg in legs))
-    is_long = max(leg["began_hours"] + leg["hours"] for leg in legs) >= 1
-    unit, per_hour = ("hours", 1) if is_long else ("seconds", 3600)
-    figure, (progress, rows) = stack((3, 0.4 * len(places) + 0.4), (8, 3.4 + 0.4 * len(places)), sharex=True)
-    for leg in legs:
-        start, end = leg["began_hours"] * per_hour, (leg["began_hours"] + leg["hours"]) * per_hour
-        number = places.index(leg["place"])
-        look = {"color": color(number), "linewidth": 2.2, "solid_capstyle": "butt"}
-        progress.plot([start, end], [leg["first_batch"] - 1, leg["last_batch"]], **look)
-        rows.barh(number, end - start, left=start, color=color(number), height=0.7)
-    progress.set_ylabel("batch")
-    rows.set_yticks(range(len(places)), list(map(printable, places)))
-    rows.invert_yaxis()
-    rows.set_xlabel(f"{unit} since the first launch")
-    clean([progress])
-    rows.spines[["top", "right"]].set_visible(False)
-    progress.set_title(title, fontsize=11)
-    write(figure, path)
-
-
-def _mark_last_validation(axes: Any, curve: Curve, color: str, marker: str = "o") -> None:
-    """Mark the last one unclipped: it usually stands at the edge of the figure."""
-    look = {"markeredgecolor": "white", "zorder": 5} if marker == "o" else {"zorder": 5}
+def _draw_validation(axes: Any, curve: Curve, color: str, marker: str = "o", **look: Any) -> None:
+    """Draw all validation losses, the last one unclipped: it usually stands at the edge of the figure."""
+    curve.axis.draw(axes, curve.eval_batches, curve.eval_losses, color=color, marker=marker, **look)
+    edge = {"markeredgecolor": "white"} if marker == "o" else {}
     at = curve.axis.place(curve.eval_batches[-1:])
-    axes.plot(at, curve.eval_losses[-1:], marker, color=color, markersize=7, clip_on=False, **look)
+    axes.plot(at, curve.eval_losses[-1:], marker, color=color, markersize=7, clip_on=False, zorder=5, **edge)
 
 
 def _plot_difference(axes: Any, axis: Axis, difference: Difference, color: str, reach: int | None) -> None:
@@ -284,44 +247,17 @@ def _finish_axes(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
 # ------------------------------------------------------------------------------------------------ hardware
 
 
-def _ends(span: Span, axis: Axis) -> tuple[float, float]:
-    return axis.place(span.first_batch - 0.5), axis.place(span.last_batch + 0.5)
-
-
-def _shades(spans: Sequence[Sequence[Span]]) -> dict[str, str]:
-    labels = dict.fromkeys(span.label for row in spans for span in row)
-    return {label: SHADES[i % len(SHADES)] for i, label in enumerate(labels)}
-
-
-def _label_strips(
-    figure: Any, strips: Sequence[Any], rows: Sequence[Sequence[Span]], names: Sequence[str], scales: Sequence[Axis]
-) -> None:
-    """Fill a bar for each run with its hardware: labels if all of them fit, else numbers and a legend."""
-    shades, bars = _shades(rows), []
-    look = {"ha": "center", "va": "center", "fontsize": 8, "color": "#333333", "in_layout": False}
-    for axes, spans, name, scale in zip(strips, rows, names, scales, strict=True):
-        axes.spines[:].set_visible(False)
-        axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
-        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-        for span in spans:
-            bar = axes.axvspan(*_ends(span, scale), color=shades[span.label], linewidth=0)
-            text = span.label.replace(" · ", "\n", 1) if len(rows) == 1 else span.label
-            bars.append((span.label, bar, axes.annotate(text, (0.5, 0.5), xycoords=bar, **look)))
-    escape_texts(figure)
-    figure.draw_without_rendering()  # which gives every panel its place
-
-    def fits(bar: Any, text: Any) -> bool:
-        return text.get_window_extent().width + 6 < bar.get_window_extent().width
-
-    if all(fits(bar, text) for _, bar, text in bars):
-        return
-    numbers = {label: i for i, label in enumerate(shades, start=1)}
-    for label, bar, text in bars:
-        text.set_text(f"{numbers[label]}")
-        if not fits(bar, text):
-            text.remove()
-    handles = [Patch(color=shades[label], label=f"{number}  {label}") for label, number in numbers.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
+def _shade(figure: Any, rows: Sequence[tuple[Sequence[Any], Axis, Sequence[Span]]]) -> None:
+    """Shade the panels of each row by its hardware, and name the shades below the figure."""
+    shades: dict[str, str] = {}
+    for panels, axis, spans in rows:
+        for panel, span in itertools.product(panels, spans):
+            shade = shades.setdefault(span.label, SHADES[len(shades) % len(SHADES)])
+            ends = axis.place(span.first_batch - 0.5), axis.place(span.last_batch + 0.5)
+            panel.axvspan(*ends, color=shade, linewidth=0, zorder=0)
+    handles = [Patch(color=shade, label=label) for label, shade in shades.items()]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
 
 
 # ------------------------------------------------------------------------------------------------- numbers
@@ -362,54 +298,6 @@ def smooth(values: Floats, reach: int | None = None) -> Floats:
 # ---------------------------------------------------------------------------------------------- evaluations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One panel of small multiples."""
-
-    title: str
-    y_label: str
-    points: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
-    """Name -> (x, y, error of y)."""
-    chance: float | None = None
-    """Value of y by guessing."""
-
-
-def plot_curves(panels: Sequence[Panel], path: Path, *, x_label: str) -> None:
-    """Plot small multiples, at most three to a row."""
-    num_columns = min(3, len(panels))
-    num_rows = -(-len(panels) // num_columns)
-    figure, grid = plt.subplots(
-        num_rows, num_columns, figsize=(4 * num_columns, 3 * num_rows), squeeze=False, layout="constrained", dpi=130
-    )
-    for axes in grid.flat[len(panels) :]:
-        axes.axis("off")
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        for name, points in panel.points.items():
-            x, y, error = zip(*points, strict=True)
-            axes.errorbar(x, y, yerr=error, marker="o", markersize=4, linewidth=1.5, capsize=2, label=name)
-        if panel.chance is not None:
-            axes.axhline(panel.chance, color=REFERENCE, linestyle="--", linewidth=1.2, zorder=1)
-            axes.annotate(
-                *(f"chance, {panel.chance:.2f}", (1, panel.chance), (0, 2)),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                color="#555555",
-                ha="right",
-                va="bottom",
-                fontsize=8,
-            )
-        axes.set_title(panel.title, fontsize=10)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(panel.y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-    clean(list(grid.flat[: len(panels)]))
-    if any(len(panel.points) > 1 for panel in panels):
-        handles, labels = grid.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    write(figure, path)
-
-
 def plot_differences(
     panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float, bool]]]], path: Path, *, title: str
 ) -> None:
@@ -424,12 +312,16 @@ def plot_differences(
     for axes, (x_label, rows) in zip(grid, panels.items(), strict=True):
         axes.axvline(0, color="#333333", linewidth=1, zorder=1)
         for row, (name, points) in enumerate(rows.items()):
-            if name.startswith("mean") and row:
+            is_mean = name.startswith("mean")
+            if is_mean and row:
                 axes.axhline(row - 0.5, color=REFERENCE, linewidth=0.8)
             for i, model in enumerate(models):
                 if model in points:
-                    place = row + (i - (len(models) - 1) / 2) * step
-                    _plot_interval(axes, points[model], place, color(i), is_mean=name.startswith("mean"))
+                    difference, low, high, is_detected = points[model]
+                    y, look = row + (i - (len(models) - 1) / 2) * step, {"color": color(i), "linewidth": 1.6}
+                    axes.plot([low, high], [y, y], solid_capstyle="butt", zorder=2, **look)
+                    look |= {"markerfacecolor": color(i) if is_detected else "white", "markersize": 7}
+                    axes.plot(difference, y, "D" if is_mean else "o", zorder=3, **look)
         axes.set_yticks(range(len(rows)), list(map(printable, rows)), fontsize=9)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         farthest = max(
@@ -451,21 +343,6 @@ def plot_differences(
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
     grid[0].set_title(title, fontsize=11)
     write(figure, path)
-
-
-def _plot_interval(axes: Any, point: tuple[float, float, float, bool], y: float, color: str, *, is_mean: bool) -> None:
-    difference, low, high, is_detected = point
-    axes.plot([low, high], [y, y], color=color, linewidth=2.4 if is_mean else 1.6, solid_capstyle="butt", zorder=2)
-    axes.plot(
-        [difference],
-        [y],
-        "D" if is_mean else "o",
-        color=color,
-        markerfacecolor=color if is_detected else "white",
-        markeredgewidth=1.6,
-        markersize=7,
-        zorder=3,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- parts

@@ -10,14 +10,13 @@ without a record (killed, or its machine went down); of launches that ran elsewh
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.launch.log_lines import Record
 from llmfoundry_lite.launch.status import is_running, read_status
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, Log, Rows, Run
 
@@ -25,6 +24,9 @@ RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
 FAILURES = ("failed", KILLED)
 ELSEWHERE = "not known here"
 JOURNAL = "relay.jsonl"
+
+Recorded = tuple[int | None, str, str | None]
+"""(batch after which a launch began, how it ended, the reason)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,49 +96,43 @@ def find_logged(log: Log) -> list[Launch]:
     return launches
 
 
-def find_recorded(run: Run) -> list[tuple[Record, Record]]:
-    """Return (beginning, end) of each launch in launches.jsonl. A launch that never began has only its end."""
-    recorded: list[tuple[Record, Record]] = []
-    begun: Record | None = None
+def find_recorded(run: Run) -> list[Recorded]:
+    """Return each launch in launches.jsonl. One that never began has only its end."""
+    recorded: list[Recorded] = []
+    begun: int | None = None
     for event in run.launches:
-        if event.get("status") == RUNNING:
+        if event["status"] == RUNNING:
             if begun is not None:
-                recorded.append((begun, {"status": KILLED}))
-            begun = event
+                recorded.append((begun, KILLED, None))
+            begun = event["batch"]
         elif begun is None or not event.get("has_begun"):
-            recorded.append((event, {**event, "status": NEVER_BEGAN}))
+            recorded.append((None, NEVER_BEGAN, event.get("reason")))
         else:
-            recorded.append((begun, event))
+            recorded.append((begun, event["status"], event.get("reason")))
             begun = None
     if begun is not None:
         path = run.folder.path_here
         lives = path is not None and is_running(read_status(path) or {})
-        recorded.append((begun, {"status": RUNNING if lives else KILLED}))
+        recorded.append((begun, RUNNING if lives else KILLED, None))
     return recorded
 
 
-def match(logged: list[Launch], recorded: list[tuple[Record, Record]]) -> list[Launch]:
+def match(logged: list[Launch], recorded: list[Recorded]) -> list[Launch]:
     """Join both, in order: a recorded launch is the next of `logged` that began at the same batch."""
-    launches, next_one = [], 0
-    for begun, end in recorded:
-        ended, reason = end["status"], end.get("reason")
-        found = None
-        if ended != NEVER_BEGAN:
-            begins = (begun["batch"], begun["batch"] + 1)  # an evaluation before the first batch has a line too
-            found = next((i for i in range(next_one, len(logged)) if logged[i].first_batch in begins), None)
-        if found is None:
+    launches, left = [], list(logged)
+    for begun, ended, reason in recorded:
+        begins = () if begun is None else (begun, begun + 1)  # an evaluation before the first batch has a line too
+        at = next((i for i, launch in enumerate(left) if launch.first_batch in begins), None)
+        if at is None:
             launches.append(Launch(ended=ended, reason=reason))
-            continue
-        launches += logged[next_one:found]
-        launch = logged[found]
-        launch.ended, launch.reason = ended, reason
-        launches.append(launch)
-        next_one = found + 1
-    return launches + logged[next_one:]
+        else:
+            launches += [*left[:at], replace(left[at], ended=ended, reason=reason)]
+            left = left[at + 1 :]
+    return launches + left
 
 
-def describe_relay(run: Run) -> dict[str, Any] | None:
-    """Return the legs and places of a relay, which a companion reads; None for a run that no relay has moved."""
+def find_relay(run: Run) -> Any:
+    """Return what a companion tells of the run's relay: `facts`, `sections` and `plot`; None without one."""
     path = run.folder.path_here
     if path is None or not (path / JOURNAL).exists():
         return None

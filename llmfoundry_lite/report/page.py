@@ -25,26 +25,29 @@ MIN_FAILURES = 5
 
 @dataclass(slots=True)
 class Section:
-    """A table, lines below it, and verbatim text."""
+    """A table, lines below it, verbatim text, and in Markdown a figure."""
 
     table: Table
     lines: Sequence[str] = ()
     text: str = ""
+    figure: str = ""
+    """`![what it shows](file)`."""
 
 
-def build_sections(facts: Facts) -> list[Section]:
-    """Build the sections of every run, then comparisons and samples."""
+def build_sections(facts: Facts, relays: Sequence[Any]) -> list[Section]:
+    """Build the sections of every run, with those of its relay, then comparisons and samples."""
     sections = []
-    for run in facts["runs"]:
+    for run, relay in zip(facts["runs"], relays, strict=True):
         sections.append(losses(run))
         if run["failures"]["num_failures"] or len(run["failures"]["launches"]) > 1:
             sections.append(launches(run))
         if run["segments"]:
             sections.append(segments(run, with_cost=bool(facts["prices_per_device_hour"])))
-        if run["relay"]:
-            sections += [places(run), legs(run)]
+        if relay is not None:
+            sections += relay.sections(run["name"], facts["relay_figure"])
     if facts["comparisons"]:
         sections.append(comparisons(facts["comparisons"]))
+    sections[0].figure = f"![loss]({facts['figure']})"
     for sample in facts["samples"]:
         title = f"Text after {sample['prompt']!r}, temperature {sample['temperature']:g}, top-k {sample['top_k']}"
         sections.append(Section(Table(title, (), ()), text=side_by_side(sample["texts"])))
@@ -204,43 +207,6 @@ def explain_energy(facts: Sequence[Facts]) -> list[str]:
     return lines
 
 
-def places(run: Facts) -> Section:
-    """Show what each place of a relay contributed."""
-    facts = run["relay"]
-    rows = [
-        (
-            *(part["place"], shown(part["num_legs"]), shown(part["batches"])),
-            *(clock(part["hours"]), clock(part["training_hours"])),
-            *(shown(part["utilisation"], "{:.0%}"), small(part["cost"])),
-        )
-        for part in (*facts["places"], {"place": "total", **facts["total"]})
-    ]
-    lines = [
-        f"in {clock(facts['hours'])} from the first launch on; no place had the run for {clock(facts['idle_hours'])}",
-        "utilisation is the time of batches that count over the time held, start-up and saves included",
-    ]
-    if any(part["cost"] is not None for part in facts["places"]):
-        lines.append("cost is the time held x the price in relay.yaml")
-    columns = ("place", "legs", "batches", "held", "training", "utilisation", "cost")
-    return Section(Table(f"Places of {run['name']}", columns, rows), lines)
-
-
-def legs(run: Facts) -> Section:
-    """Show the legs of a relay in order of time."""
-    facts = run["relay"]["legs"]
-    rows = [
-        (
-            *(f"{leg['number']}", leg["place"], span(leg["first_batch"], leg["last_batch"])),
-            *(clock(leg["began_hours"]), clock(leg["hours"]), ending(leg["ended"] or "running", leg["reason"])),
-        )
-        for leg in facts[-MAX_LAUNCHES:]
-    ]
-    more = len(facts) - len(rows)
-    lines = [f"the {more:,} legs before are in report.json"] if more else []
-    columns = ("leg", "place", "batches", "began", "held", "ended")
-    return Section(Table(f"Time line of {run['name']}", columns, rows, (0, 2, 3, 4)), lines)
-
-
 def comparisons(facts: Sequence[Facts]) -> Section:
     """Show how far the losses of other runs are from those of the first."""
     rows, lines = [], []
@@ -352,10 +318,10 @@ def print_sections(sections: Sequence[Section], width: int | None) -> None:
         console.print()
 
 
-def markdown(sections: Sequence[Section], figure: str, relay_figure: str | None = None) -> str:
-    """Render sections in GitHub's dialect, with the figure after the first, and a relay's after its time line."""
+def markdown(sections: Sequence[Section]) -> str:
+    """Render sections in GitHub's dialect."""
     blocks = []
-    for i, section in enumerate(sections):
+    for section in sections:
         blocks.append(f"## {markdown_text(section.table.title)}")
         if section.table.rows:
             blocks.append("\n".join(section.table.markdown()))
@@ -363,8 +329,5 @@ def markdown(sections: Sequence[Section], figure: str, relay_figure: str | None 
         if section.text:
             fence = "`" * max(4, 1 + max(map(len, re.findall("`+", section.text)), default=0))
             blocks.append("\n".join((f"{fence}text", printable(section.text, keep="\n"), fence)))
-        if i == 0:
-            blocks.append(f"![loss]({figure})")
-        if relay_figure and section.table.title.startswith("Time line"):
-            blocks.append(f"![time line]({relay_figure})")
+        blocks.append(section.figure)
     return "\n\n".join(block for block in blocks if block) + "\n"

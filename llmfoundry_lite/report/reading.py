@@ -192,9 +192,7 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(content, newest, notes)
     if not is_run and not lines:
-        within = runs_within(Path(where)) if folder.path_here is not None else ""
-        expected = within or "expected a run directory such as runs/mpt-quickstart"
-        raise DataError(f"{where}: no {METRICS} here; {expected}")
+        raise DataError(f"{where}: no {METRICS} here; {what_to_give(folder.path_here)}")
     log = parse_log(lines)
     if not len(log.batch):
         raise DataError(f"{where}: {METRICS} has no batch in it yet")
@@ -219,14 +217,12 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
     return Run(where, folder, name, log, config, segments, saved_in, segments_from, digest, launches, notes)
 
 
-def runs_within(where: Path) -> str:
-    """Describe a folder whose folders hold runs, as islands have one each; empty if none does.
-
-    The island that took part in most batches has the longest log.
-    """
-    found = sorted(where.glob(f"*/{METRICS}"), key=lambda path: (-path.stat().st_size, path))
+def what_to_give(instead_of: Path | None) -> str:
+    """Say what is a run. A folder whose folders are runs, as islands have one each, names the one with most batches."""
+    logs = [] if instead_of is None else instead_of.glob(f"*/{METRICS}")
+    found = sorted(logs, key=lambda path: (-path.stat().st_size, path))
     if not found:
-        return ""
+        return "expected a run directory such as runs/mpt-quickstart"
     names = ", ".join(sorted(path.parent.name for path in found))
     return f"its folders {names} are runs, such as islands of one; give {found[0].parent}, which has the longest log"
 
@@ -346,7 +342,17 @@ def parse_log(lines: list[bytes]) -> Log:
     columns: dict[str, array[float]] = {}
     num_launches, num_whole, last = 0, 0, None
     for content, record in read_lines(lines):
-        line = parse_line(num_whole, content, record)
+        line = Line(
+            index=num_whole,
+            batch=record["batch"],
+            launch=0,
+            launch_in_file=record.get("launch", 0),
+            digest=record.get("data/digest"),
+            clock=number_of(record.get(ELAPSED)),
+            validation=number_of(next(iter(validation_losses(record).values()), None)),
+            is_not_finite=LOSS in record and number_of(record[LOSS]) is None,
+            content=content,
+        )
         add_numbers(columns, num_whole, record)
         num_whole += 1
         at = len(live)
@@ -376,20 +382,6 @@ def parse_log(lines: list[bytes]) -> Log:
         num_unreadable=len(lines) - num_whole,
         dead=[Rows(columns=columns_of(branch, columns)) for branch in dead],
         lines=[line.content for line in live],
-    )
-
-
-def parse_line(index: int, content: bytes, record: Record) -> Line:
-    return Line(
-        index=index,
-        batch=record["batch"],
-        launch=0,
-        launch_in_file=record.get("launch", 0),
-        digest=record.get("data/digest"),
-        clock=number_of(record.get(ELAPSED)),
-        validation=number_of(next(iter(validation_losses(record).values()), None)),
-        is_not_finite=LOSS in record and number_of(record[LOSS]) is None,
-        content=content,
     )
 
 

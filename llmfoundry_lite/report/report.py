@@ -23,8 +23,8 @@ from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
-from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_relay, plot_run
-from llmfoundry_lite.report.launches import describe_failures, describe_relay
+from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
+from llmfoundry_lite.report.launches import describe_failures, find_relay
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, Run, read_run
 from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
@@ -62,8 +62,7 @@ def report(
     `prompts`: by default, words of the validation data. `form` is png, pdf or svg, `x` one of AXES; `smooth_batches`
     is the width of the running mean, 1 for none.
 
-    Raises DataError if there is no run at one of `places`, ConfigError for a price that
-    cannot be read.
+    Raises DataError if there is no run at one of `places`, ConfigError for a price that cannot be read.
     """
     by_device = parse_prices(prices)
     runs = [read_run(where) for where in places]
@@ -75,22 +74,25 @@ def report(
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [run.where for run in runs]
+    relays = [find_relay(run) for run in runs]
+    relay = relays[0] if len(runs) == 1 else None
     facts: dict[str, Any] = {
-        "runs": [describe(run, name, by_device) for run, name in zip(runs, names, strict=True)],
+        "runs": [describe(*each, by_device) for each in zip(runs, names, relays, strict=True)],
         "comparisons": [],
         "samples": samples(runs[0], prompts, temperature=temperature, top_k=top_k) if len(runs) == 1 else [],
         "prices_per_device_hour": by_device,
         "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",
-        "relay_figure": None,
+        "relay_figure": f"relay.{form}" if relay is not None else None,
     }
     for name in unused_prices(runs, by_device):
         facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
     folder.mkdir(parents=True, exist_ok=True)
     draw_figures(folder, runs, facts, x, None if smooth_batches is None else smooth_batches // 2)
-    sections = build_sections(facts)
+    if relay is not None:
+        relay.plot(folder / facts["relay_figure"], title=runs[0].name)
+    sections = build_sections(facts, relays)
     print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
-    text = markdown(sections, facts["figure"], facts["relay_figure"])
-    (folder / "report.md").write_text(mask_credentials(text), encoding="utf-8")
+    (folder / "report.md").write_text(mask_credentials(markdown(sections)), encoding="utf-8")
     (folder / "report.json").write_text(mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     if facts["relay_figure"]:
         print(printable(f"plot: {folder / facts['relay_figure']}"))
@@ -103,7 +105,7 @@ def report(
 
 
 def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: str, reach: int | None) -> None:
-    """Draw `facts["figure"]`, and that of a relay; add comparisons of several runs."""
+    """Draw `facts["figure"]`; add comparisons of several runs."""
     figure, first, is_alone = folder / facts["figure"], facts["runs"][0], len(runs) == 1
     names = [run["name"] for run in facts["runs"]]
     curves = [curve_of(run, name, x, with_dead=is_alone) for run, name in zip(runs, names, strict=True)]
@@ -115,9 +117,6 @@ def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: st
         plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
         return
     plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=first["baselines"], reach=reach)
-    if first["relay"] is not None:
-        facts["relay_figure"] = f"relay{figure.suffix}"
-        plot_relay(folder / facts["relay_figure"], first["relay"]["legs"], title=runs[0].name)
 
 
 def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
@@ -173,7 +172,7 @@ def compare(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, A
 # --------------------------------------------------------------------------------------------------- one run
 
 
-def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
+def describe(run: Run, name: str, relay: Any, prices: dict[str, float]) -> dict[str, Any]:
     log = run.log
     trained = log.batch > 0
     losses, validation = finite(log.numbers(LOSS)), finite(log.validation)
@@ -207,7 +206,7 @@ def describe(run: Run, name: str, prices: dict[str, float]) -> dict[str, Any]:
         "not_finite": log.not_finite,
         "dead_branches": [branch.as_dict() for branch in log.dead],
         "failures": describe_failures(run),
-        "relay": describe_relay(run),
+        "relay": None if relay is None else relay.facts,
         "save_interval": (run.config or {}).get("save_interval"),
         "segments_from": run.segments_from,
         "state_digest": run.state_digest,
@@ -263,7 +262,7 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | N
     if not train or not validation or None in bytes_per_token.values() or train["local"] != validation["local"]:
         return None, bytes_per_token
     folder = Path(train["local"])
-    if splits_of(folder)[train["split"]]["tokens"] > 100_000_000:
+    if summary_of(folder)["splits"][train["split"]]["tokens"] > 100_000_000:
         return None, bytes_per_token
 
     from llmfoundry_lite.data.baselines import measure_baselines
@@ -282,15 +281,12 @@ def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
     if not dataset or not dataset.get("local"):
         return None
     folder = Path(dataset["local"])
-    counts, loss = splits_of(folder).get(dataset.get("split") or ""), summary_of(folder).get("lost_text")
+    summary = summary_of(folder)
+    counts, loss = summary["splits"].get(dataset.get("split") or ""), summary.get("lost_text")
     if not counts:
         return None
     kept = 1 - loss["lost_bytes"] / max(loss["text_bytes"], 1) if loss else 1
     return kept * counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
-
-
-def splits_of(folder: Path) -> dict[str, Any]:
-    return summary_of(folder)["splits"]
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

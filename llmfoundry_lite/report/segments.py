@@ -58,14 +58,14 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
         joules, source = None, None
         if row and device_hours is not None:
             joules, source = row.power_watts * device_hours * 3600, "rated"
-    as_recorded = ("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size", "sync")
-    as_computed = ("precision", "attention", "torch", "runtime", "driver", "compile_config", "environment")
+    recorded = (
+        *("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size", "sync", "precision"),
+        *("attention", "torch", "runtime", "driver", "compile_config", "environment", "computed_with"),
+    )
     fact = {
-        **{name: getattr(segment, name) for name in as_recorded},
+        **{name: getattr(segment, name) for name in recorded},
         "sharding": segment.sharding_in_words,
-        **{name: getattr(segment, name) for name in as_computed},
         "microbatch_size": segment.device_train_microbatch_size,
-        "computed_with": segment.computed_with,
         "tokens": int(np.nansum(tokens)) if np.isfinite(tokens).any() else None,
         "tokens_per_second_per_device": rate,
         "mfu": rate * mfu_per_rate(log, here, num_devices) if rate and num_devices and row else None,
@@ -174,7 +174,7 @@ def spans_of(facts: Sequence[Facts]) -> list[Span]:
     """
     bases = [base_label(fact) for fact in facts]
     details = [
-        [str(fact[name]) for name in ("device", "torch", "runtime", "attention")]
+        [str(fact[name] or f"{name} not known") for name in ("device", "torch", "runtime", "attention")]
         + ["not compiled" if fact["compile_config"] is None else "compiled"]
         for fact in facts
     ]

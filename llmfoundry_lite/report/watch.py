@@ -1,4 +1,4 @@
-"""Live view of a run: batch, loss, rate, remaining time, last checkpoint.
+"""Live line of a run: batch, loss, rate, remaining time, last checkpoint.
 
     llmfoundry-lite watch runs/mpt-1b
 
@@ -13,30 +13,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from llmfoundry_lite.bounded import MAX_LOG_BYTES, MAX_YAML_BYTES, read_at_most, read_lines_at_most
+from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import CheckpointError, DataError, printable
 from llmfoundry_lite.launch.log_lines import (
     Record,
     console_line,
-    duration_text,
     number_of,
     read_lines,
     validation_losses,
 )
 from llmfoundry_lite.launch.status import STATUS, read_status
-from llmfoundry_lite.report.reading import CONFIG, LOSS, METRICS, MFU, RATE, runs_within
+from llmfoundry_lite.report.reading import LOSS, METRICS, folder_of_checkpoints, read_config, what_to_give
 
-REMAINING = "time/remaining_seconds"
 UNITS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
 PIPE_SECONDS = 10.0
 """Between lines that go to a file or pipe."""
@@ -61,22 +56,22 @@ class Watched:
         """(batch, loss)"""
         self.max_duration: Duration | None = None
         self._offset = 0
-        if not any((folder / name).is_file() for name in ("status.json", METRICS)):
-            expected = runs_within(folder) or "expected a run directory such as runs/mpt-quickstart"
-            raise DataError(f"{folder}: no status.json here; {expected}")
+        self._opened = open_folder(str(folder))
+        if not any((folder / name).is_file() for name in (STATUS, METRICS)):
+            raise DataError(f"{folder}: no {STATUS} here; {what_to_give(folder)}")
 
     def look(self) -> None:
         """Read the status, and what the log has since the last look."""
         self.status = {"status": "unknown", "batch": 0, "reason": None, **(read_status(self.folder) or {})}
         if self.max_duration is None:
-            self.max_duration = self._read_duration()
-        try:
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not written yet, or not by us
+                self.config = read_config(self._opened, []) or {}
+                self.max_duration = Duration.parse(self.config["max_duration"])
+        with contextlib.suppress(OSError):
             for _, record in read_lines(self._new_lines()):
                 self.last = {key: value for key, value in record.items() if number_of(value) is not None}
                 if losses := [*validation_losses(self.last).values()]:
                     self.validation = (record["batch"], losses[0])
-        except OSError:
-            return
 
     def _new_lines(self) -> Iterator[bytes]:
         """Yield lines of the log since the last look. One that is being written is for the next."""
@@ -85,21 +80,18 @@ class Watched:
                 self._offset += len(line)
                 yield line
 
-    def _read_duration(self) -> Duration | None:
-        try:
-            config = read_record(read_at_most(self.folder / CONFIG, MAX_YAML_BYTES, CONFIG))
-            self.config = config if isinstance(config, dict) else {}
-            return Duration.parse(self.config["max_duration"])
-        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):  # not written yet, or not by us
-            return None
-
     def __fspath__(self) -> str:
         return str(self.folder)
 
     def __repr__(self) -> str:
-        facts = [f"{label} {text}" for label, text in facts_of(self) if label in ("loss", "validation")]
-        saved = self.last_checkpoint()
-        return f"<{', '.join([f'{self.folder}: {ending_of(self)}', *facts, *([f'saved {saved}'] if saved else [])])}>"
+        facts = [f"{self.folder}: {ending_of(self)}"]
+        if self.loss is not None:
+            facts.append(f"loss {self.loss:.4f}")
+        if self.validation is not None:
+            facts.append(f"validation {self.validation[1]:.4f} at batch {self.validation[0]:,}")
+        if saved := self.last_checkpoint():
+            facts.append(f"saved {saved}")
+        return f"<{', '.join(facts)}>"
 
     @property
     def loss(self) -> float | None:
@@ -127,13 +119,10 @@ class Watched:
 
     def last_checkpoint(self) -> str | None:
         """Return `ba200`; None if there is none, or if they lie behind a URL."""
-        where = str(self.config.get("save_folder") or self.folder / "checkpoints")
-        if "${" in where:  # nothing recorded is resolved
-            where = str(self.folder / "checkpoints")
-        if "://" in where:
-            return None
+        where = folder_of_checkpoints(self._opened, self.config, opens=())
         with contextlib.suppress(CheckpointError):  # a disk that does not answer now
-            return next((f"ba{one.batch}" for one in CheckpointStore(where).candidates() if one.head is not None), None)
+            candidates = CheckpointStore(where).candidates() if where is not None else []
+            return next((f"ba{one.batch}" for one in candidates if one.head is not None), None)
         return None
 
 
@@ -164,83 +153,44 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Watched]:
 def watch(
     folder: Path, *, console: Console | None = None, pause: Callable[[float], None] = time.sleep
 ) -> dict[str, Any]:
-    """Show the run at `folder` until it has ended; returns its status. Raises DataError if there is no run."""
+    """Show the run at `folder` until it has ended; returns its status. Raises DataError if there is no run.
+
+    A terminal has one line, written anew at each look; a file or pipe gets one whenever the run has moved on.
+    """
     console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    run = Watched(folder)
+    run, shown = Watched(folder), None
     run.look()
-    if not console.is_terminal:
-        return _print_lines(run, console, pause)
-    with Live(picture(run), console=console, auto_refresh=False) as live:
-        while not run.has_ended:
-            pause(LOOK_SECONDS)
+    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
+        while True:
+            line = Text(printable(line_of(run)))
+            if live is not None:
+                live.update(line, refresh=True)
+            elif run.last and run.last["batch"] != shown:
+                shown = run.last["batch"]
+                console.print(line)
+            if run.has_ended:
+                break
+            pause(LOOK_SECONDS if console.is_terminal else PIPE_SECONDS)
             run.look()
-            live.update(picture(run), refresh=True)
+    console.print(Text(printable(f"{run.folder}: {ending_of(run)}" if console.is_terminal else ending_of(run))))
     return run.status
 
 
-def _print_lines(run: Watched, console: Console, pause: Callable[[float], None]) -> dict[str, Any]:
-    """Print a line whenever the run has moved on, for files and pipes."""
-    shown = None
-    while True:
-        if run.last and run.last["batch"] != shown:
-            shown, saved = run.last["batch"], run.last_checkpoint()
-            line = console_line(run.last, run.max_duration) if run.max_duration else f"batch {shown}"
-            console.print(Text(printable(f"{line} · saved {saved}" if saved else line)))
-        if run.has_ended:
-            break
-        pause(PIPE_SECONDS)
-        run.look()
-    console.print(Text(printable(ending_of(run))))
-    return run.status
+def line_of(run: Watched) -> str:
+    """Return `batch 2/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2`."""
+    if not run.last:
+        return f"{run.status['status']}, no batch done yet"
+    parts = [console_line(run.last, run.max_duration) if run.max_duration else f"batch {run.last['batch']}"]
+    if "islands/local_steps" in run.last:
+        parts.append(f"local steps, every {run.last['islands/local_steps']}: losses are of this island's rows")
+    if (saved := run.last_checkpoint()) is not None:
+        parts.append(f"saved {saved}")
+    if not run.has_ended and (reason := run.status.get("reason")):
+        parts.append(f"asked to leave: {reason}")
+    return " · ".join(parts)
 
 
 def ending_of(run: Watched) -> str:
     """Return `done at batch 300` or `failed at batch 120: out of memory …`."""
     reason = f": {run.status['reason']}" if run.status.get("reason") else ""
     return f"{run.status['status']} at batch {run.batch}{reason}"
-
-
-def picture(run: Watched) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column()
-    name = run.config.get("run_name") or run.folder.name
-    table.add_row("run", Text(printable(f"{name} in {run.folder}")))
-    table.add_row("status", Text(printable(ending_of(run) if run.has_ended else _running(run))))
-    if (progress := run.progress) is not None:
-        end = f"of {run.max_duration}" if run.max_duration else ""
-        table.add_row("batch", Text(f"{run.batch:,} {end} · {progress:.0%}"))
-        table.add_row("", ProgressBar(total=1.0, completed=progress, width=40))
-    else:
-        table.add_row("batch", f"{run.batch:,}")
-    for label, text in facts_of(run):
-        table.add_row(label, Text(printable(text)))
-    return table
-
-
-def _running(run: Watched) -> str:
-    asked = run.status.get("reason")
-    return f"running, and asked to leave: {asked}" if asked else "running" if run.last else "running, no batch done yet"
-
-
-def facts_of(run: Watched) -> list[tuple[str, str]]:
-    facts, last = [], run.last
-    if "islands/local_steps" in last:
-        facts.append(("islands", f"local steps, every {last['islands/local_steps']}: losses are of this island's rows"))
-    if run.loss is not None:
-        facts.append(("loss", f"{run.loss:.4f}"))
-    if run.validation is not None:
-        facts.append(("validation", f"{run.validation[1]:.4f} at batch {run.validation[0]:,}"))
-    if last.get(RATE) is not None:
-        mfu = f" · MFU {last[MFU]:.1%}" if last.get(MFU) is not None else ""
-        facts.append(("rate", f"{last[RATE]:,.0f} tokens/s{mfu}"))
-    if not run.has_ended and last.get(REMAINING) is not None:
-        facts.append(("remaining", duration_text(last[REMAINING])))
-    if (saved := run.last_checkpoint()) is not None:
-        ago = max(0, run.batch - int(saved[2:]))
-        facts.append(
-            ("last save", f"{saved}, {ago:,} batch{'es' if ago != 1 else ''} ago" if ago else f"{saved}, this batch")
-        )
-    elif any(part in str(run.config.get("save_folder") or "") for part in ("://", "${")):
-        facts.append(("saves", f"in {run.config['save_folder']}"))
-    return facts

@@ -86,10 +86,8 @@ class LanguageModel(ComposerModel):
         return row_keys(tokens_bt, self.drop_seed) if self.training and self.drop_seed is not None else None
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the sum of the loss in nats, and the number of tokens it is the sum over.
-
-        Ranks that divide the samples each return their part times their number: the mean is the samples' loss.
-        """
+        """Return the sum of the loss in nats, and the number of tokens it is the sum over. Ranks that divide the
+        samples each return their part times their number: the mean is the samples' loss."""
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
         num_tokens = (labels_bt != IGNORED).sum()

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from composer.core import Callback, State
-from composer.loggers import Logger
 
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.loader import batch_digest
@@ -42,7 +40,7 @@ NOTHING = Upcoming(False, 0, 0, 0, 0, 0)
 
 
 @dataclass(eq=False)
-class Agreement(Callback):
+class Agreement:
     """Reads batches one ahead. One sum over ranks agrees on the next batch, on leaving and on saving.
 
     The energy of all devices is in the same sum."""
@@ -54,10 +52,6 @@ class Agreement(Callback):
     meter: EnergyMeter = field(default_factory=lambda: EnergyMeter(()))
 
     def __post_init__(self) -> None:
-        self.is_writing: Callable[[], bool] = lambda: False
-        """Returns whether this rank still writes its part of a save."""
-        self.wants_save: Callable[[], bool] = lambda: False
-        """Returns whether to save after this batch; only rank 0's answer counts."""
         self.current = NOTHING
         """The batch that is being trained."""
         self.upcoming = NOTHING
@@ -77,9 +71,7 @@ class Agreement(Callback):
 
     def take(self) -> Any:
         """Return this rank's share of the next batch; None at the end of the epoch, which all ranks reach together.
-
-        Raises the loader's error.
-        """
+        Raises the loader's error."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -90,21 +82,14 @@ class Agreement(Callback):
     def end_epoch(self) -> None:
         self._batches = self._batch = self._error = None
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self.meter.take()
-
-    def eval_batch_end(self, state: State, logger: Logger) -> None:
-        self.meter.sample()
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        assert state.max_duration is not None
+    def end_batch(self, *, is_last: bool, is_writing: bool, wants_save: bool) -> None:
+        """Read the next batch, unless this one `is_last`, and agree. `is_writing`: this rank still writes its part of a
+        save. `wants_save`: save after this batch; only rank 0's counts."""
         reason = self.preemption.look()
         self._batches = self.changed() or self._batches
-        counted = NOTHING if state.timestamp >= state.max_duration else self._read_ahead()
-        energy = self.meter.take()
-        self.preemption.set_agreed(self._agree(counted, reason, self.ranks.is_first and self.wants_save(), energy))
-        if self.joules:  # the counters of some cards stand still
-            logger.log_metrics({"energy/joules": self.joules})
+        counted = NOTHING if is_last else self._read_ahead()
+        wants_save = wants_save and self.ranks.is_first
+        self.preemption.set_agreed(self._agree(counted, reason, is_writing, wants_save, self.meter.take()))
 
     def _read_ahead(self) -> Upcoming:
         """Read this rank's share of the next batch, and count it."""
@@ -120,14 +105,17 @@ class Agreement(Callback):
         return Upcoming(True, count_filled(batch), tokens, losses, count_rows(batch), digest)
 
     def _agree(
-        self, counted: Upcoming, reason: int = 0, wants_save: bool = False, energy: tuple[int, int] = (0, 1)
+        self,
+        counted: Upcoming,
+        reason: int = 0,
+        is_writing: bool = False,
+        wants_save: bool = False,
+        energy: tuple[int, int] = (0, 1),
     ) -> int:
         """Sum over ranks. Returns the highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        sums = all_reduce_sum(
-            [*counts, int(not counted.is_there), int(self.is_writing()), int(wants_save), *energy, *reasons]
-        )
+        sums = all_reduce_sum([*counts, int(not counted.is_there), int(is_writing), int(wants_save), *energy, *reasons])
         filled, tokens, losses, rows, digest = sums[: len(counts)]
         missing, writing, wanting, millijoules, unmetered, *having = sums[len(counts) :]
         self.upcoming = Upcoming(missing == 0, filled, tokens, losses, rows, digest % (1 << 64))

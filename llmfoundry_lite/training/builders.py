@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from composer import Trainer
-from composer.core import Callback, DataSpec, Evaluator, Event
+from composer.core import Callback, DataSpec, Evaluator
 from torch.optim import Optimizer
 
 from llmfoundry_lite import companions, devices
@@ -45,7 +45,7 @@ from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
-from llmfoundry_lite.training.schedule import LearningRate, is_evaluation_due
+from llmfoundry_lite.training.schedule import LearningRate
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
 
@@ -69,18 +69,8 @@ def build_trainer(
     )
     meter = EnergyMeter(find_counters(this_rank().local_rank))
     agreement = Agreement(ranks, preemption, partners.move_on, meter)
-    checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners)
-
-    def is_due(state: Any, event: Event = Event.BATCH_END) -> bool:
-        """Evaluate right after a batch, so that its numbers stand in that batch's record. Not when the ranks have
-        agreed to leave after this batch: then the next launch does."""
-        return event == Event.BATCH_END and not preemption.agreed and is_evaluation_due(config, state)
-
-    callbacks = build_callbacks(config, layout, ranks, model, partners)
-    callbacks.append(agreement)  # before what a reason to leave may make needless
-    if config.icl_tasks and config.eval_interval != 0:
-        callbacks.append(build_in_context(config, ranks, model, is_due, checkpointing))
-    callbacks.append(checkpointing)
+    tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.eval_interval != 0 else None
+    checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
     trainer = ParallelTrainer(
         ranks=ranks,
         agreement=agreement,
@@ -90,10 +80,10 @@ def build_trainer(
         model=model,
         train_dataloader=train_data,
         eval_dataloader=evaluators or None,
-        eval_interval=is_due if evaluators else 0,
+        eval_interval=checkpointing.evaluates_now if evaluators else 0,
         optimizers=build_optimizer(config, model, layout),
         max_duration=str(Duration.parse(config.max_duration)),
-        callbacks=callbacks,
+        callbacks=[*build_callbacks(config, layout, ranks, model, partners), checkpointing],
         loggers=[run],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
@@ -131,15 +121,11 @@ def build_callbacks(
     return callbacks
 
 
-def build_in_context(
-    config: TrainConfig, ranks: DataRanks, model: LanguageModel, is_due: Any, checkpointing: Checkpointing
-) -> InContext:
+def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel) -> InContext:
     return InContext(
         model=model,
         tokenizer=load_tokenizer(config.tokenizer.name),
         tasks=load_tasks(config.icl_tasks, config.icl_task_folder),
-        is_due=is_due,
-        leave_if_asked=checkpointing.leave_if_asked,
         max_batch_tokens=max(config.eval_batch_size * config.max_seq_len, 2048),
         limit=config.icl_limit,
         ranks=ranks,
@@ -177,7 +163,7 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     weighting: Any = {"separator_begins": begins, "by_rows": not config.accumulate_train_batch_on_tokens}
     if layout.pipeline > 1:
         loss = partial(loss, backward_runs_once=not config.pipeline.splits_backward)
-        build_pipeline = companions.find("builders", "pp_config")
+        build_pipeline = companions.find("builders", "pp_config.pipeline_parallel_degree")
         pipeline = build_pipeline(config.model, pipeline=config.pipeline, loss=loss, context=context, **options)
         language_model: Any = PipelinedLanguageModel(pipeline, precision, separator, context, **weighting)
     else:
@@ -215,7 +201,7 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if config.sharding.sharding_strategy == "ZERO_1":
-        return companions.find("builders", "ZERO_1")(named, build)
+        return companions.find("builders", "fsdp_config.sharding_strategy: ZERO_1")(named, build)
     return build(named)
 
 

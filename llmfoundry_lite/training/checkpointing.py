@@ -1,9 +1,9 @@
-"""Composer callback that restores a run from a checkpoint and saves it when `save_policy` decides so.
+"""Composer callback that restores a run from a checkpoint, and has what happens between two batches in its order.
 
 `find_start` chooses the checkpoint and checks its manifest before the model is built. Tensors and the place in the data
 are checked after the lease is taken, which ends another live launch. State is restored at AFTER_LOAD: the model is
-sharded by then, seeds and data are not used yet. It is saved at BATCH_CHECKPOINT, after the batch's evaluation.
-`run_state` has the state besides tensors.
+sharded by then, seeds and data are not used yet. A batch ends in `batch_end` and `batch_checkpoint`: ranks agree,
+evaluate, and save when `save_policy` decides so. `run_state` has the state besides tensors.
 """
 
 import time
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from composer.core import Callback, State
+from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
@@ -23,11 +23,7 @@ from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.save import About, Saved, Saver
 from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch
-from llmfoundry_lite.checkpoint.store import (
-    CheckpointStore,
-    Lease,
-    open_checkpoint,
-)
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
@@ -41,12 +37,13 @@ from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.gradient_step import GradientStep
+from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import log_until
 from llmfoundry_lite.training.run_state import RunState, build_segment, chosen_options, find_differences
 from llmfoundry_lite.training.save_policy import SavePolicy
-from llmfoundry_lite.training.schedule import has_passed
+from llmfoundry_lite.training.schedule import has_passed, is_evaluation_due
 
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
@@ -54,10 +51,8 @@ RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 @dataclass(eq=False)
 class Checkpointing(Callback):
-    """Restores this launch's start, and saves the run during training, at its end and before leaving early.
-
-    Every rank calls every method together, unless it says otherwise.
-    """
+    """Restores this launch's start, and saves the run during training, at its end and before leaving early. Every rank
+    calls every method together, unless it says otherwise."""
 
     config: TrainConfig
     model: LanguageModel
@@ -66,6 +61,7 @@ class Checkpointing(Callback):
     agreement: Agreement
     begins: Start
     partners: Partners
+    tasks: InContext | None = None
 
     def __post_init__(self) -> None:
         self.store = CheckpointStore(self.config.checkpoint_folder)
@@ -97,9 +93,6 @@ class Checkpointing(Callback):
         self.saver = Saver(
             self.store, after_publish=self._after_publish, takes_lease=self.partners.takes_lease_at_start
         )
-        self.agreement.is_writing = lambda: self.saver.is_writing
-        if (timer := self.policy.timer) is not None:
-            self.agreement.wants_save = lambda: timer.note_batch_end(self.saver.is_saving)
         rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
         began = time.monotonic()
         restored = self._restore(state)
@@ -200,7 +193,39 @@ class Checkpointing(Callback):
             changed.insert(0, f"run_name {manifest.run_name} -> {self.config.run_name}")
         return f" ({', '.join(changed)})" if changed else ""
 
-    # ----------------------------------------------------------------------------------------------------- save
+    # ------------------------------------------------------------------------------------------ between two batches
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.agreement.meter.take()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Agree with the other ranks on what comes next; then evaluate. Composer evaluates the validation loss next."""
+        assert state.max_duration is not None
+        timer = self.policy.timer
+        self.agreement.end_batch(
+            is_last=state.timestamp >= state.max_duration,
+            is_writing=self.saver.is_writing,
+            wants_save=timer is not None and timer.note_batch_end(self.saver.is_saving),
+        )
+        if self.agreement.joules:  # the counters of some cards stand still
+            logger.log_metrics({"energy/joules": self.agreement.joules})
+        if self.evaluates_now(state):
+            self.evaluate_tasks(state, logger)
+
+    def evaluates_now(self, state: State, event: Event = Event.BATCH_END) -> bool:
+        """Evaluate right after a batch, so that its numbers stand in that batch's record. Not when the ranks have
+        agreed to leave after this batch: then the next launch does."""
+        return event == Event.BATCH_END and not self.preemption.agreed and is_evaluation_due(self.config, state)
+
+    def evaluate_tasks(self, state: State, logger: Logger) -> None:
+        if self.tasks is not None:
+            self.tasks.evaluate(state, logger, self.leave_if_asked)
+
+    def eval_batch_start(self, state: State, logger: Logger) -> None:
+        self.leave_if_asked(state, logger)
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        self.agreement.meter.sample()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._advance_save(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
@@ -216,14 +241,9 @@ class Checkpointing(Callback):
         if decision.preempted_by or decision.stops:
             state.stop_training()
 
-    def eval_batch_start(self, state: State, logger: Logger) -> None:
-        self.leave_if_asked(state, logger)
-
     def leave_if_asked(self, state: State, logger: Logger) -> None:
-        """Leave during a long evaluation if any rank is asked to: record and save the batch, then raise Preempted.
-
-        The next launch repeats the evaluation. Every rank must call this at the same places.
-        """
+        """Leave during a long evaluation if any rank is asked to: record and save the batch, then raise Preempted. The
+        next launch repeats the evaluation. Every rank must call this at the same places."""
         preempted_by = self.preemption.agree_on_reason()
         if not preempted_by:
             return
@@ -252,6 +272,8 @@ class Checkpointing(Callback):
         has_trained = int(state.timestamp.batch) >= self.first_batch
         return self.partners.saves_here and self.published_batch < 0 and has_trained
 
+    # ----------------------------------------------------------------------------------------------------- save
+
     def save_now(self, state: State, logger: Logger) -> None:
         """Save this batch, unless its save has begun, and wait until it is published."""
         if int(state.timestamp.batch) > self.last_saved_batch:
@@ -276,9 +298,7 @@ class Checkpointing(Callback):
 
     def _advance_save(self, step: Callable[[], Saved | None], logger: Logger) -> UserError | None:
         """Take a step of a save. Prints and returns a transient error: the run carries on, and the next save retries.
-
-        Raises other errors.
-        """
+        Raises other errors."""
         try:
             self._log(step(), logger)
         except UserError as error:

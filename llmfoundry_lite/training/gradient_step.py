@@ -115,10 +115,8 @@ class GradientStep:
         self.bad_losses += (~torch.isfinite(loss.detach())).float().sum()
 
     def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
-        """Unscale and clip the gradient, or drop it if it is not finite. Returns the global batch's loss.
-
-        `loss` is this rank's; messages name the batch's `digest`. Raises NonFiniteError.
-        """
+        """Unscale and clip the gradient, or drop it if it is not finite. Returns the global batch's loss. `loss` is
+        this rank's; messages name the batch's `digest`. Raises NonFiniteError."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         if self.sums and not self.agreed:
             self.sums.finish(parameters, self.scale_of_sums)
@@ -218,10 +216,8 @@ def measure(
 def measure_exactly(
     parameters: list[torch.nn.Parameter], loss: torch.Tensor, bad_losses: torch.Tensor, num_too_large: torch.Tensor
 ) -> Measured:
-    """Do the same so that no order of summation matters. `parameters` are those that this rank counts.
-
-    The unit of the squares follows from the largest element on any rank, which takes a collective of its own.
-    """
+    """Do the same so that no order of summation matters. `parameters` are those that this rank counts. The unit of the
+    squares follows from the largest element on any rank, which takes a collective of its own."""
     device = bad_losses.device
     gradients = [g for p in parameters if is_first_copy(p.grad) and (g := local(p.grad)).numel()]
     norms = torch._foreach_norm(gradients, math.inf) if gradients else ()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
@@ -20,25 +20,20 @@ from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted
 from llmfoundry_lite.training.adapter import LanguageModel
 
 
-@dataclass(kw_only=True, eq=False)
-class InContext(Callback):
-    """Evaluates whenever the validation loss is due. The ranks share the items and end with the same numbers."""
+@dataclass(kw_only=True)
+class InContext:
+    """Tasks of a run. The ranks share the items and end with the same numbers."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     tasks: Sequence[TaskConfig]
-    is_due: Callable[[State], bool]
-    leave_if_asked: Callable[[State, Logger], None]
-    """Called by all ranks together before each batch. Raises Preempted if the launch must leave."""
     max_batch_tokens: int
     limit: int | None
     ranks: DataRanks
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if self.is_due(state):
-            self.evaluate(state, logger)
-
-    def evaluate(self, state: State, logger: Logger) -> None:
+    def evaluate(self, state: State, logger: Logger, leave_if_asked: Callable[[State, Logger], None]) -> None:
+        """`leave_if_asked` is called by all ranks together before each batch. It raises Preempted if the launch must
+        leave."""
         was_training = self.model.training
         self.model.eval()
         device = cast(torch.device, state.device._device)  # parameters may be offloaded to the host
@@ -49,7 +44,7 @@ class InContext(Callback):
             TaskResults(model="", suite="", source=""),
             max_batch_tokens=self.max_batch_tokens,
             limit=self.limit,
-            on_progress=lambda task, done, total: self.leave_if_asked(state, logger),
+            on_progress=lambda task, done, total: leave_if_asked(state, logger),
             share=(self.ranks.rank, self.ranks.size),
         )
         self.model.train(was_training)

@@ -169,9 +169,7 @@ def log_p_and_gradient(logits_cv: torch.Tensor, columns_c: torch.Tensor) -> tupl
 
 def _normalise(logits_cv: torch.Tensor, label_logits_c: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Turn a rank's part of the logits into log-probabilities in place, and return those of the labels.
-
-    `label_logits_c` has zeros for labels that other ranks have.
-    """
+    `label_logits_c` has zeros for labels that other ranks have."""
     known_2c = torch.stack([logits_cv.logsumexp(dim=-1), label_logits_c])
     known_r2c = all_gather(known_2c, mesh.get_group().group_name, mesh.size())
     total_c = known_r2c[:, 0].logsumexp(dim=0)

@@ -35,10 +35,8 @@ MARGIN = 0.95
 
 
 def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Optimizer) -> int:
-    """Return the samples of a microbatch. Call it when model and optimizer state are in place; every rank must.
-
-    Raises ConfigError when not even one sample fits.
-    """
+    """Return the samples of a microbatch. Call it when model and optimizer state are in place; every rank must. Raises
+    ConfigError when not even one sample fits."""
     layout, is_main, is_cpu = layout_here(config), dist.get_rank() == 0, devices.device_type() == "cpu"
     device_batch_size = config.global_train_batch_size // layout.num_data_ranks
     size = config.first_microbatch_size(device_batch_size)
@@ -82,11 +80,8 @@ class Search:
     """Settings that take less memory, for the error."""
 
     def run(self, num_optimizer_slots: Sequence[int]) -> tuple[int, str]:
-        """Return samples, and what was measured in words; the same on every rank.
-
-        `num_optimizer_slots`: numbers that the optimizer keeps per parameter, by group; the last also for groups after
-        it. Raises ConfigError.
-        """
+        """Return samples, and what was measured in words; the same on every rank. `num_optimizer_slots`: numbers that
+        the optimizer keeps per parameter, by group; the last also for groups after it. Raises ConfigError."""
         self.peaks: dict[int, int] = {}
         self.meter, sizes = device_meter(), self.sizes
         self.had = self.meter.limit_bytes()

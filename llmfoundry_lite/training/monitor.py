@@ -53,10 +53,8 @@ def _number_of(name: str) -> int:
 
 @dataclass(eq=False)
 class RunMonitor(Callback):
-    """Throughput, MFU, memory, elapsed and remaining time.
-
-    Rates are of tokens really consumed over the wall-clock time between ends of batches, without evaluation.
-    """
+    """Throughput, MFU, memory, elapsed and remaining time. Rates are of tokens really consumed over the wall-clock time
+    between ends of batches, without evaluation."""
 
     window_size: int
     flops_per_token: int
@@ -105,10 +103,8 @@ class RunMonitor(Callback):
 
 
 class Profiler(Callback):
-    """torch's profiler over a few batches: a trace for chrome://tracing or Perfetto.
-
-    A batch is traced from the end of the one before it to its own: evaluation and saves in between included.
-    """
+    """torch's profiler over a few batches: a trace for chrome://tracing or Perfetto. A batch is traced from the end of
+    the one before it to its own: evaluation and saves in between included."""
 
     def __init__(self, config: ProfilerConfig, run_folder: Path):
         self.config = config

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
+from llmfoundry_lite.checkpoint.layouts import Box
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
 from llmfoundry_lite.config.layout import Runs
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -27,9 +28,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Jordan's for Newton and Schulz' iteration: steepest at 0, at the price of singular values between 0.7 and 1.2."""
 EPS = 1e-7
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and lengths."""
 
 
 class Matrix(NamedTuple):
@@ -152,10 +150,8 @@ def scale_of(matrix: torch.Tensor, adjust_lr_fn: str) -> float:
 
 
 class Owners:
-    """Assignment of whole matrices to ranks, and the parts that ranks have of each. The same on all ranks.
-
-    In each round every rank owns one matrix, the largest first, so that the matrices of a round are about equal.
-    """
+    """Assignment of whole matrices to ranks, and the parts that ranks have of each. The same on all ranks. In each
+    round every rank owns one matrix, the largest first, so that the matrices of a round are about equal."""
 
     def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup | None):
         self.group = group

@@ -61,10 +61,8 @@ class Lion(Optimizer):
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Drop all gradients, also those of whole parameters of which the optimizer has rows (ZeRO-1).
-
-    The model cannot be asked: after a forward pass without a gradient FSDP shows other parameters.
-    """
+    """Drop all gradients, also those of whole parameters of which the optimizer has rows (ZeRO-1). The model cannot be
+    asked: after a forward pass without a gradient FSDP shows other parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

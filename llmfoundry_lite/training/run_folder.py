@@ -27,7 +27,7 @@ from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_credentials, printable
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.launch.log_lines import METRICS, Record, missing_lines, read_lines
-from llmfoundry_lite.launch.status import start_guard, write_ended_early, write_status
+from llmfoundry_lite.launch.status import write_ended_early, write_status
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
 
@@ -67,16 +67,13 @@ class RunFolder(LoggerDestination):
 
     def start(self, trainer: Trainer, wandb_run_id: str | None, history: bytes | None) -> None:
         """Begin to write. `history` is the checkpoint's log: its lines that the log here lacks are appended first.
-
-        Metrics logged before this call go into the first record.
-        """
+        Metrics logged before this call go into the first record."""
         if self.is_main:
             with clear_disk_errors(self.folder):
                 if wandb_run_id is not None:
                     (self.folder / WANDB_ID).write_text(wandb_run_id + "\n")
                 write_atomically(self.folder / "config.yaml", dump_record(as_dict(self.config)))
                 write_status(self.folder, "running", int(trainer.state.timestamp.batch), self.asked_by)
-                start_guard(self.folder)
                 duration = Duration.parse(self.config.max_duration)
                 self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
                 missed = take_over(self.log, history) if history else []
@@ -221,10 +218,8 @@ def log_until(path: Path, batch: int) -> bytes:
 
 
 def take_over(path: Path, history: bytes) -> list[Record]:
-    """Append a checkpoint's log from the first line that is missing here, and return the records appended.
-
-    Batches that were trained here after that line become a dead branch, as if a launch had lost them.
-    """
+    """Append a checkpoint's log from the first line that is missing here, and return the records appended. Batches that
+    were trained here after that line become a dead branch, as if a launch had lost them."""
     last_launch(path)  # cuts off a torn line
     here = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     missing = missing_lines(here, [line for line, _ in read_lines(history)])

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment, encode_segment
+from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment, encode_record
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.loader import build_text_loader
@@ -194,7 +194,7 @@ class RunHandle:
         here = self._saving
         segments = here.segments_until(self._state) if self.batch >= here.first_batch else ()
         scalars = encode_value(here.run_state.collect(self._state))
-        return {"scalars": scalars, "segments": [encode_segment(segment) for segment in segments]}
+        return {"scalars": scalars, "segments": [encode_record(segment) for segment in segments]}
 
     def take_over(self, collected: Mapping[str, Any]) -> None:
         """Carry on from a state that another launch has collected."""

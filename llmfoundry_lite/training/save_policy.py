@@ -3,16 +3,14 @@
 import statistics
 import time
 from collections import deque
-from pathlib import Path
 from typing import NamedTuple
 
 from composer.core import State, Timestamp
 
-from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION, choose_save_interval
+from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.launch.log_lines import duration_text
-from llmfoundry_lite.launch.status import seconds_between_failures
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.schedule import elapsed, has_passed, is_evaluation_due, progress_of
@@ -45,10 +43,8 @@ class SavePolicy:
         self.agreement = agreement
         interval = SaveInterval.parse(config.save_interval)
         self.span = interval.span
-        self.timer: SaveTimer | None = None
+        self.timer = SaveTimer(interval.seconds) if self.span is None else None
         """For intervals by the clock. Only rank 0's counts: `Agreement` broadcasts when a save is due."""
-        if self.span is None:
-            self.timer = SaveTimer(interval.seconds, seconds_between_failures(Path(config.run_folder)))
         self.digest_span = Duration.parse(config.digest_interval) if config.digest_interval is not None else None
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
@@ -95,12 +91,11 @@ class SaveTimer:
     time of as many; at least the stall. Clocks are monotonic: the wall clock may step.
     """
 
-    def __init__(self, seconds: float | None, seconds_between_failures: float | None = None):
+    def __init__(self, seconds: float | None):
         """`seconds` None: auto."""
         self.is_auto = seconds is None
         self.seconds = FIRST_SECONDS if seconds is None else seconds
         """The interval between saves."""
-        self.seconds_between_failures = seconds_between_failures
         self.cost_seconds: float | None = None
         self._undisturbed: deque[float] = deque(maxlen=NUM_BATCHES)
         self._disturbed: list[float] = []
@@ -134,15 +129,12 @@ class SaveTimer:
         if not self.is_auto:
             return None
         # A save may not begin before the one before is published.
-        self.seconds = max(durable_seconds, choose_save_interval(self.cost_seconds, self.seconds_between_failures))
+        self.seconds = max(durable_seconds, self.cost_seconds / MAX_SAVE_FRACTION)
         printed = self._printed_seconds
         if printed is not None and 1 / PRINTED_CHANGE < self.seconds / printed < PRINTED_CHANGE:
             return None
         self._printed_seconds = self.seconds
-        why = f"{MAX_SAVE_FRACTION:.0%} at that interval"
-        if self.seconds_between_failures is not None:
-            why = f"and this run fails every {duration_text(self.seconds_between_failures)}"
         return (
-            f"save_interval: auto is {duration_text(self.seconds)}: "
-            f"a save costs {self.cost_seconds:.3g} s of training, {why}"
+            f"save_interval: auto is {duration_text(self.seconds)}: a save costs {self.cost_seconds:.3g} s of "
+            f"training, {MAX_SAVE_FRACTION:.0%} at that interval"
         )

@@ -92,11 +92,8 @@ def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_de
 
 @dataclass(eq=False)
 class LearningRate(Callback):
-    """Sets the learning rate of every batch from the progress before it.
-
-    Composer steps its schedulers before it counts the batch, so its second batch repeats the first one's rate, and
-    their state has to be saved. This has no state.
-    """
+    """Sets the learning rate of every batch from the progress before it. Composer steps its schedulers before it counts
+    the batch, so its second batch repeats the first one's rate, and their state has to be saved. This has no state."""
 
     schedule: SchedulerConfig
     max_duration: Duration

@@ -38,7 +38,6 @@ from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.training.builders import build_trainer
 from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
-from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.partners import Partners, find_partners
 from llmfoundry_lite.training.preemption import REASONS, Preemption
@@ -85,7 +84,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
             run.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
         run_missed_evaluation(trainer, run, checkpointing)
         if trains:
-            if config.eval_first and run.batch == 0 and evaluate(trainer) and run.is_main:
+            if config.eval_first and run.batch == 0 and evaluate(trainer, checkpointing) and run.is_main:
                 run.write(state)
             trainer.fit()
         if checkpointing.was_preempted_by:
@@ -113,11 +112,8 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
 
 
 def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
-    """Let torch compute the same digits every time on the same devices, or refuse to, if the run asks for that.
-
-    Returns the configuration with `deterministic` as it is here. Raises ConfigError for settings that keep torch from
-    it.
-    """
+    """Let torch compute the same digits every time on the same devices, or refuse to, if the run asks for that. Returns
+    the configuration with `deterministic` as it is here. Raises ConfigError for settings that keep torch from it."""
     check_kernels(config, device_type)
     if not config.is_deterministic_on(device_type):
         return config
@@ -178,19 +174,17 @@ def run_missed_evaluation(trainer: Trainer, run: RunFolder, checkpointing: Check
     last_metric = f"{evaluators[-1].label}/loss" if evaluators else "eval/icl/"
     # If a finished run is launched again, its last evaluation is in the log already.
     is_there = run.is_main and any(key.startswith(last_metric) for key in run.record_of(run.batch))
-    if not broadcast_json(is_there) and evaluate(trainer) and run.is_main:
+    if not broadcast_json(is_there) and evaluate(trainer, checkpointing) and run.is_main:
         run.add_to(run.batch)
     checkpointing.run_state.owes_evaluation = False
 
 
-def evaluate(trainer: Trainer) -> bool:
+def evaluate(trainer: Trainer, checkpointing: Checkpointing) -> bool:
     """Run all evaluations, outside of the training loop. Returns whether there are any."""
-    tasks = [callback for callback in trainer.state.callbacks if isinstance(callback, InContext)]
-    for callback in tasks:
-        callback.evaluate(trainer.state, trainer.logger)
+    checkpointing.evaluate_tasks(trainer.state, trainer.logger)
     if trainer.state.evaluators:
         trainer.eval()
-    return bool(tasks or trainer.state.evaluators)
+    return bool(checkpointing.tasks or trainer.state.evaluators)
 
 
 def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) -> None:

@@ -7,11 +7,11 @@ dozen times, and twice more in each microbatch. This one does so in `measure` an
 import datetime
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from composer import Trainer
-from composer.core import Event
+from composer.core import DataSpec, Event
 from composer.trainer import trainer as composer_trainer
 from composer.utils import collect_env
 
@@ -35,9 +35,7 @@ collect_env.get_cpu_model = devices.device_name
 
 class ParallelTrainer(Trainer):
     """Composer's Trainer for parallel models. It counts each sample once, even if several ranks compute parts of it.
-
-    Losses and gradients are means over ranks. Each sample is on equally many ranks, so these are means over samples.
-    """
+    Losses and gradients are means over ranks. Each sample is on equally many ranks, so these are means over samples."""
 
     def __init__(
         self,
@@ -81,81 +79,85 @@ class ParallelTrainer(Trainer):
         self.agreement.begin_epoch(batches)
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
-        """Train on `state.batch`. The loss is the mean over the global batch's tokens or samples, however ranks,
-        microbatches and pipeline stages divide them.
+        """Train on this rank's rows in `state.batch`: microbatch by microbatch to a gradient, over ranks and launches,
+        clipped, to the optimizer's step. `Checkpointing.batch_end` comes next.
 
-        Returns None, so that Composer's loop does not sum the loss over ranks: `GradientStep.finish` has.
+        The loss is the mean over the global batch's tokens or samples, however ranks, microbatches and pipeline stages
+        divide them. Returns None, so that Composer's loop does not sum the loss over ranks: `GradientStep.finish` has.
         """
-        state = self.state
-        loss_sum = self._compute_gradient()
-        while not self.partners.exchange_gradient(loss_sum):
-            self._begin_epoch()
+        state, step, run_event = self.state, self.gradient_step, self.engine.run_event
+        while True:
+            rows = state.batch
+            loss_sum = torch.zeros((), device=state.device._device)
+            microbatches, share = self._begin_batch(rows)
+            for microbatch in microbatches:
+                state.batch = state.device.batch_to_device(microbatch)
+                step.before_forward()
+                loss_sum = loss_sum + self._add_gradient(microbatch, share)
+            state.batch = rows
+            if self.partners.exchange_gradient(loss_sum):
+                break
+            self._begin_epoch()  # again, with the rows that this launch has now
             state.batch = self.agreement.take()
-            loss_sum = self._compute_gradient()
         digest = format_digest(self.agreement.current.digest)
         metrics: dict[str, Any] = {**self.partners.metrics(), "data/digest": digest}
         self.logger.log_metrics(metrics)
-        state.total_loss_dict = {LOSS: self.gradient_step.finish(state, self.logger, loss_sum, digest)}
-        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+        state.total_loss_dict = {LOSS: step.finish(state, self.logger, loss_sum, digest)}
+        run_event(Event.AFTER_TRAIN_BATCH)
         state.optimizers[0].step()
         self.first_train_batch_complete = True
 
-    def _compute_gradient(self) -> torch.Tensor:
-        """Add up the gradient of this rank's rows, microbatch by microbatch or in one pass through a pipeline.
-
-        Returns this rank's share of the global batch's loss, times the number of data ranks: a scalar.
-        """
-        state, spec, run_event, step = self.state, self._train_data_spec, self.engine.run_event, self.gradient_step
-        model: Any = self._original_model
-        assert spec is not None and isinstance(state.device_train_microbatch_size, int)
-        batch, agreed, size = state.batch, self.agreement.current, state.device_train_microbatch_size
-        by_tokens, sums = self.accumulate_train_batch_on_tokens, step.sums
-        total = agreed.weight(by_tokens=by_tokens)
+    def _begin_batch(self, rows: Any) -> tuple[list[Any], float]:
+        """Divide a batch into microbatches; a pipeline does so itself. Returns them, and what a data rank has of the
+        global batch on average, in tokens with a loss or in samples."""
+        state, step, model = self.state, self.gradient_step, cast(Any, self._original_model)
+        size, device = state.device_train_microbatch_size, state.device._device
+        assert self._train_data_spec is not None and isinstance(size, int) and device is not None
+        total = self.agreement.current.weight(by_tokens=self.accumulate_train_batch_on_tokens)
         share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
-        is_pipeline = isinstance(model, PipelinedLanguageModel)
-        device = state.device._device
-        assert device is not None
         self.partners.begin_batch()
-        microbatches = [batch] if is_pipeline else spec.split_batch(batch, size)
+        is_pipeline = isinstance(model, PipelinedLanguageModel)
+        microbatches = [rows] if is_pipeline else [*self._train_data_spec.split_batch(rows, size)]
         step.begin(len(microbatches), device, num_ranks=self.ranks.size * model.num_parts)
-        run_event(Event.BEFORE_TRAIN_BATCH)
+        self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
-        if sums:  # no means over ranks, and a weight that does not depend on the rows of other launches
-            num_rows, num_tokens = self.device_batch_size * self.ranks.size, max(batch["input_ids"].size(1) - 1, 1)
-            share = num_rows * (num_tokens if by_tokens else 1)
+        if step.sums:  # no means over ranks, and a weight that does not depend on the rows of other launches
+            num_rows, num_tokens = self.device_batch_size * self.ranks.size, max(rows["input_ids"].size(1) - 1, 1)
+            share = num_rows * (num_tokens if self.accumulate_train_batch_on_tokens else 1)
             step.full_weight, step.weight = share, total
-            sums.begin(whole_parameters(state.optimizers[0]), num_rows // size)
-        loss_sum = torch.zeros((), device=device)
-        for microbatch in microbatches:
-            state.batch = state.device.batch_to_device(microbatch)
-            step.before_forward()
-            run_event(Event.BEFORE_FORWARD)
-            if not is_pipeline:
-                state.outputs = state.model(state.batch)
-            run_event(Event.AFTER_FORWARD)
-            run_event(Event.BEFORE_LOSS)
-            if is_pipeline:  # forward and backward passes of all microbatches
-                losses = model.train_on(state.batch, size, share)
-                state.loss = losses.sum()
+            step.sums.begin(whole_parameters(state.optimizers[0]), num_rows // size)
+        return microbatches, share
+
+    def _add_gradient(self, microbatch: Any, share: float) -> torch.Tensor:
+        """Add a microbatch's gradient, or in one pass through a pipeline all microbatches'. Returns this rank's share
+        of the global batch's loss, times the number of data ranks: a scalar."""
+        state, step, run_event, sums = self.state, self.gradient_step, self.engine.run_event, self.gradient_step.sums
+        model, spec = cast(Any, self._original_model), cast(DataSpec, self._train_data_spec)
+        is_pipeline = isinstance(model, PipelinedLanguageModel)
+        run_event(Event.BEFORE_FORWARD)
+        if not is_pipeline:
+            state.outputs = state.model(state.batch)
+        run_event(Event.AFTER_FORWARD)
+        run_event(Event.BEFORE_LOSS)
+        if is_pipeline:  # forward and backward passes of all microbatches
+            losses = model.train_on(state.batch, cast(int, state.device_train_microbatch_size), share)
+            state.loss = losses.sum()
+        else:
+            losses = state.loss = model.loss(state.outputs, state.batch)
+        step.after_loss(cast(torch.Tensor, state.loss))
+        run_event(Event.AFTER_LOSS)
+        run_event(Event.BEFORE_BACKWARD)
+        if not is_pipeline:
+            if sums:  # as a pipeline does, to the bit
+                outputs: Any = state.outputs
+                losses = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], share)
+            elif self.accumulate_train_batch_on_tokens:
+                losses = losses * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / share)
             else:
-                state.loss = model.loss(state.outputs, state.batch)
-            assert isinstance(state.loss, torch.Tensor)
-            step.after_loss(state.loss)
-            run_event(Event.AFTER_LOSS)
-            run_event(Event.BEFORE_BACKWARD)
-            if not is_pipeline:
-                if sums:  # as a pipeline does, to the bit
-                    outputs: Any = state.outputs
-                    losses = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], share)
-                elif by_tokens:
-                    losses = state.loss * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / share)
-                else:
-                    losses = state.loss * (count_rows(microbatch) / share)
-                losses.backward()
-            run_event(Event.AFTER_BACKWARD)
-            loss_sum = loss_sum + (round_loss(losses.detach()) if sums else losses.detach()).sum()
-        state.batch = batch
-        return loss_sum
+                losses = losses * (count_rows(microbatch) / share)
+            losses.backward()
+        run_event(Event.AFTER_BACKWARD)
+        return (round_loss(losses.detach()) if sums else losses.detach()).sum()
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta

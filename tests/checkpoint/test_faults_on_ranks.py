@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.checkpoint import folders, local_folder, restore
+from llmfoundry_lite import retry
+from llmfoundry_lite.checkpoint import local_folder, restore
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.state import local_tensor, read_state
@@ -164,7 +165,7 @@ def views(folder):
         step(model, opt, batch)
         save_now(saver, model, opt, batch)
     at_two, before = whole_state(model, opt), listing(folder)
-    folders.PAUSES_SECONDS = (0.0,) * 3
+    retry.PAUSES_SECONDS = (0.0,) * 3
     read = os.preadv
 
     def restored_with(victim, answer):

@@ -15,7 +15,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from llmfoundry_lite.checkpoint import folders, local_folder, shards
+from llmfoundry_lite import retry
+from llmfoundry_lite.checkpoint import local_folder, shards
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.open_folder import open_folder
@@ -129,7 +130,7 @@ def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.Monkey
     def fail(*args: object, **kwargs: object) -> None:
         raise NoCredentials("Unable to locate credentials\nand more")
 
-    monkeypatch.setattr(folders, "PAUSES_SECONDS", ())
+    monkeypatch.setattr(retry, "PAUSES_SECONDS", ())
     for name in ("ls", "info", "open", "pipe_file"):
         monkeypatch.setattr(MemoryFileSystem, name, fail)
     store = CheckpointStore("memory://bucket/run")

@@ -89,7 +89,7 @@ def test_any_cut_is_noticed(length):
 
 
 def log(**changes):
-    return {"log": [{**manifests._plain(LOG_PART), **changes}]}
+    return {"log": [{**manifests.encode_record(LOG_PART), **changes}]}
 
 
 def named(name):

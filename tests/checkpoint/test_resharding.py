@@ -254,10 +254,9 @@ def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(sha
             table = describe({"model/w": weight}, {"model/w": runs})
             plan = make_plan([(table, list(range(world_size)))], rank, world_size)
             own = boxes_of(weight, runs)
-        assert {(box.offset, box.shape) for box in plan.mine.values()} == {(box.offset, box.lengths) for box in own}
-        for box in own:
-            first, count = box.offset[0], box.lengths[0]
-            assert torch.equal(held[box.at : box.at + count], whole[first : first + count])
+        assert {(box.offset, box.shape) for box in plan.mine.values()} == {box for box, _ in own}
+        for ((first, *_), (count, *_)), at in own:
+            assert torch.equal(held[at : at + count], whole[first : first + count])
             cells |= set(range(first, first + count))
     assert cells == set(range(32))
 

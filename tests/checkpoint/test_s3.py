@@ -9,7 +9,8 @@ import pytest
 import torch
 from fsspec.asyn import sync_wrapper
 
-from llmfoundry_lite.checkpoint import commit, folders, remote_folder
+from llmfoundry_lite import retry
+from llmfoundry_lite.checkpoint import commit, remote_folder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver
@@ -283,7 +284,7 @@ def proxy(connect, server, monkeypatch):
     """Before the server of a new bucket. The client asks once, and waits for nothing."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
+    monkeypatch.setattr(retry, "PAUSES_SECONDS", (0.0,) * 3)
     proxy = RefusingProxy(server)
     proxy.url = connect()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")

@@ -16,7 +16,8 @@ from dataclasses import replace
 import fsspec
 import pytest
 
-from llmfoundry_lite.checkpoint import commit, folders, local_folder
+from llmfoundry_lite import retry
+from llmfoundry_lite.checkpoint import commit, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint.layouts import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
@@ -600,7 +601,7 @@ class Disk:
     def __init__(self, monkeypatch, name, count, answer):
         self.name, self.count, self.answer = name, count, answer
         self.pread, self.open = os.preadv, open
-        monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
+        monkeypatch.setattr(retry, "PAUSES_SECONDS", (0.0,) * 3)
         monkeypatch.setattr(os, "preadv", self.preadv)
         monkeypatch.setattr(local_folder, "open", self.open_file, raising=False)
 
@@ -666,7 +667,7 @@ def test_a_disk_that_refuses_once_to_list_or_to_open_is_asked_again(two_saves, t
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path, *options, **named)
 
-    monkeypatch.setattr(folders, "PAUSES_SECONDS", (0.0,) * 3)
+    monkeypatch.setattr(retry, "PAUSES_SECONDS", (0.0,) * 3)
     monkeypatch.setattr(os, call, called)
     found = store.newest_intact(verify_checkpoint, quarantine=lease)
     assert refused and found.checkpoint is not None and (found.checkpoint.name, found.notes) == ("ba2", [])

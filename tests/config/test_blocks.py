@@ -120,7 +120,7 @@ def test_a_block_whose_companion_is_missing_names_it(tmp_path):
         load(str(overlay))
 
 
-@pytest.mark.parametrize("name", ["pp_config", "ZERO_1"])
+@pytest.mark.parametrize("name", ["pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"])
 def test_a_builder_whose_companion_is_missing_names_it(monkeypatch, name):
     monkeypatch.setattr(companions, "find_companions", list)
     with pytest.raises(ConfigError, match=f"^{name}: needs the companion llmfoundry_layouts$"):

@@ -358,6 +358,11 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
             "fsdp_config.plain_on_one_device has no effect: fsdp_config.offload_optimizer needs FSDP2 on one "
             "device too",
         ),
+        (
+            "fsdp_config={plain_on_one_device: true, activation_checkpointing: true};compile_config={}",
+            "fsdp_config.plain_on_one_device has no effect: activation_checkpointing of compiled blocks needs FSDP2 on "
+            "one device too",
+        ),
         ("fsdp_config.limit_all_gathers=true", "fsdp_config.limit_all_gathers has no effect: FSDP2 always does"),
         (
             "train_loader.dataset.shuffle_algo=py1s",
@@ -373,7 +378,7 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
     ],
 )
 def test_what_has_no_effect_or_may_not_be_meant_is_noted(argument, note):
-    assert load(argument).notes == [f"command line: {note}"]
+    assert load(*argument.split(";")).notes == [f"command line: {note}"]
 
 
 def test_scaling_that_llm_foundry_ignores_is_left_out_and_said():

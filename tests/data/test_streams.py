@@ -31,15 +31,3 @@ def test_every_hash_of_a_file_is_compared_from_its_first_byte(tmp_path, wrong):
     path.write_bytes(content)
     found = find_damage(str(path), FileInfo(basename="shard", bytes=len(content), hashes=hashes))
     assert found == (f"its {wrong} is not the one in index.json" if wrong else "")
-
-
-def test_a_copy_is_the_only_one_where_the_remote_has_lost_a_part_since_it_came(tmp_path):
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
-        folder.mkdir()
-        (folder / "shard").write_bytes(b"whole")
-    config = TextDatasetConfig(local=str(here), remote=str(there), split="")
-    (folder,), info = build_folders(config), FileInfo(basename="shard", bytes=5, hashes={})
-    assert folder.why_only_copy(info, has_come=True) == ""
-    (there / "shard").write_bytes(b"who")
-    assert folder.why_only_copy(info, has_come=True) == f"{there / 'shard'} is not there or not whole"

@@ -1,5 +1,4 @@
 import json
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
-from llmfoundry_lite.data import wordcache
 from llmfoundry_lite.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
@@ -209,49 +207,24 @@ def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
         train_tokenizer(["text"], 256)
 
 
-# The word cache
+# Long texts
 
-
-AWKWARD = [
-    *"aZé09 \t\n\r\x0b\x0c'_-.\x00\x1c\x1f\x7f\x85\xa0\xad\xb5×ß漢字²½٣①🙂",
-    *"\u0301\u0345\u1680\u180e\u2000\u200b\u2013\u2028\u202f\u205f\u3000\ufeff",
-    *("'s", "'ll", "'re", " a", " '", "  ", "\n\n", "  \n", "don't", "don’t", "x<|endoftext|>"),
-    *("naïve été", "Привет, мир"),
-]
-
-
-def assert_cuts_where_the_library_cuts(tokenizer: Tokenizer, text: str) -> None:
-    """Every word of ours starts where one of the library's starts; then joining the ids of the words is exact."""
-    words = wordcache.FIND_WORDS(text)
-    theirs = {start for _, (start, _) in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)}
-    assert "".join(words) == text
-    assert set(np.cumsum([0, *map(len, words)])[:-1].tolist()) <= theirs, (words, sorted(theirs))
+AWKWARD = [*"aZ09 \t\n'_.\xa0ß漢²\u0301\u2028\u3000", "'s", " a", "  ", "\n\n", "don't", "x<|endoftext|>", "naïve été"]
 
 
 @hypothesis.given(text=st.lists(st.sampled_from(AWKWARD), max_size=14).map("".join) | st.text(max_size=30))
-@hypothesis.settings(max_examples=1000, deadline=None)
-def test_the_word_cache_gives_the_ids_of_the_library_for_any_text(tokenizer: Tokenizer, text: str) -> None:
-    assert_cuts_where_the_library_cuts(tokenizer, text)
-    assert tokenizer.word_cache is not None
+@hypothesis.settings(max_examples=300, deadline=None)
+def test_the_parts_of_a_long_text_have_the_ids_of_the_whole(tokenizer: Tokenizer, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wordcache, "SLICE_CHARACTERS", 10)
-        (ids,) = tokenizer.encode_to_arrays([text])
-    assert ids.tolist() == tokenizer.encode(text)
+        patch.setattr("llmfoundry_lite.data.tokenizer.PART_CHARACTERS", 1)
+        ids = tokenizer.encode_to_array(text)
+        assert "".join(tokenizer._parts(text)) == text
+    assert ids.dtype == np.uint32 and ids.tolist() == tokenizer.encode(text)
 
 
-def test_every_character_the_word_cache_splits_has_the_class_the_library_gives_it(tokenizer: Tokenizer) -> None:
-    known = [char for char in map(chr, range(0x10000)) if re.match(f"[{wordcache.KNOWN}]", char)]
-    assert len(known) > 400
-    for char in known:
-        assert_cuts_where_the_library_cuts(tokenizer, f"a{char}a 1{char}1.{char}.  {char}  {char}{char} a\n{char}")
-
-
-def test_the_word_cache_stays_within_its_bounds(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wordcache, "MAX_CACHED_WORDS", 50)
-    cache = wordcache.WordCache(tokenizer.backend)
-    texts = [*make_documents(30), "x" * 1000]
-    assert [cache.encode(text).tolist() for text in texts] == tokenizer.encode_batch(texts)
-    assert len(cache) == 50 and max(map(len, cache)) <= wordcache.MAX_WORD_CHARACTERS
+def test_a_long_text_is_cut_between_a_letter_and_a_space(tokenizer: Tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("llmfoundry_lite.data.tokenizer.PART_CHARACTERS", 1)
+    assert list(tokenizer._parts("ab cd  ef\n 12 x 漢 y")) == ["ab", " cd", "  ef\n 12 x", " 漢 y"]
 
 
 @pytest.mark.parametrize(
@@ -263,16 +236,17 @@ def test_the_word_cache_stays_within_its_bounds(tokenizer: Tokenizer, monkeypatc
         {"added_tokens": [{"id": 0, "content": "<|endoftext|>", "special": True}, {"id": 600, "content": "  "}]},
     ],
 )
-def test_other_kinds_of_tokenizers_are_left_to_the_library(
-    change: dict[str, list[dict[str, object]]], tokenizer_folder: Path, tmp_path: Path
+def test_a_long_text_is_whole_to_other_kinds_of_tokenizers(
+    change: dict[str, list[dict[str, object]]], tokenizer_folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
+    monkeypatch.setattr("llmfoundry_lite.data.tokenizer.PART_CHARACTERS", 1)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     if "added_tokens" in change:
         change = {"added_tokens": [flags | token for token in change["added_tokens"]]}
     other = load_tokenizer(copy_with(tokenizer_folder, tmp_path / "other", **change))
-    assert other.word_cache is None
     texts = make_documents(3)
-    assert [ids.tolist() for ids in other.encode_to_arrays(texts)] == other.encode_batch(texts)
+    assert all(list(other._parts(text)) == [text] for text in texts)
+    assert [other.encode_to_array(text).tolist() for text in texts] == other.encode_batch(texts)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +268,7 @@ def test_text_that_a_model_has_no_token_for_is_an_error_of_one_line() -> None:
     backend.add_special_tokens(["<eos>"])
     tokenizer = build_tokenizer("words", backend, {"eos_token": "<eos>"})
     assert tokenizer.encode("alpha") == [0]
-    for encode in (tokenizer.encode, lambda text: tokenizer.encode_to_arrays([text])):
+    for encode in (tokenizer.encode, tokenizer.encode_to_array):
         with pytest.raises(
             DataError, match=r"^tokenizer words cannot encode a text \(WordLevel .*name its unknown token"
         ):

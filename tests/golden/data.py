@@ -59,5 +59,5 @@ def digests(folder: Path, leave_out: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def record_tasks(lab: Lab) -> dict[str, Any]:
-    said = lab.check("data", "make-tasks", "--out", "made-tasks")
+    said = lab.check("make_tasks.py", "--out", "made-tasks")
     return {"make-tasks/said": str(said), "make-tasks/files": digests(lab.folder / "made-tasks")}

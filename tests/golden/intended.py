@@ -3,6 +3,7 @@
 _SEQUENTIAL = "sequential tests are deleted, and the number of items needed; a comparison is one table"
 INTENDED: dict[str, str] = {
     "commands/help/compare": "sequential tests and published results are deleted",
+    "commands/help/doctor": "--verified is scripts/gpu_check.py's",
     "commands/help/eval": "against= was for sequential tests",
     "commands/help/report": "--to-loss is deleted",
     "commands/help/top": "commands of companions stand after the core's",

@@ -79,8 +79,10 @@ class Lab:
         self._lock = threading.Lock()
 
     def call(self, *arguments: object, timeout_seconds: float = 600, **environment: str) -> Said:
-        """Run `llmfoundry-lite ARGUMENTS`."""
-        command = [self.python, "-m", "llmfoundry_lite", *map(str, arguments)]
+        """Run `llmfoundry-lite ARGUMENTS`, or one of scripts/ if the first of them is `SCRIPT.py`."""
+        is_script = str(arguments[0]).endswith(".py")
+        program = [str(self.repo / "scripts" / str(arguments[0]))] if is_script else ["-m", "llmfoundry_lite"]
+        command = [self.python, *program, *map(str, arguments[is_script:])]
         try:
             ended = subprocess.run(
                 command,

@@ -6,12 +6,12 @@ import threading
 
 from composer.core import Callback
 
-from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.checkpointing import Checkpointing
 
 
 def wait_until_told(state) -> None:
     """Until this rank's thread has heard of a reason to leave: how soon that is, is the kernel's choice."""
-    (preemption,) = (callback.preemption for callback in state.callbacks if isinstance(callback, Agreement))
+    (preemption,) = (callback.preemption for callback in state.callbacks if isinstance(callback, Checkpointing))
     while not preemption.reason:
         threading.Event().wait(0.01)
 

@@ -3,24 +3,19 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tokenizers
-from rich.progress import Progress
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare import fast_encoder, token_files
+from llmfoundry_lite.prepare import fast_encoder
 from llmfoundry_lite.prepare.documents import Document, split_key
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal
 from llmfoundry_lite.prepare.prepare import prepare
-from llmfoundry_lite.prepare.sources import open_source
-from llmfoundry_lite.prepare.token_files import VERDICT, TokenFiles, make_token_files
+from llmfoundry_lite.prepare.token_files import VERDICT
 from tests.helpers.data import folder_bytes, make_documents
 from tests.helpers.preparing import request, write_jsonl
 
@@ -220,31 +215,6 @@ def test_a_worker_that_its_encoder_kills_is_told_of(tmp_path: Path, tokenizer_fo
     text = write_jsonl(tmp_path / "a.jsonl", make_documents(60))
     with pytest.raises(DataError, match=r"killed, perhaps for want of memory; .*; if it was not, uninstall gigatoken"):
         said_by_preparing(text, tokenizer_folder, tmp_path / "out", num_workers=2)
-
-
-class LateWorkers:
-    """Pool whose tasks are done as late as may be: each by whoever asks for its result."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def submit(self, task: Callable[..., tuple[int, int]], *args: Any) -> SimpleNamespace:
-        return SimpleNamespace(result=lambda: task(*args))
-
-    def shutdown(self, **_: object) -> None: ...
-
-
-def test_its_proof_is_no_unit_whose_token_file_must_be_there(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = request(write_jsonl(tmp_path / "a.jsonl", make_documents(3)), "unused")
-    files = TokenFiles(asked, tmp_path, tokenizer, is_fast=True)
-    files.folder.mkdir()
-    files.encoder = None  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(token_files, "ProcessPoolExecutor", LateWorkers)
-    monkeypatch.setattr(token_files, "_files_of_worker", files, raising=False)
-    with Progress(disable=True) as bars:
-        work = make_token_files(open_source(asked), files, 2, bars, max_lost_text=0.01)
-    assert (work.num_units, work.documents, work.loss.is_none) == (1, 3, True)
 
 
 @needs_gigatoken

@@ -2,6 +2,7 @@ import errno
 import fcntl
 import gzip
 import io
+import itertools
 import json
 import os
 import shutil
@@ -47,8 +48,10 @@ def zstd(path: Path, content: bytes) -> Path:
     return plain(path.with_name(path.name + ".zst"), b"".join(frames))
 
 
-@pytest.mark.parametrize("store", [plain, zipped, zstd])
-@pytest.mark.parametrize("suffix", ["txt", "md", "jsonl", "json", "ndjson", "parquet"])
+@pytest.mark.parametrize(
+    ("suffix", "store"),
+    [*itertools.product(("txt", "md", "jsonl", "json", "ndjson"), (plain, zipped, zstd)), ("parquet", plain)],
+)
 def test_every_format_gives_the_same_documents(
     suffix: str, store, tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path
 ) -> None:

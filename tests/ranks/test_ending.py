@@ -104,17 +104,12 @@ def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempt
     assert ending.cause_of(caught.value) == "a shard is damaged"
 
 
-def test_a_signal_while_modules_are_imported_is_heard_by_nobody_else(monkeypatch):
+def test_a_signal_while_modules_are_imported_is_heard_by_nobody_else():
     """Composer's engine installs handlers that raise SystemExit(143), which others swallow."""
-    left = []
-    monkeypatch.setattr(ending.early_exit, "leave_now", lambda number, frame: left.append(number))
     before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
     try:
-        with ending.imports():
+        with pytest.raises(ending.Preempted), ending.imports():
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-            signal.raise_signal(signal.SIGTERM)
-        assert left == [signal.SIGTERM]
-        with pytest.raises(ending.Preempted):
             signal.raise_signal(signal.SIGTERM)
     finally:
         for number, handler in before.items():
@@ -182,15 +177,9 @@ def test_a_rank_that_lost_another_leaves_with_the_code_of_the_first_to_fail(monk
     assert ending.cause_of(lost).startswith("rank 3: runs/x/metrics.jsonl cannot be written")
 
 
-def test_a_rank_that_meets_its_own_error_is_not_ended_by_the_limit_of_its_checks(monkeypatch):
-    left = []
-    monkeypatch.setattr(ending.early_exit, "limit", threading.Timer(0, left.append, [75]))
-    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
-    try:
-        ending.ignore_signals()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    ending.early_exit.limit.start()
-    ending.early_exit.limit.join()
-    assert left == []
+def test_a_rank_that_meets_its_own_error_in_its_checks_is_not_preempted(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError), ending.checks():
+        signal.raise_signal(signal.SIGTERM)
+        raise UserError("a mistake")
+    assert not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, [])

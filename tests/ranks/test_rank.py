@@ -3,7 +3,7 @@
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.ranks.rank import adopt_srun, hosts, rank_variables
+from llmfoundry_lite.ranks.rank import adopt_srun, first_host, rank_variables
 
 
 def adopted(others: dict[str, str] | None = None, **step: str) -> dict[str, str]:
@@ -27,17 +27,17 @@ def adopted(others: dict[str, str] | None = None, **step: str) -> dict[str, str]
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "name"),
     [
-        ("gpu[003-004,012],login", ["gpu003", "gpu004", "gpu012", "login"]),
-        ("node7", ["node7"]),
-        ("a-1,a-2", ["a-1", "a-2"]),
-        ("rack[2-3]-n[09-10]", ["rack2-n09", "rack2-n10", "rack3-n09", "rack3-n10"]),
-        ("x[5],y", ["x5", "y"]),
+        ("gpu[003-004,012],login", "gpu003"),
+        ("node7", "node7"),
+        ("a-1,a-2", "a-1"),
+        ("rack[2-3]-n[09-10]", "rack2-n09"),
+        ("x[5],y", "x5"),
     ],
 )
-def test_a_list_of_nodes_is_read(text, names):
-    assert hosts(text) == names
+def test_the_first_of_a_list_of_nodes_is_read(text, name):
+    assert first_host(text) == name
 
 
 def test_the_rendezvous_is_on_the_first_node():
@@ -46,24 +46,10 @@ def test_the_rendezvous_is_on_the_first_node():
     assert environment["MASTER_ADDR"] == "n1"
 
 
-@pytest.mark.parametrize(("word", "number"), [("HET", 0), ("PACK", 0), ("HET", 1)])
-def test_the_rendezvous_of_a_heterogeneous_step_is_on_its_first_component(word, number):
-    """The step's own list is sorted. A step may leave out the job's first component."""
-    components = ["n9", "n[1-2]"] if number == 0 else ["n5", "n9", "n[1-2]"]
-    lists = {f"JOB_NODELIST_{word}_GROUP_{i}": nodes for i, nodes in enumerate(components)}
-    step = {"STEP_NODELIST": "n[1-2,9]", "STEP_TASKS_PER_NODE": "2(x3)", "STEP_NUM_TASKS": "6"}
-    assert adopted(None, **step, **lists)["MASTER_ADDR"] == "n9"
-
-
 @pytest.mark.parametrize("job", [1, 387, 12345, 4294901759])
 def test_the_port_is_not_one_that_linux_gives_to_programs_that_ask_for_any(job):
     ports = [int(adopted(JOB_ID=str(job), STEP_ID=str(step))["MASTER_PORT"]) for step in range(400)]
     assert min(ports) >= 20000 and max(ports) < 32000 and len(set(ports)) == 400
-
-
-def test_components_of_another_job_do_not_count():
-    """A job that another one has submitted inherits them."""
-    assert adopted(JOB_NODELIST_HET_GROUP_0="n[2,7]")["MASTER_ADDR"] == "n1"
 
 
 def test_a_batch_script_is_not_taken_for_a_task():

@@ -16,7 +16,7 @@ import yaml
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
-from llmfoundry_lite.data import shared_memory
+from llmfoundry_lite.data import folder_locks
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -101,15 +101,17 @@ def test_the_command_shows_text_and_counts_documents(folder, capsys):
 
 
 def test_a_folder_that_a_live_run_downloads_into_is_refused_without_waiting(folder, monkeypatch):
-    with tempfile.TemporaryDirectory(dir=shared_memory.SHARED_MEMORY) as blocks:
-        monkeypatch.setattr(shared_memory, "SHARED_MEMORY", Path(blocks))
-        monkeypatch.delattr(shared_memory.time, "sleep")
-        live = shared_memory.register_folders([str(folder / "b/train")], "live")
-        live.path.write_text(live.path.read_text().replace(str(os.getpid()), "1"))
+    with tempfile.TemporaryDirectory(dir=folder_locks.SHARED_MEMORY) as locks:
+        monkeypatch.setattr(folder_locks, "SHARED_MEMORY", Path(locks))
+        monkeypatch.delattr(folder_locks.time, "sleep")
+        live = folder_locks.hold_folder(str(folder / "b/train"), "live", alone=True)
+        path = folder_locks.lock_path(str(folder / "b/train"))
+        path.write_text(path.read_text().replace(str(os.getpid()), "1"))
         with pytest.raises(DataError, match=r"another run \(process 1\) is downloading into .*/b/train; give this run"):
             places = {"remote": folder / "a[1]", "local": folder / "b"}
             read_batch(str(folder / "run"), 1, [f"train_loader.dataset.streams.b.{k}={v}" for k, v in places.items()])
-        live.release()
+        assert live is not None
+        live.close()
 
 
 @pytest.mark.slow

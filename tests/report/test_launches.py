@@ -9,8 +9,7 @@ from llmfoundry_lite.report.launches import KILLED, Launch, match
 def test_a_launch_on_record_is_the_one_in_the_log_that_began_where_it_did(first_batch):
     """An evaluation before the first batch has a line of its own, under the batch that was restored."""
     logged = [Launch(first_batch=0, last_batch=100), Launch(first_batch=first_batch, last_batch=120)]
-    recorded = [({"batch": 100}, {"status": "failed", "reason": "disk full"}), ({"batch": 110}, {"status": KILLED})]
-    found = match(logged, recorded)
+    found = match(logged, [(100, "failed", "disk full"), (110, KILLED, None)])
     assert [(one.first_batch, one.ended, one.reason) for one in found] == [
         (0, "not known here", None),  # on the other cluster
         (first_batch, "failed", "disk full"),

@@ -84,8 +84,8 @@ def test_a_relay_s_run_names_the_companion_that_tells_of_places(tmp_path, monkey
 
 def test_names_and_samples_stay_text_in_markdown():
     table = Table("<b>a\nb", ["x", "y"], [["[z](http://z)", "c|d"]], right=())
-    hostile = Section(table, lines=["<script>"], text="`````\n# no heading")
-    assert markdown([hostile], "loss.png") == (
+    hostile = Section(table, lines=["<script>"], text="`````\n# no heading", figure="![loss](loss.png)")
+    assert markdown([hostile]) == (
         "## &lt;b&gt;a\\nb\n\n| x | y |\n|---|---|\n| \\[z](http://z) | c\\|d |\n\n- &lt;script&gt;\n\n"
         "``````text\n`````\n# no heading\n``````\n\n![loss](loss.png)\n"
     )

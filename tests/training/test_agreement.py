@@ -1,6 +1,5 @@
 """One sum between two batches tells every rank the same: what comes next, who must leave, whether to save."""
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,7 +10,6 @@ from llmfoundry_lite.training import agreement
 from llmfoundry_lite.training.agreement import Agreement, count_filled, count_rows, count_tokens
 from llmfoundry_lite.training.preemption import REASONS
 
-NOT_OVER: Any = SimpleNamespace(timestamp=0, max_duration=1)
 BATCH = {"input_ids": torch.tensor([[1, 2, 3, -100], [4, 5, 6, 7], [-100, -100, -100, -100]])}
 
 
@@ -35,16 +33,16 @@ def rank(batches, *, number=0, speaks=True, reason=0):
     return made
 
 
-def end_batch(monkeypatch, *ranks):
+def end_batch(monkeypatch, *ranks, writes=(), wants_save=()):
     """The end of a batch on all ranks of a world, in turn: once to hear their numbers, once with the sums."""
     heard: list[list[int]] = []
     batches = [list(one._batches) for one in ranks]
 
     def play(all_reduce_sum):
         monkeypatch.setattr(agreement, "all_reduce_sum", all_reduce_sum)
-        for one, its in zip(ranks, batches, strict=True):
+        for number, (one, its) in enumerate(zip(ranks, batches, strict=True)):
             one._batches = iter(its)
-            one.batch_end(NOT_OVER, cast(Any, None))
+            one.end_batch(is_last=False, is_writing=number in writes, wants_save=number in wants_save)
 
     play(lambda values: heard.append(values) or values)
     sums = [sum(column) for column in zip(*heard, strict=True)]
@@ -87,15 +85,13 @@ def test_no_rank_leaves_without_a_reason(monkeypatch):
 @pytest.mark.parametrize(("number", "is_due"), [(0, True), (1, False)])
 def test_rank_0_alone_decides_that_a_save_is_due(monkeypatch, number, is_due):
     ranks = rank([BATCH]), rank([BATCH], number=1)
-    ranks[number].wants_save = lambda: True
-    end_batch(monkeypatch, *ranks)
+    end_batch(monkeypatch, *ranks, wants_save=[number])
     assert [one.save_is_due for one in ranks] == [is_due] * 2
 
 
 def test_one_rank_that_still_writes_is_known_to_all(monkeypatch):
     ranks = rank([BATCH]), rank([BATCH], number=1)
-    ranks[1].is_writing = lambda: True
-    end_batch(monkeypatch, *ranks)
+    end_batch(monkeypatch, *ranks, writes=[1])
     assert [one.all_written for one in ranks] == [False, False]
 
 
@@ -107,7 +103,7 @@ def test_what_the_loader_raises_comes_after_this_batch_is_recorded(monkeypatch):
     one = rank([])
     monkeypatch.setattr(agreement, "all_reduce_sum", lambda values: values)
     one._batches = broken()
-    one.batch_end(NOT_OVER, cast(Any, None))
+    one.end_batch(is_last=False, is_writing=False, wants_save=False)
     assert one.upcoming.is_there  # or the epoch would seem to have ended, and the error with it
     with pytest.raises(OSError, match="the shard is gone"):
         one.take()

@@ -27,9 +27,8 @@ def test_tasks_go_to_the_device_though_parameters_are_offloaded(monkeypatch):
         model=linear, tokenizer=None, tasks=[], max_batch_tokens=8, limit=None, ranks=SimpleNamespace(rank=0, size=1)
     )
     device = torch.device("meta")
-    callback.evaluate(
-        SimpleNamespace(device=SimpleNamespace(_device=device)), SimpleNamespace(log_metrics=lambda _: None)
-    )
+    state, logger = SimpleNamespace(device=SimpleNamespace(_device=device)), SimpleNamespace(log_metrics=lambda _: None)
+    callback.evaluate(state, logger, lambda *_: None)
     assert asked[0].device == device
 
 

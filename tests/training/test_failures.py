@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite.data.shared_memory import PREFIX, SHARED_MEMORY, clean_stale_shared_memory
+from llmfoundry_lite.data.folder_locks import hold_folder
 from llmfoundry_lite.training.optimizers import local
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -64,9 +63,11 @@ def status(tmp_path: Path):
     return json.loads((tmp_path / "runs/tiny/status.json").read_text())
 
 
-def blocks_for(data):
-    """Registrations in shared memory that name a folder below `data`."""
-    return [path.name for path in SHARED_MEMORY.glob(f"{PREFIX}*.json") if str(data) in path.read_text()]
+def check_let_go(data):
+    """Raise DataError unless all processes that read the data end: a killed rank's workers soon notice."""
+    lock = hold_folder(str(data / "train"), "another", alone=True, timeout_seconds=120)
+    assert lock is not None
+    lock.close()
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_names_the_batch(tmp_path, data):
@@ -108,7 +109,7 @@ def test_when_a_rank_dies_the_others_stop_soon_and_say_why(tmp_path, data, kind,
     assert reason in status(tmp_path)["reason"]
     after = train([path, "max_duration=2ba", "callbacks=null", "autoresume=true"], tmp_path, 2)
     assert "has batches of this run up to 4, none of them saved yet: they are trained again" in after.check().output
-    assert not blocks_for(data)
+    check_let_go(data)
 
 
 def test_a_run_killed_outright_leaves_nothing_in_the_way_of_the_next(tmp_path, data):
@@ -116,11 +117,7 @@ def test_a_run_killed_outright_leaves_nothing_in_the_way_of_the_next(tmp_path, d
     path = write_config(tmp_path / "tiny.yaml", config)
     train([path], tmp_path)
     train([path, "callbacks=null", "autoresume=true"], tmp_path).check()
-    deadline = time.monotonic() + 120
-    while blocks_for(data):  # the killed rank's workers look for their parent every few seconds, and end
-        assert time.monotonic() < deadline
-        clean_stale_shared_memory()
-        time.sleep(0.1)
+    check_let_go(data)
 
 
 def test_a_token_beyond_the_vocabulary_is_named_by_shard(tmp_path, data):

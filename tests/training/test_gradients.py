@@ -145,8 +145,11 @@ def scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts):
         accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), device_batch_size=len(mine_bt),
         ranks=DataRanks(rank=rank, size=num_ranks, speaks=True),
     )  # fmt: skip
-    loss = ParallelTrainer._compute_gradient(trainer)  # type: ignore[arg-type]
-    return float(model.model.weight.grad), float(loss)
+    microbatches, share = ParallelTrainer._begin_batch(trainer, trainer.state.batch)  # type: ignore[arg-type]
+    loss = 0.0
+    for trainer.state.batch in microbatches:
+        loss += float(ParallelTrainer._add_gradient(trainer, trainer.state.batch, share))  # type: ignore[arg-type]
+    return float(model.model.weight.grad), loss
 
 
 @pytest.mark.parametrize(("by_tokens", "loss"), [(True, 27 / 7), (False, 11 / 3)])

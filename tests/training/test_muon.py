@@ -112,7 +112,8 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "divided samples": ("FULL_SHARD", Layout(shard=2, context=2)),
     "divided samples, replicated": ("NO_SHARD", Layout(replicate=2, context=2, has_whole_copies=True)),
 }
-LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if layout[0] not in companions.list_missing()}
+ZERO = "fsdp_config.sharding_strategy: ZERO_1"
+LAYOUTS = {name: one for name, one in LAYOUTS.items() if one[0] != "ZERO_1" or ZERO not in companions.list_missing()}
 
 
 def updates_on_ranks() -> None:
@@ -138,7 +139,7 @@ def updates_on_ranks() -> None:
         orders = {n.removeprefix("model/"): runs for n, runs in orders.items()}
         assert len(orders) == (2 * SMALL.n_layers if layout.tensor > 1 else 0)  # weights and biases
         build = partial(build_muon, config=config, model=model_config, group=group, row_orders=orders)
-        share = companions.find("builders", strategy) if strategy == "ZERO_1" else None
+        share = companions.find("builders", ZERO) if strategy == "ZERO_1" else None
         optimizer: Any = share(named, build) if share else build(named)
         for step in range(2):
             for seed, (n, parameter) in enumerate(named.items()):

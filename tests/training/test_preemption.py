@@ -17,7 +17,6 @@ from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.ranks.signals import leaving_because
-from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
@@ -52,7 +51,7 @@ class PressTwiceThenHang(Signal):
         if self.is_here(state):
             launching.ECHO_SECONDS = 0
             os.kill(os.getpid(), signal.SIGINT)
-            while not any(isinstance(c, Agreement) and c.preemption.reason for c in state.callbacks):
+            while not any(isinstance(c, Checkpointing) and c.preemption.reason for c in state.callbacks):
                 threading.Event().wait(0.01)
             os.kill(os.getpid(), signal.SIGINT)
             threading.Event().wait()
@@ -73,9 +72,13 @@ class SignalThenAbort(Signal):
         if int(state.timestamp.batch) + 1 == self.batch:
             if self.is_here(state):
                 os.kill(os.getpid(), self.number)
-            while not any(isinstance(c, Agreement) and c.preemption.reason for c in state.callbacks):
+            while not any(isinstance(c, Checkpointing) and c.preemption.reason for c in state.callbacks):
                 threading.Event().wait(0.01)
             run = next(c for c in state.callbacks if isinstance(c, RunFolder))
+            for _ in range(500):  # until the others can know; rank 0, which keeps the store, may be gone by then
+                if launching.announced_preemption():
+                    break
+                threading.Event().wait(0.01)
             while os.environ["RANK"] == "0" and read_status(run.folder)["reason"] is None:
                 threading.Event().wait(0.01)
             os.abort()

@@ -20,7 +20,6 @@ from benchmarks.switch.band import Series, judge, measure_band, measure_deviatio
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.data.shared_memory import find_stale_shared_memory
 from llmfoundry_lite.launch.status import read_status
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -130,7 +129,6 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
     pipe = tmp_path / PIPE
     os.mkfifo(pipe)
     tell = {f"python:{__name__}:Tell": {"pipe": str(pipe)}}
-    stale_before = stale_blocks()
     story, reached = [], 0
     for _ in range(NUM_PREEMPTIONS):
         num_ranks = generator.choice([1, 2, 3, 4])
@@ -153,7 +151,7 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
             killed = [code for rank, code in enumerate(result.exit_codes) if rank in victims]
             others = [code for rank, code in enumerate(result.exit_codes) if rank not in victims]
             assert set(killed) == {-9} and set(others) <= {1, -9}, story
-            assert status["status"] == "failed", story  # of a killed rank 0, by the guard that outlives it
+            assert status["status"] == "failed", story  # of a killed rank 0, whose process is gone
         else:
             assert set(result.exit_codes) == {75}, story
             assert status["status"] == "preempted"
@@ -175,9 +173,8 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
         deviation, band = measure_deviation(moved, others)[-1], measure_band(others)[-1]
         assert deviation <= band, (part, deviation, band, story)
 
-    assert stale_blocks() <= stale_before
     left = {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()}
-    assert left == {".mds", ".json"}, left
+    assert left == {".mds", ".json", ".txt"}, left
     names = {path.name for path in (tmp_path / "runs/moved/checkpoints").iterdir()}
     assert not [name for name in names if name.startswith(".") and name != ".leases"], names
     for name in names:
@@ -196,10 +193,6 @@ def written(tmp_path):
     path = tmp_path / "runs/moved/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def stale_blocks():
-    return set(find_stale_shared_memory())
 
 
 def saved(tmp_path, batch):

@@ -1,6 +1,5 @@
 """When a run saves and whether it leaves; saves by time, and the interval that a run chooses for itself."""
 
-import json
 import os
 import signal
 from types import SimpleNamespace
@@ -9,10 +8,8 @@ from typing import Any
 import pytest
 from composer.core import Callback, Timestamp
 
-from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration, SaveInterval
-from llmfoundry_lite.launch.status import LAUNCHES, seconds_between_failures
 from llmfoundry_lite.ranks.siblings import FirstError
 from llmfoundry_lite.training import preemption, save_policy
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -219,20 +216,6 @@ def test_auto_never_begins_a_save_before_the_last_has_ended(clock):
     timer = SaveTimer(None)
     save(timer, clock, stall=0.01, durable=40.0)
     assert timer.seconds == 40.0
-
-
-def test_auto_saves_more_often_in_a_run_that_fails_often(clock):
-    timer = SaveTimer(None, 600.0)
-    assert "fails every 10:00" in (save(timer, clock, stall=4.0) or "")
-    assert timer.seconds == pytest.approx(suggest_save_interval(4.0, 600.0)) and timer.seconds < 200
-
-
-def test_time_between_failures_is_that_of_launches_over_those_that_failed(tmp_path):
-    assert seconds_between_failures(tmp_path) is None
-    ends = [("running", 0), ("failed", 100), ("running", 150), ("preempted", 250), ("running", 300), ("running", 400)]
-    events = [{"status": status, "time": at, "has_begun": True} for status, at in ends]
-    (tmp_path / LAUNCHES).write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert seconds_between_failures(tmp_path) == (100 + 100) / 2
 
 
 class ClockOfRank0Counts(Callback):

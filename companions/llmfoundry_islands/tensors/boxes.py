@@ -64,7 +64,7 @@ def parts_of(name: str, tensor: torch.Tensor, heights: Sequence[int], runs: Runs
     `heights`: rows of each matrix. `runs`: the order in which ranks have the rows, if not the parameter's.
     """
     parts: dict[str, Part] = {}
-    for offset, lengths, at in boxes_of(tensor, runs):
+    for (offset, lengths), at in boxes_of(tensor, runs):
         for number, (first, count) in enumerate(divide_stack(heights, 1)):
             matrix = Box((first, *[0] * (tensor.ndim - 1)), (count, *tensor.shape[1:]))
             box = Box(offset, lengths).common(matrix)

@@ -42,7 +42,7 @@ class Bucket(NamedTuple):
     """The parts that come from a peer, to be added up here."""
 
 
-class Plan(NamedTuple):
+class SumPlan(NamedTuple):
     """Boxes of a view's exchange, seen from one rank."""
 
     island: str
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(
         cls, island: str, pieces: Boxes, cuts: dict[Peer, Boxes], rows: dict[str, range], shares: dict[str, int]
-    ) -> "Plan":
+    ) -> "SumPlan":
         """Make the plan of a rank from the overlaps with its peers, each tensor's rows, and owners' shares."""
         owners = {name: divide_rows(rows[name], shares) for name in rows}
 
@@ -88,7 +88,7 @@ def divide_into_buckets(names: Iterable[str]) -> list[list[str]]:
 class Summing:
     """One batch's sum, from its first bucket to `wait`. Its threads end with `wait`."""
 
-    def __init__(self, exchange: Exchange, plan: Plan, label: int, weight: float, *, is_exact: bool):
+    def __init__(self, exchange: Exchange, plan: SumPlan, label: int, weight: float, *, is_exact: bool):
         self.exchange, self.plan, self.label, self.is_exact = exchange, plan, label, is_exact
         self.dtype = torch.float64 if is_exact else torch.float32
         self.weights = {plan.island: weight}

@@ -6,7 +6,7 @@ import torch
 
 from llmfoundry_islands.tensors.boxes import Box, rows_of, share_out
 from llmfoundry_islands.tensors.exchange import Exchange, Ranks
-from llmfoundry_islands.tensors.summing import Plan, Summing
+from llmfoundry_islands.tensors.summing import Summing, SumPlan
 
 SECRET = b"0123456789abcdef"
 WHOLE = {"blocks.0.w": Box((0, 0), (7, 3)), "blocks.1.w": Box((0, 0), (70, 3)), "b": Box((0,), (5,))}
@@ -30,7 +30,7 @@ class Rank:
             addresses = [other.exchange.address for other in ranks if other.island == name]
             others[name] = Ranks(addresses, self.divide(self.boxes[name]))
         self.exchange.meet(epoch, self.pieces, others)
-        self.plan = Plan.of(self.island, self.pieces, self.exchange.cuts, rows_of([WHOLE]), dict(shares))
+        self.plan = SumPlan.of(self.island, self.pieces, self.exchange.cuts, rows_of([WHOLE]), dict(shares))
 
     def cut(self, tensors):
         return {name: tensors[name][piece.within(WHOLE[name])] for name, piece in self.pieces.items()}

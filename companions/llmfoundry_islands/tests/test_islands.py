@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmfoundry_islands.coordination.member import Lost, View
-from llmfoundry_islands.tensors.summing import Plan
+from llmfoundry_islands.tensors.summing import SumPlan
 from llmfoundry_islands.training.islands import Islands
 from llmfoundry_lite.ranks.codec import encode_value
 from llmfoundry_lite.ranks.ending import Preempted
@@ -37,7 +37,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
         ),
         by_tokens=True,
         exchange=SimpleNamespace(cuts={}, num_bytes=0),
-        plan=Plan("a", {}, [], False),
+        plan=SumPlan("a", {}, [], False),
         rank=0,
         view=view,
         num_repeats=0,

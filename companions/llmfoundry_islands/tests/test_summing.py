@@ -9,7 +9,7 @@ import torch
 from llmfoundry_islands.coordination.owners import PARTS, divide_rows
 from llmfoundry_islands.tensors import summing as module
 from llmfoundry_islands.tensors.packing import pack_sums
-from llmfoundry_islands.tensors.summing import Plan, divide_into_buckets
+from llmfoundry_islands.tensors.summing import SumPlan, divide_into_buckets
 from llmfoundry_islands.tests.ranks import WHOLE, at_once, gradients, make_ranks
 
 OWNERS = [{}, {"a": 20, "b": 20, "c": 24}, {"a": PARTS, "b": 0, "c": 0}, {"a": 0, "b": 63, "c": 1}]
@@ -259,7 +259,7 @@ def test_a_gradient_that_is_not_finite_is_so_on_every_island(ranks):
 
 def test_a_plan_without_owners_sends_each_peer_every_common_part(ranks):
     ranks[0].meet(1, ranks)
-    assert isinstance(ranks[0].plan, Plan) and not ranks[0].plan.has_owners
+    assert isinstance(ranks[0].plan, SumPlan) and not ranks[0].plan.has_owners
     for bucket in ranks[0].plan.buckets:
         assert bucket.give == bucket.take
     assert pack_sums(torch.zeros(3).double().numpy(), 46) == b"\0"

@@ -22,7 +22,7 @@ from llmfoundry_islands.coordination.member import Lost, Member, View, start_coo
 from llmfoundry_islands.coordination.messages import Message, find_token, parse_address
 from llmfoundry_islands.tensors.boxes import Tensors, rows_of, share_out
 from llmfoundry_islands.tensors.exchange import Exchange, Ranks
-from llmfoundry_islands.tensors.summing import Plan, Summing
+from llmfoundry_islands.tensors.summing import Summing, SumPlan
 from llmfoundry_islands.training.held_parts import HeldParts, read_boxes
 from llmfoundry_islands.training.local_steps import Again
 from llmfoundry_lite import devices
@@ -212,7 +212,7 @@ class Islands(Partners):
         self.data_ranks = {name: ranks[0]["data_ranks"] for name, ranks in described.items()}
         self.exchange.meet(view.epoch, self.held.pieces, others)
         rows = rows_of([one for ranks in boxes.values() for one in ranks])
-        self.plan = Plan.of(self.name, self.held.pieces, self.exchange.cuts, rows, view.shares)
+        self.plan = SumPlan.of(self.name, self.held.pieces, self.exchange.cuts, rows, view.shares)
         if self.name == view.donor:
             self._send_state()
         elif self.name in view.joiners:

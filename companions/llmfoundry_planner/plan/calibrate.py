@@ -128,7 +128,8 @@ def fit(hardware: Hardware, steps: Sequence[Step], names: str, unused: str = "")
         f"{names}: {', '.join(found)} fitted to {len(steps)} step{'s' * (len(steps) > 1)} on at most {most} devices"
     )
     source += (f", {residuals.spread:.1%} off" if freedom > 0 else "") + unused
-    return replace(fitted, efficiency=replace(fitted.efficiency, era=None, source=source, residuals=residuals))
+    rates = replace(fitted.efficiency, era=None, source=source, residuals=residuals)
+    return replace(fitted, efficiency=replace(rates, num_measured_devices=1 if most == 1 else None))
 
 
 def minimise(start: Mapping[str, float], cost: Callable[[dict[str, float]], float]) -> dict[str, float]:
@@ -177,13 +178,15 @@ def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], di
             return {}, read_steps(rows, hardware)
         if report["bench"] == "mfu":
             timed = [row for row in rows if "config" in row and "error" not in row]
-            return {"products": read_products(rows, report["peak_flops"])}, read_steps(timed, hardware) if timed else {}
+            if timed:  # they say how fast products are, among all else
+                return {}, read_steps(timed, hardware)
+            return {"products": read_products(rows, report["peak_flops"])}, {}
         raise ValueError
     except OSError as error:
         raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
     except UserError as error:
         raise type(error)(f"--calibrate: {path}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         raise DataError(
             f"--calibrate: {path}: damaged or no such report; expected mfu.json or scaling.json of `llmfoundry-lite "
             "bench`, or the file of `doctor --json`"

@@ -41,6 +41,11 @@ class Plan:
     cost: Cost | None
     """Cost of the first candidate."""
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Multiples of the predicted rates between which they come, in nine cases of ten."""
+        return self.hardware.interval(self.num_devices, compiled=self.config.compile_config is not None)
+
 
 def hardware_named(
     name: str,
@@ -56,7 +61,7 @@ def hardware_named(
     `per_node`: devices of a node. `link_gigabytes`: GB/s of a device within its node. `adapter_gigabits`: Gbit/s of a
     node to others. `measured`: reports that `calibrate` reads.
     """
-    hardware = find_hardware(accelerator_named(name))
+    hardware = known = find_hardware(accelerator_named(name))
     changes = {
         "num_devices": per_node,
         "link_bytes_per_second": link_gigabytes and link_gigabytes * 1e9,
@@ -66,7 +71,9 @@ def hardware_named(
     if products_efficiency is None:
         return hardware
     source, products = f"products as given; attention by {hardware.efficiency.origin}", products_efficiency
-    efficiency = replace(hardware.efficiency, products=products, era=None, source=source, residuals=None)
+    most = known.efficiency.num_measured_devices
+    rates = replace(hardware.efficiency, products=products, era=None, source=source)
+    efficiency = replace(rates, residuals=None, num_measured_devices=most)
     return replace(hardware, efficiency=efficiency)
 
 

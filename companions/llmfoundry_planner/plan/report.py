@@ -99,7 +99,7 @@ def describe_plans(plans: Sequence[Plan]) -> str:
 
 def describe_interval(plan: Plan) -> str:
     """Return `H100-80GB: 0.90 to 1.10 times the tokens/s in nine cases of ten`, and where its rates come from."""
-    low, high = plan.hardware.interval(plan.num_devices)
+    low, high = plan.interval
     times = f"{low:.2f} to {high:.2f} times the tokens/s in nine cases of ten"
     return f"{plan.hardware.accelerator.name}: {times} ({plan.hardware.origin(plan.num_devices)})"
 
@@ -153,7 +153,7 @@ def _explain(plan: Plan) -> list[str]:
         "time      "
         + ", ".join(f"{share:.0%} {PARTS[name]}" for name, share in best.time.parts().items() if share >= 0.01),
     ]
-    low, high = plan.hardware.interval(plan.num_devices)
+    low, high = plan.interval
     rate = best.time.tokens_per_second
     lines.append(f"interval  {low * rate:,.0f} to {high * rate:,.0f} tokens/s, in nine cases of ten (docs/plan.md)")
     fastest = min(c.time.seconds for c in plan.candidates)
@@ -236,7 +236,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "num_parameters": plan.num_parameters,
         "num_tokens": plan.num_tokens,
         "usable_bytes": usable_bytes(plan.hardware.accelerator),
-        "rates": asdict(plan.hardware.efficiency) | {"interval": plan.hardware.interval(plan.num_devices)},
+        "rates": asdict(plan.hardware.efficiency) | {"interval": plan.interval},
         "node": asdict(plan.hardware.node),
         "layouts": [facts(c) for c in plan.candidates],
         "would_fit": plan.would_fit,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmfoundry_lite.checkpoint.intervals import choose_save_interval
+from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
 from llmfoundry_lite.config.check import check_together
 from llmfoundry_lite.config.layout import Layout, divisors
 from llmfoundry_lite.config.schema import (
@@ -349,7 +349,7 @@ def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds
     """Return batches of the run's `save_interval`; inf for epochs, whose length the data say."""
     interval = SaveInterval.parse(config.save_interval)
     if interval.span is None:
-        return (interval.seconds or choose_save_interval(save_seconds)) / step_seconds
+        return (interval.seconds or save_seconds / MAX_SAVE_FRACTION) / step_seconds
     num_tokens = count_tokens(interval.span, config)
     per_batch = config.global_train_batch_size * config.max_seq_len
     return math.inf if num_tokens is None else max(1.0, num_tokens / per_batch)

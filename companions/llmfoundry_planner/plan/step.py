@@ -36,6 +36,7 @@ from llmfoundry_planner.plan.rates import (
     SCORE_GRADIENT_TRANSFERS,
     SCORE_TRANSFERS,
     STREAM_BYTES,
+    UNCOMPILED_LOW,
     Efficiency,
     find_efficiency,
 )
@@ -56,15 +57,22 @@ class Hardware:
     def is_extrapolated(self, num_devices: int) -> bool:
         """Return whether the rates were measured on fewer devices."""
         most = self.efficiency.num_measured_devices
-        return most is not None and num_devices > most and self.efficiency.residuals is None
+        return most is not None and num_devices > most
 
-    def interval(self, num_devices: int) -> tuple[float, float]:
-        """Return multiples of a predicted rate between which it comes, in nine cases of ten."""
+    def interval(self, num_devices: int, *, compiled: bool = False) -> tuple[float, float]:
+        """Return multiples of a predicted rate between which it comes, in nine cases of ten.
+
+        `compiled`: of blocks that a compiler makes, whose gain was measured with today's software alone.
+        """
         residuals = self.efficiency.residuals
-        if residuals is None:
-            low, high = self.efficiency.interval
-            return (min(low, MANY_DEVICES) if self.is_extrapolated(num_devices) else low), high
-        return residuals.interval(self.node.doublings(num_devices), self.node.jitter)
+        low, high = self.efficiency.interval
+        if residuals is not None:
+            low, high = residuals.interval(self.node.doublings(num_devices), self.node.jitter)
+        if self.is_extrapolated(num_devices):
+            low = min(low, MANY_DEVICES)
+        if compiled and self.efficiency.era == 2023:
+            low = min(low, UNCOMPILED_LOW)
+        return low, high
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -21,7 +21,7 @@ from llmfoundry_machines.doctor.finding import Finding, Status
 from llmfoundry_planner.plan.calibrate import calibrate
 from llmfoundry_planner.plan.network import Group
 from llmfoundry_planner.plan.plan import hardware_named
-from llmfoundry_planner.plan.rates import KNOWN_SPREAD
+from llmfoundry_planner.plan.rates import KNOWN_SPREAD, MANY_DEVICES
 from llmfoundry_planner.plan.step import find_hardware, step_time
 
 H100 = find_hardware(ACCELERATORS["H100-80GB"])
@@ -245,6 +245,7 @@ def test_one_model_s_steps_of_bench_mfu_predict_the_other_within_the_interval(tm
     path.write_text(json.dumps(report | {"rows": [products, *steps_of_an_h100(fitted)]}))
     hardware = calibrate(H100, [path], {})
     assert "mfu.json: products fitted to 2 steps on at most 1 devices" in hardware.efficiency.source
+    assert "extrapolated to more devices" in hardware.origin(8) and hardware.interval(8)[0] <= MANY_DEVICES
     low, high = hardware.interval(1)
     for row in steps_of_an_h100(other):
         config = build_block(TrainConfig, row["config"])

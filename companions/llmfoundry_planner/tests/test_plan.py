@@ -249,9 +249,10 @@ def test_a_plan_says_by_which_software_it_predicts_and_how_far_it_may_be_off(cap
         ("h100", "1", 2026, [0.9, 1.1], f"({now})"),
         ("h100", "8", 2026, [0.8, 1.1], f"({now}, extrapolated to more devices)"),
         ("a100-80gb", "8", 2023, [0.93, 1.07], f"({then}"),
+        ("a100-80gb", "8 compile_config={}", 2023, [0.85, 1.07], f"({then}"),
         ("mi300x", "8", 2023, [0.75, 1.35], "(software of 2023: no published run"),
     ):
-        arguments = ["mpt-1b", "--hardware", hardware, "--devices", devices]
+        arguments = ["mpt-1b", "--hardware", hardware, "--devices", *devices.split()]
         facts = facts_of(capsys, *arguments)
         assert (facts["rates"]["era"], facts["rates"]["interval"]) == (era, interval)
         assert plan(*arguments) == 0

@@ -97,8 +97,9 @@ def test_steps_of_one_h100_are_predicted_by_rates_that_they_did_not_fit(monkeypa
     size = case.partition("_")[0]
     num_samples, microbatch_size = {"1b": (16, 8), "125m": (64, 32)}[size]
     arguments = [f"global_train_batch_size={num_samples}", f"device_train_microbatch_size={microbatch_size}"]
-    if compiled_share is not None:
-        arguments.append("compile_config={}")
+    if compiled_share is None:
+        arguments.append("compile_config=null")
+    else:
         monkeypatch.setattr(step, "COMPILED_SHARE", compiled_share)
     config = load_train_config([f"mpt-{size}", "h100-8", "max_seq_len=2048", *arguments]).config
     predicted = step.step_time(config, layout_of(config, 1, 1), find_hardware(ACCELERATORS["H100-80GB"]))

@@ -109,7 +109,7 @@ def test_a_device_between_those_that_torch_was_built_for_is_rehearsed(server):
     ],
 )
 def test_what_a_device_refuses_is_refused(server, name, words):
-    outcome = rehearse(server, with_mistake(name), "model.n_layers=2")
+    outcome = rehearse(server, with_mistake(name), "model.n_layers=2", "compile_config=null")
     assert outcome.exit_code == EXIT_BUG
     assert words in outcome.said
 
@@ -183,6 +183,8 @@ STAGES = {
     "zero_bubble": (),
     "zbv": ("model.tie_word_embeddings=false",),
 }
+SPLIT_BACKWARD = ("zero_bubble", "zbv")
+"""These cannot be compiled."""
 
 
 @pytest.mark.parametrize(
@@ -193,6 +195,7 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(server, schedule):
     overrides = (
         *("model.n_layers=8", "global_train_batch_size=256", "pp_config.pipeline_parallel_degree=2"),
         *(f"pp_config.schedule={schedule}", *STAGES[schedule]),
+        *(["compile_config=null"] if schedule in SPLIT_BACKWARD else []),
     )
     # A rank sends something of each microbatch so often. With zbv it holds stages 0 and 3, or 1 and 2.
     num_links = {"interleaved": 3, "zbv": 2}.get(schedule, 1)
@@ -268,7 +271,7 @@ def test_so_it_is_for_each_stage_of_a_pipeline(server, name):
         f"device_train_microbatch_size={size}",
         f"global_train_batch_size={num_data_ranks * size * 4 * degree}",
     ]
-    arguments += overrides
+    arguments += [*overrides, *(["compile_config=null"] if schedule in SPLIT_BACKWARD else [])]
     config = load_train_config(arguments).config
     estimates = estimate_stages(config, layout_of(config, int(num_devices), 8))
     for place in PIPELINES[name]:

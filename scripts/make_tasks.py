@@ -1,6 +1,6 @@
 """Evaluation tasks from the standard library's modules that `data prepare --source python-stdlib` holds out.
 
-    llmfoundry-lite data make-tasks --out data/eval
+    python scripts/make_tasks.py --out data/eval
 
     next_line           which of four lines comes next; one other is of the same file and about the length, two are
                         the right one with its words in another order
@@ -19,14 +19,18 @@ import json
 import keyword
 import random
 import re
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
+from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
@@ -46,6 +50,14 @@ LINE_CHARACTERS = (16, 80)
 GUESSED = ("self", "__init__")
 
 Row = dict[str, Any]
+
+program = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@program.command()
+def main(out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval")) -> None:
+    """Make evaluation tasks from held-out modules. `data prepare --source python-stdlib` holds them out."""
+    make_tasks(out, notify=typer.echo)
 
 
 class Module(NamedTuple):
@@ -73,7 +85,7 @@ def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         path = out / f"{name}.jsonl"
         if not is_replaceable(path, rows[0]):
-            raise DataError(f"{path}: exists and is not of this command; choose another --out, or remove it")
+            raise DataError(f"{path}: exists and is not of this script; choose another --out, or remove it")
         write_atomically(path, content)
         notify(f"{name}: {len(rows)} rows, {len(content) / 1000:.0f} kB, in {path}")
 
@@ -263,3 +275,7 @@ def apart(numbers: Iterable[int], distance: int) -> Iterator[int]:
         if all(abs(n - m) >= distance for m in taken):
             taken.append(n)
             yield n
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:], program, "make_tasks.py"))

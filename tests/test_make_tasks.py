@@ -13,19 +13,19 @@ from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.evaluation.tasks import prepare as ask
 from llmfoundry_lite.evaluation.tasks import read_rows
-from llmfoundry_lite.prepare import make_tasks as own
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import Request
+from scripts import make_tasks as own
 from tests.helpers.pieces import Pieces
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 NAMES = ["next_line", "identifier_recall", "stdlib_text"]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("made")
-    assert main.run(["data", "make-tasks", "--out", str(out)]) == 0
+    assert main.run(["--out", str(out)], own.program) == 0
     return out
 
 
@@ -100,7 +100,7 @@ def test_what_is_asked_is_what_preparing_the_library_holds_out(tmp_path: Path, m
 def test_a_library_without_anything_to_ask_about_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert main.run(["data", "make-tasks", "--out", str(tmp_path / "out")]) == 2
+    assert main.run(["--out", str(tmp_path / "out")], own.program) == 2
     assert capsys.readouterr().err.startswith("error: next_line: nothing in ")
 
 

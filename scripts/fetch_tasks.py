@@ -1,6 +1,6 @@
 """Download of public evaluation tasks from the Hugging Face Hub: a JSONL file for each, with LLM Foundry's columns.
 
-    llmfoundry-lite data fetch-tasks arc_easy piqa --out data/eval
+    python scripts/fetch_tasks.py arc_easy piqa --out data/eval
 
 `evals/<task>.yaml` says how the questions are asked. The data sets keep their owners' licences, so none of their text
 is in this repository.
@@ -8,15 +8,31 @@ is in this repository.
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.files import write_atomically
 
 Row = dict[str, Any]
+
+program = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@program.command()
+def main(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAMES]", help="Such as arc_easy [all].")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
+    force: Annotated[bool, typer.Option("--force", help="Fetch again what is there.")] = False,
+) -> None:
+    """Download the public evaluation tasks' data from the Hub."""
+    fetch_tasks(names or (), out, force=force, notify=typer.echo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +188,7 @@ ORIGINS = {
     "copa": Origin("aps/super_glue", "copa", "validation", 100, _copa),
     "openbook_qa": Origin("allenai/openbookqa", "main", "test", 500, _openbook_qa),
 }
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:], program, "fetch_tasks.py"))

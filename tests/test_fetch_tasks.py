@@ -8,9 +8,9 @@ import pytest
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.evaluation.tasks import COLUMNS, read_rows
-from llmfoundry_lite.prepare.fetch_tasks import ORIGINS, convert_rows
+from scripts.fetch_tasks import ORIGINS, convert_rows, program
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 COUNCIL = "The city councilmen refused the demonstrators a permit because they feared violence."
 JIM = "Jim signaled the barman and gestured toward his bathroom key."
 GAP = "There is a gap in the wall. You can see the garden through it ."
@@ -167,7 +167,7 @@ def test_a_row_of_another_shape_is_one_line() -> None:
 
 
 def test_every_task_that_can_be_fetched_has_its_yaml_and_its_rows_pass_its_checks(tmp_path, monkeypatch) -> None:
-    tasks = load_tasks(list(ORIGINS), str(HERE.parents[1] / "evals"))
+    tasks = load_tasks(list(ORIGINS), str(ROOT / "evals"))
     assert [task.label for task in tasks] == list(ORIGINS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
@@ -175,7 +175,7 @@ def test_every_task_that_can_be_fetched_has_its_yaml_and_its_rows_pass_its_check
         "load_dataset",
         lambda repository, configuration, split: [UPSTREAM[name_of(repository, configuration)]],
     )
-    assert main.run(["data", "fetch-tasks"]) == 0
+    assert main.run([], program) == 0
     for task in tasks:
         (row,) = read_rows(task)
         assert set(row) == {*COLUMNS[task.icl_task_type], *filter(None, [task.cluster])}
@@ -195,20 +195,20 @@ def test_what_is_there_stays_unless_forced(tmp_path, monkeypatch, capsys) -> Non
         return [UPSTREAM["copa"]] * 100
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    command = ["data", "fetch-tasks", "copa", "--out", str(tmp_path)]
-    assert main.run(command) == main.run(command) == 0
+    command = ["copa", "--out", str(tmp_path)]
+    assert main.run(command, program) == main.run(command, program) == 0
     assert capsys.readouterr().out == (
         f"copa: 100 rows in {tmp_path}/copa.jsonl\ncopa: {tmp_path}/copa.jsonl is there already\n"
     )
     assert fetched == ["aps/super_glue"]
-    assert main.run([*command, "--force"]) == 0
+    assert main.run([*command, "--force"], program) == 0
     assert len(fetched) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["copa.jsonl"]
 
 
 def test_other_rows_than_the_published_ones_are_said_to_be_so(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: [UPSTREAM["copa"]])
-    assert main.run(["data", "fetch-tasks", "copa", "--out", str(tmp_path)]) == 0
+    assert main.run(["copa", "--out", str(tmp_path)], program) == 0
     said = capsys.readouterr().out
     assert "copa: published results are about 100 rows; these are not comparable with them" in said
 
@@ -220,7 +220,7 @@ def test_a_hub_that_does_not_answer_is_one_line_and_leaves_nothing_half_done(tmp
         return [UPSTREAM["copa"]] * 100
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert main.run(["data", "fetch-tasks", "copa", "openbook_qa", "piqa", "--out", str(tmp_path)]) == 75
+    assert main.run(["copa", "openbook_qa", "piqa", "--out", str(tmp_path)], program) == 75
     assert capsys.readouterr().err == (
         "error: openbook_qa: allenai/openbookqa cannot be had from the Hugging Face Hub (ConnectionError: no route to "
         "host); tasks fetched so far are kept, and the same command carries on\n"
@@ -229,6 +229,6 @@ def test_a_hub_that_does_not_answer_is_one_line_and_leaves_nothing_half_done(tmp
 
 
 def test_a_misspelt_task_is_refused_before_anything_is_fetched(tmp_path, capsys) -> None:
-    assert main.run(["data", "fetch-tasks", "copa", "arc_esay", "--out", str(tmp_path / "new")]) == 2
+    assert main.run(["copa", "arc_esay", "--out", str(tmp_path / "new")], program) == 2
     assert capsys.readouterr().err.startswith("error: arc_esay is no task that can be fetched; expected arc_challenge,")
     assert not (tmp_path / "new").exists()

@@ -1,0 +1,96 @@
+"""Locks of the folders that data sets of this machine read: one launch at a time downloads into a folder.
+
+A folder's lock is a file in `/dev/shm`, named after the folder's device and inode. Every process that reads the folder
+holds it shared (flock). It says which launch took it first. The kernel frees a lock when its process ends, however it
+ends. Other users write into `/dev/shm` too: only files of this user are opened, and no links.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from llmfoundry_lite.errors import DataError, one_line
+from llmfoundry_lite.files import open_own
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+MAX_NOTE_BYTES = 1000
+
+
+def shared_memory_folder() -> Path:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def lock_path(folder: str) -> Path:
+    """Return the path of a folder's lock: one, by whatever links, slashes or mounts the folder is reached."""
+    status = os.stat(folder)
+    return shared_memory_folder() / f"llmfoundry-lite-{os.geteuid()}-{status.st_dev:x}-{status.st_ino:x}.lock"
+
+
+def hold_folder(folder: str, launch_id: str, *, alone: bool, timeout_seconds: float = 45) -> BinaryIO | None:
+    """Hold a folder's lock until the file that is returned is closed, here and in workers that are forked.
+
+    With `alone`, waits until no other launch of this user holds it, and raises DataError after the timeout. Returns
+    None where the lock cannot be opened, which a warning says.
+
+    Two runs must not download into one folder: each would evict and overwrite what the other reads. Nodes of one launch
+    may: they bring the same data. Two users need a `local` each: neither sees the other's locks. The workers of a
+    killed run end within seconds, and `composer` and `torchrun` leave the ranks beside one that died for 30 s.
+    """
+    path = lock_path(folder)
+    try:
+        file = open(path, "a+b", opener=open_own)  # noqa: SIM115 (the caller's)
+    except OSError as error:
+        log.warning("%s cannot be this user's lock (%s): runs that share %s go unseen", path, one_line(error), folder)
+        return None
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
+            file.truncate(0)
+            file.write(json.dumps({"launch": launch_id, "pid": os.getpid()}).encode())
+            file.flush()
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits at most for another's note
+        holder, pid = _read_note(file)
+        if not alone or holder == launch_id:
+            return file
+        fcntl.flock(file, fcntl.LOCK_UN)
+        if pid == os.getpid() or time.monotonic() > deadline:
+            file.close()
+            raise _refused(folder, pid)
+        log.info("Waiting for process %s to let go of %s", pid, folder)
+        time.sleep(0.1)
+
+
+def check_not_held(folder: str) -> None:
+    """Raise DataError if a run of this user reads a folder now."""
+    if os.path.isdir(folder) and (file := hold_folder(folder, "data show", alone=True, timeout_seconds=0)):
+        file.close()
+
+
+def _refused(folder: str, pid: int) -> DataError:
+    if pid == os.getpid():
+        return DataError(
+            f"two data sets of this run download into {folder}; give each its own `local`, "
+            "or leave `remote` out if the folder is complete"
+        )
+    return DataError(
+        f"another run (process {pid}) is downloading into {folder}; give this run a `local` of its own, "
+        "end the other one, or leave `remote` out if the folder is complete"
+    )
+
+
+def _read_note(file: BinaryIO) -> tuple[str, int]:
+    """Return the launch that took a lock first and its process; empty and 0 for what no run has written."""
+    file.seek(0)
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        note = json.loads(file.read(MAX_NOTE_BYTES))
+        return str(note["launch"]), int(note["pid"])
+    return "", 0
