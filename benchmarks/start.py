@@ -68,10 +68,9 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
         for measure in sides.values():
             measure()
         found, _ = frame.take_turns(sides, num_rounds, console)
-    threads = {1: partial(time_weights, 1), (cores := count_usable_cores()): partial(time_weights, cores)}
-    drawn, _ = frame.take_turns(
-        {f"{number} threads": measure for number, measure in threads.items()}, num_rounds, console
-    )
+    threads = sorted({1, count_usable_cores()})
+    turns = {f"by {number} thread{'s' * (number > 1)}": partial(time_weights, number) for number in threads}
+    drawn, _ = frame.take_turns(turns, num_rounds, console)
     report = conditions | settings | {"num_rounds": num_rounds, "seconds": found, "weights_seconds": drawn}
     table = frame.measured_table(
         "From the command to the first batch of a run that is carried on, 2 ranks",
@@ -90,10 +89,12 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
 
 def time_weights(num_threads: int) -> float:
     """Draw as a rank does, without a model around it."""
+
+    def draw(generator: np.random.Generator, part: np.ndarray) -> None:
+        generator.standard_normal(out=part, dtype=np.float32)
+
     out, started = np.empty(NUM_WEIGHTS, np.float32), time.monotonic()
-    draw_range(
-        lambda generator, part: generator.standard_normal(out=part, dtype=np.float32), 17, "w", 0, out, num_threads
-    )
+    draw_range(draw, 17, "w", 0, out, num_threads)
     return time.monotonic() - started
 
 
