@@ -44,10 +44,12 @@ def init(
         if size is not None or like is not None:
             raise UserError("--hours: given with --size or --like, which name a model; leave one of them out")
         from llmfoundry_formats.hours import prepare_texts, write_for_hours
+        from llmfoundry_formats.starter import check_free
 
+        path = out or Path(f"{data.resolve().name}.yaml")
+        check_free(path)
         if data.is_dir() and not (data / "summary.json").is_file():
             data = prepare_texts(data)
-        path = out or Path(f"{data.resolve().name}.yaml")
         note, wrote = write_for_hours(data, hours, path), str(path)
     elif like is None:
         from llmfoundry_formats.starter import write_starter

@@ -90,6 +90,8 @@ def write_for_hours(data: Path, hours: float, out: Path) -> str:
 def prepare_texts(source: Path) -> Path:
     """Prepare a folder of texts with a small vocabulary and short samples, unless it was; return where they are."""
     out = Path("data") / source.resolve().name
+    if out.resolve() == source.resolve():
+        out = out.with_name(f"{out.name}-tokens")
     request = Request(
         sources=(str(source),), tokenizer=f"train:{VOCABULARY}", max_seq_len=LENGTH, val_fraction=HELD_OUT
     )

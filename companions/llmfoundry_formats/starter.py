@@ -115,8 +115,7 @@ def write_starter(data: Path, size: str, out: Path) -> str:
 
 def check_places(data: Path, out: Path) -> Facts:
     """Return facts about the data. Raises ConfigError if `out` is there, DataError without prepared data."""
-    if out.exists():
-        raise ConfigError(f"{out}: there is one already; choose another name with --out, or remove it")
+    check_free(out)
     summary_file = data / "summary.json"
     if not summary_file.is_file():
         raise DataError(
@@ -133,6 +132,11 @@ def check_places(data: Path, out: Path) -> Facts:
         raise DataError(
             f"{summary_file} is not what `data prepare` writes ({error}); prepare the data again"
         ) from error
+
+
+def check_free(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out}: there is one already; choose another name with --out, or remove it")
 
 
 def write_yaml(out: Path, text: str) -> None:
@@ -247,7 +251,8 @@ def note_on_validation(facts: Facts) -> str:
         return ""
     wanted = max(10, min(20, 200 * MIN_VALIDATION // (facts.num_train + facts.num_val)))
     count = facts.num_val or "no"
-    return f"; the validation split has {count} samples, which tell little: prepare with --val-fraction 0.{wanted:02}"
+    remedy = f"prepare with --val-fraction 0.{wanted:02} or in more files"
+    return f"; the validation split has {count} samples, which tell little: {remedy}"
 
 
 def fitting_batch(wanted: int, samples: int) -> int:

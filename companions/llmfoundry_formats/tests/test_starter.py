@@ -171,3 +171,7 @@ def test_texts_are_prepared_with_a_part_held_out(tmp_path, monkeypatch):
     assert str(out) == "data/texts"
     assert json.loads((out / "summary.json").read_text())["splits"]["val"]["samples"] >= 1
     assert hours.prepare_texts(tmp_path / "texts") == out
+    (tmp_path / "texts").rename(tmp_path / "data/other")
+    assert str(hours.prepare_texts(tmp_path / "data/other")) == "data/other-tokens"
+    (tmp_path / "other.yaml").touch()
+    assert main.run(["init", "data/other", "--hours", "8"]) == 2
