@@ -85,7 +85,7 @@ def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str
     except TypeError as error:
         raise ConfigError(f"the configuration: {error}; expected what YAML can hold") from None
     files = [config] if isinstance(config, str | os.PathLike) else config
-    return None, [*map(os.fspath, files), *changes]
+    return None, [*(str(os.fspath(file)) for file in files), *changes]
 
 
 def _as_rank(call: Callable[[], T]) -> T:

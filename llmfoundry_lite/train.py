@@ -12,6 +12,7 @@ if __name__ == "__main__":  # before the imports below, which take a moment
 
     leave_with_75_when_asked()
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -116,9 +117,7 @@ class _Callable(ModuleType):
     """`lf.train` is a function, and this module once somebody has imported it: that is called likewise."""
 
     def __call__(self, *arguments: Any, **overrides: Any) -> Any:
-        from llmfoundry_lite.programs import train
-
-        return train(*arguments, **overrides)
+        return importlib.import_module("llmfoundry_lite.programs").train(*arguments, **overrides)
 
 
 sys.modules[__name__].__class__ = _Callable
