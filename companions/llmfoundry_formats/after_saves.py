@@ -82,7 +82,7 @@ class AfterSaves(Callback):
         there = self.checkpointing
         is_over = there.policy.stop_reason or not (there.was_stopped or there.was_preempted_by)
         if there.published_batch > self.last_batch and (self.due or is_over):
-            self._add()
+            self._add(max_waiting=len(self.jobs))
         if there.was_preempted_by:
             if self.child is not None:
                 self.child.kill()
@@ -95,13 +95,13 @@ class AfterSaves(Callback):
         if there.saver.lease is not None:
             there.remove_old(there.saver.lease)  # what was kept to be read
 
-    def _add(self) -> None:
+    def _add(self, max_waiting: int = MAX_WAITING) -> None:
         """Note a job for the newest checkpoint."""
         self.last_batch = self.checkpointing.published_batch
         self.due = [batch for batch in self.due if batch > self.last_batch]
         name = f"ba{self.last_batch}"
         job = self.job_of(name, f"{self.checkpointing.store.root.url}/{name}")
-        if len(self.jobs) > MAX_WAITING:
+        if len(self.jobs) > max_waiting:
             self._tell(job, f"{self.jobs[0].name} is still being read")
             return
         self.checkpointing.in_use.add(name)

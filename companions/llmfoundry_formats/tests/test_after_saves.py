@@ -17,6 +17,7 @@ from tests.checkpoint.s3_server import s3_server
 from tests.helpers.runs import run, saved_names, status
 from tests.helpers.tiny import build_tokenizer, tiny_config
 
+WORDS: Any = {"function": "", "arguments": {}, "done": "", "missed": "not exported", "remedy": "do it"}
 EXPORTED = {"hf_checkpointer": {"save_interval": "3ba"}}
 
 
@@ -78,6 +79,18 @@ def test_checkpoints_and_exports_may_lie_on_s3(tmp_path, data):
         }
 
 
+def test_too_many_that_wait_are_passed_over_but_for_the_last(monkeypatch, capfd):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    there: Any = SimpleNamespace(published_batch=0, in_use=set(), store=SimpleNamespace(root=SimpleNamespace(url="c")))
+    callback = AfterSaves("1ba", there, lambda name, url: Job(name=name, **WORDS))
+    for there.published_batch in range(1, 6):
+        callback._add()
+    assert there.in_use == {"ba1", "ba2", "ba3", "ba4"}
+    assert capfd.readouterr().out == "not exported: ba1 is still being read; do it\n"
+    callback._add(max_waiting=4)
+    assert [job.name for job in callback.jobs][-1] == "ba5"
+
+
 def test_a_launch_that_leaves_early_says_what_was_not_exported(monkeypatch, capfd):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     leaving: Any = SimpleNamespace(
@@ -88,13 +101,13 @@ def test_a_launch_that_leaves_early_says_what_was_not_exported(monkeypatch, capf
         policy=SimpleNamespace(stop_reason=""),
         store=SimpleNamespace(root=SimpleNamespace(url="c")),
     )
-    job = Job(name="ba4", function="", arguments={}, done="", missed="ba4 was not exported", remedy="do it")
+    job = Job(name="ba4", **WORDS)
     callback, nothing = AfterSaves("2ba", leaving, lambda name, url: job), SimpleNamespace()
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
     callback.child, callback.jobs, callback.last_batch = child, [job], 4
     callback.close(nothing, nothing)  # type: ignore[arg-type]
     assert child.returncode
-    assert capfd.readouterr().out == "ba4 was not exported: this launch leaves; do it\n"
+    assert capfd.readouterr().out == "not exported: this launch leaves; do it\n"
 
 
 def test_the_process_ends_with_rank_0():
