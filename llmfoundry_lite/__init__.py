@@ -12,21 +12,24 @@ if _typing.TYPE_CHECKING:
     from llmfoundry_lite.errors import UserError
     from llmfoundry_lite.evaluation.compare import compare_files as compare
     from llmfoundry_lite.evaluation.loaded import load
+    from llmfoundry_lite.programs import evaluate, train
     from llmfoundry_lite.report.batch import read_batches as batches
     from llmfoundry_lite.report.reading import read_run
     from llmfoundry_lite.report.watch import runs
 
 __version__: str
-__all__ = ["UserError", "batches", "compare", "load", "open_dataset", "read_run", "runs"]
+__all__ = ["UserError", "batches", "compare", "evaluate", "load", "open_dataset", "read_run", "runs", "train"]
 
 _HOMES = {
     "UserError": ("errors", "UserError"),
     "batches": ("report.batch", "read_batches"),
     "compare": ("evaluation.compare", "compare_files"),
+    "evaluate": ("programs", "evaluate"),
     "load": ("evaluation.loaded", "load"),
     "open_dataset": ("data.stateful", "open_dataset"),
     "read_run": ("report.reading", "read_run"),
     "runs": ("report.watch", "runs"),
+    "train": ("programs", "train"),
 }
 """Name -> its module, and its name there."""
 
@@ -47,7 +50,7 @@ def _bring(name: str) -> _typing.Any:
         from llmfoundry_lite.errors import SECOND_STEP
 
         remedy = "pip install llmfoundry-lite"
-        if name in ("batches", "open_dataset"):
+        if name in ("batches", "open_dataset", "train"):
             remedy = f"pip install 'llmfoundry-lite[train]'`, then `{SECOND_STEP}"
         raise ImportError(
             f"{__name__}.{name} needs {error.name}, which is not installed; `{remedy}`", name=error.name

@@ -11,12 +11,16 @@ if __name__ == "__main__":  # before the imports below, which take a moment
     leave_with_75_when_asked()
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.ranks.ending import checks, run_and_exit
 from llmfoundry_lite.ranks.rank import this_rank
+
+if TYPE_CHECKING:
+    from llmfoundry_lite.evaluation.results import Results
 
 HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.eval [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
@@ -35,12 +39,17 @@ def main(arguments: Sequence[str]) -> None:
         if this_rank().rank == 0:
             print(HELP, end="")
         return
+    launch(arguments)
+
+
+def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> "list[Results]":
+    """Check, and evaluate as one rank."""
     with checks():
-        config, tasks, notes = load_eval_config(arguments)
+        config, tasks, notes = load_eval_config(arguments, given)
     prepare_environment(config)
     from llmfoundry_lite.evaluation.suite import run_suite  # imports torch
 
-    run_suite(config, tasks, notes)
+    return run_suite(config, tasks, notes)
 
 
 def prepare_environment(config: EvalConfig) -> None:

@@ -12,9 +12,13 @@ if __name__ == "__main__":  # before the imports below, which take a moment
 
     leave_with_75_when_asked()
 
+import importlib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.layout import Layout, layout_here
@@ -47,13 +51,18 @@ Example: llmfoundry-lite train -n 8 mpt-1b h100-8 variables.data=data/mine
 
 
 def main(arguments: Sequence[str]) -> None:
-    here = this_rank()
     if {"-h", "--help"} & set(arguments):
-        if here.rank == 0:
+        if this_rank().rank == 0:
             print(HELP, end="")
         return
+    launch(arguments)
+
+
+def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> TrainConfig | None:
+    """Check, and train as one rank. Return what was trained; None after a dry run."""
+    here = this_rank()
     with checks():
-        invocation, layout, found = check(arguments)
+        invocation, layout, found = check(arguments, given)
         hear_of_other_nodes(Path(invocation.config.run_folder))
     if here.rank == 0:
         for note in invocation.notes:
@@ -62,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         if here.rank == 0:
             is_for_here, with_yaml = invocation.dry_run == "here", invocation.dry_run == "full"
             print(preflight.describe(invocation.config, layout, found, is_for_here=is_for_here, with_yaml=with_yaml))
-        return
+        return None
 
     prepare_environment(invocation.config)
     with refusals_recorded(lambda: Path(invocation.config.run_folder)), imports():
@@ -70,13 +79,16 @@ def main(arguments: Sequence[str]) -> None:
         from llmfoundry_lite.training.train import train
 
     train(invocation.config)
+    return invocation.config
 
 
-def check(arguments: Sequence[str]) -> tuple[Invocation, Layout, preflight.Preflight]:
+def check(
+    arguments: Sequence[str], given: Mapping[str, Any] | None = None
+) -> tuple[Invocation, Layout, preflight.Preflight]:
     """Check all that needs nothing heavy. Raises UserError, which the status of an earlier launch then records."""
     is_dry = bool(DRY_RUNS.keys() & set(arguments))
-    with refusals_recorded(lambda: None if is_dry else find_run_folder(arguments)):
-        invocation = load_train_config(arguments)
+    with refusals_recorded(lambda: None if is_dry else find_run_folder(arguments, given=given)):
+        invocation = load_train_config(arguments, given=given)
         config = invocation.config
         must_exist = invocation.dry_run not in ("plan", "full")
         if must_exist:
@@ -100,6 +112,15 @@ def prepare_environment(config: TrainConfig) -> None:
     if config.has_own_components:
         os.environ.setdefault(FULL_IMPORTS, "1")
 
+
+class _Callable(ModuleType):
+    """`lf.train` is a function, and this module once somebody has imported it: that is called likewise."""
+
+    def __call__(self, *arguments: Any, **overrides: Any) -> Any:
+        return importlib.import_module("llmfoundry_lite.programs").train(*arguments, **overrides)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     run_and_exit(main)

@@ -287,7 +287,9 @@ class Runner:
     def _wait(self, leg: Leg) -> None:
         """Wait until the launcher has ended and nothing of the launch is left, or until asked for a second time."""
         has_asked = False
-        shell = processes.find_shell(self._code_file(leg))
+        # For a moment after its start a process has neither arguments nor an environment to be found by.
+        mine = self.launched
+        shell = psutil.Process(mine.pid) if mine is not None else processes.find_shell(self._code_file(leg))
         while shell is not None and processes.is_running(shell) and self.ending.num_asked < 2:
             if self.ending.num_asked and not has_asked:
                 has_asked = True

@@ -6,7 +6,7 @@ A layer keeps its source, so that every message can name the file. An overlay ma
 import contextlib
 import re
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,14 +38,23 @@ class Layer(NamedTuple):
     is_overlay: bool = False
 
 
+GIVEN = "the configuration"
+"""Source of what a program gives as a mapping."""
 HARDWARE = "hardware="
 AUTO_NAMES = ("auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml")
 
 
-def read_layers(arguments: Sequence[str], *, check_overlays: bool = True, needs_file: bool = True) -> list[Layer]:
+def read_layers(
+    arguments: Sequence[str],
+    *,
+    check_overlays: bool = True,
+    needs_file: bool = True,
+    given: Mapping[str, Any] | None = None,
+) -> list[Layer]:
     """Read files first, then the overlay that `hardware=NAME` or `hardware=auto` means, then the other `key=value`
-    arguments as one last layer. An evaluation, which needs no file, has no overlays. Raises ConfigError."""
-    layers: list[Layer] = []
+    arguments as one last layer. An evaluation, which needs no file, has no overlays. `given` is a program's
+    configuration, below all files. Raises ConfigError."""
+    layers = [Layer(GIVEN, dict(given))] if given is not None else []
     overlays: list[Layer] = []
     dotlist: list[str] = []
     for argument in arguments:

@@ -40,8 +40,9 @@ class LoadedEval(NamedTuple):
     """Lines to print before anything starts: keys without effect, tasks and categories that are left out."""
 
 
-def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
+def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> LoadedEval:
     """Read the arguments of `scripts/eval.py`: YAML files, `key=value` pairs, and `--all-checkpoints` with its runs.
+    They are laid over a program's configuration, if `given`.
 
     Without a YAML file the tasks are all those in task_folder whose data are here. Raises ConfigError in one line.
     """
@@ -57,7 +58,7 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
         raise ConfigError(
             f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
         )
-    layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False)
+    layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False, given=given)
     values = merge_layers(layers, EvalConfig) if layers else {}
     foundry.refuse_left_out_keys(values, layers, foundry.EVAL_LEFT_OUT)
     notes = _translate(values, layers)
@@ -65,7 +66,7 @@ def load_eval_config(arguments: Sequence[str]) -> LoadedEval:
     refuse_unknown_keys(EvalConfig, values, "", layers)
     if flags:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
-    has_file = any(is_yaml(argument) for argument in arguments)
+    has_file = given is not None or any(is_yaml(argument) for argument in arguments)
     if not values.get("models"):
         if flags:
             raise ConfigError("--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b")

@@ -30,8 +30,11 @@ class Invocation(NamedTuple):
     each in a dry run, with its reason), and one for each key that may not mean what it seems to."""
 
 
-def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Invocation:
-    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs, and those of `DRY_RUNS`.
+def load_train_config(
+    arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
+) -> Invocation:
+    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs, and those of `DRY_RUNS`; they are laid
+    over a program's configuration, if `given`.
 
     Raises ConfigError, in one line: the file, the key, what was given, what was expected, the nearest valid key.
     """
@@ -41,7 +44,7 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
             raise ConfigError(
                 f"command line: unknown option {flag}; expected YAML files, key=value pairs, {either([*DRY_RUNS])}"
             )
-    layers = read_layers([argument for argument in arguments if argument not in flags])
+    layers = read_layers([argument for argument in arguments if argument not in flags], given=given)
     values = merge_layers(layers, TrainConfig)
     with naming_source(layers):
         foundry.refuse_fine_tuning(values)
@@ -67,10 +70,12 @@ def load_train_config(arguments: Sequence[str], environ: Mapping[str, str] = os.
     return Invocation(config, dry_run=dry_run, notes=notes)
 
 
-def find_run_folder(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Path | None:
+def find_run_folder(
+    arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
+) -> Path | None:
     """Return the run folder of these arguments, even if they are refused; None if they do not tell it."""
     try:
-        layers = read_layers([a for a in arguments if not a.startswith("-")], check_overlays=False)
+        layers = read_layers([a for a in arguments if not a.startswith("-")], check_overlays=False, given=given)
         values = merge_layers(layers, TrainConfig)
         _fill_in_names(values, layers, environ)
     except ConfigError:

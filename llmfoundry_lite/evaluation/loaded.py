@@ -57,6 +57,23 @@ class LoadedModel:
     def __repr__(self) -> str:
         return f"<{type(self.model).__name__} from {self.source}>"
 
+    @torch.no_grad()
+    def __call__(self, tokens_bt: torch.Tensor) -> torch.Tensor:
+        """Return logits [b, t, vocabulary], fp32, of what follows each token of plain rows, without padding.
+
+        >>> import torch
+        >>> model = lf.load("runs/tiny")
+        >>> tokens_bt = torch.tensor([model.tokenizer.encode("def one():")])
+        >>> logits_btv = model(tokens_bt)
+        >>> logits_btv.shape[:2] == tokens_bt.shape, logits_btv.dtype
+        (True, torch.float32)
+
+        Without gradients; `model.model` is the module, for those.
+        """
+        with _one_at_a_time:
+            said = self.model(tokens_bt.to(self._subject.model.device))
+        return getattr(said, "logits", said).float()  # transformers' modules return more
+
     @overload
     def logprobs(self, texts: str) -> NDArray[np.float32]: ...
     @overload
@@ -164,6 +181,9 @@ def load(
 
     `tokenizer` is a folder or a Hub name, by default the model's own. `dtype` is float32, bfloat16 or float16, as text
     or as torch has it.
+
+    The result has `model`, the module itself; `tokenizer`, with `encode` and `decode`; `source`, the checkpoint or
+    folder; `manifest`, the checkpoint's step, configuration and history, or None.
 
     Raises DataError if there is no model or no tokenizer, and CheckpointError for weights that do not verify.
     """

@@ -115,9 +115,9 @@ def _groups(item: Item) -> Record:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def asked_of(task: Prepared) -> Record:
-    """Build the part of a task's record that is known before it is answered."""
-    return {
+def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
+    """Build a task's record: means with their standard errors, and counts of irregular items."""
+    record: Record = {
         "type": task.kind,
         "n": len(task.items),
         "num_fewshot": task.num_fewshot,
@@ -128,11 +128,6 @@ def asked_of(task: Prepared) -> Record:
         "metric": task.metric,
         **({} if task.lost_text is None else {"lost_text": task.lost_text}),
     }
-
-
-def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
-    """Build a task's record: means with their standard errors, and counts of irregular items."""
-    record = asked_of(task)
     for name in ACCURACIES if task.kind in CHOICES else () if task.kind == "perplexity" else ("acc",):
         record[name], record[f"{name}_stderr"] = mean_and_error(items, name, has_categories(record))
     if task.kind != "perplexity" and any("cluster" in item for item in items):

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import llmfoundry_lite as lf
+from llmfoundry_lite import programs
 from llmfoundry_lite.evaluation.loaded import LoadedModel
 from tests.helpers.launch import ROOT
 
@@ -15,10 +16,13 @@ TOP = """# The library
 `read_run` and `compare` need no torch. Types are checked (`py.typed`).
 
 This page is made from the docstrings, and its examples are tests. They have a folder `data/mine` of `data prepare`, a
-run `runs/tiny` of six batches and two results.
+run `runs/tiny` of six batches, two results, and `words.yaml`, which asks for one task.
 """
 ORDER: dict[str, Any] = {
+    "train": programs.train,
+    "evaluate": lf.evaluate,
     "load": lf.load,
+    "call": LoadedModel.__call__,
     "logprobs": LoadedModel.logprobs,
     "generate": LoadedModel.generate,
     "runs": lf.runs,
@@ -28,7 +32,7 @@ ORDER: dict[str, Any] = {
     "open_dataset": lf.open_dataset,
     "UserError": lf.UserError,
 }
-CALLED = {"logprobs": "lf.load(…).logprobs", "generate": "lf.load(…).generate"}
+CALLED = {"call": "lf.load(…)", "logprobs": "lf.load(…).logprobs", "generate": "lf.load(…).generate"}
 
 
 def build() -> str:

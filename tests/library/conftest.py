@@ -1,5 +1,6 @@
 """A folder as the examples of docs/library.md have it: data/mine, runs/tiny and results."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ def world(tmp_path_factory) -> Path:
     write_result(
         folder / "results", "ours", {"arc_easy/0-shot": choice(better), "piqa/0-shot": choice([1] * 10 + harder[10:])}
     )
+    rows = [{"query": "x =", "choices": ["1", "one"], "gold": 0}, {"query": "def", "choices": ["f", "1"], "gold": 0}]
+    (folder / "words.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    task = {"label": "words", "dataset_uri": "words.jsonl", "num_fewshot": [0], "icl_task_type": "multiple_choice"}
+    (folder / "words.yaml").write_text(json.dumps({"icl_tasks": [task]}))
     return folder
 
 

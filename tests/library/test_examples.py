@@ -10,7 +10,7 @@ from llmfoundry_lite.evaluation.loaded import LoadedModel
 pytestmark = pytest.mark.multiprocess
 
 NAMES = {name: getattr(lf, name) for name in lf.__all__}
-EXAMPLES = {**NAMES, "logprobs": LoadedModel.logprobs, "generate": LoadedModel.generate}
+EXAMPLES = {**NAMES, "call": LoadedModel.__call__, "logprobs": LoadedModel.logprobs, "generate": LoadedModel.generate}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

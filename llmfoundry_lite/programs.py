@@ -1,0 +1,113 @@
+"""`lf.train` and `lf.evaluate`: what the launchers' scripts do, called from a program."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+
+from llmfoundry_lite.config.yaml_text import read_yaml
+from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.ranks.ending import Preempted
+from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_lite.report.reading import Run, read_run
+
+if TYPE_CHECKING:
+    from llmfoundry_lite.evaluation.results import Results
+
+T = TypeVar("T")
+Configuration = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | Sequence[str | os.PathLike[str]]
+
+
+def train(config: Configuration, **overrides: Any) -> Run:
+    """Train as a YAML file says, or a mapping with its keys, and return the run.
+
+    `config` is a file, the name of one that comes with the package, a list of them, or a mapping, which needs a
+    `run_name`. Overrides are laid over it; a key with dots is given as `**{"model.d_model": 256}`.
+
+    >>> run = lf.train("runs/tiny/config.yaml", run_folder="runs/again", max_duration="2ba")
+    attention: ...
+    saved ba2
+    >>> run
+    <runs/again: batches 1 to 2>
+
+    One process is one rank. Under `composer`, `torchrun` or `srun` every rank calls it, and each gets the run. Call it
+    in the main thread: it listens to signals. A run that is asked to leave saves, and the process exits with code 75.
+
+    Raises ConfigError, DataError or CheckpointError, in one line, before anything heavy starts where it can.
+    """
+    from llmfoundry_lite.train import launch
+    from llmfoundry_lite.training.lean_imports import FULL_IMPORTS
+
+    os.environ.setdefault(FULL_IMPORTS, "1")  # the program may use what a launch leaves out
+    given, arguments = _read(config, overrides)
+    if given is not None and not (given.get("run_name") or "run_name" in overrides or os.environ.get("RUN_NAME")):
+        raise ConfigError("the configuration: run_name: none given, and the run's folder is named for it")
+    trained = _as_rank(lambda: launch(arguments, given))
+    assert trained is not None, "no dry run was asked for"
+    return read_run(trained.run_folder)
+
+
+def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
+    """Evaluate models as a YAML file says, or a mapping with its keys: name of a model -> its results.
+
+    `config` and overrides are given as to `train`. Each result has `tasks`, by name, with their metrics, the `average`
+    of the tasks' accuracies, and the `path` of the file that `compare` takes.
+
+    >>> found = lf.evaluate("words.yaml", models={"tiny": "runs/tiny"}, results_folder="words")
+    words, accuracy ± standard error
+    ...
+    >>> found["tiny"].tasks["words/0-shot"]["n"]
+    2
+
+    One process is one rank, and evaluates alone; under a launcher every rank calls it.
+
+    Raises ConfigError, DataError or CheckpointError.
+    """
+    from llmfoundry_lite.eval import launch
+
+    given, arguments = _read(config, overrides)
+    return {one.model: one for one in _as_rank(lambda: launch(arguments, given))}
+
+
+def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the mapping, if one is given, and arguments of a launch."""
+    try:
+        changes = [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items()]
+        if isinstance(config, DictConfig):
+            config = dict(OmegaConf.to_container(config))  # type: ignore[arg-type] - a mapping is no list
+        if isinstance(config, Mapping):
+            return read_yaml(json.dumps(config, default=os.fspath)), changes
+    except TypeError as error:
+        raise ConfigError(f"the configuration: {error}; expected what YAML can hold") from None
+    files = [config] if isinstance(config, str | os.PathLike) else config
+    return None, [*(str(os.fspath(file)) for file in files), *changes]
+
+
+def _as_rank(call: Callable[[], T]) -> T:
+    """Call it as one rank of a launch; then leave signals as they were.
+
+    A group of several ranks stays, for the next call: on one store they would not meet a second time.
+    """
+    import torch.distributed as dist
+
+    had_group, handlers = dist.is_initialized(), {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    try:
+        adopt_srun()
+        found = call()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()  # rank 0 has written the end of it
+    except Preempted as error:
+        if this_rank().rank == 0:
+            print(printable(str(error)), file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if dist.is_initialized() and dist.get_world_size() == 1 and not had_group:
+        dist.destroy_process_group()
+    return found

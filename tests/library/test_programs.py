@@ -1,0 +1,69 @@
+"""`lf.train` and `lf.evaluate`: what a program gives them, alone and as ranks of a launcher."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+import llmfoundry_lite as lf
+import llmfoundry_lite.train
+from tests.helpers.launch import ROOT
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = """
+import json, sys
+import llmfoundry_lite as lf
+config = json.loads(sys.argv[1])
+run = lf.train(config, run_folder="runs/two", **{"optimizer.lr": 1e-5})
+found = lf.evaluate("words.yaml", models={"two": run}, results_folder="two")
+print(run, found["two"].tasks["words/0-shot"]["n"], flush=True)
+"""
+
+
+def settings(here, **changes):
+    """The run of the examples, as a mapping."""
+    return yaml.safe_load((here / "runs/tiny/config.yaml").read_text()) | {"max_duration": "2ba"} | changes
+
+
+def test_ranks_of_a_launcher_train_and_evaluate_one_run(here, tmp_path):
+    """In fewer seconds than a launch for each; the losses are those of one rank."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    two = settings(here, global_train_batch_size=8)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said = subprocess.run(
+        [*launcher, str(tmp_path / "train.py"), json.dumps(two)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/companions", "OMP_NUM_THREADS": "1"},
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("<runs/two: batches 1 to 2> 2") == 2
+    assert lf.read_run("runs/two").log.digest == lf.read_run("runs/tiny").log.digest[:2]
+
+
+def test_a_program_s_signals_and_process_group_are_as_they_were(here, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    run = llmfoundry_lite.train(settings(here), run_folder=str(tmp_path / "run"))
+    assert run.log["batch"][-1] == 2 and signal.getsignal(signal.SIGINT) is before and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run_name": None}, "the configuration: run_name: none given"),
+        ({"max_duratoin": "2ba"}, "the configuration: max_duratoin: unknown key; did you mean max_duration?"),
+        ({"seed": object()}, "the configuration: .*object.*; expected what YAML can hold"),
+    ],
+)
+def test_what_is_wrong_with_a_mapping_is_said_in_a_line(here, changes, words):
+    with pytest.raises(lf.UserError, match=f"^{words}"):
+        lf.train(settings(here, **changes))
+    with pytest.raises(lf.UserError, match=r"^command line: model\.d_modle: unknown key"):
+        lf.train("runs/tiny/config.yaml", **{"model.d_modle": 3})
