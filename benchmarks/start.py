@@ -4,7 +4,7 @@
 
 Two ranks. The clock stops at the record of the first batch after the save. Beside it, in the same rounds, `import
 composer` alone: most of a start is imports, and their time is the machine's. A round before the first is not timed; it
-compiles what is imported.
+compiles what is imported. Initial weights are drawn apart, by one thread and by one for each core.
 """
 
 import os
@@ -17,8 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import Log, kill_with_children, last_lines, wait_for
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.models.initialise import draw_range
+from llmfoundry_lite.ranks.rank import count_usable_cores
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES, write_run
 
@@ -33,6 +37,7 @@ LAUNCHERS = {
     "llmfoundry-lite train -n 2": (PYTHON, "-m", "llmfoundry_lite", "train", "-n", "2"),
 }
 BATCHES_SAVED = 2
+NUM_WEIGHTS = 205_000_000
 DEADLINE_SECONDS = 300.0
 
 
@@ -63,17 +68,34 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
         for measure in sides.values():
             measure()
         found, _ = frame.take_turns(sides, num_rounds, console)
-    report = conditions | settings | {"num_rounds": num_rounds, "seconds": found}
+    threads = sorted({1, count_usable_cores()})
+    turns = {f"by {number} thread{'s' * (number > 1)}": partial(time_weights, number) for number in threads}
+    drawn, _ = frame.take_turns(turns, num_rounds, console)
+    report = conditions | settings | {"num_rounds": num_rounds, "seconds": found, "weights_seconds": drawn}
     table = frame.measured_table(
         "From the command to the first batch of a run that is carried on, 2 ranks",
         ("", "seconds", "times the import"),
         [(name, str(frame.spread(some)), str(frame.ratios(some, found[IMPORT]))) for name, some in found.items()],
     )
     notes = [f"the run: {shape}, {seq_len} tokens a sample, from its save after {BATCHES_SAVED} batches"]
+    weights = [f"{name} {frame.spread(some)} s" for name, some in drawn.items()]
+    weights += [f"{frame.ratios(*drawn.values())} times as fast"] if len(drawn) > 1 else []
+    notes.append(f"initial weights of {NUM_WEIGHTS / 1e6:.0f} M parameters, without a launch: {', '.join(weights)}")
     heading, asked = "How long a launch takes", ("shape", "seq_len")
     command = f"python -m benchmarks start --shape {shape} --num-rounds {num_rounds}"
     frame.tell(report, table, notes, name="start", heading=heading, command=command, asked=asked, out=out)
     return report
+
+
+def time_weights(num_threads: int) -> float:
+    """Draw as a rank does, without a model around it."""
+
+    def draw(generator: np.random.Generator, part: np.ndarray) -> None:
+        generator.standard_normal(out=part, dtype=np.float32)
+
+    out, started = np.empty(NUM_WEIGHTS, np.float32), time.monotonic()
+    draw_range(draw, 17, "w", 0, out, num_threads)
+    return time.monotonic() - started
 
 
 def time_import(environment: dict[str, str]) -> float:

@@ -47,6 +47,8 @@ from llmfoundry_lite.hardware import GIB, Device, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
 C_COMPILERS = ("gcc", "clang", "g++")
+MANY_EPOCHS = 100
+"""Epochs of one text that a dry run remarks on."""
 MAX_LISTED = 8
 """Stages, ranks of a context group or streams that a dry run lists."""
 
@@ -545,7 +547,12 @@ def _describe_duration(config: TrainConfig, found: Preflight) -> str:
     }[duration.unit]
     if not num_batches:
         return ""
-    epochs = f", {num_batches * batch / samples:,.2f} epochs" if samples else ""
+    num_epochs = num_batches * batch / samples if samples else 0
+    epochs = f", {num_epochs:,.2f} epochs" if samples else ""
+    epochs += ", which learn this text by heart: it is too short for the run" if num_epochs > MANY_EPOCHS else ""
+    rate = config.variables.get("tokens_per_second")  # `init --hours` has measured it
+    if isinstance(rate, int | float) and rate > 0:
+        epochs += f", {num_batches * batch_tokens / rate / 3600:,.2g} hours at {rate:,} tokens per second"
     return f" = {int(num_batches):,} batches, {_with_prefix(num_batches * batch_tokens)} tokens{epochs}"
 
 

@@ -57,6 +57,14 @@ def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
     assert "10ba = 10 batches, 2.56 k tokens, 1.33 epochs" in text
 
 
+def test_hours_are_told_by_a_measured_rate_and_many_epochs_are_remarked_on(tmp_path, data):
+    changes = {"max_duration": "10000ba", "variables": {"tokens_per_second": 100}}
+    config, found = check(tmp_path, tiny_config(data, **changes))
+    text = preflight.describe(config, Layout(), found)
+    assert "1,333.33 epochs, which learn this text by heart" in text
+    assert ", 7.1 hours at 100 tokens per second" in text
+
+
 def test_tensor_parallelism_across_nodes_is_warned_of(tmp_path, data):
     config, _ = check(
         tmp_path,

@@ -10,15 +10,24 @@ from llmfoundry_lite.errors import UserError, printable
 
 
 def init(
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made; with --hours, of texts too.")
+    ],
     size: Annotated[
-        str | None, typer.Option(help="quickstart, 125m, 350m, 1b, …: the shape of mpt-SIZE [125m].")
+        str | None, typer.Option(help="quickstart, 3m, 10m, 30m, 125m, 350m, 1b, …: the model's size [125m].")
+    ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Instead: choose a model that this machine, measured now, trains in these hours."),
     ] = None,
     like: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Instead: train on from a Hugging Face model, a folder or hf:NAME."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write [mpt-SIZE-DATA.yaml or LIKE-DATA.yaml].")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file to write [mpt-SIZE-DATA.yaml, LIKE-DATA.yaml, with --hours DATA.yaml]."),
+    ] = None,
     trust_pickle: Annotated[
         bool, typer.Option("--trust-pickle", help="With --like: read pytorch_model.bin, which is a pickle.")
     ] = False,
@@ -27,10 +36,22 @@ def init(
 
     With --like, the model is that folder's (Llama, Mistral, Qwen2, Qwen3, GPT-2 or MPT). Its weights become a
     checkpoint beside the YAML. Prepare the data with `--tokenizer FOLDER`.
+    With --hours, a folder of texts is prepared first, as data/NAME.
     """
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out: {out} given, expected a name that ends in .yaml")
-    if like is None:
+    if hours is not None:
+        if size is not None or like is not None:
+            raise UserError("--hours: given with --size or --like, which name a model; leave one of them out")
+        from llmfoundry_formats.hours import prepare_texts, write_for_hours
+        from llmfoundry_formats.starter import check_free
+
+        path = out or Path(f"{data.resolve().name}.yaml")
+        check_free(path)
+        if data.is_dir() and not (data / "summary.json").is_file():
+            data = prepare_texts(data)
+        note, wrote = write_for_hours(data, hours, path), str(path)
+    elif like is None:
         from llmfoundry_formats.starter import write_starter
 
         size = size or "125m"
@@ -44,4 +65,4 @@ def init(
         path, folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
         wrote = f"{folder} and {path}"
     print(printable(f"trains for {note}"))
-    print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run"))
+    print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run=here"))

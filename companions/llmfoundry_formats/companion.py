@@ -4,7 +4,7 @@ from llmfoundry_lite.companions import Companion
 
 COMPANION = Companion(
     commands={"init": "llmfoundry_formats.commands:init"},
-    examples=("init data/mine --size 125m",),
+    examples=("init my-texts/ --hours 8", "init data/mine --size 125m"),
     readers={
         "checkpoints of Composer and DCP": "llmfoundry_formats.checkpoints:import_pickled",
         "causal models of other types": "llmfoundry_formats.plain_models:open_plain",

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite init --size`: a commented YAML for a prepared data folder. No torch."""
+"""`llmfoundry-lite init`: a commented YAML for a prepared data folder. No torch."""
 
 import json
 import re
@@ -19,10 +19,25 @@ TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
 MAX_EPOCHS = 4
 """Muennighoff et al. 2023, "Scaling Data-Constrained Language Models": about so many are nearly as good as new."""
+MANY_BATCHES = 2000
+"""Batches that a run of a size in between has, about: more of them make worse use of products, fewer of gradients."""
+BATCH_TOKENS = (2048, 65536)
+"""The least and the most in a batch of such a run."""
+WIDTHS = (*range(96, 384, 32), *range(384, 833, 64))
+MILLIONS = (1, 125)
+"""The smallest and the largest size in between."""
+SHARE_OF_HOURS = 0.85
+"""Of the hours asked for; the others are for starting, saving and evaluating."""
+NUM_LINES = 400
+"""Lines of progress that a run prints, about."""
 MIN_VALIDATION = 32
 """Validation samples whose mean loss is worth drawing."""
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = ("avx512_bf16", "amx_bf16")
+RATE = """\
+  # Measured on this machine by init --hours; a dry run says hours by it.
+  tokens_per_second: {rate}
+"""
 TEMPLATE = Path(__file__).with_name("starter.template")
 EVAL_LOADER = """\
 eval_loader:
@@ -32,9 +47,36 @@ eval_loader:
     split: val
   num_workers: 2
 eval_interval: {eval_interval}ba
+# Batches of an evaluation, so that twenty take about a twentieth of the time; -1 for all.
+eval_subset_num_batches: {subset}
 device_eval_batch_size: 8
 
 """
+
+
+class Speed(NamedTuple):
+    """How fast this machine trains one shape, and for how long it is to."""
+
+    tokens_per_second: float
+    hours: float
+
+    @property
+    def max_tokens(self) -> float:
+        return self.hours * 3600 * SHARE_OF_HOURS * self.tokens_per_second
+
+    def describe(self, num_tokens: float) -> str:
+        hours = num_tokens / self.tokens_per_second / 3600
+        return f"{hours:.2g} hours of training at {self.tokens_per_second:,.0f} tokens per second, measured here"
+
+
+class Shape(NamedTuple):
+    """A model and how it is trained."""
+
+    size: str
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    batch_size: int | None
+    """Samples; None: by the length of the run."""
 
 
 def sizes() -> list[str]:
@@ -54,23 +96,26 @@ class Facts(NamedTuple):
     fingerprint: str | None
     """Fingerprint of its tokenizer."""
 
+    @property
+    def vocab_rounded(self) -> int:
+        """A multiple of 128 is faster."""
+        return -(-self.vocab_size // 128) * 128
+
 
 def write_starter(data: Path, size: str, out: Path) -> str:
     """Write `out` and return a sentence on how long it trains.
 
-    Raises ConfigError for a size we have no YAML of, DataError without the data.
+    Raises ConfigError for a size that is none, DataError without the data.
     """
-    if size not in sizes():
-        raise ConfigError(f"--size: {size!r} given, expected one of {', '.join(sizes())}")
-    text, note = starter(data, size, out, check_places(data, out))
+    facts = check_places(data, out)
+    text, note = starter(data, out, facts, read_shape(size, facts.vocab_rounded))
     write_yaml(out, text)
     return note
 
 
 def check_places(data: Path, out: Path) -> Facts:
     """Return facts about the data. Raises ConfigError if `out` is there, DataError without prepared data."""
-    if out.exists():
-        raise ConfigError(f"{out}: there is one already; choose another name with --out, or remove it")
+    check_free(out)
     summary_file = data / "summary.json"
     if not summary_file.is_file():
         raise DataError(
@@ -89,6 +134,11 @@ def check_places(data: Path, out: Path) -> Facts:
         ) from error
 
 
+def check_free(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out}: there is one already; choose another name with --out, or remove it")
+
+
 def write_yaml(out: Path, text: str) -> None:
     try:
         out.write_text(text)
@@ -96,34 +146,53 @@ def write_yaml(out: Path, text: str) -> None:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}; name another place with --out") from error
 
 
-def starter(data: Path, size: str, out: Path, facts: Facts) -> tuple[str, str]:
-    """Return the YAML's text, and a sentence on how long it trains."""
-    shape = read_shape(size)
-    model, length, samples = shape["model"], facts.max_seq_len, facts.num_train
-    vocab_size = -(-facts.vocab_size // 128) * 128
-    batch_size = fitting_batch(shape["global_train_batch_size"], samples)
-    parameters = count_parameters(model, vocab_size)
-    epoch = samples // batch_size
-    for_parameters = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
-    wanted = min(for_parameters, MAX_EPOCHS * epoch)
-    tokens = wanted * batch_size * length / parameters
+def starter(data: Path, out: Path, facts: Facts, shape: Shape, speed: Speed | None = None) -> tuple[str, str]:
+    """Return the YAML's text, and a sentence on how long it trains: in at most `speed`'s time, if that is given."""
+    parameters, batch_size, wanted, for_parameters = length_of_run(facts, shape, speed)
+    batch_tokens, samples = batch_size * facts.max_seq_len, facts.num_train
+    tokens = wanted * batch_tokens / parameters
     note = (
-        f"{wanted / epoch:,.1f} epochs of {epoch:,} batches: {f'{tokens:,.1f}' if tokens >= 0.05 else f'{tokens:.1g}'} "
-        f"tokens for each of about {parameters / 1e6:,.0f} M parameters"
+        f"{wanted * batch_size / samples:,.1f} epochs of {samples // batch_size:,} batches: "
+        f"{f'{tokens:,.1f}' if tokens >= 0.05 else f'{tokens:.1g}'} tokens for each of about "
+        f"{parameters / 1e6:,.{0 if parameters > 1e7 else 1}f} M parameters"
     )
+    available = MAX_EPOCHS * samples * facts.max_seq_len
     if wanted < for_parameters:
-        note += f" ({TOKENS_PER_PARAMETER} would be best; text read more than {MAX_EPOCHS} times teaches little)"
-    available = MAX_EPOCHS * samples * length
-    if available < parameters:
+        is_read_out = wanted == MAX_EPOCHS * (samples // batch_size)
+        why = f"; text read more than {MAX_EPOCHS} times teaches little" if is_read_out else ", in more hours"
+        note += f" ({TOKENS_PER_PARAMETER} would be best{why})"
+    if speed is not None:
+        note += f", {speed.describe(wanted * batch_tokens)}"
+    elif available < parameters:
         fitting = available / TOKENS_PER_PARAMETER
-        best = fitting_size(fitting, vocab_size)
+        advised = fitting_size(fitting, facts.vocab_rounded)
         note += f"; this text is enough for {fitting / 1e6:,.2g} M parameters: "
-        note += f"--size {best}" if best != size else "the smallest size will learn it by heart; add text"
-    block = as_yaml({**model, "max_seq_len": "${max_seq_len}", "vocab_size": vocab_size})
+        note += f"--size {advised}" if advised != shape.size else "the smallest size will learn it by heart; add text"
+    block = as_yaml({**shape.model, "max_seq_len": "${max_seq_len}", "vocab_size": facts.vocab_rounded})
     why = f"# At least the tokenizer's {facts.vocab_size}; a multiple of 128 is faster."
-    parts = {"model": block.replace("vocab_size:", f"{why}\nvocab_size:"), "optimizer": as_yaml(shape["optimizer"])}
-    text = fill_template(data, out, facts, title=f"MPT-{size}", batches=(wanted, batch_size, note), **parts)
+    parts = {"model": block.replace("vocab_size:", f"{why}\nvocab_size:"), "optimizer": as_yaml(shape.optimizer)}
+    rate = None if speed is None else round(speed.tokens_per_second)
+    text = fill_template(
+        data, out, facts, title=f"MPT-{shape.size}", batches=(wanted, batch_size, note), rate=rate, **parts
+    )
     return text, note + note_on_validation(facts)
+
+
+def length_of_run(facts: Facts, shape: Shape, speed: Speed | None = None) -> tuple[int, int, int, int]:
+    """Return the parameters, the samples of a batch, the batches, and the batches that would be best."""
+    length, parameters = facts.max_seq_len, count_parameters(shape.model, facts.vocab_rounded)
+    tokens = min(TOKENS_PER_PARAMETER * parameters, MAX_EPOCHS * facts.num_train * length)
+    tokens = tokens if speed is None else min(tokens, speed.max_tokens)
+    batch_size = shape.batch_size
+    if batch_size is None:
+        low, high = BATCH_TOKENS
+        batch_size = 1 << max(0, int(min(max(tokens / MANY_BATCHES, low), high) / length).bit_length() - 1)
+    batch_size = fitting_batch(batch_size, facts.num_train)
+    best = -(-TOKENS_PER_PARAMETER * parameters // (batch_size * length))
+    wanted = min(best, MAX_EPOCHS * (facts.num_train // batch_size))
+    if speed is not None:
+        wanted = max(1, min(wanted, int(speed.max_tokens / (batch_size * length))))
+    return parameters, batch_size, wanted, best
 
 
 def as_yaml(values: dict[str, Any]) -> str:
@@ -140,28 +209,41 @@ def fill_template(
     optimizer: str,
     batches: tuple[int, int, str],
     load: str = "",
+    rate: int | None = None,
 ) -> str:
-    """Return the YAML. `batches`: their number, their size, and a note; the others are lines of YAML."""
+    """Return the YAML. `batches`: their number, their size, and a note; `rate`: tokens per second, if they
+    were measured; the others are lines of YAML."""
     num_batches, batch_size, note = batches
-    interval, num_devices = max(1, num_batches // 20), count_devices()
+    interval, num_devices = max(num_batches // 20, min(num_batches, 10)), count_devices()
     return TEMPLATE.read_text().format(
         title=printable(title),
         data=printable(str(data)),
         data_word=yaml_word(str(data)),
         out=printable(shlex.quote(str(out))),
-        num_ranks=max(1, num_devices),
+        ranks=f" -n {num_devices}" if num_devices > 1 else "",
+        rate=RATE.format(rate=rate) if rate else "",
         run_name=yaml_word(re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"),
         max_seq_len=facts.max_seq_len,
         model=textwrap.indent(model, "  "),
         load=load,
-        eval_loader=EVAL_LOADER.format(eval_interval=interval) if facts.num_val else "",
+        eval_loader=describe_validation(facts, num_batches, batch_size, interval),
         optimizer=textwrap.indent(optimizer, "  "),
-        precision="amp_bf16" if num_devices or multiplies_in_bf16() else "fp32",
+        precision=precision_here(),
         duration_note=note,
         num_batches=num_batches,
         batch_size=batch_size,
         save_interval=interval,
+        log_interval=max(1, num_batches // NUM_LINES),
     )
+
+
+def describe_validation(facts: Facts, num_batches: int, batch_size: int, interval: int) -> str:
+    """Return the YAML's part; empty without validation data. An evaluated batch costs a third of a trained one."""
+    if not facts.num_val:
+        return ""
+    subset = max(1, num_batches * 3 // 400)
+    is_all = subset * batch_size >= facts.num_val
+    return EVAL_LOADER.format(eval_interval=interval, subset=-1 if is_all else subset)
 
 
 def note_on_validation(facts: Facts) -> str:
@@ -169,7 +251,8 @@ def note_on_validation(facts: Facts) -> str:
         return ""
     wanted = max(10, min(20, 200 * MIN_VALIDATION // (facts.num_train + facts.num_val)))
     count = facts.num_val or "no"
-    return f"; the validation split has {count} samples, which tell little: prepare with --val-fraction 0.{wanted:02}"
+    remedy = f"prepare with --val-fraction 0.{wanted:02} or in more files"
+    return f"; the validation split has {count} samples, which tell little: {remedy}"
 
 
 def fitting_batch(wanted: int, samples: int) -> int:
@@ -187,8 +270,38 @@ def yaml_word(text: str) -> str:
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
-def read_shape(size: str) -> dict[str, Any]:
-    return yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())
+def read_shape(size: str, vocab_size: int) -> Shape:
+    """Return one of our YAMLs' shapes, or the one in between with about so many parameters. Raises ConfigError."""
+    if size in sizes():
+        found = yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())
+        return Shape(size, found["model"], found["optimizer"], found["global_train_batch_size"])
+    given = re.fullmatch(r"(\d{1,3}(?:\.\d)?)m", size)
+    if given is None or not MILLIONS[0] <= float(given[1]) <= MILLIONS[1]:
+        raise ConfigError(
+            f"--size: {size!r} given, expected one of {', '.join(sizes())}, or one in between such as 3m, 10m or 30m"
+        )
+    wanted = float(given[1]) * 1e6
+    return min(
+        map(scaled_shape, WIDTHS), key=lambda one: abs(count_parameters(one.model, vocab_size) - wanted)
+    )._replace(size=size)
+
+
+def scaled_shape(d_model: int) -> Shape:
+    """Return the quickstart's model and optimizer in another width, and as deep for it.
+
+    The rate of the embedding falls with the width (Yang et al. 2022, "Tensor Programs V"). Muon's stays.
+    """
+    _, model, optimizer, _ = read_shape("quickstart", 0)
+    relative = d_model / model["d_model"]
+    changes = {
+        "d_model": d_model,
+        "n_heads": d_model // (32 if d_model < 384 else 64),
+        "n_layers": max(2, round(model["n_layers"] * relative)),
+        "ffn_config": {**model["ffn_config"], "ffn_hidden_size": 16 * round(d_model / 6)},
+    }
+    rate, dtype = float(f"{optimizer['adamw_lr'] / relative:.2g}"), precision_here().removeprefix("amp_")
+    optimizer = {**optimizer, "adamw_lr": rate, "ns_dtype": dtype}
+    return Shape(f"{d_model}-wide", {**model, **changes}, optimizer, None)
 
 
 def count_parameters(model: dict[str, Any], vocab_size: int) -> int:
@@ -197,10 +310,17 @@ def count_parameters(model: dict[str, Any], vocab_size: int) -> int:
 
 
 def fitting_size(parameters: float, vocab_size: int) -> str:
-    """Return the largest size with at most so many parameters, or the smallest."""
-    counts = {size: count_parameters(read_shape(size)["model"], vocab_size) for size in sizes()}
+    """Return the size with about so many parameters, or the smallest."""
+    counts = {size: count_parameters(read_shape(size, 0).model, vocab_size) for size in sizes()}
+    low, high = MILLIONS
+    if low * 1e6 <= parameters <= high * 1e6:
+        return f"{parameters / 1e6:.0f}m"
     fitting = [size for size in counts if counts[size] <= parameters]
     return max(fitting, key=counts.__getitem__) if fitting else min(counts, key=counts.__getitem__)
+
+
+def precision_here() -> str:
+    return "amp_bf16" if count_devices() or multiplies_in_bf16() else "fp32"
 
 
 def count_devices() -> int:

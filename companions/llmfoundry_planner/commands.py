@@ -104,6 +104,8 @@ def plan_command(context: typer.Context, given: PlanOptions) -> None:
         refuse_beside(context, "--check", "a finished run says all of it itself")
         print(printable(check_run(given.check), keep="\n"))
         return
+    if "cpu" in given.hardware.lower().split(","):
+        raise ConfigError("--hardware: cpu given, which no table has; `init DATA --hours 8` measures this machine")
     if not (given.arguments and given.hardware and given.devices):
         raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")
     check_options(given)

@@ -14,7 +14,8 @@ HASHES = (
 )
 """Algorithms that streaming.base.hashing finds in hashlib and xxhash."""
 
-
+HELD_OUT_TEXT = "text.jsonl"
+"""Text of the validation split that `data prepare` writes beside its shards."""
 REMOTES = "s3 gs hf azure azure-dl oci sftp dbfs alipan"
 """Schemes of URLs that streaming.base.storage downloads from."""
 COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}

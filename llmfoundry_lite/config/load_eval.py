@@ -6,8 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from yaml import YAMLError
+
+from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
+from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.layers import (
     Layer,
@@ -20,6 +24,7 @@ from llmfoundry_lite.config.layers import (
 )
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.config.written import EVAL_SYNONYMS, TASK_SYNONYMS
+from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import ConfigError, nearest
 
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
@@ -287,12 +292,32 @@ def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
         for path in sorted(find_task_folder(folder).glob("*.yaml"))
         if all(Path(task.dataset_uri).exists() for task in load_tasks([str(path)], folder))
     ]
-    if not names:
+    models = values["models"].values() if isinstance(values["models"], dict) else ()
+    own = dict.fromkeys(path for where in models if (path := find_held_out_text(str(where))))
+    tasks = [{"label": _label_of(path), "icl_task_type": "perplexity", "dataset_uri": path} for path in own]
+    if not (names or tasks):
         raise ConfigError(
             f"command line: no YAML file given, and of no task in {folder}/ are the data here; in a clone, "
             "`python scripts/fetch_tasks.py` fetches the public ones, `python scripts/make_tasks.py` makes our own"
         )
-    return Layer(folder, {"icl_tasks": names})
+    return Layer(folder, {"icl_tasks": [*tasks, *names]})
+
+
+def _label_of(path: str) -> str:
+    """Return the name of the prepared folder, which holds val/text.jsonl."""
+    return re.sub(r"[^\w.-]+", "-", f"{Path(path).absolute().parent.parent.name}_text")
+
+
+def find_held_out_text(model: str) -> str | None:
+    """Return the text that `data prepare` held out from a run's data, if both are here."""
+    run = Path(model).parent.parent if Path(model).parent.name == "checkpoints" else Path(model)
+    try:
+        config = read_record(read_at_most(run / "config.yaml", MAX_YAML_BYTES, "a configuration"))
+        dataset = config["eval_loader"]["dataset"]
+        path = Path(dataset["local"], dataset["split"], HELD_OUT_TEXT)
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, YAMLError):
+        return None
+    return str(path) if path.is_file() else None
 
 
 def _load_entries(

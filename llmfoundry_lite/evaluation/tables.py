@@ -86,13 +86,15 @@ def results_table(all_results: Sequence[Results]) -> Scores:
     records = {name: record for results in reversed(all_results) for name, record in results.tasks.items()}
     names = list(dict.fromkeys(task for results in all_results for task in results.tasks))
     suite, rows = all_results[0].suite, []
+    has_average = any(results.average is not None for results in all_results)
     for results in all_results:
         cells = [cell(results.tasks[name]) if name in results.tasks else ("", "") for name in names]
         error = None if results.average is None else average_error(results.tasks, _averaged(results))
-        rows.append((results.model, [*cells, cell_of(results.average, error)]))
+        rows.append((results.model, [*cells, *([cell_of(results.average, error)] if has_average else [])]))
     return Scores(
         title=suite if all_results[0].average is None else f"{suite}, accuracy ± standard error",
-        columns={**{name: _heading(name, records[name]["metric"]) for name in names}, "average": "average"},
+        columns={name: _heading(name, records[name]["metric"]) for name in names}
+        | ({"average": "average"} if has_average else {}),
         rows=rows,
         notes=notes(all_results),
     )
@@ -149,7 +151,8 @@ def notes(all_results: Sequence[Results]) -> list[str]:
     for (begin, text), tasks in tasks_of.items():
         named = ", ".join(tasks) if len(tasks) < 4 else f"{len(tasks)} tasks, {tasks[0]} the first"
         found.append(f"{begin}{named}: {text}")
-    if any(record["metric"] not in ACCURACIES for results in all_results for record in results.tasks.values()):
+    kinds = {record["metric"] in ACCURACIES for results in all_results for record in results.tasks.values()}
+    if len(kinds) == 2:
         found.append("the average is of the accuracies")
     if len({tuple(sorted(_averaged(results))) for results in all_results}) > 1:
         found.append("warning: not all models have all tasks; the averages are over different ones")

@@ -101,7 +101,7 @@ def prepare(
             tokenizer = provide_tokenizer(partial, given, request, source, bars)
             workers = num_workers or count_usable_cores()
             work = tokenize(source, request, tokenizer, partial, workers, bars, max_lost_text, notify)
-            splits, skipped, named = pack(partial, work.num_units, request, token_dtype(tokenizer), bars)
+            splits, skipped, named = pack(partial, work.num_units, request, tokenizer, bars)
         check_unchanged(source, record)
         seconds = time.monotonic() - started
         summary = Summary(

@@ -14,22 +14,27 @@ import numpy as np
 import xxhash
 from rich.progress import Progress
 
+from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
+from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder
 from llmfoundry_lite.prepare.documents import SKIP_REASONS
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.summary import SPLITS, SplitSummary
-from llmfoundry_lite.prepare.token_files import load_unit
+from llmfoundry_lite.prepare.token_files import load_unit, token_dtype
 
 SHARD_HASH = "xxh3_64"
 """Hash of every shard, kept in its index.json: readers find damage by it."""
+
+MAX_TEXT_BYTES = 1_000_000
+"""Bytes of HELD_OUT_TEXT, about."""
 
 MAX_NAMED = 20
 """Documents left out that the summary names."""
 
 
 def pack(
-    partial: Path, num_units: int, request: Request, dtype: np.dtype, bars: Progress
+    partial: Path, num_units: int, request: Request, tokenizer: Tokenizer, bars: Progress
 ) -> tuple[dict[str, SplitSummary], dict[str, int], list[str]]:
     """Cut the samples of both splits and write their shards into `.partial`.
 
@@ -39,7 +44,8 @@ def pack(
     threshold = choose_threshold(paths, request)
     skipped = np.zeros(len(SKIP_REASONS), np.int64)
     named: list[str] = []
-    writers = {split: SplitWriter(partial / split, request, dtype) for split in SPLITS}
+    writers = {split: SplitWriter(partial / split, request, token_dtype(tokenizer)) for split in SPLITS}
+    texts = HeldOutText()
     task = bars.add_task("writing shards", total=num_units)
     try:
         for path in paths:
@@ -51,14 +57,40 @@ def pack(
                 if chosen.any():
                     tokens = unit.tokens[np.repeat(chosen, unit.doc_tokens)]
                     writers[split].add(tokens, int(chosen.sum()), int(unit.doc_bytes[chosen].sum()))
+                    if split == "val":
+                        texts.add(tokens, unit.doc_tokens[chosen], tokenizer)
             bars.advance(task)
         counts: dict[str, int] = dict(zip(SKIP_REASONS, skipped.tolist(), strict=True))
         check_there_is_a_sample(request, writers["train"], counts)
+        texts.write(partial / "val" / HELD_OUT_TEXT)
         return {split: writer.finish() for split, writer in writers.items() if writer.documents}, counts, named
     except BaseException:
         for split in SPLITS:
             shutil.rmtree(partial / split, ignore_errors=True)
         raise
+
+
+class HeldOutText:
+    """The first held-out documents as text, cut at MAX_TEXT_BYTES: a task for any model, whatever its tokenizer."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self.room = MAX_TEXT_BYTES
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, tokenizer: Tokenizer) -> None:
+        """Add documents of so many tokens each, the last of which is their end of text."""
+        for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
+            if self.room <= 0:
+                return
+            text = tokenizer.decode(tokens[end - length : end - 1][:MAX_TEXT_BYTES].tolist())
+            kept = text.encode()[: self.room].decode(errors="ignore")
+            self.room -= len(kept.encode()) + 1
+            self.rows.append(json.dumps({"text": kept}, ensure_ascii=False))
+
+    def write(self, path: Path) -> None:
+        if self.rows:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(f"{row}\n" for row in self.rows), encoding="utf-8")
 
 
 class SplitWriter:

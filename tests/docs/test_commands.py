@@ -32,9 +32,10 @@ def words_after(command: str, programs: tuple[str, ...]) -> list[str] | None:
     """The arguments of a launch. None for another command, and for a pattern rather than an example."""
     words = shlex.split(command)
     index = next((i for i, word in enumerate(words) if word in programs), None)
-    if index is None or "YAML" in command or "THEIRS" in command or "mine.yaml" in command:
+    if index is None or any(name in command for name in ("YAML", "THEIRS", "mine.yaml", "my-texts.yaml")):
         return None
-    return [word for word in words[index + 1 :] if word not in ("…", "[--dry-run]") and not word.endswith("=…")]
+    first = index + 3 if words[index + 1] == "-n" else index + 1
+    return [word for word in words[first:] if word not in ("…", "[--dry-run]") and not word.endswith("=…")]
 
 
 def launches(kind: str) -> list[list[str]]:
@@ -100,9 +101,13 @@ def test_an_evaluation_has_a_configuration_without_errors(words, monkeypatch):
 
 
 def test_the_dry_run_of_the_first_page_prints_the_plan():
-    command = next(command for command in FENCED if command.startswith("python scripts/train.py"))
+    command = next(command for command in FENCED if command == "llmfoundry-lite train mpt-1b --dry-run")
     result = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "llmfoundry_lite", *shlex.split(command)[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "parameters" in result.stdout and "memory" in result.stdout
 
@@ -110,8 +115,8 @@ def test_the_dry_run_of_the_first_page_prints_the_plan():
 @needs("init")
 def test_init_writes_the_yaml_that_the_next_command_reads(tmp_path, monkeypatch):
     page = (ROOT / "docs/getting-started.md").read_text()
-    command = next(command for command in commands(page) if command.startswith("llmfoundry-lite init"))
-    following = next(command for command in commands(page) if command.startswith("llmfoundry-lite train"))
+    command = next(command for command in commands(page) if command.startswith("llmfoundry-lite init data/mine"))
+    following = next(command for command in commands(page) if command.endswith("mine.yaml --dry-run=here"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data/mine").mkdir(parents=True)
     splits = {"train": {"samples": 100_000}, "val": {"samples": 500}}
@@ -119,6 +124,20 @@ def test_init_writes_the_yaml_that_the_next_command_reads(tmp_path, monkeypatch)
     (tmp_path / "data/mine/summary.json").write_text(json.dumps(summary))
     assert run(shlex.split(command)[1:]) == 0
     assert load_train_config(shlex.split(following)[2:], {}).dry_run
+
+
+@needs("init")
+def test_a_folder_of_texts_becomes_a_run_by_the_first_commands(tmp_path, monkeypatch):
+    page = commands((ROOT / "docs/getting-started.md").read_text())
+    command, following = (
+        next(one for one in page if one.startswith(f"llmfoundry-lite {name}")) for name in ("init", "train")
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-texts").mkdir()
+    for number in range(40):
+        (tmp_path / f"my-texts/{number}.md").write_text(" ".join(f"word{i} of {number}" for i in range(500)))
+    assert run([*shlex.split(command)[1:-1], "0.001"]) == 0
+    assert load_train_config(shlex.split(following)[2:], {}).config.model.vocab_size % 128 == 0
 
 
 def test_checkpoint_ls_lists_a_run(capsys):

@@ -485,6 +485,23 @@ def test_all_checkpoints_needs_a_run_and_nothing_else(here):
     assert (config.suite, config.models, config.limit, found[0].label) == ("icl", {"a": "runs/a"}, 3, "next")
 
 
+def test_a_runs_own_held_out_text_is_a_task_where_it_is_here(here):
+    loader = {"eval_loader": {"dataset": {"local": "data/mine", "split": "val"}}}
+    (here / "runs/mine/checkpoints").mkdir(parents=True)
+    (here / "runs/mine/config.yaml").write_text(json.dumps(loader))
+    given = ["models.mine=runs/mine/checkpoints/ba2", "task_folder=none"]
+    with pytest.raises(ConfigError, match="no YAML file given"):
+        load_eval_config(given)
+    (here / "data/mine/val").mkdir(parents=True)
+    (here / "data/mine/val/text.jsonl").write_text('{"text": "a"}')
+    (task,) = load_eval_config(given)[1]
+    assert (task.label, task.icl_task_type, task.dataset_uri) == (
+        "mine_text",
+        "perplexity",
+        "data/mine/val/text.jsonl",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

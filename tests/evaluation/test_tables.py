@@ -47,6 +47,11 @@ def test_bits_per_byte_are_named_and_not_averaged():
     assert ["±0.500", "±0.000", "±0.021", "±0.250"] in [line.split() for line in shown.splitlines()]
 
 
+def test_text_alone_has_no_average():
+    shown = printed([results(x__0=text([[(math.log(2) * 5, 10)]], bits_per_byte_stderr=0.0214))])
+    assert "0.500" in shown and "average" not in shown
+
+
 def test_the_error_of_the_average_adds_other_data_as_independent_and_the_same_as_not():
     def task(error, data):
         return {"metric": "acc", "acc": 0, "acc_stderr": error, "data_fingerprint": data}

@@ -23,7 +23,7 @@ import zstandard
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare import documents, out_folder, sources
+from llmfoundry_lite.prepare import documents, out_folder, samples, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.contents import read_lines
 from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, lines_of_range, split_key
@@ -605,6 +605,17 @@ def test_one_validation_sample_is_held_out_if_the_data_allow(
     assert val.samples >= 1
     assert_holds(tmp_path / "out" / "val", summary, tokenizer, [d for d in documents if d in by_key[: val.documents]])
     assert len(joined_tokens(tokenizer, by_key[: val.documents - 1])) < SEQ_LEN
+
+
+def test_held_out_documents_are_there_as_text_up_to_a_size(small_request: Request, tmp_path: Path, monkeypatch) -> None:
+    half = replace(small_request, val_fraction=0.5)
+    prepare(half, tmp_path / "out", num_workers=1)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "out/val/text.jsonl").read_text().splitlines()]
+    assert texts == [text for text in make_documents(60) if split_key(text.encode()) < 2**63]
+    monkeypatch.setattr(samples, "MAX_TEXT_BYTES", len(texts[0].encode()) + 11)
+    prepare(half, tmp_path / "short", num_workers=1)
+    cut = [json.loads(line)["text"] for line in (tmp_path / "short/val/text.jsonl").read_text().splitlines()]
+    assert cut == [texts[0], texts[1].encode()[:10].decode(errors="ignore")]
 
 
 @pytest.mark.parametrize(

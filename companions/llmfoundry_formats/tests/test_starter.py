@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from llmfoundry_formats import starter
-from llmfoundry_formats.starter import sizes, write_starter
+from llmfoundry_formats import hours, starter
+from llmfoundry_formats.hours import Point, choose
+from llmfoundry_formats.starter import Facts, count_parameters, read_shape, sizes, write_starter
+from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.auto_hardware import Found
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -108,7 +110,68 @@ def test_a_validation_split_that_tells_little_is_said(tmp_path, num_val, said):
 
 
 def test_a_rank_for_each_device_of_this_machine(tmp_path, monkeypatch):
-    for found, num_ranks in ((None, 1), (Found("H100", None, num_devices=4), 4)):
+    for found, launch in ((None, "lite train"), (Found("H100", None, num_devices=4), "lite train -n 4")):
         monkeypatch.setattr(starter, "find_devices", lambda found=found: found)
-        write_starter(data_folder(tmp_path, 100), "125m", tmp_path / f"{num_ranks}.yaml")
-        assert f"composer -n {num_ranks} -m" in (tmp_path / f"{num_ranks}.yaml").read_text()
+        out = tmp_path / f"{launch[-1]}.yaml"
+        write_starter(data_folder(tmp_path, 100), "125m", out)
+        assert f"{launch} {out}\n" in out.read_text()
+
+
+@pytest.mark.parametrize(("size", "width"), [("1m", 96), ("3m", 192), ("10m", 320), ("30m", 512), ("124.9m", 832)])
+def test_a_size_in_between_is_the_nearest_of_one_family(tmp_path, size, width):
+    write_starter(data_folder(tmp_path, 100_000), size, tmp_path / "mine.yaml")
+    config = load_train_config([str(tmp_path / "mine.yaml")], {}).config
+    assert config.model.d_model == width
+    assert config.console_log_interval == f"{int(config.max_duration[:-2]) // 400}ba"
+
+
+def test_the_familys_width_of_the_quickstart_is_the_quickstart():
+    ours, theirs = starter.scaled_shape(160), read_shape("quickstart", 0)
+    assert (ours.model, ours.optimizer["adamw_lr"]) == (theirs.model, theirs.optimizer["adamw_lr"])
+
+
+@pytest.mark.parametrize("size", ["0.5m", "126m", "3M", "3"])
+def test_a_size_that_is_none_is_refused(tmp_path, size):
+    with pytest.raises(ConfigError, match=r"--size: '.*' given, expected one of .* or one in between such as 3m, 10m"):
+        write_starter(data_folder(tmp_path, 100), size, tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("samples", [1_000, 10_000, 1_000_000])
+def test_more_hours_are_a_larger_model_that_ends_in_time(samples):
+    facts, sizes_chosen = Facts(512, 4096, samples, 64, None), []
+    for given in (0.02, 1, 8, 100):
+        shape, speed = choose(facts, given, [Point((1e7, 1e8), (5e10, 1e10))])
+        parameters, batch_size, wanted, _ = starter.length_of_run(facts, shape, speed)
+        assert wanted * batch_size * 512 / speed.tokens_per_second <= 0.86 * given * 3600 or wanted == 1
+        assert wanted * batch_size <= 4 * samples
+        assert parameters == count_parameters(shape.model, 4096)
+        sizes_chosen.append(parameters)
+    assert sizes_chosen == sorted(sizes_chosen) and sizes_chosen[-1] < 125e6
+    assert samples < 10_000 or sizes_chosen[0] < sizes_chosen[-1]
+
+
+def test_the_hours_yaml_has_the_rate_that_was_measured_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(hours, "MEASURED_WIDTHS", (96,))
+    note = hours.write_for_hours(data_folder(tmp_path, 1_000), 0.01, tmp_path / "mine.yaml")
+    assert re.search(r"training at [\d,]+ tokens per second, measured here; \d blocks of width \d+, 1 rank", note)
+    assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.variables["tokens_per_second"] > 0
+
+
+def test_hours_and_a_size_are_one_too_many(tmp_path, capsys):
+    assert main.run(["init", str(tmp_path), "--hours", "8", "--size", "3m"]) == 2
+    assert "--hours: given with --size or --like, which name a model" in capsys.readouterr().err
+
+
+def test_texts_are_prepared_with_a_part_held_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / f"texts/{number}.txt").write_text(" ".join(f"word{i} of {number}" for i in range(200)))
+    out = hours.prepare_texts(tmp_path / "texts")
+    assert str(out) == "data/texts"
+    assert json.loads((out / "summary.json").read_text())["splits"]["val"]["samples"] >= 1
+    assert hours.prepare_texts(tmp_path / "texts") == out
+    (tmp_path / "texts").rename(tmp_path / "data/other")
+    assert str(hours.prepare_texts(tmp_path / "data/other")) == "data/other-tokens"
+    (tmp_path / "other.yaml").touch()
+    assert main.run(["init", "data/other", "--hours", "8"]) == 2

@@ -105,6 +105,7 @@ ON_H100 = ["mpt-7b", "--hardware", "h100", "--devices"]
         ([*ON_H100, "64", "--schedule", "gpipe"], "--schedule: gpipe given, which needs --pipeline"),
         ([*ON_H100, "64", "--virtual", "2"], "--virtual: 2 given, which needs --pipeline"),
         ([*ON_H100, "64", "--wan", "2"], "--wan: 2.0 given, which needs --join"),
+        (["mpt-7b", "--hardware", "cpu"], "cpu given, which no table has; `init DATA --hours 8` measures this machine"),
         (["mpt-7b"], "expected RUN.yaml, --hardware and --devices, or --check RUN"),
         (["mpt-1b", "--hardware", "h1000", "--devices", "8"], "'h1000' is not in the table; expected one of V100-16GB"),
         (["mpt-1b", "--hardware", "a100", "--devices", "8"], "'a100' may be A100-40GB and A100-80GB; name one of them"),
