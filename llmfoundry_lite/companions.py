@@ -30,6 +30,10 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "pytorch_model.bin",
         "hf:// data sets of tasks",
         "logs of lm-eval and Inspect",
+        "callbacks.hf_checkpointer",
+        "callbacks.generate_callback",
+        "callbacks.early_stopper",
+        "callbacks.kill_loss_spike",
     ),
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
     "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
@@ -51,7 +55,7 @@ class Companion:
     readers: Mapping[str, str] = field(default_factory=dict)
     """A kind of foreign file -> a function of its path."""
     builders: Mapping[str, str] = field(default_factory=dict)
-    """A key or setting that divides a run -> the builder that does."""
+    """A key or setting of a run -> the builder of what it asks for."""
 
 
 @cache

@@ -12,4 +12,10 @@ COMPANION = Companion(
         "hf:// data sets of tasks": "llmfoundry_formats.hub_tasks:read_hub",
         "logs of lm-eval and Inspect": "llmfoundry_formats.logs:load_logs",
     },
+    builders={
+        "callbacks.hf_checkpointer": "llmfoundry_formats.after_saves:build_hf_checkpointer",
+        "callbacks.generate_callback": "llmfoundry_formats.after_saves:build_generate",
+        "callbacks.early_stopper": "llmfoundry_formats.stoppers:EarlyStopper",
+        "callbacks.kill_loss_spike": "llmfoundry_formats.stoppers:KillLossSpike",
+    },
 )

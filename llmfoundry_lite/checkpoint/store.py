@@ -312,6 +312,7 @@ class CheckpointStore:
         *,
         keep_newest: int,
         keep_every_batches: int | None = None,
+        keep_names: Collection[str] = (),
         verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
         dry_run: bool = False,
     ) -> list[str]:
@@ -319,8 +320,9 @@ class CheckpointStore:
 
         Drafts of dead writers wait for `acquire`.
 
-        Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, those that can't
-        be listed (for a person to look at), and, if none of the newest passes `verify`, the newest that does.
+        Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, `keep_names`,
+        those that can't be listed (for a person to look at), and, if none of the newest passes `verify`, the newest
+        that does.
         Manifests are decoded for `verify` alone, from the newest on.
         """
         if lease is not None:
@@ -330,7 +332,7 @@ class CheckpointStore:
         doomed = [
             candidate
             for candidate in listed[max(keep_newest, 1) :]
-            if not keep_every_batches or candidate.batch % keep_every_batches
+            if candidate.name not in keep_names and (not keep_every_batches or candidate.batch % keep_every_batches)
         ]
         intact = next((one for one in listed if _passes(verify, one)), None) if doomed else None
         if intact is None:

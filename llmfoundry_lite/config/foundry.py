@@ -75,6 +75,11 @@ def drop_keys(
     return notes
 
 
+def in_one_line(notes: Sequence[str]) -> str:
+    keys = [note.partition(": ")[2].partition(" has no effect")[0] for note in notes]
+    return f"{len(keys)} keys have no effect ({', '.join(keys)}); --dry-run says why"
+
+
 def _keys_of(pattern: str, values: dict[str, Any]) -> list[str]:
     if not pattern.startswith("*"):
         return [pattern]

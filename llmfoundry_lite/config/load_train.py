@@ -26,8 +26,8 @@ class Invocation(NamedTuple):
     dry_run: str
     """Empty for a launch; `plan` and `full` check what the configuration tells, `here` also this machine."""
     notes: list[str]
-    """One line for the overlay that `hardware=auto` has chosen, and for each key that was accepted without effect, or
-    that may not mean what it seems to."""
+    """One line for the overlay that `hardware=auto` has chosen, one for keys that were accepted without effect (one for
+    each in a dry run, with its reason), and one for each key that may not mean what it seems to."""
 
 
 def load_train_config(
@@ -50,7 +50,9 @@ def load_train_config(
         foundry.refuse_fine_tuning(values)
         refuse_other_kinds(values)
     notes = [layer.note for layer in layers if layer.note]
-    notes += foundry.drop_keys(values, layers) + foundry.drop_values_without_effect(values, layers)
+    dry_run = DRY_RUNS[flags[-1]] if flags else ""
+    without_effect = foundry.drop_keys(values, layers) + foundry.drop_values_without_effect(values, layers)
+    notes += without_effect if dry_run or len(without_effect) < 2 else [foundry.in_one_line(without_effect)]
     foundry.refuse_left_out_keys(values, layers)
     foundry.drop_variables(values, layers, TrainConfig)
     _fill_in_names(values, layers, environ)
@@ -65,7 +67,7 @@ def load_train_config(
     tasks = environ.get("SLURM_STEP_NUM_TASKS")
     under_srun = tasks is not None and environ.get("WORLD_SIZE") == (None if tasks == "1" else tasks)
     notes += find_surprises(config, layers, under_srun=under_srun)
-    return Invocation(config, dry_run=DRY_RUNS[flags[-1]] if flags else "", notes=notes)
+    return Invocation(config, dry_run=dry_run, notes=notes)
 
 
 def find_run_folder(

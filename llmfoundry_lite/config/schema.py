@@ -271,6 +271,60 @@ class ProfilerConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class HFCheckpointerConfig:
+    """Hugging Face folders of checkpoints: each of the first that is published at or after a multiple of the interval,
+    and of the run's last. A process of its own writes them."""
+
+    save_interval: str | int = span(REQUIRED)
+    save_folder: str | None = setting(None, not_empty("a folder or a URL; remove the line for the run's save_folder"))
+    """Each is <save_folder>/huggingface/ba<batch>; default: where the run's checkpoints are."""
+    precision: str = setting("float32", choices="float32 bfloat16")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GenerateConfig:
+    """Texts that the checkpoint writes, at such times and in such a process; in <run_folder>/generations.jsonl."""
+
+    prompts: list[str] = setting(REQUIRED, must_be("one prompt or more", len))
+    interval: str | int = span(REQUIRED)
+    max_new_tokens: int = setting(80, POSITIVE)
+    do_sample: bool = False
+    """false takes the likeliest token; the next three are then without use."""
+    temperature: float = setting(1.0, POSITIVE)
+    top_k: int | None = setting(50, POSITIVE)
+    top_p: float | None = setting(None, must_be("above 0 and up to 1", lambda value: 0 < value <= 1))
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EarlyStopperConfig:
+    """End the run, saved, when a loss has not fallen for some time. A launch reads earlier losses from the log."""
+
+    monitor: str = setting(choices="loss LanguageCrossEntropy LanguagePerplexity")
+    dataloader_label: str = setting()
+    """eval, eval/<label> of eval_loaders, or train: the mean over an epoch."""
+    patience: str | int = span(1, ("ba", "ep"), may_be_zero=True)
+    """End once more than this has passed since the lowest value; a bare integer counts epochs."""
+    min_delta: float = setting(0.0, NON_NEGATIVE)
+    """A lower value counts from this much on."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class KillLossSpikeConfig:
+    """Tell, or end the launch with exit code 2, when the loss stays above a multiple of its mean, or is high."""
+
+    log_only: bool = True
+    patience: int = setting(4, NON_NEGATIVE)
+    """Outliers in a row that are let pass."""
+    outlier_multiplier: float = setting(2.0, POSITIVE)
+    """A loss is an outlier from this multiple of the window's mean on."""
+    window_size: int = setting(100, POSITIVE)
+    """Batches. 100, the default, stands for a twentieth of the run where that is more."""
+    loss_cap: float = setting(10.0, POSITIVE)
+    """Losses are high when half of a window is above. 10, the default, stands for the first window's highest if lower.
+    """
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class CallbacksConfig:
     speed_monitor: SpeedMonitorConfig = setting(SpeedMonitorConfig)
     lr_monitor: NoOptions | None = None
@@ -278,6 +332,10 @@ class CallbacksConfig:
     runtime_estimator: NoOptions | None = None
     """These three are always on; naming them is allowed."""
     profiler: ProfilerConfig | None = None
+    hf_checkpointer: HFCheckpointerConfig | None = None
+    generate_callback: GenerateConfig | None = None
+    early_stopper: EarlyStopperConfig | None = None
+    kill_loss_spike: KillLossSpikeConfig | None = None
     extra: dict[str, dict[str, Any]] = setting(dict, replay="trusted")
     """python:package.module:Class -> keyword arguments."""
 
@@ -290,6 +348,8 @@ class WandbConfig:
     name: str | None = None
     """Default: the run name."""
     tags: list[str] = setting(list)
+    names: str = setting("ours", choices="ours llm_foundry")
+    """Names of metrics; llm_foundry writes those of LLM Foundry, in its units. metrics.jsonl has ours."""
     init_kwargs: dict[str, Any] = setting(dict)
 
 
@@ -297,6 +357,8 @@ class WandbConfig:
 class TensorboardConfig:
     log_dir: str | None = setting(None, not_empty("a folder; remove the line for <run_folder>/tensorboard"))
     """Default: <run directory>/tensorboard."""
+    names: str = setting("ours", choices="ours llm_foundry")
+    """As for wandb."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -44,6 +44,8 @@ LISTING = "export.json"
 def published(folder: Path) -> Iterator[Path]:
     """Yield a draft folder, then sync it and move it to `folder`, over an earlier export. Raises ExportError."""
     folder = folder.resolve()
+    if Path.cwd() in folder.parents:
+        folder = folder.relative_to(Path.cwd())
     # A fixed name, so that the next export restores or removes what a killed one leaves behind.
     work = folder.parent / f".{folder.name}.export"
     draft, replaced = work / "draft", work / "replaced"

@@ -17,6 +17,14 @@ from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
 
 CLONE = Path(__file__).parents[2]
 """The package itself is found in the working directory, where it is a clone that is not installed."""
+COMPOSER = r"""
+import re, sys
+from composer.cli import launcher
+NEEDLESS = re.compile(r"-+Begin global rank \d+ (?:STDERR-+\n.*?|STDOUT-+\n\s*)-+End global rank \d+ \w+-+\n?", re.S)
+launcher.print = lambda text: text.startswith("Waiting up to") or print(NEEDLESS.sub("", text).rstrip())
+sys.exit(launcher.main())
+"""
+"""`composer`, without announcing that it waits, and with one block for a rank's output, if there is any."""
 
 
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
@@ -45,7 +53,7 @@ def run_ranks(
         except OSError as error:
             raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
         file = str(logs).replace("{", "{{").replace("}", "}}") + "/rank{rank}.txt"
-        launcher = ["-m", "composer.cli", "-n", str(num_ranks), "--stdout", file, "--stderr", file]
+        launcher = ["-c", COMPOSER, "-n", str(num_ranks), "--stdout", file, "--stderr", file]
     command = [sys.executable, *launcher, "-m", module, *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in rank_variables(0, 1)}
     if not finds_modules_here and Path.cwd() != CLONE:

@@ -83,7 +83,11 @@ def build_trainer(
         eval_interval=checkpointing.evaluates_now if evaluators else 0,
         optimizers=build_optimizer(config, model, layout),
         max_duration=str(Duration.parse(config.max_duration)),
-        callbacks=[*build_callbacks(config, layout, ranks, model, partners), checkpointing],
+        callbacks=[
+            *build_callbacks(config, layout, ranks, model, partners),
+            checkpointing,
+            *build_foundry_callbacks(config, checkpointing),
+        ],
         loggers=[run],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
@@ -119,6 +123,13 @@ def build_callbacks(
     if config.callbacks.profiler is not None:
         callbacks.append(Profiler(config.callbacks.profiler, Path(config.run_folder)))
     return callbacks
+
+
+def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:
+    """Build those of LLM Foundry's callbacks that a companion has. They follow the restored run and its saves."""
+    names = ("hf_checkpointer", "generate_callback", "early_stopper", "kill_loss_spike")
+    asked = [f"callbacks.{name}" for name in names if getattr(config.callbacks, name) is not None]
+    return [companions.find("builders", name)(config, checkpointing) for name in asked]
 
 
 def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel) -> InContext:

@@ -86,6 +86,8 @@ class Checkpointing(Callback):
         """Its size, where exact sums make it a part of the run that is carried on."""
         self.newest_url: str | None = None
         """The newest checkpoint that this launch has restored or saved."""
+        self.in_use: set[str] = set()
+        """On rank 0: names of checkpoints that a process of this launch reads, and that are not removed meanwhile."""
 
     # -------------------------------------------------------------------------------------------------- restore
 
@@ -129,9 +131,8 @@ class Checkpointing(Callback):
         """Return whether there is nothing to train for this launch, though the run is not done; and print it."""
         is_there = self.policy.is_launch_over(state) and not self.policy.is_last(state)
         if is_there:
-            self.print_on_rank_0(
-                f"the run has reached stop_at, {self.config.stop_at}: it is at batch {int(state.timestamp.batch)}"
-            )
+            why = self.policy.stop_reason or f"the run has reached stop_at, {self.config.stop_at}"
+            self.print_on_rank_0(f"{why}: it is at batch {int(state.timestamp.batch)}")
         return is_there
 
     def what_stands(self) -> str:
@@ -382,7 +383,7 @@ class Checkpointing(Callback):
     def _after_publish(self, lease: Lease) -> None:
         self.preemption.note_saved(f"ba{self.last_saved_batch}")
         self._copy_tokenizer()
-        self._remove_old(lease)
+        self.remove_old(lease)
 
     def _copy_tokenizer(self) -> None:
         """Copy the tokenizer beside the checkpoints once, for evaluation or export elsewhere."""
@@ -394,7 +395,7 @@ class Checkpointing(Callback):
         except (OSError, UserError) as error:
             print(f"the tokenizer was not copied beside the checkpoints: {error}", flush=True)
 
-    def _remove_old(self, lease: Lease) -> None:
+    def remove_old(self, lease: Lease) -> None:
         """Remove old checkpoints. Prints failures; raises only if another launch has the lease."""
         if self.config.save_num_checkpoints_to_keep < 0:
             return
@@ -403,6 +404,7 @@ class Checkpointing(Callback):
                 lease,
                 keep_newest=self.config.save_num_checkpoints_to_keep,
                 keep_every_batches=self.config.save_keep_every_batches,
+                keep_names=self.in_use,
                 verify=check_present,
             )
         except CheckpointError as error:

@@ -1,9 +1,11 @@
 """Mirrors of metrics.jsonl: console, progress bar, wandb and TensorBoard."""
 
+import math
 import secrets
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,36 @@ from llmfoundry_lite.launch.log_lines import Record, console_line, read_lines, v
 WANDB_ID = "wandb_id"
 
 
+FOUNDRY_NAMES = {
+    "lr": ("lr-{optimizer}/group0", 1),
+    "grad_norm": ("l2_norm/grad/global", 1),
+    "batch": ("time/batch", 1),
+    "memory/peak_bytes": ("memory/peak_allocated_mem", 1e9),
+    "time/elapsed_seconds": ("time/total", 3600),
+    "time/remaining_seconds": ("time/remaining_estimate", 3600),
+    "eval/loss": ("metrics/eval/LanguageCrossEntropy", 1),
+}
+"""Our name of a metric -> LLM Foundry's, and how many of our units are one of its. The others have one name."""
+OPTIMIZERS = {"decoupled_adamw": "DecoupledAdamW", "decoupled_lionw": "DecoupledLionW"}
+
+
+def foundry_names(record: Record, optimizer: str) -> Record:
+    """Return a record under LLM Foundry's names, with perplexities, which are its own."""
+    named: Record = {}
+    for key, value in numbers_of(record).items():
+        name, unit = FOUNDRY_NAMES.get(key, (key, 1))
+        if key.startswith("eval/") and key.endswith("/loss") and not key.startswith("eval/icl/"):
+            name = f"metrics/{key.removesuffix('/loss')}/LanguageCrossEntropy"
+            named[name.replace("CrossEntropy", "Perplexity")] = math.exp(min(value, 700.0))
+        named[name.format(optimizer=OPTIMIZERS.get(optimizer, optimizer))] = value if unit == 1 else value / unit
+    return named
+
+
 class Mirror:
     """One place. A launch `begin`s, is called with one record after the other, and is `close`d."""
+
+    named: Callable[[Record], Record] = staticmethod(lambda record: numbers_of(record))
+    """A record -> the numbers that are written, by name."""
 
     def begin(self, log: Path, missed: list[Record]) -> None:
         """Prepare for the first record, given the log of earlier launches, and those of its records that came with the
@@ -33,14 +63,18 @@ def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mi
     """`progress`: the fraction of the run that is done."""
     folder, max_duration = Path(config.run_folder), Duration.parse(config.max_duration)
     mirrors: list[Mirror] = []
+    names = {"ours": numbers_of, "llm_foundry": partial(foundry_names, optimizer=config.optimizer.name)}
     if config.progress_bar:
         mirrors.append(ProgressBar(max_duration, progress))
     elif config.log_to_console:
         mirrors.append(ConsoleLine(max_duration, Duration.parse(config.console_log_interval)))
     if config.loggers.wandb is not None:
-        mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config)))
+        mirror = WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config))
+        mirror.named = names[config.loggers.wandb.names]
+        mirrors.append(mirror)
     if config.loggers.tensorboard is not None:
         mirrors.append(TensorboardMirror(config.loggers.tensorboard, folder))
+        mirrors[-1].named = names[config.loggers.tensorboard.names]
     return mirrors
 
 
@@ -97,7 +131,7 @@ class TensorboardMirror(Mirror):
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(self.folder, purge_step=record["batch"])
-        for key, value in numbers_of(record).items():
+        for key, value in self.named(record).items():
             if key != "batch":
                 self.writer.add_scalar(key, value, global_step=record["batch"])
         # Else a killed launch would leave a hole before the batch that the next one goes back to.
@@ -155,7 +189,7 @@ class WandbMirror(Mirror):
         lost, self.lost = self.lost, []
         for known in (*(known for known in lost if known["batch"] < record["batch"]), record):
             if known["batch"] > self.last_step:
-                self.run.log(numbers_of(known), step=known["batch"], commit=True)
+                self.run.log(self.named(known), step=known["batch"], commit=True)
 
     def close(self) -> None:
         self.run.finish()

@@ -28,7 +28,7 @@ class Decision(NamedTuple):
     preempted_by: str
     """Why the launch leaves early; empty if it does not."""
     stops: bool
-    """The launch has reached `stop_after` or `stop_at`, before the end of the run."""
+    """The launch has reached `stop_after` or `stop_at`, or is asked to stop, before the end of the run."""
     owes_evaluation: bool
     """The launch leaves without the evaluation that is due."""
 
@@ -49,6 +49,8 @@ class SavePolicy:
         self.end = Duration.parse(config.max_duration)
         self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
         self.stop_at = Duration.parse(config.stop_at) if config.stop_at is not None else None
+        self.stop_reason = ""
+        """Why a callback asks for the end of this launch, on every rank; empty if none does."""
 
     def start(self, at: Timestamp) -> None:
         """Note that this launch begins `at` that time of the run."""
@@ -61,9 +63,9 @@ class SavePolicy:
         return progress_of(state, self.end) >= 1
 
     def is_launch_over(self, state: State) -> bool:
-        """Return whether `stop_after` or `stop_at` is reached."""
+        """Return whether `stop_after` or `stop_at` is reached, or a callback has asked for the end."""
         span, point = self.stop_after, self.stop_at
-        if point is not None and elapsed(state, point.unit) >= point.value:
+        if self.stop_reason or (point is not None and elapsed(state, point.unit) >= point.value):
             return True
         if span is None:
             return False

@@ -50,12 +50,17 @@ TABLE = {
             deterministic digest_interval dist_timeout environment progress_bar log_to_console console_log_interval
             export_at_end python_log_level variables metadata retry_for""",
         "callbacks.speed_monitor.": "window_size",
-        "callbacks.": "lr_monitor memory_monitor runtime_estimator profiler extra",
+        "callbacks.": """lr_monitor memory_monitor runtime_estimator profiler hf_checkpointer generate_callback
+            early_stopper kill_loss_spike extra""",
+        "callbacks.hf_checkpointer.": "save_interval save_folder precision",
+        "callbacks.generate_callback.": "prompts interval max_new_tokens do_sample temperature top_k top_p",
+        "callbacks.early_stopper.": "monitor dataloader_label patience min_delta",
+        "callbacks.kill_loss_spike.": "log_only patience outlier_multiplier window_size loss_cap",
         "callbacks.profiler.": """skip_first wait warmup active repeat folder all_ranks record_shapes profile_memory
             with_stack""",
         "loggers.": "wandb tensorboard",
-        "loggers.wandb.": "project entity group name tags init_kwargs",
-        "loggers.tensorboard.": "log_dir",
+        "loggers.wandb.": "names project entity group name tags init_kwargs",
+        "loggers.tensorboard.": "names log_dir",
         "fsdp_config.": """sharding_strategy mixed_precision data_parallel_shard_degree reduce_every_microbatch
             activation_checkpointing activation_checkpointing_reentrant activation_cpu_offload offload_optimizer
             plain_on_one_device""",

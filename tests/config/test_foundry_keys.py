@@ -53,6 +53,12 @@ KEYS = {
         layer_freezing mono_checkpoint_saver scheduled_gc oom_observer eval_output_logging mbmoe_tok_per_expert
         run_timeout loss_perp_v_len env_logging nan_monitor kill_loss_spike load_checkpoint async_eval
         curriculum_learning dataset_swap""",
+    "callbacks.hf_checkpointer.": """save_folder save_interval huggingface_folder_name precision overwrite
+        mlflow_registered_model_name mlflow_logging_config flatten_imports final_register_only register_wait_seconds""",
+    "callbacks.generate_callback.": """prompts interval batch_size max_new_tokens do_sample temperature top_k top_p
+        use_cache""",
+    "callbacks.early_stopper.": "monitor dataloader_label comp min_delta patience",
+    "callbacks.kill_loss_spike.": "log_only patience outlier_multiplier window_size loss_cap",
     "callbacks.speed_monitor.": "window_size gpu_flops_available time_unit",
     "callbacks.runtime_estimator.": "skip_batches time_unit",
     "callbacks.memory_monitor.": "memory_keys dist_aggregate_batch_interval",

@@ -273,6 +273,13 @@ WIKI = "{label: wiki, name: text, dataset: {local: w, split: val, num_canonical_
 C4 = "{label: c4, name: 'python:my.data:build', path: /c4}"
 
 
+def test_keys_without_effect_are_one_line_and_a_dry_run_gives_their_reasons():
+    keys = ["n_gpus=8", "spin_dataloaders=true"]
+    (line,) = load(*keys).notes
+    assert line == "2 keys have no effect (spin_dataloaders, n_gpus); --dry-run says why"
+    assert "command line: n_gpus has no effect: the launcher knows" in load(*keys, "--dry-run").notes
+
+
 @pytest.mark.parametrize("key", ["eval_loader", "eval_loaders"])
 def test_a_list_of_validation_loaders_is_read_by_their_labels(key):
     invocation = load(f"{key}=[{WIKI}, {C4}]")

@@ -8,6 +8,7 @@ from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS, LEFT_OUT, WITHOUT_EFFECT
 from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.training.mirrors import FOUNDRY_NAMES
 from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import section
@@ -59,6 +60,13 @@ def test_keys_of_tasks_without_effect_are_named():
 def test_keys_that_load_unchanged_are_keys_of_ours():
     ours = {part for key in schema_keys(TrainConfig) for part in key.split(".")}
     assert not {key for row in rows("Loads unchanged") for key in quoted(row[1])} - ours
+
+
+def test_metrics_have_the_names_of_the_code():
+    theirs, ours = ([name for row in rows("Metric names") for name in quoted(row[i])] for i in (0, 1))
+    theirs.remove("LanguagePerplexity")
+    renamed = {key: name.format(optimizer="DecoupledAdamW") for key, (name, _) in FOUNDRY_NAMES.items()}
+    assert dict(zip(ours, theirs, strict=True)) == renamed
 
 
 def test_the_absence_of_fine_tuning_is_said():

@@ -53,7 +53,9 @@ def test_several_ranks_are_composer_s_and_have_their_logs(tmp_path, monkeypatch,
     monkeypatch.chdir(ROOT)
     logs = tmp_path / "of {ranks}"
     assert run_ranks("tests.launch.leaver", ["1=3"], 2, logs) == 3
-    assert capfd.readouterr().out.startswith("rank 0 of 2 speaks\n")
+    said = capfd.readouterr().out
+    assert said.startswith("rank 0 of 2 speaks\n") and "global rank 1 STDOUT" in said
+    assert "Waiting" not in said and "STDERR" not in said, "only what says something"
     assert (logs / "rank1.txt").read_text() == "rank 1 of 2 speaks\n"
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file/logs: ranks cannot write their logs there: Not a directory; --log-dir"):

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import shutil
 import signal
@@ -8,10 +9,18 @@ from concurrent.futures import wait
 import pytest
 from composer.core import Callback
 
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.launch.log_lines import console_line, duration_text, validation_losses
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.mirrors import ConsoleLine, ProgressBar, WandbMirror, wandb_run_id
+from llmfoundry_lite.training.mirrors import (
+    ConsoleLine,
+    ProgressBar,
+    WandbMirror,
+    build_mirrors,
+    foundry_names,
+    wandb_run_id,
+)
 from llmfoundry_lite.training.run_folder import last_launch, log_until, take_over
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config
@@ -34,6 +43,38 @@ def test_a_console_line_says_where_the_run_is():
     assert console_line(RECORD, Duration.parse("800ba")) == expected
     assert console_line(RECORD, Duration.parse("1e6tok")).startswith("batch 20 · 8192/1000000tok · loss")
     assert duration_text(61) == "1:01"
+
+
+def test_metrics_may_have_llm_foundry_s_names_and_units():
+    memory = {"memory/peak_bytes": 2_500_000_000, "eval/loss": 2.0, "eval/wiki/loss": 3.0, "data/digest": "c0ffee"}
+    named = foundry_names({**RECORD, **memory}, "decoupled_adamw")
+    assert named == {
+        "time/batch": 20,
+        "launch": 1,
+        "loss/train/total": 4.12345,
+        "lr-DecoupledAdamW/group0": 3e-4,
+        "l2_norm/grad/global": 0.5,
+        "throughput/tokens_per_sec": 12345.6,
+        "time/remaining_estimate": 3725 / 3600,
+        "time/epoch": 0,
+        "time/token": 8192,
+        "memory/peak_allocated_mem": 2.5,
+        "metrics/eval/LanguageCrossEntropy": 2.0,
+        "metrics/eval/LanguagePerplexity": math.exp(2),
+        "metrics/eval/wiki/LanguageCrossEntropy": 3.0,
+        "metrics/eval/wiki/LanguagePerplexity": math.exp(3),
+    }
+
+
+@pytest.mark.parametrize(("names", "key"), [("ours", "lr"), ("llm_foundry", "lr-DecoupledAdamW/group0")])
+def test_a_mirror_has_the_names_that_its_block_asks_for(tmp_path, data, names, key):
+    loggers = {"tensorboard": {"log_dir": str(tmp_path / "board"), "names": names}}
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, log_to_console=False, loggers=loggers))
+    (mirror,) = build_mirrors(load_train_config([path], {}).config, lambda: 0.0)
+    mirror(RECORD)
+    mirror.close()
+    (file,) = (tmp_path / "board").iterdir()
+    assert f"\n{chr(len(key))}{key}".encode() in file.read_bytes()
 
 
 def test_losses_of_tasks_are_no_validation_losses():

@@ -1,0 +1,63 @@
+"""A process beside a run that exports one of its checkpoints, or lets it write text. `after_saves` starts it."""
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_lite.checkpoint.open_folder import open_folder
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, part_bytes
+from llmfoundry_lite.cli.checkpoint import export as export_checkpoint
+from llmfoundry_lite.data.tokenizer import is_local_or_cached
+from llmfoundry_lite.evaluation.loaded import load
+
+
+def main() -> None:
+    """Run the function that the arguments name. Prints one line of why and exits with 1 if it fails."""
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    function, arguments = sys.argv[1:]
+    try:
+        {"export": export, "generate": generate}[function](**json.loads(arguments))
+    except Exception as error:
+        print(" ".join(str(error).split()) or type(error).__name__, flush=True)
+        sys.exit(1)
+
+
+def _end_with_rank_0() -> None:
+    os.read(0, 1)  # returns when the other end is closed, by whatever
+    os._exit(1)
+
+
+def export(url: str, folder: str, dtype: str, tokenizer: str | None) -> None:
+    """Write a Hugging Face folder of a checkpoint. On a remote folder config.json is removed first and written last."""
+    target = open_folder(folder)
+    if not isinstance(target, RemoteFolder):
+        export_checkpoint(url, Path(folder), dtype, tokenizer)
+        return
+    with tempfile.TemporaryDirectory() as draft:
+        whole = Path(draft, "model")
+        export_checkpoint(url, whole, dtype, tokenizer)
+        target.make(with_parents=True)
+        if "config.json" in target.names():
+            target.remove("config.json")
+        for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
+            sink, size = target.sink(path.name, path.stat().st_size), part_bytes(path.stat().st_size)
+            with path.open("rb") as file:
+                for offset in range(0, path.stat().st_size, size):
+                    sink.write_at(offset, [memoryview(file.read(size))])
+            sink.close()
+
+
+def generate(
+    url: str, out: str, batch: int, tokenizer: str, prompts: list[str], max_new_tokens: int, **sampling: Any
+) -> None:
+    """Append a line for each prompt: the batch, the prompt, and the text that follows it."""
+    model = load(url, tokenizer=tokenizer if is_local_or_cached(tokenizer) else None)
+    texts = model.generate(prompts, max_new_tokens, **sampling)
+    found = zip(prompts, texts, strict=True)
+    lines = [json.dumps({"batch": batch, "prompt": prompt, "text": text}) + "\n" for prompt, text in found]
+    with open(out, "a", encoding="utf-8") as file:
+        file.write("".join(lines))
