@@ -39,6 +39,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
 }
 """Package -> its commands, blocks, readers and models: what a missing one is asked for."""
+SLOTS = ("commands", "blocks", "readers", "builders")
 SOURCE = Path(__file__).parents[1] / "companions"
 
 
@@ -60,11 +61,35 @@ class Companion:
 
 @cache
 def find_companions() -> list[Companion]:
-    """Return the companions that are here: ours in their order, then others'."""
+    """Return the companions that are here: ours in their order, then others'.
+
+    One of others' that cannot be loaded, or has a part of a name that is taken, is left out with a line.
+    """
     if SOURCE.is_dir():
         sys.path.insert(0, str(SOURCE))  # those of this clone go before installed ones
-    ours = [importlib.import_module(f"{name}.companion").COMPANION for name in OURS if find_spec(name)]
-    return [*ours, *(point.load() for point in entry_points(group=GROUP))]
+    found: list[Companion] = [
+        importlib.import_module(f"{name}.companion").COMPANION for name in OURS if find_spec(name)
+    ]
+    for point in entry_points(group=GROUP):
+        try:
+            other = point.load()
+            if not isinstance(other, Companion):
+                raise TypeError(f"{point.value} is no Companion")
+            for slot in SLOTS:
+                taken = {name for one in found for name in getattr(one, slot)} & {*getattr(other, slot)}
+                if taken:
+                    raise ValueError(f"its {slot} {', '.join(sorted(taken))} are another's already")
+        except Exception as error:
+            leave_out(point.name, error)
+        else:
+            found.append(other)
+    return found
+
+
+def leave_out(name: str, error: Exception) -> None:
+    """Say that a companion of others', or a part of it, is left out, and why."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    print(f"warning: companion {name}: left out: {words}", file=sys.stderr, flush=True)
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -77,8 +102,16 @@ def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Ite
     """Import and yield parts in a slot: `commands`, `blocks`, `readers` or `builders`."""
     for companion in find_companions():
         for name, where in getattr(companion, slot).items():
-            if is_asked(name):
-                yield name, bring(where)
+            if not is_asked(name):
+                continue
+            try:
+                part = bring(where)
+            except (ImportError, AttributeError) as error:
+                if where.startswith(tuple(OURS)):
+                    raise
+                leave_out(name, error)
+            else:
+                yield name, part
 
 
 def find(slot: str, name: str) -> Any:
@@ -87,6 +120,12 @@ def find(slot: str, name: str) -> Any:
         if name in getattr(companion, slot):
             return bring(getattr(companion, slot)[name])
     raise missing(name)
+
+
+def require(name: str) -> None:
+    """Raise ConfigError where the companion of ours that has this part is not here. Imports none of its parts."""
+    if name in list_missing():
+        raise missing(name)
 
 
 def missing(name: str) -> ConfigError:

@@ -256,7 +256,7 @@ def sum_up_saves(records: list[dict[str, Any]]) -> dict[str, Any]:
     keys = ("bytes", "stall_seconds", "durable_seconds", "restore_seconds")
     found = {key: [record[f"checkpoint/{key}"] for record in records if f"checkpoint/{key}" in record] for key in keys}
     sums = {key: values[0] for key, values in found.items() if values}
-    seconds = [record["time/batch_seconds"] for record in records]
+    seconds = [record["time/batch_seconds"] for record in records if "time/batch_seconds" in record]
     usual, last = seconds[2:NUM_BEFORE_SAVE], seconds[NUM_BEFORE_SAVE + NUM_AFTER_RESTORE + 2 :]
     return sums | ({"deterministic_price": median(last) / median(usual)} if last else {})
 

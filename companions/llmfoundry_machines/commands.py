@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.cli.options import out_folder, refuse_beside
 from llmfoundry_lite.errors import ConfigError
 
@@ -206,6 +207,7 @@ def bench_memory(
 
     Beside the rehearsal and the estimate.
     """
+    companions.require("rehearse")
     from llmfoundry_machines.bench.memory import run
 
     raise typer.Exit(run(list(filter(None, models.split(","))), minutes, most, out))

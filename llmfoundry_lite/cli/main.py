@@ -36,8 +36,11 @@ app.command("watch")(results.watch_run)
 app.command("report")(results.report_runs)
 app.command("compare")(results.compare_results)
 app.command("replay")(runs.replay_command)
+ours = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
 for name, command in companions.parts("commands", lambda name: " " not in name):
-    if isinstance(command, typer.Typer):
+    if name in ours:
+        companions.leave_out(name, ValueError("the core has a command of this name"))
+    elif isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
     else:
         app.command(name)(command)

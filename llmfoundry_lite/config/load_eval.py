@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from yaml import YAMLError
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
@@ -92,6 +93,8 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     missing: list[str] = []
     if config.skip_missing_tasks:
         tasks, missing = _without_missing(tasks)
+    if any(task.dataset_uri.startswith("hf://") for task in tasks):
+        companions.require("hf:// data sets of tasks")
     if config.eval_gauntlet is not None:
         notes += _check_gauntlet(config.eval_gauntlet, layers)
         notes += _note_incomplete(config.eval_gauntlet, tasks)

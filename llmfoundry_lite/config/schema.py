@@ -340,6 +340,10 @@ class CallbacksConfig:
     """python:package.module:Class -> keyword arguments."""
 
 
+FOUNDRY_CALLBACKS = ("hf_checkpointer", "generate_callback", "early_stopper", "kill_loss_spike")
+"""LLM Foundry's, which a companion builds."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WandbConfig:
     project: str | None = None

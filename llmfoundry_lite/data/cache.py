@@ -200,6 +200,9 @@ class ShardCache:
             if not len(removable):
                 return
             oldest = int(removable[self._read_at[removable].argmin()])
+            if not self._folder(oldest).remote_has(self._reader(oldest)):
+                self._has_come[oldest] = False  # the only copy now
+                continue
             self._folder(oldest).remove(self._reader(oldest))
             self._state[oldest], self._verified[oldest] = ABSENT, 0
             room += int(self._sizes[oldest])

@@ -158,6 +158,13 @@ class ShardFolder:
             os.remove(arrived)
         raise DataError(f"it arrives damaged, twice: {damage}")
 
+    def remote_has(self, reader: MDSReader) -> bool:
+        """Return whether a remote that is a folder still has the shard, by its sizes. A bucket is not asked."""
+        path = _path_of(self.remote) if self.remote else None
+        infos = [info for info in (reader.zip_data, reader.raw_data) if info is not None]
+        sizes = [(os.path.join(path, info.basename), info.bytes) for info in infos] if path is not None else []
+        return path is None or any(os.path.isfile(file) and os.path.getsize(file) == size for file, size in sizes)
+
     def remove(self, reader: MDSReader) -> None:
         """Remove a shard, which must be a copy of the remote's."""
         assert self.remote, "the only copy of a shard is never removed"

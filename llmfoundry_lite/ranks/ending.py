@@ -25,7 +25,7 @@ from llmfoundry_lite.ranks import siblings
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen, put_off
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leave_now, leaving_because, listen, put_off
 
 # For a lost connection the exception is enough; the stack traces of torch's C++ bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -53,6 +53,7 @@ class AnotherFailedError(BaseException):
 EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
 """From a rank to our launcher alone: a fault that may pass. The launch ends with 75, or with 1 where batches are lost
 (`UserError.has_lost`), when the launcher has tried again for long enough."""
+TICK_SECONDS = 0.05
 ECHO_SECONDS = 2.0
 """One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM."""
 
@@ -94,10 +95,25 @@ def checks() -> AbstractContextManager[None]:
     return put_off([signal.SIGTERM] if this_rank().world_size > 1 else [], raise_when_interrupted)
 
 
-def imports() -> AbstractContextManager[None]:
-    """Put signals off until the end of a block that imports: modules swallow exceptions meanwhile, and Composer's
+@contextmanager
+def imports() -> Iterator[None]:
+    """Leave at once when a signal comes in a block that imports: modules swallow exceptions meanwhile, and Composer's
     installs handlers that exit with 143. After the block, signals raise Preempted."""
-    return put_off(LEAVING_SIGNALS, raise_when_interrupted)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.is_set():
+            if (came := signal.sigtimedwait(LEAVING_SIGNALS, TICK_SECONDS)) is not None:
+                leave_now(came.si_signo, None)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    with put_off(LEAVING_SIGNALS, raise_when_interrupted):
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watcher.join()
 
 
 def raise_when_interrupted() -> None:

@@ -36,7 +36,7 @@ def leave_with_75_when_asked() -> None:
     Of several ranks, SIGTERM waits: a launcher sends it when one has failed, and a mistake in the configuration or the
     installation is the same on each. `ranks.ending.checks` ends the wait.
     """
-    listen(_leave_now)
+    listen(leave_now)
     if _has_siblings():
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     if "RANK" in os.environ:  # `srun`'s variables are translated later
@@ -45,7 +45,8 @@ def leave_with_75_when_asked() -> None:
         siblings.enrol()  # from here on the others notice a death
 
 
-def _leave_now(number: int, frame: Any) -> None:
+def leave_now(number: int, frame: Any) -> None:
+    """Handle a signal before anything has begun."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         because = leaving_because(signal.Signals(number).name)
         os.write(2, f"{because} before anything had begun; run the same command again\n".encode())
@@ -57,8 +58,9 @@ def _leave_now(number: int, frame: Any) -> None:
 
 def _has_siblings() -> bool:
     """Return whether a launcher has started other ranks, by the variables of `srun` or the others'."""
-    is_step = "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
-    return is_step or int(os.environ.get("WORLD_SIZE") or 1) > 1
+    if "RANK" not in os.environ:
+        return int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+    return int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
 @contextmanager

@@ -5,11 +5,12 @@ import doctest
 import pytest
 
 import llmfoundry_lite as lf
+from llmfoundry_lite import programs
 from llmfoundry_lite.evaluation.loaded import LoadedModel
 
 pytestmark = pytest.mark.multiprocess
 
-NAMES = {name: getattr(lf, name) for name in lf.__all__}
+NAMES = {name: getattr(lf, name) for name in lf.__all__} | {"train": programs.train}
 EXAMPLES = {**NAMES, "call": LoadedModel.__call__, "logprobs": LoadedModel.logprobs, "generate": LoadedModel.generate}
 
 

@@ -56,7 +56,8 @@ def test_a_program_that_imports_composer_leaves_with_75(tmp_path, data):
     """Whose own handlers of signals exit with 143."""
     config = write_config(tmp_path / "run.yaml", tiny_config(data))
     done = run(["-m", "llmfoundry_lite.train", config], tmp_path, signal.SIGTERM, AT="composer.core.engine")
-    assert (done.returncode, done.stderr) == (75, "preempted by SIGTERM; run the same command again\n")
+    text = "preempted by SIGTERM before anything had begun; run the same command again\n"
+    assert (done.returncode, done.stderr) == (75, text)
 
 
 ONE_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
