@@ -670,14 +670,14 @@ def test_a_remote_that_is_damaged_itself_is_named_and_nothing_is_kept(tmp_path, 
 def test_a_shard_that_unpacks_to_more_than_its_index_states_stops_there_and_is_not_kept(tmp_path, compression):
     """262 kB unpacked to 8 GiB, in memory and in the cache; its index said 2.5 MB."""
     shards = write_shards(tmp_path / "mds", size_limit=1 << 20, compression=compression)
-    bomb = compress(compression, bytes(64 * MIB))
+    bomb = compress(compression, bytes(128 * MIB))
     index = json.loads((shards / "index.json").read_text())
     [shard] = index["shards"]
     shard["zip_data"]["bytes"] = (shards / shard["zip_data"]["basename"]).write_bytes(bomb)
     shard["raw_data"]["bytes"] = MIB
     (shards / "index.json").write_text(json.dumps(index))
     dataset = open_data(shards)
-    with small_files(2), little_memory(48):  # other threads of this process allocate too
+    with small_files(2), little_memory(112):  # other threads of this process allocate too
         message = message_of(numbers_of, dataset)
         join_fetching_threads()
     assert "unpacks to more than 1,048,576 bytes, its size according to index.json" in message
