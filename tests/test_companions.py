@@ -1,0 +1,54 @@
+"""The seam: what others' companions may do, and what a missing one of ours is answered with."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from llmfoundry_lite import companions, preflight
+from llmfoundry_lite.companions import Companion
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.errors import ConfigError
+
+GOOD = Companion(commands={"hello": "json:dumps", "lost": "no_such_module:x"})
+TAKEN = Companion(commands={"hello": "json:loads"})
+NONE = "no companion"
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Announce companions of others by entry points, as if they were installed."""
+
+    def announce(*names):
+        points = [EntryPoint(name, f"{__name__}:{name}", companions.GROUP) for name in names]
+        monkeypatch.setattr(companions, "entry_points", lambda group: points)
+        companions.find_companions.cache_clear()
+
+    yield announce
+    companions.find_companions.cache_clear()
+
+
+def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others, capsys):
+    others("NOWHERE", "NONE", "GOOD", "TAKEN")
+    assert dict(companions.parts("commands", lambda name: name in ("hello", "lost"))).keys() == {"hello"}
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": left out: ")[0] for line in lines] == [
+        *("warning: companion NOWHERE", "warning: companion NONE", "warning: companion TAKEN"),
+        "warning: companion lost",
+    ]
+    assert "its commands hello are another's already" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ("pp_config.pipeline_parallel_degree=2", "pp_config.pipeline_parallel_degree"),
+        ("fsdp_config.sharding_strategy=ZERO_1", "fsdp_config.sharding_strategy: ZERO_1"),
+        ("callbacks.early_stopper={monitor: loss, dataloader_label: eval}", "callbacks.early_stopper"),
+    ],
+)
+def test_a_missing_one_is_named_by_a_dry_run_too(monkeypatch, changes, part):
+    config = load_train_config(["mpt-125m", changes]).config
+    monkeypatch.setattr(companions, "list_missing", lambda: [part])
+    with pytest.raises(ConfigError, match=rf"^{part}: needs the companion llmfoundry_(layouts|formats)$"):
+        preflight.check(config, Layout(pipeline=config.pipeline.pipeline_parallel_degree), must_exist=False)
