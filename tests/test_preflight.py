@@ -21,6 +21,7 @@ from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.train import check as check_launch
 from llmfoundry_lite.train import main as train_main
 from tests.helpers.launch import ROOT
+from tests.helpers.present import needs
 from tests.helpers.tiny import build_tokenizer, tiny_config, write_config, write_data
 
 
@@ -426,6 +427,7 @@ def test_a_separator_that_is_not_the_tokenizers_is_refused_unless_told(tmp_path,
     check(tmp_path, config)
 
 
+@needs("pp_config.pipeline_parallel_degree")
 def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
     stages = {"pipeline_parallel_degree": 2, "schedule": "interleaved"}
     config, _ = check(tmp_path, tiny_config(data, pp_config=stages, model__n_layers=5), world_size=4)

@@ -111,7 +111,9 @@ def test_the_page_of_an_index_has_links_that_lead_somewhere(uv, wheel, tmp_path)
     call("env", f"LLMFOUNDRY_LITE_URL={url}", uv, "build", "--quiet", "--out-dir", tmp_path, ROOT, cwd=tmp_path)
     page, plain = (read_metadata(path) for path in (next(tmp_path.glob("*.whl")), wheel))
     assert not [link for link in links(page) if not link.startswith(("https:", "#"))]
-    assert f"]({url}/raw/v0.1.0/docs/measurements/switch.png)" in page and f"]({url}/blob/v0.1.0/docs/hardware.md)" in page
+    assert (
+        f"]({url}/raw/v0.1.0/docs/measurements/switch.png)" in page and f"]({url}/blob/v0.1.0/docs/hardware.md)" in page
+    )
     assert f"Project-URL: Changelog, {url}/blob/v0.1.0/CHANGELOG.md" in page
     assert "](docs/hardware.md)" in plain and "Project-URL" not in plain and "Classifier: Typing :: Typed" in plain
 

@@ -97,8 +97,6 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
         )
     values["run_name"] = str(name)
     given = [(key, block) for key, block in given_blocks(values).items() if isinstance(values[key], dict)]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(key for key, _ in given)}: each makes a launch one of several; choose one")
     own = [values[key].get(block.folder_key) for key, block in given]
     folder = "/".join(["runs/{run_name}", *map(str, filter(None, own))])
     values["run_folder"] = str(values.get("run_folder") or folder).replace("{run_name}", str(name))
