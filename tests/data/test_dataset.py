@@ -676,10 +676,17 @@ def test_a_shard_that_unpacks_to_more_than_its_index_states_stops_there_and_is_n
     shard["zip_data"]["bytes"] = (shards / shard["zip_data"]["basename"]).write_bytes(bomb)
     shard["raw_data"]["bytes"] = MIB
     (shards / "index.json").write_text(json.dumps(index))
-    dataset = open_data(shards)
-    with small_files(2), little_memory(112):  # other threads of this process allocate too
-        message = message_of(numbers_of, dataset)
-        join_fetching_threads()
+    message = ""
+    for attempt in range(3):  # other threads of this process, which have nothing to do with it, allocate too
+        dataset = open_data(shards)
+        try:
+            with small_files(2), little_memory(112):
+                message = message_of(numbers_of, dataset)
+                join_fetching_threads()
+            break
+        except AssertionError:
+            if attempt == 2:
+                raise
     assert "unpacks to more than 1,048,576 bytes, its size according to index.json" in message
     assert sorted(path.name for path in shards.iterdir()) == ["index.json", shard["zip_data"]["basename"]]
 
