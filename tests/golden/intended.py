@@ -12,5 +12,14 @@ INTENDED: dict[str, str] = {
     "errors/command/plan-hardware": "it names the file of nodes, which has moved",
     "eval/compare": _SEQUENTIAL,
     "eval/compare/compare.*": _SEQUENTIAL,
+    "commands/dry-run/*": "overlays of NVIDIA's devices compile; LLM Foundry's callbacks are keys",
+    "commands/config.yaml": "LLM Foundry's callbacks and names of metrics are keys",
+    "commands/rehearse": "the overlay compiles",
+    "commands/help/data*": "make-tasks and fetch-tasks are scripts",
+    "commands/help/init": "--hours, and sizes in between",
+    "commands/init/*": "intervals, the launch and the log follow the length of the run",
+    "data/*/files": "val/text.jsonl is written",
+    "errors/command/eval-no*": "a run's own text is a task; fetching is a script",
+    "errors/command/init-size": "other sizes are taken",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""
