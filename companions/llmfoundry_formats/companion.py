@@ -1,4 +1,4 @@
-"""What foreign formats add to the core."""
+"""Parts that foreign formats add to the core."""
 
 from llmfoundry_lite.companions import Companion
 

@@ -63,7 +63,7 @@ VOCABULARY, LENGTH, HELD_OUT = 4096, 512, 0.05
 
 
 class Point(NamedTuple):
-    """What was measured of a width."""
+    """The measured rates of a width."""
 
     work: tuple[float, float]
     """FLOPs of a token, and a measure of the optimizer's work."""

@@ -1,4 +1,4 @@
-"""What islands add to the core."""
+"""Parts that islands add to the core."""
 
 from llmfoundry_lite.companions import Companion
 

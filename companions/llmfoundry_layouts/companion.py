@@ -1,4 +1,4 @@
-"""What stages of a pipeline and shared optimizers add to the core: builders of a parallel model."""
+"""Builders of a parallel model: stages of a pipeline, and an optimizer that replicas share."""
 
 from llmfoundry_lite.companions import Companion
 

@@ -1,4 +1,4 @@
-"""What measurements and checks of a machine add to the core."""
+"""Parts that measure and check a machine."""
 
 from llmfoundry_lite.companions import Companion
 

@@ -1,4 +1,4 @@
-"""What the launcher of one node and the relay add to the core."""
+"""The launcher of one node, and the relay, as parts for the core."""
 
 from llmfoundry_lite.companions import Companion
 

@@ -1,4 +1,4 @@
-"""What the planner adds to the core."""
+"""Parts that the planner adds to the core."""
 
 from llmfoundry_lite.companions import Companion
 

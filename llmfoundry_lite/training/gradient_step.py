@@ -1,4 +1,4 @@
-"""What happens between the backward pass and the optimizer: sums over devices, unscaling, clipping, the guard."""
+"""The way from the backward pass to the optimizer: sums over devices, unscaling, clipping, the guard."""
 
 import math
 from collections.abc import Sequence

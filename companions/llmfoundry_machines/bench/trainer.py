@@ -1,4 +1,4 @@
-"""What a measurement changes in a training run: it waits for the device, saves nothing, and draws weights quickly."""
+"""A training run that is measured: it waits for the device, saves nothing, and draws weights quickly."""
 
 import torch
 
