@@ -419,6 +419,20 @@ def test_a_cache_limit_never_removes_what_the_remote_has_not_or_only_links_to(tm
     assert before.items() <= files_of(cache).items() and len(list(cache.glob("*.mds"))) < len(dataset.cache.table)
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_cache_limit_never_removes_what_its_remote_has_lost_meanwhile(tmp_path, compression):
+    remote, cache = write_shards(tmp_path / "remote", 300, compression=compression), tmp_path / "cache"
+    numbers_of(open_data(cache, remote=str(remote)))
+    last, *lost = sorted(remote.glob("*.mds*"), reverse=True)
+    for path in lost:
+        path.unlink()
+    (cache / last.name.partition(".zstd")[0]).unlink()  # so that there is one to bring
+    before = files_of(cache)
+    dataset = open_data(cache, remote=str(remote), cache_limit=16_000)
+    assert numbers_of(dataset) == expected_numbers(dataset)
+    assert before.items() <= files_of(cache).items()
+
+
 @pytest.fixture(params=["copied", pytest.param("served", marks=pytest.mark.slow)])
 def bucket(request, tmp_path, monkeypatch) -> Iterator[tuple[Path, Callable[[], None]]]:
     """A folder, and what brings `s3://bucket/mds` to its state: the transport replaced by copies, or a real server."""

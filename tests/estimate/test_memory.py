@@ -11,6 +11,7 @@ from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, Mode
 from llmfoundry_lite.config.schema import OptimizerConfig
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
+from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
@@ -283,3 +284,12 @@ def test_a_chunk_of_logits_takes_their_bf16_an_fp32_copy_and_log_probabilities()
     small, large = (load_train_config(["mpt-1b", f"loss_chunk_mib={mib}"]).config for mib in (256, 1024))
     few, many = (estimate_training_memory(config, Layout(shard=8)).total_bytes for config in (small, large))
     assert few < many
+
+
+def test_a_compiler_times_kernels_with_a_buffer_of_the_cache():
+    """The H100's has 50 MiB. A tenth of that is left for what `estimate_training_memory` rounds up."""
+    eager, compiled = (
+        estimate_training_memory(load_train_config(["mpt-125m", f"compile_config={given}"]).config, Layout(shard=8))
+        for given in ("null", "{}")
+    )
+    assert 45 * MIB < compiled.workspaces_bytes - eager.workspaces_bytes < 55 * MIB
