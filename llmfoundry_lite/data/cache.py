@@ -201,7 +201,8 @@ class ShardCache:
                 return
             oldest = int(removable[self._read_at[removable].argmin()])
             if not self._folder(oldest).remote_has(self._reader(oldest)):
-                self._has_come[oldest] = False  # the only copy now
+                self._has_come[oldest] = False  # the only copy now, which does not count
+                room += int(self._sizes[oldest])
                 continue
             self._folder(oldest).remove(self._reader(oldest))
             self._state[oldest], self._verified[oldest] = ABSENT, 0

@@ -141,7 +141,7 @@ class TextDataset(IterableDataset):
             table.close()  # all ranks of the node have it open
 
     def _hold_folders(self, launch_id: str, *, alone: bool) -> None:
-        """Lock all folders until this process ends; `alone`: those that are downloaded into for this launch alone."""
+        """Lock all folders as long as this data set lives; `alone`: for this launch alone where it downloads."""
         for folder in sorted(self.folders, key=lambda folder: os.path.realpath(folder.path)):  # so that no two deadlock
             os.makedirs(folder.path, exist_ok=True)
             lock = hold_folder(folder.path, launch_id, alone=alone and bool(folder.remote))

@@ -2,7 +2,8 @@
 
 A folder's lock is a file in `/dev/shm`, named after the folder's device and inode. Every process that reads the folder
 holds it shared (flock). It says which launch took it first. The kernel frees a lock when its process ends, however it
-ends. Other users write into `/dev/shm` too: only files of this user are opened, and no links.
+ends. The files stay: to remove one would let two runs hold different files of one name. Other users write into
+`/dev/shm` too: only files of this user are opened, and no links.
 """
 
 import fcntl

@@ -76,7 +76,6 @@ class ShardFolder:
         is_url = "://" in self.remote and not self.remote.startswith("file://")
         if wrong := next((sign for sign in NOT_IN_A_REMOTE if is_url and sign in self.remote), None):
             raise DataError(f"remote {self.remote!r}: {wrong!r} is not possible in its URL; give the data another name")
-        os.makedirs(self.path, exist_ok=True)
         _remove_left_parts(self.path)
         try:
             arrived = self.download(INDEX)
@@ -159,11 +158,18 @@ class ShardFolder:
         raise DataError(f"it arrives damaged, twice: {damage}")
 
     def remote_has(self, reader: MDSReader) -> bool:
-        """Return whether a remote that is a folder still has the shard, by its sizes. A bucket is not asked."""
-        path = _path_of(self.remote) if self.remote else None
-        infos = [info for info in (reader.zip_data, reader.raw_data) if info is not None]
-        sizes = [(os.path.join(path, info.basename), info.bytes) for info in infos] if path is not None else []
-        return path is None or any(os.path.isfile(file) and os.path.getsize(file) == size for file, size in sizes)
+        """Return whether a remote that is a folder still has the shard, by its size, and no link to the copy here.
+
+        A bucket is not asked.
+        """
+        remote = _path_of(self.remote) if self.remote else None
+        if remote is None:
+            return True
+        for info in filter(None, (reader.zip_data, reader.raw_data)):
+            there, here = os.path.join(remote, self.stream.split, info.basename), os.path.join(self.path, info.basename)
+            if os.path.isfile(there) and os.path.getsize(there) == info.bytes and not are_one_place(there, here):
+                return True
+        return False
 
     def remove(self, reader: MDSReader) -> None:
         """Remove a shard, which must be a copy of the remote's."""

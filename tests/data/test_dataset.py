@@ -330,15 +330,15 @@ def test_each_shard_is_downloaded_once(shards, tmp_path, downloads):
     assert sorted(downloads) == sorted(path.name for path in shards.glob("*.mds"))
 
 
-def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downloads):
-    remote = write_shards(tmp_path / "remote", num_samples=600, size_limit=2_000)
+@pytest.mark.parametrize("split", [None, "train"])
+def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downloads, split):
+    remote = write_shards(tmp_path / "remote" / (split or ""), num_samples=600, size_limit=2_000)
     num_shards, limit = len(list(remote.glob("*.mds"))), 24_000
-    dataset = open_data(
-        tmp_path / "cache", remote=str(remote), cache_limit=limit, shuffle_block_size=24, global_batch_size=2
-    )
+    options = {"remote": str(tmp_path / "remote"), "split": split, "cache_limit": limit}
+    dataset = open_data(tmp_path / "cache", shuffle_block_size=24, global_batch_size=2, **options)
 
     def is_cached(name: str) -> bool:
-        return (tmp_path / "cache" / name).exists()
+        return (tmp_path / "cache" / (split or "") / name).exists()
 
     seen, largest = [], 0
     for batch in build_text_loader(dataset):
