@@ -75,8 +75,11 @@ class EarlyStopper(Callback):
             self.losses.append(loss)
             if epoch == self.epoch:
                 return
-            *done, last = self.losses  # the mean over the epoch before
-            loss, self.epoch, self.losses = sum(done) / max(len(done), 1), epoch, [last]
+            *done, last = self.losses
+            self.epoch, self.losses = epoch, [last]
+            if not done:  # the log of the epoch before is lost
+                return
+            loss = sum(done) / len(done)
         value = math.exp(loss) if self.block.monitor == "LanguagePerplexity" else loss
         if value < self.best and self.best - value > self.block.min_delta:
             self.best, self.best_at = value, (batch, epoch)

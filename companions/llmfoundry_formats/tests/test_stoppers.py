@@ -1,12 +1,13 @@
 """The end of a run whose loss stands still or jumps, which all ranks decide alike and a later launch remembers."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llmfoundry_formats.stoppers import KillLossSpike
-from llmfoundry_lite.config.schema import KillLossSpikeConfig
+from llmfoundry_formats.stoppers import EarlyStopper, KillLossSpike
+from llmfoundry_lite.config.schema import EarlyStopperConfig, KillLossSpikeConfig
 from tests.helpers.runs import attempt, metrics, run, saved_names, status
 from tests.helpers.tiny import tiny_config
 
@@ -45,6 +46,18 @@ def test_a_label_that_no_validation_data_has_is_refused(tmp_path, data):
     launch = attempt(tmp_path, tiny_config(data, eval_interval="1ba", callbacks={"early_stopper": stopper}), "run")
     assert "dataloader_label: 'eval/wiki' given, expected eval or train" in launch.output
     assert launch.exit_codes == [2]
+
+
+def test_the_training_loss_is_a_mean_over_an_epoch_and_a_lost_log_is_none():
+    block = EarlyStopperConfig(monitor="loss", dataloader_label="train", patience="1ep")
+    config: Any = SimpleNamespace(callbacks=SimpleNamespace(early_stopper=block), validation=[], eval_interval=0)
+    checkpointing: Any = SimpleNamespace(policy=SimpleNamespace(stop_reason=""))
+    stopper = EarlyStopper(config, checkpointing)
+    stopper._see(101, 3, 2.5)  # carries on in an epoch before which nothing is on record
+    assert math.isinf(stopper.best)
+    for batch, epoch, loss in ((102, 3, 1.5), (103, 4, 9.0), (104, 5, 9.0), (105, 6, 9.0)):
+        stopper._see(batch, epoch, loss)
+    assert stopper.best == 2.0 and "since batch 103" in checkpointing.policy.stop_reason
 
 
 def problems(losses: list[float], num_batches: int = 1000, **keys: Any) -> list[int]:
