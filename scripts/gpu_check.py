@@ -6,7 +6,7 @@
 
 It runs with the interpreter that runs it: its own torch (2.11 or newer), and no package index. `ready` says what is
 missing. Each part writes OUT/PART.json, after each of its steps; `verified FILE…` draws the table of such files
-(`gpu_proofs.py`). Steps (`gpu_steps.py`) stand in the order of what they tell, and run at once where there are cores
+(`gpu_proofs.py`). Steps (`gpu_steps.py`) begin with the most telling, and run at once where there are cores
 for it. What has no time is named. Without a GPU a part does what a CPU can: other tests of the same files, and smaller
 models.
 """

@@ -234,6 +234,7 @@ def check_save(part: Part) -> None:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:  # 12 bytes for each parameter, twice
         path = write_run(Path(folder), {"shape": shape, "num_steps": num_batches - 2, **size}, "bf16")
         command = ["scripts/train.py", str(path), "autoresume=true", "save_interval=1000ba"]
+        command.append("save_num_checkpoints_to_keep=1")
         command.append(f"device_train_microbatch_size={8 if is_large(part.proof['row']) else 1}")
         launches = {
             "save": [f"stop_after={NUM_BEFORE_SAVE}ba"],

@@ -185,6 +185,8 @@ def test_a_save_its_restore_and_the_energy_are_read_from_the_log():
     records[7] |= {"checkpoint/bytes": 9, "checkpoint/stall_seconds": 2.0, "checkpoint/durable_seconds": 5.0}
     seconds = {"stall_seconds": 1.0, "durable_seconds": 4.0, "restore_seconds": 2.0}
     assert gpu_steps.sum_up_saves(records) == {"bytes": 8, **seconds} and gpu_steps.sum_up_saves([]) == {}
+    seconds_of_launches = [{"time/batch_seconds": each} for each in (9, 9, 2, 2, 2, 2, 9, 9, 9, 9, 3, 3, 3)]
+    assert gpu_steps.sum_up_saves(seconds_of_launches) == {"deterministic_price": 1.5}
     assert gpu_steps.sum_up_energy(records) == {"joules": 2000.0, "seconds": 8.0, "tokens": 400}
     assert gpu_steps.sum_up_energy(records[:2]) is None
     del records[3]["energy/joules"]

@@ -56,7 +56,7 @@ KINDS = {
                 "moments": "not told apart by the loss",
             },
         },
-        "checkpoint": {"model": "1b", "bytes": 16e9, **SECONDS},
+        "checkpoint": {"model": "1b", "bytes": 16e9, "deterministic_price": 1.5, **SECONDS},
         "energy": {"joules": 2000.0, "seconds": 4.0, "tokens": 400_000},
         "evaluation": {"num_items": 10, "suites": {"ARC": {"num_different": 1, "largest_difference_nats": 2e-5}}},
     },
@@ -82,7 +82,8 @@ def test_parts_of_a_machine_are_rows_with_their_failures_below(tmp_path):
     assert runs.endswith(
         "runs | 40 batches in fp32, switching every 10: the same run (of the band: switching 0.50, untouched 0.62), 1 "
         "controls caught; 1b: saved 16.00 GB in 20.0 s (0.80 GB/s), training waited 2.5 s; restored in 10.0 s (1.60 "
-        "GB/s); energy of 1b: 500 W, 5 mJ a token; beside lm_eval: 1 of 10 items decided otherwise, at most 2e-05 nats "
+        "GB/s); deterministic kernels: a step takes 1.50 times as long; energy of 1b: "
+        "500 W, 5 mJ a token; beside lm_eval: 1 of 10 items decided otherwise, at most 2e-05 nats "
         "apart |"
     )
     assert switch.endswith("switch | 2 batches with exact sums; bit-equal: carried on |")
