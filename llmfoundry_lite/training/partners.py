@@ -55,7 +55,7 @@ class Partners:
 
     def may_save(self) -> bool:
         """Return whether this launch makes the save that is due."""
-        return True
+        return self.saves_here
 
     def batches(self) -> Iterator[Any] | None:
         """Read this rank's rows of the epoch's batches, from the next one on. None: the loader's."""

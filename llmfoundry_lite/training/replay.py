@@ -44,9 +44,6 @@ class Replay(Partners):
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def may_save(self) -> bool:
-        return False
-
     def enter(self, run: RunHandle) -> None:
         """Write the digest of the restored state, and what may change the last digits here."""
         digest, here = run.digest(), run.segment()

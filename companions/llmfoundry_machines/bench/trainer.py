@@ -35,9 +35,6 @@ class Measured(Partners):
         if self.run.batch == WARM_UP - 1:
             self.mark(TIMED)
 
-    def may_save(self) -> bool:
-        return False
-
 
 @torch.no_grad()
 def draw_on_device(model: MPT, seed: int) -> None:
