@@ -16,7 +16,6 @@ import torch
 from llmfoundry_formats.starter import (
     MAX_EPOCHS,
     MILLIONS,
-    TOKENS_PER_PARAMETER,
     WIDTHS,
     Facts,
     Shape,
@@ -35,7 +34,7 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
 from llmfoundry_lite.devices import device_type, finish, keep_freed_memory
 from llmfoundry_lite.models.attention import choose_implementation
-from llmfoundry_lite.models.flops import count_flops_per_token
+from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.one_device import prepare_for_one_device

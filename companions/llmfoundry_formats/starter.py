@@ -14,9 +14,8 @@ from llmfoundry_lite.config.auto_hardware import find_devices
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.shipped import shipped_yamls
 from llmfoundry_lite.errors import ConfigError, DataError, printable
+from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER
 
-TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
 MAX_EPOCHS = 4
 """Muennighoff et al. 2023, "Scaling Data-Constrained Language Models": about so many are nearly as good as new."""
 MANY_BATCHES = 2000

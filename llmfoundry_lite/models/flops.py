@@ -2,6 +2,9 @@
 
 from llmfoundry_lite.config.model_schema import ModelConfig
 
+TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
+
 
 def count_parameters(model: ModelConfig) -> int:
     """Count parameters. The result equals `sum(p.numel())` of the built model, which a test asserts.

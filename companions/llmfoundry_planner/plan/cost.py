@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
+from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER
 from llmfoundry_planner.plan.network import Node
 
-TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
 DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
 """Llama 3's training: 419 unplanned interruptions in 54 days on 16,384 H100, one in 50,700 device-hours.
 arXiv 2407.21783, section 3.3.4."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.hardware import GIB
-from llmfoundry_lite.models.flops import count_flops_per_token
+from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token
 from llmfoundry_lite.report.tables import Table
-from llmfoundry_planner.plan.cost import STATE_BYTES, TOKENS_PER_PARAMETER, compute_optimal
+from llmfoundry_planner.plan.cost import STATE_BYTES, compute_optimal
 from llmfoundry_planner.plan.plan import Plan
 from llmfoundry_planner.plan.search import Candidate, Rejected, usable_bytes
 
