@@ -316,7 +316,10 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
             )
     needs_fsdp = {
         "fsdp_config.offload_optimizer": config.sharding.offload_optimizer,
-        "exact_sums in 16 bits": config.exact_sums and config.precision.startswith("amp_"),
+        "exact_sums in 16 bits": (
+            config.exact_sums and config.precision.startswith("amp_") and config.sharding.mixed_precision != "FULL"
+        ),
+        "pp_config": config.pipeline.pipeline_parallel_degree > 1,
         "activation_checkpointing of compiled blocks": (
             config.sharding.activation_checkpointing and config.compile_config is not None
         ),

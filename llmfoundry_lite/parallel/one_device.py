@@ -25,11 +25,12 @@ def prepare_for_one_device(
     *,
     casts_once: bool = False,
 ) -> None:
-    """Cast parameters, checkpoint activations and compile blocks. In place.
+    """Compile blocks, cast parameters and checkpoint activations. In place.
 
     With `casts_once` call `renew_copies` when a batch begins. torch cannot compile the replacement of parameters, so
-    compiled blocks lie within it, and recomputation within them.
+    compiled blocks lie within it. Recomputation replaces them again, which no compiled block bears.
     """
+    assert compile_config is None or not fsdp.activation_checkpointing, "`shard_model` keeps FSDP2 for it"
     inside = {module for block in model.transformer.blocks for module in block.modules()}
     outside = [module for module in model.modules() if module not in inside]
     copies: list[HeldCopies] = []
@@ -42,13 +43,11 @@ def prepare_for_one_device(
         _compute_with(copies[-1] if casts_once else partial(_cast, precision.parameters), module, owners)
 
     for block in model.transformer.blocks:
-        if compile_config is None:  # recomputation replaces them again
-            cast_parameters(block, block.modules())
-        if fsdp.activation_checkpointing:
-            checkpoint_activations(block, fsdp)
         if compile_config is not None:
             block.forward = torch.compile(block.forward, **compile_config)
-            cast_parameters(block, block.modules())
+        cast_parameters(block, block.modules())
+        if fsdp.activation_checkpointing:
+            checkpoint_activations(block, fsdp)
     cast_parameters(model, outside)
     cast(Any, model).held_copies = copies
 
