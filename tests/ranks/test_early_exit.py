@@ -52,6 +52,13 @@ def test_a_program_that_still_imports_leaves_with_75(tmp_path, program):
     assert (done.returncode, done.stderr) == (75, text)
 
 
+def test_a_launcher_in_a_job_of_several_ranks_hears_sigterm(tmp_path):
+    """A batch script may export WORLD_SIZE; a rank has RANK too."""
+    done = run(PROGRAMS["module"], tmp_path, signal.SIGTERM, WORLD_SIZE="8")
+    text = "preempted by SIGTERM before anything had begun; run the same command again\n"
+    assert (done.returncode, done.stderr) == (75, text)
+
+
 def test_a_program_that_imports_composer_leaves_with_75(tmp_path, data):
     """Whose own handlers of signals exit with 143."""
     config = write_config(tmp_path / "run.yaml", tiny_config(data))

@@ -16,8 +16,8 @@ from benchmarks import wait_for
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_machines.bench import turns
 from llmfoundry_machines.bench.turns import IMPORTS, READY, STEPS, TIMED, Turns
+from tests.helpers.launch import PATHS, ROOT
 
-ROOT = Path(__file__).parents[2]
 FRESH = {"side": "matmul fp32"}
 """A process that does not wait for the server."""
 LONG_SECONDS = 300.0
@@ -160,7 +160,7 @@ sys.meta_path.insert(0, Slow())
 def test_a_slow_start_is_paid_once_for_all_cases(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_START)
     log, caches = tmp_path / "log", {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    slow = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SLOW_LOG": str(log), "SLOW_SECONDS": "5"}
+    slow = {"PYTHONPATH": f"{tmp_path}:{PATHS}", "SLOW_LOG": str(log), "SLOW_SECONDS": "5"}
     options = ["--shapes", "tiny", "--seq-len", "32", "--batch-size", "2", "--num-steps", "1", "--minutes", "20"]
     command = [sys.executable, "-m", "llmfoundry_lite", "bench", "mfu", *options, "--out", str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, **slow, **caches}, cwd=tmp_path, capture_output=True, text=True)
@@ -182,4 +182,4 @@ torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = refuse
 for name in NAMES: importlib.import_module(name)
 assert threading.active_count() == 1, threading.enumerate()
 """.replace("NAMES", repr(IMPORTS))
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": PATHS}, check=True)
