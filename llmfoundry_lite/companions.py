@@ -1,4 +1,4 @@
-"""Companions: packages beside this one that add commands, blocks of YAML, readers and models. The only seam.
+"""Companions: packages beside this one that add commands, blocks of YAML, readers and builders. The only seam.
 
 Ours lie in `companions/` of a clone, and are installed with a wheel; others announce themselves by an entry point of
 the group `llmfoundry_lite.companions`. Each has a small `Companion` that names its parts, as `module:name`, and imports
@@ -38,7 +38,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
     "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
 }
-"""Package -> its commands, blocks, readers and models: what a missing one is asked for."""
+"""Package -> its commands, blocks, readers and builders: what a missing one is asked for."""
 SLOTS = ("commands", "blocks", "readers", "builders")
 SOURCE = Path(__file__).parents[1] / "companions"
 
@@ -54,7 +54,7 @@ class Companion:
     blocks: Mapping[str, str] = field(default_factory=dict)
     """A key of a run's YAML -> its `Block`."""
     readers: Mapping[str, str] = field(default_factory=dict)
-    """A kind of foreign file -> a function of its path."""
+    """A kind of foreign file -> the function that reads it."""
     builders: Mapping[str, str] = field(default_factory=dict)
     """A key or setting of a run -> the builder of what it asks for."""
 

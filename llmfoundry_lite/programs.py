@@ -107,7 +107,8 @@ def _as_rank(call: Callable[[], T]) -> T:
         raise SystemExit(error.exit_code) from None
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # of C code
+                signal.signal(number, handler)
     if dist.is_initialized() and dist.get_world_size() == 1 and not had_group:
         dist.destroy_process_group()
     return found

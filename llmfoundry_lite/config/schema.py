@@ -272,8 +272,8 @@ class ProfilerConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HFCheckpointerConfig:
-    """Hugging Face folders of checkpoints: each of the first that is published at or after a multiple of the interval,
-    and of the run's last. A process of its own writes them."""
+    """Hugging Face folders: of the first checkpoint published at or after each multiple of the interval, and of the
+    run's last. A process of its own writes them."""
 
     save_interval: str | int = span(REQUIRED)
     save_folder: str | None = setting(None, not_empty("a folder or a URL; remove the line for the run's save_folder"))
@@ -283,7 +283,7 @@ class HFCheckpointerConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GenerateConfig:
-    """Texts that the checkpoint writes, at such times and in such a process; in <run_folder>/generations.jsonl."""
+    """Texts that checkpoints write, as often as `interval`, by a process beside the run: generations.jsonl."""
 
     prompts: list[str] = setting(REQUIRED, must_be("one prompt or more", len))
     interval: str | int = span(REQUIRED)

@@ -44,8 +44,9 @@ LISTING = "export.json"
 def published(folder: Path) -> Iterator[Path]:
     """Yield a draft folder, then sync it and move it to `folder`, over an earlier export. Raises ExportError."""
     folder = folder.resolve()
-    if Path.cwd() in folder.parents:
-        folder = folder.relative_to(Path.cwd())
+    with contextlib.suppress(FileNotFoundError):  # the working folder may be gone
+        if (here := Path.cwd()) in folder.parents:
+            folder = folder.relative_to(here)
     # A fixed name, so that the next export restores or removes what a killed one leaves behind.
     work = folder.parent / f".{folder.name}.export"
     draft, replaced = work / "draft", work / "replaced"

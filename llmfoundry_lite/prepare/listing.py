@@ -1,7 +1,7 @@
 """The list of input files: expansion of the paths, folders and globs of `--source`.
 
-A file with several names is read under the first, and under its own before those of links. A link to a folder is
-followed, once, so that a circle of links ends.
+A file with several names is read under the first, and before links to it. A link to a folder is followed after the
+folders beside it, once, so that a circle of links ends.
 """
 
 import glob
@@ -160,10 +160,9 @@ def walk(folder: Path, found: Listing) -> Iterator[Path]:
         chosen, left_out = saved_data_set(Path(place), [*folders, *names], found.split)
         found.num_ignored += sum(num_files(Path(place, name)) for name in left_out if not name.startswith("."))
         chosen = [name for name in sorted(chosen) if not name.startswith(".")]
-        yield from (Path(place, name) for name in chosen if name not in folders)
-        folders[:] = sorted(
-            set(folders).intersection(chosen), key=lambda name: (os.path.islink(Path(place, name)), name)
-        )
+        beside = set(folders)
+        yield from (Path(place, name) for name in chosen if name not in beside)
+        folders[:] = sorted(beside.intersection(chosen), key=lambda name: (os.path.islink(Path(place, name)), name))
 
 
 def dead_link(path: Path) -> str:

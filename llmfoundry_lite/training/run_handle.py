@@ -48,7 +48,7 @@ class Saving(Protocol):
 
 
 class RunHandle:
-    """The parts of a run that partners read and change. Every rank must call a method together, unless it says otherwise."""
+    """The parts of a run that partners read and change. All ranks call a method together, unless it says otherwise."""
 
     def __init__(self, trainer: Trainer, saving: Saving, leave: Callable[[str, str], None]):
         self._state, self._logger, self._saving = trainer.state, trainer.logger, saving

@@ -109,7 +109,8 @@ class ParallelTrainer(Trainer):
 
     def _begin_batch(self, rows: Any) -> tuple[list[Any], float]:
         """Divide a batch into microbatches; a pipeline does so itself. Returns them, and what a data rank has of the
-        global batch on average, in tokens with a loss or in samples."""
+        global batch on average, in tokens with a loss or in samples; with exact sums, what a batch without padding
+        has."""
         state, step, model = self.state, self.gradient_step, cast(Any, self._original_model)
         size, device = state.device_train_microbatch_size, state.device._device
         assert self._train_data_spec is not None and isinstance(size, int) and device is not None

@@ -32,7 +32,7 @@ def settings(here, **changes):
 
 
 def test_ranks_of_a_launcher_train_and_evaluate_one_run(here, tmp_path):
-    """In fewer seconds than a launch for each; the losses are those of one rank."""
+    """The data of each batch are those of one rank."""
     (tmp_path / "train.py").write_text(SCRIPT)
     two = settings(here, global_train_batch_size=8)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
