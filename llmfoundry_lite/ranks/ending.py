@@ -53,7 +53,6 @@ class AnotherFailedError(BaseException):
 EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
 """From a rank to our launcher alone: a fault that may pass. The launch ends with 75, or with 1 where batches are lost
 (`UserError.has_lost`), when the launcher has tried again for long enough."""
-TICK_SECONDS = 0.05
 ECHO_SECONDS = 2.0
 """One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM."""
 
@@ -97,23 +96,23 @@ def checks() -> AbstractContextManager[None]:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Leave at once when a signal comes in a block that imports: modules swallow exceptions meanwhile, and Composer's
-    installs handlers that exit with 143. After the block, signals raise Preempted."""
-    is_over = threading.Event()
+    """Leave at once when a signal comes in a block that imports: modules swallow exceptions meanwhile.
 
-    def watch() -> None:
-        while not is_over.is_set():
-            if (came := signal.sigtimedwait(LEAVING_SIGNALS, TICK_SECONDS)) is not None:
-                leave_now(came.si_signo, None)
+    Composer's module installs handlers that exit with 143; they are not accepted. After the block, signals raise
+    Preempted.
+    """
+    install = signal.signal
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    with put_off(LEAVING_SIGNALS, raise_when_interrupted):
-        watcher.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            watcher.join()
+    def keep(number: int, handler: Any) -> Any:
+        return signal.getsignal(number) if number in LEAVING_SIGNALS else install(number, handler)
+
+    listen(leave_now)
+    signal.signal = keep
+    try:
+        yield
+    finally:
+        signal.signal = install
+    raise_when_interrupted()
 
 
 def raise_when_interrupted() -> None:

@@ -104,16 +104,22 @@ def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempt
     assert ending.cause_of(caught.value) == "a shard is damaged"
 
 
-def test_a_signal_while_modules_are_imported_is_heard_by_nobody_else():
+def test_a_signal_while_modules_are_imported_ends_at_once_and_is_heard_by_nobody_else(monkeypatch):
     """Composer's engine installs handlers that raise SystemExit(143), which others swallow."""
     before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    heard, alarms = [], signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(ending, "leave_now", lambda number, frame: heard.append(number))
     try:
-        with pytest.raises(ending.Preempted), ending.imports():
+        with ending.imports():
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
             signal.raise_signal(signal.SIGTERM)
+            assert signal.signal(signal.SIGALRM, signal.SIG_IGN) == alarms  # other signals are anybody's
+        with pytest.raises(ending.Preempted):
+            signal.raise_signal(signal.SIGTERM)
     finally:
-        for number, handler in before.items():
+        for number, handler in (before | {signal.SIGALRM: alarms}).items():
             signal.signal(number, handler)
+    assert heard == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(("end", "is_said"), [("ValueError: 3", False), ("ValueError: 4", True)])

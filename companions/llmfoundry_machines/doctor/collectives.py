@@ -107,6 +107,8 @@ def judge_step(
     problems = [f"rank {rank} {words}" for rank, words in dead.items() if rank not in reports]
     problems += [f"rank {rank} {report.problem}" for rank, report in reports.items() if report.problem]
     silent = [str(rank) for rank in range(num_ranks) if rank not in {*reports, *dead}]
+    if silent and not problems:  # the dead one may have gone further than those that still wait for it
+        problems = [f"rank {rank} {words}" for rank, words in dead.items()]
     if silent and not problems:
         problems.append(f"no answer from rank {', '.join(silent)} within {limit_seconds:g} s")
     if problems:

@@ -299,6 +299,7 @@ def hang(rank: int) -> None:
 
 
 def die(rank: int) -> None:
+    dist.barrier()  # or it may be gone before the other has its process group
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -371,6 +372,11 @@ def test_a_rank_that_dies_or_hangs_ends_the_check_in_time(fault, limit_seconds, 
     detail = found[collectives.CLOCKS].detail
     assert found[collectives.CLOCKS].status is Status.FAIL and words in detail
     assert words or "within 4 s" in detail or "Timed out" in detail
+
+
+def test_a_rank_that_dies_before_others_have_come_as_far_is_the_reason():
+    found = collectives.judge_step(collectives.READY, {1: collectives.Report()}, {1: "was killed"}, 2, 1, 1200)
+    assert found.detail == "2 ranks over gloo: rank 1 was killed"
 
 
 # ------------------------------------------------------------------------------------------------ clocks
