@@ -6,6 +6,7 @@ none of them. The core imports no companion: it asks here for a part, and a miss
 """
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,27 +20,33 @@ from typing import Any
 from llmfoundry_lite.errors import ConfigError
 
 GROUP = "llmfoundry_lite.companions"
-OURS: Mapping[str, tuple[str, ...]] = {
-    "llmfoundry_islands": ("islands",),
-    "llmfoundry_planner": ("plan", "fabric", "rehearse"),
-    "llmfoundry_machines": ("bench", "doctor"),
-    "llmfoundry_formats": (
-        "init",
-        "causal models of other types",
-        "checkpoints of Composer and DCP",
-        "pytorch_model.bin",
-        "hf:// data sets of tasks",
-        "logs of lm-eval and Inspect",
-        "callbacks.hf_checkpointer",
-        "callbacks.generate_callback",
-        "callbacks.early_stopper",
-        "callbacks.kill_loss_spike",
-    ),
-    "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
-    "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
-}
-"""Package -> its commands, blocks, readers and builders: what a missing one is asked for."""
 SLOTS = ("commands", "blocks", "readers", "builders")
+OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "llmfoundry_islands": {"commands": ("islands",), "blocks": ("islands",)},
+    "llmfoundry_planner": {"commands": ("plan", "fabric", "rehearse")},
+    "llmfoundry_machines": {"commands": ("bench", "doctor")},
+    "llmfoundry_formats": {
+        "commands": ("init",),
+        "readers": (
+            "causal models of other types",
+            "checkpoints of Composer and DCP",
+            "pytorch_model.bin",
+            "hf:// data sets of tasks",
+            "logs of lm-eval and Inspect",
+        ),
+        "builders": (
+            "callbacks.hf_checkpointer",
+            "callbacks.generate_callback",
+            "callbacks.early_stopper",
+            "callbacks.kill_loss_spike",
+        ),
+    },
+    "llmfoundry_ops": {"commands": ("train -n", "relay"), "readers": ("relay.jsonl",)},
+    "llmfoundry_layouts": {
+        "builders": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1")
+    },
+}
+"""Package -> slot -> names of its parts, so that an error can name a companion that is not here."""
 SOURCE = Path(__file__).parents[1] / "companions"
 
 
@@ -122,21 +129,22 @@ def find(slot: str, name: str) -> Any:
     raise missing(name)
 
 
-def require(name: str) -> None:
+def require(slot: str, name: str) -> None:
     """Raise ConfigError where the companion of ours that has this part is not here. Imports none of its parts."""
-    if name in list_missing():
+    if name in list_missing(slot):
         raise missing(name)
 
 
 def missing(name: str) -> ConfigError:
-    package = next((package for package, names in OURS.items() if name in names), None)
+    package = next((package for package, slots in OURS.items() if name in itertools.chain(*slots.values())), None)
     return ConfigError(f"{name}: needs the companion {package}" if package else f"{name}: no companion has it")
 
 
-def list_missing() -> list[str]:
-    """Return the names that our companions would have, and that are not here."""
-    find_companions()  # of this clone, too
-    return [name for package, names in OURS.items() if find_spec(package) is None for name in names]
+def list_missing(*slots: str) -> list[str]:
+    """Return the parts of our companions that are not installed, by name: those in `slots`, or in every slot."""
+    find_companions()  # makes those of this clone importable
+    absent = [ours for package, ours in OURS.items() if find_spec(package) is None]
+    return [name for ours in absent for slot in slots or SLOTS for name in ours.get(slot, ())]
 
 
 def bring(where: str) -> Any:

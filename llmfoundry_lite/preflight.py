@@ -26,7 +26,7 @@ from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.schema import FOUNDRY_CALLBACKS, TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.config.written import FromEnvironment
@@ -75,7 +75,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     """
     check_batch(config, layout)
     for part in _parts_of_companions(config, layout):
-        companions.require(part)
+        companions.require("builders", part)
     for block in given_blocks(config.blocks).values() if must_exist else ():
         block.check_here(config)
     if must_exist and config.fuses_loss:
@@ -97,14 +97,12 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
 
 
 def _parts_of_companions(config: TrainConfig, layout: Layout) -> Iterator[str]:
-    """Yield what builders of companions are asked for, by the names of `companions.OURS`."""
+    """Yield the builders of companions that the run asks for, by their names in `companions.OURS`."""
     if layout.pipeline > 1:
         yield "pp_config.pipeline_parallel_degree"
     if config.sharding.sharding_strategy == "ZERO_1":
         yield "fsdp_config.sharding_strategy: ZERO_1"
-    for name in FOUNDRY_CALLBACKS:
-        if getattr(config.callbacks, name) is not None:
-            yield f"callbacks.{name}"
+    yield from config.callbacks.of_companions
 
 
 def check_installed(*packages: str) -> None:
@@ -171,7 +169,7 @@ def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> 
     for task in load_tasks(config.icl_tasks, config.icl_task_folder, notes=found.notes):
         is_local = not task.dataset_uri.startswith("hf://")
         if not is_local:
-            companions.require("hf:// data sets of tasks")
+            companions.require("readers", "hf:// data sets of tasks")
         if must_exist and is_local and not Path(task.dataset_uri).exists():
             raise DataError(
                 f"icl_tasks: {task.label}: {task.dataset_uri} does not exist; "

@@ -49,6 +49,6 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
 )
 def test_a_missing_one_is_named_by_a_dry_run_too(monkeypatch, changes, part):
     config = load_train_config(["mpt-125m", changes]).config
-    monkeypatch.setattr(companions, "list_missing", lambda: [part])
+    monkeypatch.setattr(companions, "list_missing", lambda *slots: [part])
     with pytest.raises(ConfigError, match=rf"^{part}: needs the companion llmfoundry_(layouts|formats)$"):
         preflight.check(config, Layout(pipeline=config.pipeline.pipeline_parallel_degree), must_exist=False)

@@ -207,7 +207,7 @@ def bench_memory(
 
     Beside the rehearsal and the estimate.
     """
-    companions.require("rehearse")
+    companions.require("commands", "rehearse")
     from llmfoundry_machines.bench.memory import run
 
     raise typer.Exit(run(list(filter(None, models.split(","))), minutes, most, out))

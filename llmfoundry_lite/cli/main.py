@@ -85,7 +85,7 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
         print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code
     except typer.TyperException as error:  # a command line that does not parse
-        if arguments and arguments[0] in companions.list_missing():
+        if arguments and arguments[0] in companions.list_missing("commands"):
             print(f"error: {companions.missing(arguments[0])}", file=sys.stderr)
             return EXIT_USER
         context = getattr(error, "ctx", None)

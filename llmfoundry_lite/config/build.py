@@ -29,8 +29,11 @@ def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] 
 
 
 def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
-    """Raise ConfigError that names every key, at any depth, that `cls` does not have, or the companion that has it."""
-    for name in companions.list_missing() if not path and isinstance(values, dict) else ():
+    """Raise ConfigError that names every key, at any depth, that `cls` does not have.
+
+    A block of a run that a companion would bring is answered with the companion's name.
+    """
+    for name in companions.list_missing("blocks") if cls is TrainConfig and isinstance(values, dict) else ():
         if name in values:
             raise ConfigError(f"{source_of(name, layers)}: {companions.missing(name)}")
     unknown = [

@@ -339,9 +339,11 @@ class CallbacksConfig:
     extra: dict[str, dict[str, Any]] = setting(dict, replay="trusted")
     """python:package.module:Class -> keyword arguments."""
 
-
-FOUNDRY_CALLBACKS = ("hf_checkpointer", "generate_callback", "early_stopper", "kill_loss_spike")
-"""LLM Foundry's, which a companion builds."""
+    @property
+    def of_companions(self) -> list[str]:
+        """Keys of LLM Foundry's callbacks that the run asks for and a companion builds."""
+        names = ("hf_checkpointer", "generate_callback", "early_stopper", "kill_loss_spike")
+        return [f"callbacks.{name}" for name in names if getattr(self, name) is not None]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -136,7 +136,7 @@ def find_relay(run: Run) -> Any:
     path = run.folder.path_here
     if path is None or not (path / JOURNAL).exists():
         return None
-    if JOURNAL in companions.list_missing():
+    if JOURNAL in companions.list_missing("readers"):
         run.notes.append(f"no places and no legs: {companions.missing(JOURNAL)}")
         return None
     return companions.find("readers", JOURNAL)(run)

@@ -17,7 +17,7 @@ from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.schema import FOUNDRY_CALLBACKS, OptimizerConfig, TrainConfig, data_label
+from llmfoundry_lite.config.schema import OptimizerConfig, TrainConfig, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
@@ -127,8 +127,7 @@ def build_callbacks(
 
 def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:
     """Build those of LLM Foundry's callbacks that a companion has. They follow the restored run and its saves."""
-    asked = [f"callbacks.{name}" for name in FOUNDRY_CALLBACKS if getattr(config.callbacks, name) is not None]
-    return [companions.find("builders", name)(config, checkpointing) for name in asked]
+    return [companions.find("builders", name)(config, checkpointing) for name in config.callbacks.of_companions]
 
 
 def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel) -> InContext:

@@ -8,7 +8,9 @@ from llmfoundry_lite import companions, preflight
 from llmfoundry_lite.companions import Companion
 from llmfoundry_lite.config import blocks, fields
 from llmfoundry_lite.config.blocks import Block
+from llmfoundry_lite.config.build import refuse_unknown_keys
 from llmfoundry_lite.config.changes import find_changes
+from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, Setting, setting
 from llmfoundry_lite.config.layers import is_for_hardware
 from llmfoundry_lite.config.layout import layout_of
@@ -118,6 +120,13 @@ def test_a_block_whose_companion_is_missing_names_it(tmp_path):
     overlay.write_text("overlay: hardware\nislands: {name: a}\n")
     with pytest.raises(ConfigError, match=r"here.yaml: islands: needs the companion llmfoundry_islands$"):
         load(str(overlay))
+
+
+@pytest.mark.parametrize(("block", "key"), [(EvalConfig, "islands"), (TrainConfig, "plan"), (TrainConfig, "bench")])
+def test_only_a_run_s_blocks_are_looked_for_in_companions(monkeypatch, block, key):
+    monkeypatch.setattr(companions, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=f"{key}: unknown key; "):
+        refuse_unknown_keys(block, {key: {}})
 
 
 @pytest.mark.parametrize("name", ["pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"])
