@@ -1,7 +1,7 @@
-"""LLM Foundry's `hf_checkpointer` and `generate_callback`: what follows a published checkpoint, beside the training.
+"""LLM Foundry's `hf_checkpointer` and `generate_callback`: jobs for published checkpoints, beside the training.
 
-Rank 0 starts a process that reads the checkpoint's files, on the CPU, and looks for its end after each batch. One reads
-at a time, and the next checkpoints wait; none of them is removed meanwhile. The process ends with rank 0.
+Rank 0 starts a process that reads the checkpoint's files on the CPU, and checks after each batch whether it has ended.
+One job runs at a time. Checkpoints that wait for theirs are not removed. The process ends with rank 0.
 """
 
 import json
@@ -29,21 +29,21 @@ GENERATIONS = "generations.jsonl"
 MAX_WAITING = 3
 """Checkpoints that wait to be read, and are kept for it. Further ones are passed over, in one line."""
 NICENESS = 10
-"""The training's ranks go first, where they compute on the same cores."""
+"""Niceness of the process, so that the training's ranks go first on shared cores."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A function of `one_checkpoint`, its arguments, and what is said of its end."""
+    """A function of `one_checkpoint`, its arguments, and the lines that report its end."""
 
     name: str
-    """The checkpoint's."""
+    """Name of the checkpoint."""
     function: str
     arguments: dict[str, Any]
     done: str
     missed: str
-    """What is said of a failure, before its reason."""
+    """Beginning of the line that reports a failure; its reason follows."""
     remedy: str
 
 
@@ -58,7 +58,7 @@ class AfterSaves(Callback):
         self.due: list[int] = []
         """Batches that are multiples of the interval, and have no job yet."""
         self.last_batch = -1
-        """The newest checkpoint that has one."""
+        """Batch of the newest checkpoint that has a job."""
         self.jobs: list[Job] = []
         """The first one runs, the others wait."""
         self.child: subprocess.Popen | None = None
@@ -93,10 +93,10 @@ class AfterSaves(Callback):
         while self.jobs:
             self._advance(wait=True)
         if there.saver.lease is not None:
-            there.remove_old(there.saver.lease)  # what was kept to be read
+            there.remove_old(there.saver.lease)  # checkpoints that were kept for their jobs
 
     def _add(self, max_waiting: int = MAX_WAITING) -> None:
-        """Note a job for the newest checkpoint."""
+        """Queue a job for the newest checkpoint, or report that too many wait."""
         self.last_batch = self.checkpointing.published_batch
         self.due = [batch for batch in self.due if batch > self.last_batch]
         name = f"ba{self.last_batch}"
@@ -108,7 +108,7 @@ class AfterSaves(Callback):
         self.jobs.append(job)
 
     def _advance(self, *, wait: bool = False) -> None:
-        """Tell how the process has ended, if it has, and start the next one. `wait` for the end."""
+        """Report how the process has ended, if it has (`wait`: once it has), and start the next one."""
         if self.child is not None and (wait or self.child.poll() is not None):
             code, child, self.child, job = self.child.wait(), self.child, None, self.jobs.pop(0)
             assert child.stdin is not None

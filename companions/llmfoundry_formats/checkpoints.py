@@ -1,6 +1,6 @@
 """Checkpoints of Composer's Trainer (LLM Foundry's) and of torch.distributed.checkpoint (DCP) -> portable ones.
 
-Of Composer's come weights, the model's configuration and the tokenizer. A folder of another user of DCP (`.metadata`,
+From Composer's come the weights, the model's configuration and the tokenizer. Any other folder of DCP (`.metadata`,
 `*.distcp`) is imported whole. Nothing in their pickles is run: see `pickles.py`.
 """
 
@@ -29,7 +29,7 @@ from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.ranks.codec import encode_value
 
 FILE_BYTES = 4 << 30
-"""Tensors of one file of an import from DCP, more for a larger tensor. They are in memory together."""
+"""Bytes of tensors after which an import from DCP begins a new file. A file's tensors are in memory together."""
 
 
 def import_pickled(path: Path, store: CheckpointStore, out: str, trust_pickle: bool, config: Sequence[str]) -> Imported:
@@ -69,7 +69,7 @@ def require_trust(path: Path, trust_pickle: bool) -> None:
 
 
 def read_composer_folder(folder: Path, metadata: Metadata, config: Sequence[str]) -> Weights:
-    """Read `ep0-ba10/`: the dictionary of Composer's one file as DCP flattens it into several."""
+    """Read `ep0-ba10/`: Composer's dictionary, which DCP has flattened into several files."""
     state: dict[Any, Any] = {}
     try:
         for key, path in metadata.planner_data.items():
@@ -89,7 +89,7 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
     model = _get(state, "model")
     if not isinstance(model, dict) or not model:
         raise CheckpointError(f"{path}: no state/model in it; expected a checkpoint of Composer's Trainer")
-    # Without what wrappers put in, and the attribute in which HuggingFaceModel keeps its model.
+    # Strip the prefixes of wrappers, and of the attribute in which HuggingFaceModel keeps its model.
     tensors = {
         clean_name(str(name)).removeprefix("module.").removeprefix("model."): tensor
         for name, tensor in model.items()
@@ -129,7 +129,7 @@ def _set(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
 
 
 def _restore_lists(tree: Any) -> Any:
-    """Turn dictionaries with numbers as keys into lists: flattening turned lists into those."""
+    """Turn dictionaries whose keys are numbers back into the lists that DCP flattened."""
     if not isinstance(tree, dict):
         return tree
     if tree and all(isinstance(key, int) for key in tree):
@@ -138,7 +138,7 @@ def _restore_lists(tree: Any) -> Any:
 
 
 def _restore_special_tokens(value: Any) -> Any:
-    """Add the empty `special_tokens` that flattening dropped: `tokenizers` reads no template without."""
+    """Add the empty `special_tokens` that flattening dropped: `tokenizers` reads no template without it."""
     if isinstance(value, list):
         return [_restore_special_tokens(item) for item in value]
     if not isinstance(value, dict):
@@ -191,7 +191,7 @@ def import_state(
 
 
 def damaged(folder: Path, error: Exception) -> CheckpointError:
-    """Return what to raise for metadata that makes torch or Python raise whatever they like."""
+    """Return the error for metadata so damaged that torch or Python raised `error`, of any kind."""
     words = str(error).split("\n")[0]
     return CheckpointError(f"{folder}: damaged: {type(error).__name__} {words}")
 

@@ -89,8 +89,8 @@ class Held(NamedTuple):
 class PortableStorageWriter(StorageWriter):
     """Writer of the checkpoint `<folder>/ba<number of batches>`, a path or an fsspec URL.
 
-    A checkpoint that is there is replaced with `overwrite` alone, at once when the new one is whole. One save at a time
-    may go on in a folder: a second one ends the first. Errors are CheckpointError, inside DCP's CheckpointException.
+    Only `overwrite` replaces an existing checkpoint, in one step once the new one is whole. A folder has one save at a
+    time: a second one ends the first. Errors are CheckpointError, inside DCP's CheckpointException.
     """
 
     def __init__(self, checkpoint_id: Id, *, overwrite: bool = False):
@@ -113,11 +113,11 @@ class PortableStorageWriter(StorageWriter):
         if is_coordinator:
             check_is_free(store, name, overwrite=self.overwrite)
             self.lease = store.acquire(steal_from_live_writer=has_saved_and_lives(store))
-            # That has cleared away what a save that failed has left, and put back what it had moved away.
+            # Again, because acquiring has cleared up a failed save, and put back the checkpoint that it had moved away.
             check_is_free(store, name, overwrite=self.overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not plan.usable:  # DCP would hand out the plan of the save before, with that one's draft
+        if not plan.usable:  # DCP would reuse the plan of the previous save, which names that save's draft
             raise CheckpointError(f"{self.checkpoint_id}: enable_plan_caching=True given to the planner; leave it out")
         return plan
 
@@ -169,8 +169,7 @@ def _split(checkpoint_id: Id) -> tuple[str, str]:
 
 
 def check_is_free(store: CheckpointStore, name: str, *, overwrite: bool) -> None:
-    """Raise CheckpointError if something is there that a save would replace: with `overwrite`, if it is no checkpoint
-    that can be read."""
+    """Raise CheckpointError if the name is taken. With `overwrite`, a readable checkpoint may be there."""
     folder, path = store.root.child(name), store.root.path_here
     if path is not None:
         check_outside_checkpoints(path)
@@ -190,9 +189,9 @@ def check_is_free(store: CheckpointStore, name: str, *, overwrite: bool) -> None
 
 
 def has_saved_and_lives(store: CheckpointStore) -> bool:
-    """Return whether the last lease is of a process that runs on, and whose save through DCP is committed.
+    """Return whether the last lease belongs to a process that still runs, and whose save through DCP is committed.
 
-    Each save has a lease of its own: such a process saves no more with this one.
+    Each save takes a lease of its own, so that process no longer needs this one.
     """
     holder = store.leases.holder()
     if holder is None or not is_other_live_process(holder.owner):
@@ -202,7 +201,7 @@ def has_saved_and_lives(store: CheckpointStore) -> bool:
 
 
 def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """Return what is no tensor, before the planner pickles it. Raises CheckpointError for what JSON cannot keep."""
+    """Return a value that is no tensor, before the planner pickles it. Raises CheckpointError unless JSON holds it."""
     look_up: Any = getattr(planner, "lookup_object", None)
     if look_up is None:
         raise CheckpointError(f"{type(planner).__name__} given, expected a planner derived from DefaultSavePlanner")
@@ -212,7 +211,7 @@ def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _set_value(planner: LoadPlanner, fqn: str, value: Any) -> None:
-    """Put what is no tensor where DefaultLoadPlanner's `load_bytes` would, which takes a pickle."""
+    """Put a value that is no tensor where DefaultLoadPlanner's `load_bytes`, which takes a pickle, would put it."""
     if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         raise CheckpointError(
             f"{type(planner).__name__} given, expected a planner derived from DefaultLoadPlanner, with its load_bytes"
@@ -224,7 +223,7 @@ def _set_value(planner: LoadPlanner, fqn: str, value: Any) -> None:
 
 
 def hold(fqn: str, tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> Held:
-    """Return a chunk on the host, contiguous. Raises CheckpointError for one that the format has no words for."""
+    """Return a chunk on the host, contiguous. Raises CheckpointError for one that the format cannot describe."""
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None or tensor.layout != torch.strided:
         raise CheckpointError(
@@ -235,7 +234,7 @@ def hold(fqn: str, tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[
 
 
 def stored_name(fqn: str) -> str:
-    """Return a tensor's name in the checkpoint. Raises CheckpointError for one that would be read as another."""
+    """Return a tensor's name in the checkpoint. Raises CheckpointError for one that reads back as another."""
     name = f"model/{fqn.removeprefix('model.')}" if fqn.startswith("model.") else fqn
     if fqn_of(name) != fqn:
         raise CheckpointError(f"{fqn}: names must not begin with model/; write model.…")
@@ -250,7 +249,7 @@ def fqn_of(name: str) -> str:
 def write_chunks(store: CheckpointStore, save_id: str, name: str, held: Sequence[Held]) -> list[Written]:
     """Write chunks to one file of a draft. Raises CheckpointError, and then the file is not there."""
     folder, _ = store.open_draft(save_id)
-    # A tensor without elements has no chunk in a file, and the others stand in the file's order.
+    # Tensors without elements have no chunk in a file. The others are in the file's order.
     tensors = {one.chunk.key: one.tensor for one in held}
     entries = file_order({one.chunk.key: one.chunk for one in held if one.chunk.num_bytes})
     header = build_header(entries, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
@@ -330,7 +329,7 @@ def grid_of(chunks: Sequence[tuple[int, Chunk]], shape: tuple[int, ...]) -> Grid
 
 
 class PortableStorageReader(StorageReader):
-    """Reader of a portable checkpoint: of `PortableStorageWriter`, of a run (its weights, as `model.<name>`), imported.
+    """Reader of a portable checkpoint, whoever wrote it. A run's checkpoint gives its weights, as `model.<name>`.
 
     What a rank reads is verified before its state dict changes. Another dtype than the checkpoint's needs `cast`.
     Errors name the file and the tensor.
@@ -347,7 +346,7 @@ class PortableStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Id) -> bool:
         return COMMITTED.fullmatch(_split(checkpoint_id)[1]) is not None
 
-    # With `**kwargs`, DCP would take a manifest that cannot be read for one that each rank has of its own.
+    # If it took `**kwargs`, DCP would treat an unreadable manifest as a sign that each rank has its own.
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.checkpoint = open_checkpoint(self.checkpoint_id)
         manifest = self.checkpoint.manifest
@@ -356,7 +355,7 @@ class PortableStorageReader(StorageReader):
         for name, tensor in stored.items():
             record = manifest.tensors[tensor]
             size = torch.Size(record.shape)
-            # As one chunk: which files have it is found when it is read.
+            # One chunk for the whole tensor: its files are looked up when it is read.
             whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             described[fqn_of(name)] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[record.dtype]), size, [whole])
         more = manifest.dcp_state or NO_STATE
@@ -381,7 +380,7 @@ class PortableStorageReader(StorageReader):
         manifest, values = checkpoint.manifest, (checkpoint.manifest.dcp_state or NO_STATE)["values"]
         boxes: dict[Any, torch.Tensor] = {}
         rounds: list[dict[int, list[ChunkRead]]] = []
-        """A tensor is in each at most once: two names of one may ask for the same bytes."""
+        """Each has a tensor at most once, because two names of one tensor may ask for the same bytes."""
         num_boxes: Counter[str] = Counter()
         staged = []
         for item in plan.items:

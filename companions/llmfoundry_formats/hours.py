@@ -47,27 +47,27 @@ from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
 from llmfoundry_lite.training.muon import build_muon
 
 MIN_TOKENS_PER_PARAMETER = 5
-"""Where the text is short and hours are left, a larger model is trained on less than TOKENS_PER_PARAMETER. A choice."""
+"""Fewest tokens of text for a parameter. Below TOKENS_PER_PARAMETER, a larger model uses hours left over. A choice."""
 MEASURED_WIDTHS = (96, 192, 384, 768)
 MEASURED_TOKENS = 1024
 """Tokens of a measured microbatch."""
 BUDGET_SECONDS = 15.0
 NUM_STEPS = 2
-"""At least; more as long as they take less than STEPS_SECONDS."""
+"""Fewest steps that are timed. More follow while the sum is below STEPS_SECONDS."""
 STEPS_SECONDS = 1.5
 QUIET_SHARE = 0.6
-"""Share of the cores' time that a measurement on a quiet machine has at least."""
+"""Share of the cores' time below which a measurement is reported as disturbed by other programs."""
 VOCABULARY, LENGTH, HELD_OUT = 4096, 512, 0.05
-"""For text that is not prepared: small enough for a small model."""
+"""Ids, tokens of a sample and share, for texts that `init` prepares: small enough for a small model."""
 
 
 class Point(NamedTuple):
     """The measured rates of a width."""
 
     work: tuple[float, float]
-    """FLOPs of a token, and a measure of the optimizer's work."""
+    """FLOPs of a token, and the optimizer's work on a batch, as `work_of` counts them."""
     rates: tuple[float, float]
-    """Both per second."""
+    """Both kinds of work per second."""
 
 
 def write_for_hours(data: Path, hours: float, out: Path) -> str:
@@ -87,7 +87,7 @@ def write_for_hours(data: Path, hours: float, out: Path) -> str:
 
 
 def prepare_texts(source: Path) -> Path:
-    """Prepare a folder of texts with a small vocabulary and short samples, unless it was; return where they are."""
+    """Prepare a folder of texts with a small vocabulary and short samples, unless that is done; return the data."""
     out = Path("data") / source.resolve().name
     if out.resolve() == source.resolve():
         out = out.with_name(f"{out.name}-tokens")
@@ -114,7 +114,7 @@ def choose(facts: Facts, hours: float, points: list[Point]) -> tuple[Shape, Spee
 
 
 def tokens_per_second(facts: Facts, shape: Shape, points: list[Point], hours: float) -> float:
-    """Predict the rate of all ranks. The rate of FLOPs is that of the measured widths around, or of the nearest one."""
+    """Predict the rate of all ranks, by interpolating between measured widths. Outside them, the nearest one counts."""
     rates = [
         float(np.interp(math.log(work), [math.log(one.work[i]) for one in points], [one.rates[i] for one in points]))
         for i, work in enumerate(work_of(facts, shape))
@@ -126,7 +126,8 @@ def tokens_per_second(facts: Facts, shape: Shape, points: list[Point], hours: fl
 
 
 def work_of(facts: Facts, shape: Shape) -> tuple[float, float]:
-    """Return the FLOPs of a token, and the products of Muon's iteration with the parameters that others update."""
+    """Return the FLOPs of a token, and the optimizer's work: multiplications of Muon's iteration plus the embedding's
+    parameters, which AdamW updates."""
     model = model_of(facts, shape)
     embedding = model.vocab_size * model.d_model
     return count_flops_per_token(model, facts.max_seq_len), 12.0 * model.n_layers * model.d_model**3 + embedding
@@ -156,7 +157,7 @@ def measure_widths(facts: Facts) -> list[Point]:
 
 
 def measure_width(facts: Facts, shape: Shape) -> Point:
-    """Train some batches, one more than are timed. The median of each part counts."""
+    """Train some batches, the first of which is not timed. The median of each part counts."""
     config, precision = model_of(facts, shape), PRECISIONS[precision_here(), "DEFAULT"]
     device = torch.device(device_type())
     implementation, _ = choose_implementation(config, device.type, precision.autocast or precision.parameters)

@@ -27,7 +27,7 @@ OPTIMIZER = {"name": "decoupled_adamw", "lr": 5e-5, "betas": [0.9, 0.95], "weigh
 """The rate is the default of transformers' own Trainer."""
 BATCH_SIZE = 32
 MIN_BATCHES = 20
-"""Batches of an epoch, below which the batch is made smaller."""
+"""Fewest batches in an epoch. Where there would be fewer, the batch is made smaller."""
 LOAD = """\
 # The weights of {like}, in this product's format: the first launch begins with them.
 load_path: {weights}

@@ -49,7 +49,7 @@ class ModelArguments:
     hf: str | None = None
     """A folder of a Hugging Face model, or a name on the Hub."""
     path: str | None = None
-    """Set here: lm_eval names its output folder after it."""
+    """Not the user's to give: set to one of the three above, because lm_eval names its output folder after it."""
     tokenizer: str | None = None
     """Default: the model's own."""
     precision: str = setting("fp32", choices="fp32 tf32 bf16 fp16")
@@ -92,7 +92,7 @@ class CheckpointLM(TemplateLM):
         self._device = choose_device(_device_type(device, here.world_size))
         if here.world_size > 1:
             start_process_group(devices.device_type(), TIMEOUT_SECONDS)
-            os.environ["LOCAL_RANK"] = str(here.rank)  # one of all nodes' ranks is to write
+            os.environ["LOCAL_RANK"] = str(here.rank)  # lm_eval writes where this is 0; one rank of all nodes must
         self.share = here.rank, here.world_size
         with user_errors_on_all_ranks():
             subject = load_subject(
@@ -107,7 +107,7 @@ class CheckpointLM(TemplateLM):
         self._encode = lru_cache(4096)(subject.tokenizer.encode)  # the choices of an item share their context
         self._beginning = subject.tokenizer.beginning
         self._asked: Any = []
-        """lm_eval's request of each pair of tokens that `_loglikelihood_tokens` gets."""
+        """lm_eval's requests, in the order in which `_loglikelihood_tokens` gets their tokens."""
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
@@ -125,7 +125,7 @@ class CheckpointLM(TemplateLM):
         return self.subject.tokenizer.prefix_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return token ids. A special token spelled out in the text is text; the template's beginning comes first."""
+        """Return token ids, after those that the tokenizer begins with. Special tokens spelled in the text are text."""
         return [*(self._beginning if add_special_tokens is not False else []), *self._encode(string)]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -155,7 +155,7 @@ class CheckpointLM(TemplateLM):
         return [(found[number].log_probability, found[number].is_greedy) for number in range(len(asked))]
 
     def _fit(self, context: Sequence[int], answer: Sequence[int], name: str) -> Request:
-        context = context or [self.prefix_token_id]  # a text of spaces, which lm_eval counts to the answer
+        context = context or [self.prefix_token_id]  # lm_eval counts a context of spaces alone as part of the answer
         room = self.max_length + 1 - len(answer)  # the last token is predicted and never read
         if not answer:
             raise DataError(
@@ -234,7 +234,7 @@ class CheckpointLM(TemplateLM):
 
 
 def name_of(request: Any) -> str:
-    """Name a request of lm_eval by its task and item: all tasks' requests come at once."""
+    """Name a request of lm_eval by its task and item, because the requests of all tasks come at once."""
     return f"lm_eval: {request.task_name}, item {request.doc_id}"
 
 

@@ -44,14 +44,14 @@ NO_METRICS = {
     *("doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", "doc_hash"),
     *("prompt_hash", "target_hash"),
 }
-"""Keys of a sample of lm-eval's that are no metric. Releases before `metrics` do not list those."""
+"""Keys of lm-eval's samples that are no metrics, for its older releases, which do not list a sample's `metrics`."""
 LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 """Inspect's values for correct, partial, incorrect and no answer, and the words that it counts as such."""
 IN_PARTS = (
     "convert a log of Inspect, to be read sample by sample: inspect log convert --to eval --output-dir FOLDER FILE"
 )
 ZSTANDARD = 93
-"""The ZIP format's number for it; Python's zipfile knows it from 3.14 on."""
+"""The ZIP format's number for Zstandard, which Python's zipfile knows from 3.14 on."""
 
 
 class Row(NamedTuple):
@@ -77,7 +77,7 @@ def load_logs(paths: Sequence[Path], cluster: str | None) -> list[Results]:
     if other := next((path for path in paths if tools[path] != tools[first]), None):
         for path in paths:
             if tools[path] == OURS:
-                read_results(path)  # or it says why it is nobody's
+                read_results(path)  # raises DataError, which says why no tool's reader fits
         raise DataError(
             f"{first} is of {tools[first]}, {other} of {tools[other]}: tools ask and score in ways of their own; "
             "compare results of one tool"
@@ -126,7 +126,7 @@ def tool_of(path: Path) -> str:
             return LM_EVAL
         if _inspect_logs(path):
             return INSPECT
-        return OURS  # whose reader says what is expected
+        return OURS  # our reader says what is expected
     if path.suffix in (".jsonl", ".eval") and not path.name.endswith(".items.jsonl"):
         return LM_EVAL if path.suffix == ".jsonl" else INSPECT
     try:
@@ -134,7 +134,7 @@ def tool_of(path: Path) -> str:
     except TooLargeError:
         raise
     except (OSError, ValueError):
-        return OURS  # whose reader says why
+        return OURS  # our reader says what is wrong
     if not isinstance(facts, dict):
         return OURS
     if isinstance(facts.get("eval"), dict):
@@ -198,7 +198,7 @@ def _lm_eval_logs(path: Path) -> list[Path]:
 def _read_lm_eval(file: Path, cluster: str | None) -> Log:
     named, facts = SAMPLES.fullmatch(file.name), {}
     task = named["task"] if named else file.stem.removeprefix("samples_")
-    if named and (about_all := sorted(file.parent.glob(f"*_{named['date']}.json"))):  # unless it was moved away
+    if named and (about_all := sorted(file.parent.glob(f"*_{named['date']}.json"))):  # somebody may have moved it
         facts = _read_json(read_at_most(about_all[0], MAX_JSON_BYTES, "results"), str(about_all[0]))
     directions = (facts.get("higher_is_better") or {}).get(task) or {}
     rows: dict[int, Row] = {}
@@ -212,7 +212,7 @@ def _read_lm_eval(file: Path, cluster: str | None) -> Log:
         rows[row.index] = row._replace(values={**(rows[row.index].values if row.index in rows else {}), **row.values})
     if not rows:
         raise DataError(f"{file} has no samples; expected a line for each item, as lm_eval --log_samples writes them")
-    if len(filters := {name for _, name in seen}) == 1:  # then metrics are not named after it
+    if len(filters := {name for _, name in seen}) == 1:  # where there is one filter, metrics are not named after it
         suffix = f",{filters.pop()}"
         for index, row in rows.items():
             rows[index] = row._replace(values={key.removesuffix(suffix): one for key, one in row.values.items()})
@@ -327,7 +327,7 @@ def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
     """Return the content of a file of a ZIP archive, which newer releases of Inspect compress with Zstandard.
 
     Raises DataError for more than MAX_JSON_BYTES, and for a compression that Inspect does not use: Python unpacks a
-    block of bzip2 whole, 4 kB of which may have gigabytes.
+    block of bzip2 whole, and 4 kB of it may become gigabytes.
     """
     info, where = archive.getinfo(name), f"{archive.filename}: {name}"
     if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -338,7 +338,7 @@ def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
     file = archive.fp
     assert file is not None
     file.seek(info.header_offset)
-    local = file.read(30)  # whose name and extra field may be of other lengths than the directory's
+    local = file.read(30)  # its name and extra field may be longer or shorter than the directory's
     file.seek(int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little"), io.SEEK_CUR)
     packed = file.read(min(info.compress_size, MAX_JSON_BYTES))
     with open_unpacked(io.BytesIO(packed), "zstd") as content:
@@ -481,7 +481,7 @@ def _field(row: Any, name: str | None) -> str | None:
 
 @contextmanager
 def _refuse_other_layouts(file: Path, tool: str) -> Iterator[None]:
-    """Turn what a value of another kind than the tool writes would raise into a DataError."""
+    """Raise DataError where a log has a value of another kind than the tool writes."""
     try:
         yield
     except UserError:

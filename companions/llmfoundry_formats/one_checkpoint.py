@@ -16,7 +16,7 @@ from llmfoundry_lite.evaluation.loaded import load
 
 
 def main() -> None:
-    """Run the function that the arguments name. Prints one line of why and exits with 1 if it fails."""
+    """Run the function that the arguments name. If it fails, print its reason in a line and exit with 1."""
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     function, arguments = sys.argv[1:]
     try:
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _end_with_rank_0() -> None:
-    os.read(0, 1)  # returns when the other end is closed, by whatever
+    os.read(0, 1)  # returns when rank 0 closes the other end, or is gone
     os._exit(1)
 
 

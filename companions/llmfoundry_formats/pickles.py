@@ -69,7 +69,7 @@ def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Un
         raise CheckpointError(f"{where}: cannot be read: {error.strerror or error}") from error
     if not is_zip and first_byte != b"\x80":
         raise CheckpointError(f"{where}: not a file of torch.save, or cut off; if it is compressed, unpack it first")
-    if packed is not None:  # torch takes the packed bytes of a tensor for its values, and unpacks others to any size
+    if packed is not None:  # torch would read packed bytes as a tensor's values, and unpack other members to any size
         raise CheckpointError(f"{where}: {packed} in it is packed, which torch.save never does; save it again")
 
     is_mapped = is_zip and not isinstance(source, bytes)
@@ -101,7 +101,7 @@ def _reopen(source: Path | bytes) -> Any:
 
 
 def _packed_member(file: IO[bytes]) -> str | None:
-    """Name a member of a ZIP archive that is not stored as it is; None if all are, or if it is no whole archive."""
+    """Name a compressed member of a ZIP archive; None if there is none, or the file is no whole archive."""
     try:
         with zipfile.ZipFile(file) as archive:
             return next((one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
@@ -110,8 +110,8 @@ def _packed_member(file: IO[bytes]) -> str | None:
 
 
 def _with_stored_values(content: Any, where: str) -> Any:
-    """Return what a file holds. Raises CheckpointError for a tensor of far more values than it has: with a stride of 0,
-    four bytes have the shape of terabytes, which whoever copies it needs."""
+    """Return the content of a file. Raises CheckpointError for a tensor with far more values than the file stores: with
+    a stride of 0, four bytes may have a shape of terabytes, and any copy needs those."""
     seen, waiting = set[int](), [content]
     while waiting:
         value = waiting.pop()

@@ -1,7 +1,7 @@
-"""Causal language models that transformers alone has, to be evaluated as they are, row by row.
+"""Causal language models that only transformers can compute, evaluated as they are, row by row.
 
-One is refused where its folder is not what it says: options that transformers ignores, weights that are missing or
-packed, tokens that see later ones. Code that a folder brings is never run.
+A folder is refused where the model is not what its config.json says: it has options that transformers ignores, weights
+are missing or packed, tokens see later ones. Code in a folder is never run.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ DECISIVE_OPTIONS = (
 )
 """Keys of config.json that change logits. transformers ignores those that a model's class does not declare."""
 FAULTS = {
-    "missing_keys": "lacks weights of its model",  # which transformers draws at random
+    "missing_keys": "lacks weights of its model",  # transformers would draw them at random
     "unexpected_keys": "has weights that its model has no place for",
     "mismatched_keys": "has weights of other shapes than its model",
 }
 FLOATS = ("F32", "BF16", "F16", "F64")
 MAX_PROBED_TOKENS = 1024
-"""Beyond these a model may attend to later tokens unnoticed; five such rows cost less than a small task."""
+"""Attention to later tokens is looked for in so many, and no further. Five such rows cost less than a small task."""
 
 
 def open_plain(folder: Path) -> Callable[[Placement], "PlainModel"]:
-    """Return what loads the folder's model. Raises DataError for what its config.json tells."""
+    """Return a function that loads the folder's model. Raises DataError where its config.json rules that out."""
     read_plain_config(folder)
     return lambda at: load_plain(folder, at)
 
@@ -83,7 +83,7 @@ def load_plain(folder: Path, at: Placement) -> "PlainModel":
     from transformers import AutoModelForCausalLM
 
     config, dtypes = read_plain_config(folder), read_dtypes(folder)
-    # transformers takes packed weights for the numbers they are packed in, unless it is told how to unpack them.
+    # Unless it is told how to unpack weights, transformers reads packed ones as plain numbers.
     packed = [name for name, of in dtypes.items() if name.endswith(".weight") and of not in FLOATS]
     if packed and not read_hf_config(folder).get("quantization_config"):
         raise DataError(
@@ -111,9 +111,9 @@ def load_plain(folder: Path, at: Placement) -> "PlainModel":
 
 @torch.no_grad()
 def _sees_ahead(model: "PlainModel") -> bool:
-    """Return whether other tokens from some place on change logits before it, and not by rounding alone.
+    """Return whether a change of later tokens changes earlier logits, and not by rounding alone.
 
-    The places are odd, so that a block whose tokens all see each other is cut in two.
+    Changes begin at odd indices, so that a block whose tokens all see each other is cut in two.
     """
     length = min(MAX_PROBED_TOKENS, model.max_seq_len)
     places = {place for place in (1, length // 4 | 1, length // 2 | 1, length - 1) if 0 < place < length}
@@ -146,12 +146,12 @@ class PlainModel:
         self.device = device
         _make_fp32_logits(model)
         self.keeps_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
-        config = getattr(model.config, "text_config", model.config)  # of a model that reads more than text
+        config = getattr(model.config, "text_config", model.config)  # models that read more than text keep it there
         self.vocab_size = int(config.vocab_size)
         names = ("max_position_embeddings", "n_positions", "max_seq_len")
         said = [int(value) for name in names if (value := getattr(config, name, None))]
         self.max_seq_len = next((value for value in said if value > 0), 2048)  # -1 where there is no limit
-        for name, table in model.named_modules():  # a table of positions may begin behind that of padding: RoBERTa's
+        for name, table in model.named_modules():  # RoBERTa's table of positions begins with padding's
             if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
                 self.max_seq_len = min(self.max_seq_len, table.num_embeddings - table.padding_idx - 1)
 
@@ -177,7 +177,7 @@ class PlainModel:
             check_finite(logits_11v)
             next_11 = logits_11v.argmax(dim=-1)
             yield int(next_11)
-            # The oldest models keep nothing, and recurrent ones something else: those read the whole text again.
+            # The oldest models have no cache, and recurrent ones another kind: both read the whole text again.
             past = getattr(output, "past_key_values", None)
             tokens_1t = torch.cat([tokens_1t, next_11], dim=1) if past is None else next_11
 

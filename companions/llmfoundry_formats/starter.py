@@ -17,18 +17,19 @@ from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER
 
 MAX_EPOCHS = 4
-"""Muennighoff et al. 2023, "Scaling Data-Constrained Language Models": about so many are nearly as good as new."""
+"""So many epochs are nearly as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
+"""
 MANY_BATCHES = 2000
-"""Batches that a run of a size in between has, about: more of them make worse use of products, fewer of gradients."""
+"""Batches of a run of a size in between, about. With more, each is too small to be fast; with fewer, steps are few."""
 BATCH_TOKENS = (2048, 65536)
-"""The least and the most in a batch of such a run."""
+"""Fewest and most tokens in a batch of such a run."""
 WIDTHS = (*range(96, 384, 32), *range(384, 833, 64))
 MILLIONS = (1, 125)
-"""The smallest and the largest size in between."""
+"""Smallest and largest size in between our YAMLs', in millions of parameters."""
 SHARE_OF_HOURS = 0.85
-"""Of the hours asked for; the others are for starting, saving and evaluating."""
+"""Share of the hours for training. The rest is for starting, saving and evaluating."""
 NUM_LINES = 400
-"""Lines of progress that a run prints, about."""
+"""Approximate number of progress lines that a run prints."""
 MIN_VALIDATION = 32
 """Validation samples whose mean loss is worth drawing."""
 CPU_INFO = Path("/proc/cpuinfo")
@@ -54,7 +55,7 @@ device_eval_batch_size: 8
 
 
 class Speed(NamedTuple):
-    """How fast this machine trains one shape, and for how long it is to."""
+    """Speed of this machine for one shape, and the hours that it may train."""
 
     tokens_per_second: float
     hours: float
@@ -75,7 +76,7 @@ class Shape(NamedTuple):
     model: dict[str, Any]
     optimizer: dict[str, Any]
     batch_size: int | None
-    """Samples; None: by the length of the run."""
+    """Samples; None: chosen by the length of the run."""
 
 
 def sizes() -> list[str]:
@@ -90,21 +91,21 @@ class Facts(NamedTuple):
     vocab_size: int
     """Ids of its tokenizer."""
     num_train: int
-    """Samples; the next too."""
+    """Training samples; `num_val` counts validation samples."""
     num_val: int
     fingerprint: str | None
     """Fingerprint of its tokenizer."""
 
     @property
     def vocab_rounded(self) -> int:
-        """A multiple of 128 is faster."""
+        """Ids, rounded up to a multiple of 128, which is faster."""
         return -(-self.vocab_size // 128) * 128
 
 
 def write_starter(data: Path, size: str, out: Path) -> str:
     """Write `out` and return a sentence on how long it trains.
 
-    Raises ConfigError for a size that is none, DataError without the data.
+    Raises ConfigError for an unknown size, DataError without the data.
     """
     facts = check_places(data, out)
     text, note = starter(data, out, facts, read_shape(size, facts.vocab_rounded))
@@ -113,7 +114,7 @@ def write_starter(data: Path, size: str, out: Path) -> str:
 
 
 def check_places(data: Path, out: Path) -> Facts:
-    """Return facts about the data. Raises ConfigError if `out` is there, DataError without prepared data."""
+    """Return facts about the data. Raises ConfigError if `out` exists, DataError without prepared data."""
     check_free(out)
     summary_file = data / "summary.json"
     if not summary_file.is_file():
@@ -237,7 +238,7 @@ def fill_template(
 
 
 def describe_validation(facts: Facts, num_batches: int, batch_size: int, interval: int) -> str:
-    """Return the YAML's part; empty without validation data. An evaluated batch costs a third of a trained one."""
+    """Return the YAML's lines; empty without validation data. An evaluated batch costs a third of a trained one."""
     if not facts.num_val:
         return ""
     subset = max(1, num_batches * 3 // 400)
@@ -255,12 +256,12 @@ def note_on_validation(facts: Facts) -> str:
 
 
 def fitting_batch(wanted: int, samples: int) -> int:
-    """Return the batch size: of little data a power of two, which most numbers of devices can share."""
+    """Return the batch size. For little data it is a power of two, which most numbers of devices can share."""
     return wanted if samples >= wanted else 1 << max(0, samples.bit_length() - 1)
 
 
 def yaml_word(text: str) -> str:
-    """Return `text` as a value in YAML, in quotes where it would be read as something else, and no `${…}` in it."""
+    """Return `text` as a YAML value: quoted where YAML would read something else, and with `${…}` escaped."""
     text = text.replace("${", "\\${")
     try:
         is_plain = yaml.safe_load(f"x: {text}") == {"x": text}
@@ -270,7 +271,7 @@ def yaml_word(text: str) -> str:
 
 
 def read_shape(size: str, vocab_size: int) -> Shape:
-    """Return one of our YAMLs' shapes, or the one in between with about so many parameters. Raises ConfigError."""
+    """Return the shape of one of our YAMLs, or one in between with about `size` parameters. Raises ConfigError."""
     if size in sizes():
         found = yaml.safe_load(shipped_yamls()[f"mpt-{size}"].read_text())
         return Shape(size, found["model"], found["optimizer"], found["global_train_batch_size"])
@@ -286,7 +287,7 @@ def read_shape(size: str, vocab_size: int) -> Shape:
 
 
 def scaled_shape(d_model: int) -> Shape:
-    """Return the quickstart's model and optimizer in another width, and as deep for it.
+    """Return the quickstart's model and optimizer at another width, with the depth in proportion.
 
     The rate of the embedding falls with the width (Yang et al. 2022, "Tensor Programs V"). Muon's stays.
     """
@@ -309,7 +310,7 @@ def count_parameters(model: dict[str, Any], vocab_size: int) -> int:
 
 
 def fitting_size(parameters: float, vocab_size: int) -> str:
-    """Return the size with about so many parameters, or the smallest."""
+    """Return a size with about so many parameters, between our YAMLs' or one of theirs."""
     counts = {size: count_parameters(read_shape(size, 0).model, vocab_size) for size in sizes()}
     low, high = MILLIONS
     if low * 1e6 <= parameters <= high * 1e6:
@@ -323,7 +324,7 @@ def precision_here() -> str:
 
 
 def count_devices() -> int:
-    """Return the number of this machine's accelerators; 1 where there are two kinds, of which a launch names one."""
+    """Return the number of this machine's accelerators; 1 where there are two kinds, since a launch must name one."""
     try:
         found = find_devices()
     except ConfigError:
@@ -332,6 +333,6 @@ def count_devices() -> int:
 
 
 def multiplies_in_bf16() -> bool:
-    """Return whether this machine's CPU has instructions for it, without which bf16 is slower than fp32."""
+    """Return whether this machine's CPU has instructions for bf16; without them it is slower than fp32."""
     flags = CPU_INFO.read_text() if CPU_INFO.exists() else ""
     return any(flag in flags for flag in BF16_FLAGS)

@@ -23,7 +23,7 @@ from llmfoundry_lite.training.run_folder import log_until
 from llmfoundry_lite.training.schedule import progress_of
 
 SHARE_OF_RUN = 0.05
-"""Window of `kill_loss_spike` where none is given, if that is more than the default's batches."""
+"""Share of the run in the window of `kill_loss_spike`, where none is given and that is more than the default."""
 DEFAULT_WINDOW, DEFAULT_CAP = 100, 10.0
 
 
@@ -77,7 +77,7 @@ class EarlyStopper(Callback):
                 return
             *done, last = self.losses
             self.epoch, self.losses = epoch, [last]
-            if not done:  # the log of the epoch before is lost
+            if not done:  # the log of the previous epoch is lost
                 return
             loss = sum(done) / len(done)
         value = math.exp(loss) if self.block.monitor == "LanguagePerplexity" else loss
@@ -93,8 +93,8 @@ class EarlyStopper(Callback):
 
 
 class KillLossSpike(Callback):
-    """Tells or raises UserError when the loss has been an outlier for more than `patience` batches, or is high in half
-    of a window, from the second window on. A loss that is not finite counts as none."""
+    """Warns, or raises UserError, when the loss has been an outlier for more than `patience` batches, or half of a
+    window is high (from the second window on). A loss that is not finite is skipped."""
 
     def __init__(self, config: TrainConfig, checkpointing: Checkpointing):
         block = config.callbacks.kill_loss_spike

@@ -23,14 +23,14 @@ SAFE: dict[str, Any] = {
     "fsdp_config": {"sharding_strategy": "FULL_SHARD"},
     "train_loader": {"num_workers": 2},
 }
-"""For accelerators without an overlay: the least memory on each, and microbatches by what is measured there."""
+"""Settings for accelerators without an overlay: least memory on each, and microbatches as large as measured to fit."""
 
 
 class Found(NamedTuple):
     """Devices of one kind."""
 
     name: str
-    """The name in torch, or the kernel's where the table does not know the device."""
+    """The name in torch; the kernel's name for a device that is not in the table."""
     row: Accelerator | None
     num_devices: int = 1
     uuid: str = ""
@@ -39,13 +39,13 @@ class Found(NamedTuple):
 
 class Choice(NamedTuple):
     values: Path | dict[str, Any]
-    """An overlay's file; or what to lay over a run where there is none."""
+    """The overlay's file, or the keys to set where there is none."""
     note: str
-    """One line: the devices, and what that means."""
+    """One line: the devices found, and what is chosen for them."""
 
 
 def choose_overlay(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Choice:
-    """Choose for the devices under `root`, where /proc and /sys are. Raises ConfigError for two kinds of devices."""
+    """Choose the overlay for the devices that /proc and /sys under `root` list. Raises ConfigError for two kinds."""
     found = find_devices(root, environ)
     if found is None:
         return Choice(shipped_folder("yamls") / "hardware/cpu.yaml", f"{AUTO}: cpu; no accelerator was found")
@@ -61,8 +61,8 @@ def choose_overlay(root: Path = Path("/"), environ: Mapping[str, str] = os.envir
 
 
 def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Found | None:
-    """Return the accelerators of this machine; None where there are none, or a variable such as CUDA_VISIBLE_DEVICES
-    hides all. Those in the table of accelerators go before others, such as a laptop's own graphics.
+    """Return the accelerators of this machine; None if there are none, or a variable such as CUDA_VISIBLE_DEVICES hides
+    all. Where some are in the table of accelerators, others, such as a laptop's own graphics, are left out.
 
     Raises ConfigError when that leaves two kinds, or when a variable names none of the devices.
     """
@@ -87,7 +87,7 @@ def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
 
 
 def _nvidia(root: Path) -> list[Found]:
-    """Read `Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…` of a file for each, by PCI address."""
+    """Read `Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…` from each device's file, by PCI address."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     facts = [dict(re.findall(r"^(Model|GPU UUID):[ \t]*(.*?)\s*$", _read(file), re.M)) for file in files]
     named = [(one["Model"], one.get("GPU UUID", "")) for one in facts if "Model" in one]
@@ -101,7 +101,7 @@ def _nvidia(root: Path) -> list[Found]:
 
 
 def _amd(root: Path) -> list[Found]:
-    """Read KFD's node for each device of torch's, half a card of an MI250. Processors have nodes without SIMDs."""
+    """Read KFD's node of each device as torch counts them: an MI250 has two. Nodes without SIMDs are processors."""
     found = []
     files = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     for file in sorted(files, key=lambda file: (len(file.parent.name), file)):  # 2 before 10
@@ -125,8 +125,8 @@ def _read(file: Path) -> str:
 
 
 def _variables(vendor: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variable -> value, of those that hide devices, in the order in which they do: ROCm has a list of its own,
-    in which HIP counts. Read as torch reads them (`torch.cuda._parse_visible_devices`)."""
+    """Return the variables that hide devices, and their values, in the order in which they apply: HIP's numbers count
+    within ROCm's list. Read as torch reads them (`torch.cuda._parse_visible_devices`)."""
     names = ["CUDA_VISIBLE_DEVICES"]
     if vendor == "amd":
         of_hip = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in environ]
@@ -135,10 +135,10 @@ def _variables(vendor: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> list[Found]:
-    """Return the devices that variables let programs see. An empty one, or -1, hides all; a word that names nothing
-    hides what follows it; a device named twice hides all.
+    """Return the devices that these variables leave visible. An empty value or -1 hides all, and so does a device named
+    twice; a word that names no device hides those after it.
 
-    Raises ConfigError where nothing tells which of unlike devices are meant.
+    Raises ConfigError where devices differ and nothing tells which of them are meant.
     """
     for variable, value in _variables(vendor, environ).items():
         words = [word.strip() for word in value.split(",")]
@@ -167,8 +167,8 @@ def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> l
 
 
 def _index_of(word: str, devices: list[Found], position: int) -> int | None:
-    """Return the index of the device that a number, or the beginning of a UUID, names. Where a UUID is not known, any
-    device will do: all are alike, or an error follows."""
+    """Return the index of the device that a number, or the beginning of a UUID, names. Where a UUID is unknown, the
+    device at `position` stands for it: either all are alike, or the caller raises an error."""
     if not word.startswith("GPU-"):
         number = re.match(r"\+?(\d+)", word)
         return int(number[1]) if number and int(number[1]) < len(devices) else None
@@ -179,7 +179,7 @@ def _index_of(word: str, devices: list[Found], position: int) -> int | None:
 
 
 def _overlay_for(found: Found) -> Path | None:
-    """Return the overlay named after the device: the user's own before ours, one for as many devices before others."""
+    """Return the overlay named after the device. One for this number of cards is preferred, then the user's own."""
     own = Path("yamls/hardware").resolve()
     folders = dict.fromkeys((own, (shipped_folder("yamls") / "hardware").resolve()))
     paths = [path for folder in folders for path in sorted(folder.glob("*.yaml")) if _is_for(path.stem, found)]

@@ -1,4 +1,4 @@
-"""Blocks of a run's YAML that companions bring: top-level keys, whose fields the core knows by their settings alone."""
+"""Blocks of a run's YAML that companions bring: top-level keys. The core knows their fields only by their settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ class Block:
     """A block by which a launch becomes one of several that train one run. Functions are given the TrainConfig."""
 
     settings: type
-    """Its dataclass, of `fields.setting`."""
+    """The block's dataclass, with fields made by `fields.setting`."""
     setting: Setting
-    """Of the key itself: whether hardware may set it, how it may change in mid-run, what a replay does with it."""
+    """Rules of the key itself: whether hardware may set it, how it may change in mid-run, whether `replay` uses it."""
     partners: str
     """`module:function`, which returns the run's `Partners`. Imported when a run trains."""
     check: Callable[[Any], None]
-    """Raises ConfigError for what the block does not go with."""
+    """Function that raises ConfigError where the block does not go with the rest of the run."""
     check_here: Callable[[Any], Any]
-    """Raises ConfigError for what a launch lacks on this machine."""
+    """Function that raises ConfigError for anything that this machine lacks."""
     describe: Callable[[Any], str]
-    """Ends the line of the run in a dry run."""
+    """Function that returns the end of the dry run's first line."""
     folder_key: str
     """The field that names this launch's own folder within the run's."""
 
@@ -39,7 +39,7 @@ def find_blocks() -> dict[str, Block]:
 
 
 def given_blocks(values: Mapping[str, Any]) -> dict[str, Block]:
-    """Return the blocks that `values`, by key, has."""
+    """Return the blocks that `values` sets, by key."""
     return {key: block for key, block in find_blocks().items() if values.get(key) is not None}
 
 

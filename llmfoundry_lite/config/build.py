@@ -45,8 +45,10 @@ def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence
 
 
 def refuse_keys(found: Sequence[tuple[str, str]], layers: Sequence[Layer], one: str, several: str) -> None:
-    """Raise ConfigError if any was found, for (key, what to do instead) of each: `run.yaml: a: unknown key; …`, or
-    `2 unknown keys: run.yaml: a (…), b (…)`, file by file."""
+    """Raise ConfigError for the keys in `found`, each with what to do instead, if there are any.
+
+    It reads `run.yaml: a: unknown key; …`, or `2 unknown keys: run.yaml: a (…), b (…)`, file by file.
+    """
     if len(found) == 1:
         key, hint = found[0]
         raise ConfigError(f"{source_of(key, layers)}: {key}: {one}{hint}")
@@ -59,7 +61,7 @@ def refuse_keys(found: Sequence[tuple[str, str]], layers: Sequence[Layer], one: 
 
 
 def refuse_other_kinds(values: Any) -> None:
-    """Raise ConfigError for a block of a kind that we do not have, before its keys are found unknown one by one."""
+    """Raise ConfigError for a block of a kind that we do not have, instead of one for each of its unknown keys."""
     for block, path, name, value in _walk(TrainConfig, values):
         key = keys_of(block).get(name)
         if key is not None and key.setting.instead and value is not None:
@@ -67,7 +69,7 @@ def refuse_other_kinds(values: Any) -> None:
 
 
 def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, str, Any]]:
-    """Yield the block, its path, the name and the value of each key, at any depth. What is no block is passed over."""
+    """Yield the block, its path, the name and the value of each key, at any depth, wherever there is a block."""
     for name, value in values.items() if isinstance(values, dict) else ():
         yield cls, path, name, value
         if key := keys_of(cls).get(name):
@@ -156,7 +158,7 @@ def _wrong(place: str, value: Any, expected: Any) -> ConfigError:
 
 
 def _check(place: str, value: Any, setting: Setting) -> None:
-    """Check a key by its metadata, and its numbers. Raises ConfigError."""
+    """Check a value by the metadata of its key, and that its numbers are finite and fit. Raises ConfigError."""
     if value is None:
         return
     for index, number in enumerate(value) if isinstance(value, list | tuple) else [(None, value)]:
@@ -188,7 +190,7 @@ OTHER_WORDS = {
     "FULL_SHARD": ("zero3", "zero-3", "zero_3"),
     "warmup_stable_decay": ("wsd",),
 }
-"""Our value -> other libraries' words for it."""
+"""Value here -> words of other libraries for it."""
 
 
 def _check_choice(place: str, value: Any, setting: Setting) -> None:
@@ -227,13 +229,13 @@ NICKNAMES = {
     "batch_size": "global_train_batch_size",
     "microbatch_size": "device_train_microbatch_size",
 }
-"""Other libraries' words, too far from ours for spelling to find."""
+"""Words of other libraries -> our keys, where the spelling is too different to guess by."""
 
 
 def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
     """Say what was probably meant, or what is valid."""
     full, word = join(path, name), NICKNAMES.get(name, name)
-    everywhere = [other for other in _every_key() if other != full]  # a training's word in an evaluation
+    everywhere = [other for other in _every_key() if other != full]  # without a training's key in an evaluation
     if path:
         everywhere = [other for other in everywhere if "." not in other or _section(other) == _section(path)]
     elsewhere = [other for other in everywhere if _last(other) == word]
@@ -254,7 +256,7 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
 
 
 def _section(key: str) -> str:
-    """Return the block of the top that a key is in; fsdp_config, tp_config and their like are one."""
+    """Return the top-level block of a key. All blocks named *_config count as one."""
     block = key.partition(".")[0]
     return "_config" if block.endswith("_config") else block
 
@@ -269,6 +271,6 @@ def _num_shared_parts(key: str, other: str) -> int:
 
 
 def _every_key() -> list[str]:
-    """Return the keys of a training YAML, blocks before what is in them."""
+    """Return the keys of a training YAML, each block before its own keys."""
     keys = (key.replace(".*", "").split(".") for key in schema_keys(TrainConfig))
     return list(dict.fromkeys(".".join(key[: end + 1]) for key in keys for end in range(len(key))))

@@ -1,4 +1,4 @@
-"""Changes in the middle of a run: the configuration in a checkpoint against that of the launch that carries it on.
+"""Changes in mid-run: the configuration in a checkpoint compared with that of the launch that carries the run on.
 
 Each key's rule stands beside it in the schema. Fingerprints tell whether tokenizer and data are still the same.
 """
@@ -17,7 +17,7 @@ from llmfoundry_lite.errors import CheckpointError
 class Change(NamedTuple):
     key: str
     there: Any
-    """In the checkpoint."""
+    """Value in the checkpoint; `here` is the launch's."""
     here: Any
 
     def __str__(self) -> str:
@@ -25,9 +25,9 @@ class Change(NamedTuple):
 
 
 def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule, list[Change]]:
-    """Return all keys of two configurations (as `schema.as_dict` gives them) that differ, by their rules.
+    """Return all keys that differ between two configurations (as `schema.as_dict` gives them), by their rules.
 
-    `there` may come from another release: a key that it lacks had the default, a key unknown here is ignored.
+    `there` may come from another release. A key that it lacks counts as the default; a key unknown here is ignored.
     """
     found: dict[Rule, list[Change]] = {"freely": [], "logged": [], "never": []}
     has_dropout = bool(get(here, "model.attn_config.attn_pdrop")[1])
@@ -38,7 +38,7 @@ def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule
 
 
 def find_model_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
-    """Return changes that make the same weights another function of the tokens."""
+    """Return changes of the model with which the same weights would compute something else."""
     then, now = there.get("model"), here.get("model")
     if not isinstance(then, Mapping) or not isinstance(now, Mapping):
         return []
@@ -46,7 +46,7 @@ def find_model_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> lis
 
 
 def refuse_changes(changes: list[Change]) -> None:
-    """Raise CheckpointError if there is any: these keys may never change."""
+    """Raise CheckpointError if `changes` has any: these keys may never change."""
     if not changes:
         return
     differ = ", ".join(f"{c.key} is {as_text(c.here)} here and {as_text(c.there)} in the checkpoint" for c in changes)
@@ -58,14 +58,14 @@ def refuse_changes(changes: list[Change]) -> None:
 
 
 def trained_values(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return every key that does not change freely, and its value as text: launches that train one run
-    together must have these in common. `config` is as `schema.as_dict` gives it."""
+    """Return key -> value as text, for every key that may not change freely. Launches that train one run together
+    must agree in these. `config` is as `schema.as_dict` gives it."""
     return {key: as_text(get(config, key)[1]) for key in leaf_keys(dict(config)) if rule_of(key) != "freely"}
 
 
 def rule_of(key: str) -> Rule:
     """Return the rule of a key: its own, or that of the nearest block with one. Raises KeyError for an unknown key."""
-    if key == "optimizer.kwargs.weight_decay":  # within a user's own optimizer, whose arguments have no schema
+    if key == "optimizer.kwargs.weight_decay":  # arguments of a user's own optimizer have no schema
         return "logged"
     rules: list[Rule] = [one.rule for one in settings_along(TrainConfig, key) if one.rule is not None]
     if not rules:
@@ -79,7 +79,7 @@ def as_text(value: Any) -> str:
 
 
 def in_words(value: Any) -> str:
-    """Write a value for people: blocks inside it without keys that were left out."""
+    """Write a value for people: in its blocks, keys that are null or empty are left out."""
 
     def given(inner: Any) -> Any:
         if isinstance(inner, Mapping):

@@ -1,6 +1,6 @@
-"""Checks of keys of a training configuration against each other, and warnings of what is perhaps not meant.
+"""Checks of combinations of keys of a training configuration, and warnings about settings that are perhaps not meant.
 
-`build.py` has checked each key by itself. Blocks know the `problems` of their own keys with each other.
+`build.py` has checked each key by itself. A block's `problems` checks its own keys against each other.
 `check_layout.py` checks how devices divide the model.
 """
 
@@ -124,7 +124,7 @@ def _check_streams(streams: Streams, block: str, *, has_epoch_size: bool) -> Non
 
 
 def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None:
-    """Refuse what stages do not go with, and folders that no stage reads."""
+    """Refuse settings that do not go with stages, and folders that no stage reads."""
     dataset = loader.dataset
     if not block.startswith("train_loader"):
         raise ConfigError(f"{block}.stages: validation has one stage; leave it out, or name a loader for each mixture")
@@ -167,7 +167,7 @@ def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
 
 
 def _check_compilation(options: dict[str, Any]) -> None:
-    """Check the arguments of torch.compile, but for the backend, which may be anybody's package."""
+    """Check the arguments of torch.compile, except `backend`, which any package may bring."""
     for key, value in options.items():
         if key not in COMPILE_OPTIONS:
             known = ", ".join(COMPILE_OPTIONS)
@@ -180,9 +180,9 @@ def _check_compilation(options: dict[str, Any]) -> None:
 
 
 def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
-    """Check that the schedule counts in the unit of max_duration, so that the rate depends on nothing else.
+    """Check that the schedule counts in the unit of max_duration, so that the rate does not depend on the data's size.
 
-    Composer's schedules convert epochs and batches into each other by an epoch's length, which the launch knows.
+    Composer's schedules convert between epochs and batches by an epoch's length, which only the launch knows.
     """
     schedule, run = config.scheduler, Duration.parse(config.max_duration)
     epochs = f"; max_duration: {run.value} counts epochs" if isinstance(config.max_duration, int) else ""
@@ -206,7 +206,7 @@ def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
 
 
 def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | None:
-    """Convert a span exactly, or return None: the configuration does not tell how many samples an epoch has."""
+    """Convert a span exactly. Return None for epochs, whose number of samples the configuration does not tell."""
     seq_len = config.train_loader.dataset.max_seq_len or config.max_seq_len
     num_tokens = {"tok": 1, "sp": seq_len, "ba": seq_len * config.global_train_batch_size}
     if span.unit not in num_tokens or unit not in num_tokens:
@@ -243,7 +243,7 @@ def _check_blocks(config: TrainConfig) -> None:
 
 
 def _check_exact_sums(config: TrainConfig) -> None:
-    """Refuse what computes a microbatch otherwise on other ranks."""
+    """Refuse settings with which another number of ranks would compute other microbatches."""
     if not config.exact_sums:
         return
     reasons = {
@@ -265,7 +265,7 @@ def _check_exact_sums(config: TrainConfig) -> None:
 
 
 def check_kernels(config: TrainConfig, device_type: str) -> None:
-    """Raise ConfigError for kernels whose digits vary, on a device where exact sums would be lost in them."""
+    """Raise ConfigError where exact sums are asked for, and kernels of this device may vary in their last digits."""
     if config.exact_sums and config.deterministic is False and device_type == "cuda":
         raise ConfigError(
             "deterministic: false given, but on a GPU exact_sums needs kernels that give the same digits every time; "
@@ -277,7 +277,7 @@ def check_kernels(config: TrainConfig, device_type: str) -> None:
 
 
 def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: bool = False) -> list[str]:
-    """Return a warning for each setting that is allowed and perhaps not meant."""
+    """Return a warning for each setting that is allowed but perhaps not meant."""
     given = {key for key in ("max_duration", "eval_interval", "save_interval") for one in layers if key in one.values}
     found = [f"{source_of(key, layers)}: {key}{text}" for key, text in _surprises(config, given, under_srun)]
     last = next((one for one in reversed(layers) if "compile_config" in one.values), None)

@@ -15,7 +15,7 @@ from llmfoundry_lite.errors import ConfigError, either
 
 
 def check_layout(config: TrainConfig) -> None:
-    """Check what holds on any number of devices; `check_batch` knows how many there are. Raises ConfigError."""
+    """Check the rules that hold on any number of devices. Raises ConfigError. `check_batch` checks the others."""
     if config.tensor_parallel_degree > 1:
         _check_tensor_parallel(config)
     if config.context.context_parallel_degree > 1:
@@ -26,9 +26,9 @@ def check_layout(config: TrainConfig) -> None:
 
 
 def find_undivided(config: TrainConfig) -> dict[str, str]:
-    """Return block -> its keys that have no effect because its degree is 1.
+    """Return block -> keys without effect, for blocks whose degree is 1.
 
-    They are allowed: the same YAML may run on a smaller cluster with nothing but its degree set to 1.
+    They are allowed, so that setting the degree to 1 is enough to run the same YAML on a smaller cluster.
     """
     found = {}
     for degree_key in DEGREE_KEYS.values():
@@ -167,7 +167,7 @@ def _heads(config: TrainConfig) -> dict[str, int]:
 
 
 def lengths_of(config: TrainConfig) -> dict[str, int]:
-    """Return the tokens of the sequences that there will be, by the key that says so."""
+    """Return key -> tokens, for each key that decides the length of some sequences."""
     lengths = {f"{block}.dataset.max_seq_len": loader.dataset.max_seq_len for block, loader in config.loaders.items()}
     return {"max_seq_len": config.max_seq_len} | {key: length for key, length in lengths.items() if length is not None}
 

@@ -46,7 +46,7 @@ IS_WITHIN = must_be(
 class TokenizerConfig:
     name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"))
     kwargs: dict[str, Any] = setting(dict)
-    """LLM Foundry's options; only model_max_length is used by anything (a check against max_seq_len)."""
+    """LLM Foundry's options. Only model_max_length is used: it is checked against max_seq_len."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,7 +61,7 @@ class StreamConfig:
     choose: int | None = setting(None, POSITIVE)
     """Samples of this stream in an epoch."""
     download_retry: int | None = setting(None, NON_NEGATIVE, hardware=True)
-    """Default of this and the next three: the data set's."""
+    """Default of this key and the next three: the data set's value."""
     download_timeout: float | None = setting(None, POSITIVE, hardware=True)
     validate_hash: str | None = setting(None, choices=HASHES, change="freely")
     keep_zip: bool | None = setting(None, change="freely")
@@ -72,8 +72,8 @@ class StageConfig:
     until: str | float | None = span(None, ("ba", "sp", "tok", "dur"))
     """End of the stage; the last one ends with the run."""
     streams: dict[str, StreamConfig] = setting(dict)
-    """Default: the data set's own. What a stream leaves out, but for its share, is that of the one of its name before
-    it."""
+    """Default: the data set's own. Keys that a stream leaves out come from the last stream of that name before it. Its
+    share does not."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -85,7 +85,7 @@ class TextDatasetConfig:
     streams: dict[str, StreamConfig] = setting(dict)
     """Several data sets, mixed; keys are names of your choice."""
     stages: list[StageConfig] = setting(list, change="logged")
-    """Mixtures, one after another. Nothing that has been trained may change: each checkpoint knows its stages."""
+    """Mixtures, one after another. Stages that have been trained may not change; checkpoints record them."""
     shuffle: bool = False
     shuffle_seed: int = setting(9176, NON_NEGATIVE)
     shuffle_block_size: int | None = setting(None, POSITIVE)
@@ -95,23 +95,23 @@ class TextDatasetConfig:
     epoch_size: int | str | None = setting(None, _in_units(COUNTS, "100k"))
     predownload: int | None = setting(None, POSITIVE, hardware=True)
     cache_limit: int | str | None = setting(None, _in_units(SIZES, "100gb"), hardware=True)
-    """Bytes, or 100gb. Only copies of a remote are removed."""
+    """Bytes, or text such as 100gb. Only copies of a remote are removed."""
     download_retry: int = setting(2, NON_NEGATIVE, hardware=True)
     download_timeout: float = setting(60, POSITIVE, hardware=True)
     """Seconds."""
     validate_hash: str | None = setting(None, choices=HASHES, change="freely")
     """Algorithm that checks shards; default: the fastest of those in index.json."""
     allow_unhashed_shards: bool = setting(False, change="freely")
-    """Load shards that have no hash beside others that have one; their damage is not seen."""
+    """Load shards without a hash where others have one. Damage in them goes unnoticed."""
     allow_truncation: bool = setting(False, change="freely")
-    """Read the first max_seq_len tokens of samples that have more; the others are left out."""
+    """Read only the first max_seq_len tokens of longer samples, instead of refusing them."""
     keep_zip: bool = setting(False, change="freely")
     token_encoding_type: str = setting("int64", choices="int8 int16 int32 int64 uint8 uint16 uint32 uint64")
-    """Type of a column `tokens` of plain bytes; arrays say theirs themselves."""
+    """Number type of a column `tokens` that holds plain bytes. Columns of arrays name theirs."""
     eos_token_id: int | None = setting(None, NON_NEGATIVE)
     """Token that ends a document, for attn_uses_sequence_id. Default: the tokenizer's end of text."""
     bos_token_id: int | None = setting(None, NON_NEGATIVE)
-    """Token that begins one instead."""
+    """Token that begins a document, instead of one that ends it."""
     override_eos_token_id_mismatch_error: bool = setting(False, change="freely")
     """Permit an eos_token_id that is not the tokenizer's."""
     override_bos_token_id_mismatch_error: bool = setting(False, change="freely")
@@ -135,4 +135,4 @@ class LoaderConfig:
     timeout: float = setting(0, NON_NEGATIVE, hardware=True)
     """Seconds to wait for a worker; 0 waits for ever."""
     kwargs: dict[str, Any] = setting(dict, change="logged")
-    """For python: loaders."""
+    """Arguments of a `python:` loader."""

@@ -1,6 +1,6 @@
-"""Stages of training data, as a YAML says them: the streams of each, and the batch that it begins at. No torch.
+"""Stages of training data, as a YAML describes them: each has streams and a first batch. No torch.
 
-`data/stages.py` makes the order of samples of it.
+`data/stages.py` makes the order of samples from them.
 """
 
 import math
@@ -23,7 +23,7 @@ def own_streams(dataset: TextDatasetConfig) -> Streams:
 def streams_of_stages(dataset: TextDatasetConfig) -> list[Streams]:
     """Return the streams of each stage; one stage where the data set has none.
 
-    A stage's stream takes what it leaves out, but for its share, from the stream of its name before it.
+    Keys that a stage's stream leaves out, its share aside, come from the last stream of its name before it.
     """
     known, found = own_streams(dataset), []
     for stage in dataset.stages:
@@ -39,7 +39,7 @@ def _complete(stream: StreamConfig, before: StreamConfig | None) -> StreamConfig
 
 
 def places_of(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
-    """Return each folder's stream once, by the key it stands at within the data set's block."""
+    """Return key -> stream, each folder once. Keys are relative to the data set's block."""
     found: dict[Path, tuple[str, StreamConfig]] = {}
     for number, streams in enumerate(streams_of_stages(dataset)):
         is_own = not dataset.stages or not dataset.stages[number].streams
@@ -53,10 +53,10 @@ def places_of(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
 def first_batches(
     dataset: TextDatasetConfig, path: str, max_duration: str | int | None, batch_size: int, max_seq_len: int
 ) -> list[int]:
-    """Return the number of batches before each stage. `path` is the block's, for errors. Raises ConfigError.
+    """Return the number of batches before each stage. `path` names the block in errors. Raises ConfigError.
 
     A stage begins with the batch at which its predecessor's `until` is reached, as a schedule's decay does.
-    `max_duration` is None where there is no run, and no `dur`.
+    `max_duration` is None without a run; `until` in `dur` is refused then.
     """
     run = None if max_duration is None else Duration.parse(max_duration)
     num_samples = {"ba": batch_size, "sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}

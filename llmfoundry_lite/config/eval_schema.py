@@ -22,35 +22,35 @@ class TaskConfig:
     num_fewshot: list[int] = setting(
         lambda: [0], must_be("one number or more, 0 or above", lambda value: value and min(value) >= 0)
     )
-    """One result for each."""
+    """Numbers of examples. Each gives a result of its own."""
     fewshot_random_seed: int = 1234
     fewshot_fixed: bool = False
     """The same examples for every item, instead of a choice that depends on (seed, item) alone. They come from the
     first items of the file, which are then not evaluated."""
     prompt_string: str = ""
-    """Once, before everything."""
+    """Text before everything else, once."""
     example_delimiter: str = "\n"
-    """Before each example but the first, and before the item."""
+    """Text before each example but the first, and before the item."""
     continuation_delimiter: str = " "
-    """Between a context and its answer."""
+    """Text between a context and its answer."""
     prelimiter: str = ""
-    """Before each context."""
+    """Text before each context."""
     strip_dataset: bool = True
     """Strip white space around the columns' texts."""
     tokenization: str | None = setting(None, choices=TOKENIZATIONS)
-    """separate: context and answer each on their own, as LLM Foundry does; joint: together, then divided, as
-    lm-evaluation-harness does. Default: the evaluation's."""
+    """separate: context and answer are tokenised apart, as in LLM Foundry. joint: together, then divided, as in
+    lm-evaluation-harness. Default: the evaluation's."""
     metric: str | None = setting(None, choices=METRICS)
     """The metric of the task in tables and averages: acc_per_token, acc (summed) or acc_norm (per character). Default:
     acc_per_token where there are choices, as in LLM Foundry. All three are in the results."""
     has_categories: bool = False
-    """Each value of the column `category` is a task of its own, as in LLM Foundry: an item's examples come from its
-    category, and the score is the mean of the categories' scores, which are given too."""
+    """Treat each value of the column `category` as a task of its own, as LLM Foundry does. An item's examples come from
+    its category. The score is the mean of the categories' scores, which are in the results too."""
     cluster: str | None = None
-    """A column, such as `passage`, that items of one cluster share: standard errors, intervals and tests count clusters
-    as independent, and the items of one as not."""
+    """A column, such as `passage`, whose value names an item's cluster. Standard errors, intervals and tests treat
+    clusters as independent, and items of one cluster as related."""
     max_new_tokens: int | None = setting(None, POSITIVE)
-    """Generation; default: as many as the longest answer has."""
+    """Generation: tokens of an answer at most. Default: as many as the longest answer in the file has."""
     early_stopping_criteria: list[str] = setting(
         list, must_be("no empty text, at which every answer would end", lambda value: "" not in value)
     )
@@ -62,7 +62,7 @@ class TaskConfig:
     hf_loading_vars: dict[str, Any] = setting(dict)
     """Arguments of datasets.load_dataset."""
     hf_parsing_map: dict[str, list[str]] = setting(dict)
-    """Our column -> theirs, joined by spaces."""
+    """Our column -> columns of the data set, whose texts are joined by spaces."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -89,16 +89,16 @@ class Category:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GauntletConfig:
-    """How scores of tasks become scores of categories and averages."""
+    """A gauntlet: how scores of tasks become scores of categories and averages."""
 
     categories: list[Category]
     weighting: str = setting("EQUAL", choices="EQUAL SAMPLE_SZ LOG_SAMPLE_SZ")
     """Weights of a category's tasks: SAMPLE_SZ by the number of items, LOG_SAMPLE_SZ by its log2."""
     subtract_random_baseline: bool = True
     rescale_accuracy: bool = True
-    """Divide by what is left above chance, so that the best score is 1."""
+    """Divide an accuracy above chance by the highest one possible, so that the best score is 1."""
     averages: dict[str, list[str]] | None = None
-    """Name -> categories; default: `default_average`, of all."""
+    """Name of an average -> its categories. Default: `default_average`, over all."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -109,7 +109,7 @@ class Pretrained:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ListedModel:
-    """Text in an entry of LLM Foundry's list of models."""
+    """The part of an entry in LLM Foundry's list of models that is read as text."""
 
     model_name: str
     model: Pretrained
@@ -126,19 +126,19 @@ class EvalConfig:
     model, or hf:NAME."""
     icl_tasks: list[Any] | str = setting(written=list[TaskConfig | str] | str)
     """Names of files in task_folder (without .yaml), files, or tasks written out here;
-    `{label: arc_easy, num_fewshot: [5]}` is the one of that name with other examples."""
+    `{label: arc_easy, num_fewshot: [5]}` is the task of that name with another number of examples."""
     suite: str
     """Default: the first YAML file's name."""
     eval_gauntlet: GauntletConfig | None = setting(None, written=GauntletConfig | str | None)
-    """LLM Foundry's Eval Gauntlet, or the name of a file of it: a second table, of categories and averages."""
+    """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
     skip_missing_tasks: bool = False
     """Leave out, by name, tasks whose data file is not there, instead of refusing the evaluation."""
     results_folder: str = setting("results", must_be("a folder of this machine", lambda value: "://" not in value))
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = "evals"
     data_root: str = "."
-    """Where a relative path of data, or of a YAML that a YAML names, begins if there is no such file here: `scripts` of
-    LLM Foundry's clone."""
+    """Folder for relative paths of data, and of YAMLs that a YAML names, if there is no such file here. For example
+    `scripts` of LLM Foundry's clone."""
     tokenization: str = setting("separate", choices=TOKENIZATIONS)
     precision: str = setting("fp32", choices="fp32 tf32 bf16 fp16")
     """Precision of weights and hidden states. tf32 is fp32 with products in TF32 where the device has it.
@@ -148,7 +148,7 @@ class EvalConfig:
     max_seq_len: int | None = setting(None, POSITIVE)
     """Default: the model's."""
     limit: int | None = setting(None, POSITIVE)
-    """Only the first so many items of each task: a try, not a result."""
+    """Only so many first items of each task: a trial, not a result."""
     tokenizer: str | None = None
     """Default: the model's own."""
     fsdp: bool = False
@@ -156,8 +156,7 @@ class EvalConfig:
     all_checkpoints: bool = False
     """Evaluate every checkpoint of each run, as NAME-ba200: a learning curve."""
     redo: bool = False
-    """Evaluate again, and replace, what results_folder has already: the tasks asked for of the same model, everything
-    of another."""
+    """Evaluate again and replace finished results: the tasks asked for, or all where they are of another model."""
     environment: dict[str, str] = setting(dict)
     dist_timeout: float = 600.0
     variables: dict[str, Any] = setting(dict)

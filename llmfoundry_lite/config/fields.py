@@ -1,6 +1,6 @@
-"""Keys of a configuration: what each may hold, whether it may change in mid-run, and whether hardware may set it.
+"""Keys of a configuration: the values of each, whether it may change in mid-run, and whether hardware may set it.
 
-`setting` writes this beside the key in a schema; `keys_of` and the walks below read it.
+`setting` writes these rules beside the key in a schema; `keys_of` and the walks below read them.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, describe_span
 
 Rule = Literal["freely", "logged", "never"]
-"""How a key may change in mid-run. logged: it takes effect, is named, and is recorded in the new segment."""
+"""How a key may change in mid-run. logged: a change takes effect, is printed, and is recorded in the new segment."""
 
 Replay = Literal["used", "trusted", "left out"]
 """How `replay` treats the key of a recorded run. used: it decides arithmetic or data. trusted: it runs code."""
@@ -23,7 +23,7 @@ Replay = Literal["used", "trusted", "left out"]
 REQUIRED = MISSING
 
 Check = Callable[[Any], Any]
-"""Raises ValueError, saying what was expected."""
+"""Function that raises ValueError, whose text says what was expected."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,27 +32,27 @@ class Setting:
 
     checks: Sequence[Check] = ()
     choices: Sequence[str] = ()
-    """`python:` stands for any import path."""
+    """Values that are allowed. `python:` stands for any import path."""
     instead: str = ""
-    """Follows a value that is not among the choices; default: their list."""
+    """Advice in the error for a value that is not among the choices. Default: their list."""
     expected: str = ""
-    """Describes a value; default: its type."""
+    """Description of a value in errors. Default: its type."""
     change: Rule | None = None
-    """Default: that of the block around it."""
+    """Rule for changes in mid-run. Default: that of the block around the key."""
     only: str = ""
-    """The `name` of the block with which alone the key has a use."""
+    """The only `name` of the block for which the key has a use; empty: any."""
     shapes_dropout: bool = False
-    """A change is logged in a run with attn_pdrop: attention draws masks for the heads and rows that it is given."""
+    """Log a change in a run with attn_pdrop, because the masks depend on which heads and rows a kernel is given."""
     written: Any = None
-    """The type by which its scalars are read, where the field's own takes anything; default: the field's own."""
+    """The type by which its scalars are read, for a field whose own type takes anything. Default: the field's own."""
     hardware: bool = False
-    """A hardware overlay may set it. It changes freely: it says how and from where the run is computed."""
+    """Whether an overlay may set the key. Such a key changes freely: it says how and where the run is computed."""
 
     replay: Replay = "left out"
-    """Treatment of a key of a run by `replay`. Blocks are taken whole."""
+    """How `replay` treats the key. Blocks are taken whole."""
 
     keys: "Callable[[], dict[str, Key]] | None" = None
-    """The field is no key: it holds the values of these, which others bring, and which stand where it does."""
+    """Set for a field that is no key itself: it holds the values of these keys, which companions add beside it."""
 
     @property
     def rule(self) -> Rule | None:
@@ -60,7 +60,7 @@ class Setting:
 
 
 def setting(default: Any = MISSING, *checks: Check, choices: str = "", **metadata: Any) -> Any:
-    """Make a dataclass field; a callable default makes each instance's. `metadata`: other fields of Setting."""
+    """Make a dataclass field. A callable default is a factory. `metadata`: other fields of Setting."""
     made: dict[str, Any] = {"metadata": {"setting": Setting(checks=checks, choices=choices.split(), **metadata)}}
     if default is not MISSING:
         made["default_factory" if callable(default) else "default"] = default
@@ -115,12 +115,12 @@ class Key:
 
     hint: Any
     default: Any
-    """MISSING where a value must be given."""
+    """Default value; MISSING for a key that must be given."""
     setting: Setting
     block: type | None
-    """The dataclass of the block, or blocks, that it holds."""
+    """The dataclass of the block, or blocks, in the field; None for a plain value."""
     container: type | None
-    """dict or list, of blocks."""
+    """dict or list for a field of several blocks, else None."""
 
     @property
     def allows_none(self) -> bool:
@@ -173,7 +173,7 @@ def schema_keys(block: type, prefix: str = "") -> Iterator[str]:
 
 
 def settings_along(block: type, key: str) -> list[Setting]:
-    """Return the settings of a dotted key, from the outermost block on; those above an unknown part, for one."""
+    """Return the settings of a dotted key, from the outermost block on. An unknown part ends them."""
     found: list[Setting] = []
     parts, inside = iter(key.split(".")), block
     for part in parts:

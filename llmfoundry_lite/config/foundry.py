@@ -18,7 +18,7 @@ TABLE = Path(__file__).with_name("foundry.table")
 
 
 def _read_table() -> tuple[dict[str, dict[str, str]], dict[str, list[Any]]]:
-    """Return section -> key -> its sentence, and key -> values that ask for what we do anyway."""
+    """Return section -> key -> sentence, and key -> values that change nothing, because we do the same anyway."""
     sections, harmless = dict[str, dict[str, str]](), dict[str, list[Any]]()
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -36,11 +36,11 @@ _SECTIONS, HARMLESS = _read_table()
 WITHOUT_EFFECT, EVAL_WITHOUT_EFFECT = _SECTIONS["without effect"], _SECTIONS["without effect in an evaluation"]
 """Key -> why it is ignored, which a note says. `*` stands for the loaders."""
 LEFT_OUT, EVAL_LEFT_OUT = _SECTIONS["left out"], _SECTIONS["left out in an evaluation"]
-"""Key -> what to use instead, with which it is refused by name."""
+"""Key -> what to use instead, which the error names."""
 
 
 def refuse_fine_tuning(values: dict[str, Any]) -> None:
-    """Raise ConfigError before anything else of such a file is found to be wrong: no other change would make it run."""
+    """Raise ConfigError for a YAML of fine-tuning, before any other error: no other change would make it run."""
     for key in _keys_of("*.name", values):
         if get(values, key)[1] in ("finetuning", "fine_tuning"):
             raise ConfigError(
@@ -52,10 +52,10 @@ def refuse_fine_tuning(values: dict[str, Any]) -> None:
 
 
 def drop_variables(values: dict[str, Any], layers: Sequence[Layer], cls: type) -> None:
-    """Take out keys that the schema lacks and that `${key}` elsewhere names, in place.
+    """Remove keys that the schema lacks and that `${key}` elsewhere refers to, in place.
 
-    LLM Foundry's YAMLs of before 2024 have their variables at the top: data_local, global_seed. Its options must have
-    been refused or translated before: one that a `${key}` names is an option still.
+    LLM Foundry's YAMLs of before 2024 have their variables at the top: data_local, global_seed. Call this after its
+    options were refused or translated, because a `${key}` may refer to an option too.
     """
     used = set(re.findall(r"\$\{(\w+)\}", str([layer.values for layer in layers])))
     for name in used - set(keys_of(cls)):
@@ -65,7 +65,7 @@ def drop_variables(values: dict[str, Any], layers: Sequence[Layer], cls: type) -
 def drop_keys(
     values: dict[str, Any], layers: Sequence[Layer], without_effect: Mapping[str, str] = WITHOUT_EFFECT
 ) -> list[str]:
-    """Take out keys that are ignored, in place. Returns a note for each."""
+    """Remove keys that are ignored, in place. Returns a note for each."""
     notes = []
     for pattern, reason in without_effect.items():
         for key in _keys_of(pattern, values):
@@ -90,8 +90,8 @@ def _keys_of(pattern: str, values: dict[str, Any]) -> list[str]:
 
 
 def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
-    """Take out a shard degree of -1, which asks for the default; attn_impl triton, which LLM Foundry no longer has; and
-    rope_hf_config where rope_impl, dail by default, ignores it there. Returns notes for the latter two."""
+    """Remove a shard degree of -1, which asks for the default; attn_impl triton, which LLM Foundry no longer has; and
+    rope_hf_config where LLM Foundry ignores it, since rope_impl is dail. Returns notes for the latter two."""
     if get(values, "fsdp_config.data_parallel_shard_degree")[1] == -1:
         pop(values, "fsdp_config.data_parallel_shard_degree")
     attention, key = get(values, "model.attn_config")[1], "model.attn_config.attn_impl"
@@ -111,7 +111,7 @@ def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) 
 def refuse_left_out_keys(
     values: dict[str, Any], layers: Sequence[Layer], left_out: Mapping[str, str] = LEFT_OUT
 ) -> None:
-    """Raise ConfigError that names every key that is left out here; take out those with a harmless value."""
+    """Raise ConfigError that names every key that has no counterpart here; remove those whose value is harmless."""
     refused = []
     for pattern, instead in left_out.items():
         for key in _keys_of(pattern, values):

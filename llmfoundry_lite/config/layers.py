@@ -26,7 +26,7 @@ from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, nearest
 
 OBJECTS = {"allow_objects": True}
-"""OmegaConf's flag with which it carries our PlainScalar."""
+"""Flag that lets OmegaConf carry our PlainScalar."""
 
 
 class Layer(NamedTuple):
@@ -34,12 +34,12 @@ class Layer(NamedTuple):
     """A file's name, or `command line`."""
     values: dict[str, Any]
     note: str = ""
-    """Why `hardware=auto` has chosen this file; else empty."""
+    """Reason why `hardware=auto` has chosen this file; else empty."""
     is_overlay: bool = False
 
 
 GIVEN = "the configuration"
-"""Source of what a program gives as a mapping."""
+"""Source of a mapping that a program gives."""
 HARDWARE = "hardware="
 AUTO_NAMES = ("auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml")
 
@@ -51,9 +51,11 @@ def read_layers(
     needs_file: bool = True,
     given: Mapping[str, Any] | None = None,
 ) -> list[Layer]:
-    """Read files first, then the overlay that `hardware=NAME` or `hardware=auto` means, then the other `key=value`
-    arguments as one last layer. An evaluation, which needs no file, has no overlays. `given` is a program's
-    configuration, below all files. Raises ConfigError."""
+    """Return a layer for each file, then the overlay of `hardware=NAME` or `hardware=auto`, then one layer for all
+    other `key=value` arguments. `given`, a program's configuration, lies below all files. Raises ConfigError.
+
+    Evaluations have no overlays, and need no file.
+    """
     layers = [Layer(GIVEN, dict(given))] if given is not None else []
     overlays: list[Layer] = []
     dotlist: list[str] = []
@@ -88,7 +90,7 @@ def is_key_value(argument: str) -> bool:
 
 
 def is_yaml(argument: str) -> bool:
-    """Return whether it names a file, or a YAML that comes with the package: `mpt-1b`, `h100-8`."""
+    """Return whether the argument is a file, or a YAML that comes with the package, such as `mpt-1b` or `h100-8`."""
     return argument.endswith((".yaml", ".yml")) or find_yaml(argument) is not None
 
 
@@ -138,12 +140,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def is_for_hardware(key: str) -> bool:
-    """Return whether an overlay may set a dotted key: how and from which disks a run is computed, never what."""
+    """Return whether an overlay may set a dotted key: one that decides how and from which disks a run is computed."""
     return any(setting.hardware for setting in settings_along(TrainConfig, key))
 
 
 def hardware_keys() -> list[str]:
-    """Return the keys and whole blocks that an overlay may set, short ones first; a stream's as its data set's."""
+    """Return the keys and whole blocks that an overlay may set, short ones first, a stream's as its data set's."""
     found: dict[str, None] = {}
     for key in schema_keys(TrainConfig):
         parts = key.replace(".streams.*", "").split(".")
@@ -153,7 +155,7 @@ def hardware_keys() -> list[str]:
 
 
 def _read_overlay(name: str) -> Layer:
-    """Read one of ours by its name, one of the user's by its file, or `auto`. Raises ConfigError for another YAML."""
+    """Read an overlay: ours by its name, the user's by its file, or `auto`. Raises ConfigError for another YAML."""
     if name == "auto":
         values, note = choose_overlay()
         if isinstance(values, Path):
@@ -191,9 +193,9 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
 
 
 def _name_eval_loaders(layers: Sequence[Layer]) -> None:
-    """Turn LLM Foundry's list of validation loaders, under either key, into `eval_loaders`, blocks by their labels.
+    """Turn LLM Foundry's list of validation loaders, under either key, into `eval_loaders`: label -> block. In place.
 
-    In place. A list replaces what earlier layers have, as any list does; so does null. Raises ConfigError.
+    A list replaces the loaders of earlier layers, as any list does; so does null. Raises ConfigError.
     """
     for number, (source, values, *_) in enumerate(layers):
         for key, other in (("eval_loader", "eval_loaders"), ("eval_loaders", "eval_loader")):
@@ -267,7 +269,7 @@ def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
 
 
 def _resolve_as_written(merged: Any) -> Any:
-    """Resolve all but `${oc.env:…}`. A variable that names a key, as in `${paths.${oc.env:CLUSTER}}`, is resolved."""
+    """Resolve everything except `${oc.env:…}`; that too where it names a key, as in `${paths.${oc.env:CLUSTER}}`."""
     choosing: set[str] = set()
     while True:
         try:
@@ -282,7 +284,7 @@ def _resolve_as_written(merged: Any) -> Any:
 
 @contextlib.contextmanager
 def _variables_as_written(choosing: Collection[str]) -> Iterator[None]:
-    """Let `${oc.env:…}`, and `${oc.decode:…}` around it, resolve to themselves, but for variables in `choosing`."""
+    """Let `${oc.env:…}`, and `${oc.decode:…}` around it, resolve to themselves, except for variables in `choosing`."""
     register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
 
     def as_written(name: str) -> Callable[..., str | None]:
@@ -316,7 +318,7 @@ def _argument(value: Any) -> str:
 
 
 def _mark(resolved: Any, written: Any) -> Any:
-    """Return `resolved` with its text from the environment marked, which `written` has as it was written."""
+    """Return `resolved`, where text from the environment is marked and keeps what `written` has in its stead."""
     if isinstance(resolved, dict):
         parts = written if isinstance(written, dict) else dict.fromkeys(resolved, written)
         return {key: _mark(value, parts.get(key)) for key, value in resolved.items()}
@@ -340,7 +342,7 @@ def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[
 
 
 def lay_over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` with those of `later` in their place. Nothing is resolved: what a run recorded is data."""
+    """Return `values`, overridden by `later`. Nothing is resolved, because a recorded configuration is data."""
     kept = {**values, **later}
     for key in values.keys() & later.keys():
         if isinstance(values[key], dict) and isinstance(later[key], dict):
@@ -363,7 +365,7 @@ def source_of(key: str, layers: Sequence[Layer]) -> str:
 
 @contextlib.contextmanager
 def naming_source(layers: Sequence[Layer]) -> Iterator[None]:
-    """Put the source of its key before a ConfigError: `d_model: 0 given, …` becomes `run.yaml: d_model: 0 given, …`."""
+    """Prefix a ConfigError with its key's source: `d_model: 0 given, …` becomes `run.yaml: d_model: 0 given, …`."""
     try:
         yield
     except ConfigError as error:
@@ -371,7 +373,7 @@ def naming_source(layers: Sequence[Layer]) -> Iterator[None]:
 
 
 def get(values: Any, key: str) -> tuple[bool, Any]:
-    """Return whether there is a dotted key, and its value."""
+    """Return whether `values` has a dotted key, and its value."""
     for part in key.split("."):
         if not isinstance(values, dict) or part not in values:
             return False, None

@@ -34,14 +34,14 @@ DIMENSIONS = Coordinates._fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRanks:
-    """One rank as the data has it: ranks that see the same samples count as one data rank."""
+    """One rank from the data's point of view: ranks that see the same samples count as one data rank."""
 
     rank: int
     """Data rank of this process."""
     size: int
     """Number of data ranks, each with its share of the global batch."""
     speaks: bool
-    """Whether this process counts what all processes of its data rank have seen."""
+    """Whether this process reports for its data rank, so that its samples count once."""
 
     @property
     def is_first(self) -> bool:
@@ -72,8 +72,8 @@ class Layout:
 
     @property
     def of_parameters(self) -> "Layout":
-        """Layout of parameters. Ranks of a context group use the same ones on other tokens, so they count as further
-        shares of a copy, or as further copies."""
+        """Layout of parameters. The ranks of a context group use the same parameters on different tokens, so they count
+        as further shares of a copy, or as further copies."""
         dimension = "replicate" if self.has_whole_copies else "shard"
         return replace(self, context=1, **{dimension: getattr(self, dimension) * self.context})
 
@@ -101,7 +101,7 @@ class Layout:
         return rank
 
     def group(self, rank: int, dimension: str) -> list[int]:
-        """Return the ranks that differ from `rank` in this dimension alone, itself among them, in order."""
+        """Return, in order, `rank` and the ranks that differ from it in this dimension alone."""
         place, degree = self.coordinates(rank), getattr(self, dimension)
         return [self.rank_at(place._replace(**{dimension: index})) for index in range(degree)]
 
@@ -121,7 +121,7 @@ DEGREE_KEYS = {
     "context": "cp_config.context_parallel_degree",
     "pipeline": "pp_config.pipeline_parallel_degree",
 }
-"""Dimensions whose ranks see the same samples, from the innermost on -> the key of their degree."""
+"""Dimension -> key of its degree, for dimensions whose ranks see the same samples, from the innermost on."""
 
 
 def divide_devices(
@@ -189,11 +189,11 @@ def layout_here(config: TrainConfig) -> Layout:
 
 
 Runs = Sequence[Sequence[int]]
-"""(first row, number of rows) of runs of a matrix's rows, in the order in which a tensor group's ranks have them."""
+"""Runs of a matrix's rows, each (first row, number of rows), in the order of a tensor group's ranks."""
 
 
 def divide_stack(sizes: Sequence[int], tensor: int) -> Runs:
-    """Divide a stack of matrices of so many rows each, such as q, k and v: each rank has its part of every one."""
+    """Divide a stack of matrices with `sizes` rows, such as q, k and v: each rank gets its part of every matrix."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
         (start + rank * (size // tensor), size // tensor)
@@ -217,13 +217,13 @@ def runs_between(runs: Runs, begin: int, end: int) -> list[tuple[int, int, int]]
 
 
 def _name_groups(degrees: Mapping[str, int]) -> str:
-    """Name what a share of the batch goes to, ranks that see the same samples, in the user's words."""
+    """Name the devices that get one share of the batch together, in the user's words."""
     blocks = [DEGREE_KEYS[name].partition(".")[0] for name, degree in degrees.items() if degree > 1]
     return f"groups of {math.prod(degrees.values())} devices ({', '.join(reversed(blocks))})" if blocks else "devices"
 
 
 def name_data_ranks(layout: Layout) -> str:
-    """Name what a share of the batch goes to, in the user's words."""
+    """Name the receivers of a share of the batch, in the user's words."""
     return _name_groups({name: getattr(layout, name) for name in DEGREE_KEYS})
 
 
@@ -237,7 +237,7 @@ WORDS = {
 
 
 def describe_layout(layout: Layout) -> list[str]:
-    """Write the product as a line, and for each dimension the ranks that rank 0 is with."""
+    """Return lines: the product of dimensions, and for each dimension the ranks in rank 0's group."""
     divided = [name for name in WORDS if getattr(layout, name) > 1]
     product = " x ".join(f"{getattr(layout, name)} {WORDS[name]} ({name})" for name in divided)
     nodes = f" in nodes of {layout.node_size}" if layout.node_size < layout.world_size else ""

@@ -34,7 +34,7 @@ THEIR_METRICS = {
     "InContextLearningLMAccuracy",
     "InContextLearningGenerationExactMatchAccuracy",
 }
-"""LLM Foundry's names of what every task of a type has here."""
+"""LLM Foundry's metrics that every task of their type has here anyway."""
 PRECISIONS = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
 """LLM Foundry's word -> ours."""
 
@@ -120,7 +120,7 @@ def _name_of_run(run: str) -> str:
 def _add_runs(models: Any, runs: Sequence[str]) -> Any:
     """Add each run by its folder's name."""
     if not isinstance(models, dict):
-        return models  # and is refused as what it is
+        return models  # the schema refuses it
     for run in runs:
         if (name := _name_of_run(run)) in models:
             raise ConfigError(
@@ -134,7 +134,7 @@ def _add_runs(models: Any, runs: Sequence[str]) -> Any:
 
 
 def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
-    """Put LLM Foundry's words into ours, in place. Returns a note for each that has no effect.
+    """Translate LLM Foundry's keys into ours, in place. Returns a note for each that has no effect.
 
     Raises ConfigError for a model that is not evaluated here.
     """
@@ -165,7 +165,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
 
 
 def _find(path: str, root: str) -> str:
-    """Return where a file that a YAML names is: here, or beneath `data_root`."""
+    """Return the path of a file that a YAML names: here, or below `data_root`."""
     return path if "://" in path or Path(path).exists() else str(Path(root) / path)
 
 
@@ -213,7 +213,7 @@ def _find_model(entry: Any) -> str | None:
 
 
 def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[Layer]) -> list[str]:
-    """Check how its parts go together. Raises ConfigError; returns notes."""
+    """Check that the gauntlet's parts fit together. Raises ConfigError; returns notes."""
     notes = []
     where = f"{source_of('eval_gauntlet', layers)}: eval_gauntlet"
     if gauntlet.rescale_accuracy and not gauntlet.subtract_random_baseline:
@@ -229,13 +229,13 @@ def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[Layer]) -> list[s
         unknown = [category for category in categories if category not in names]
         if unknown and len(unknown) == len(categories):
             raise ConfigError(f"{where}.averages.{average}: no category {unknown[0]!r}; there are: {', '.join(names)}")
-        # LLM Foundry ignores them, and has YAMLs with some.
+        # LLM Foundry ignores unknown categories, and some of its YAMLs have them.
         notes += [f"eval_gauntlet: {average} is without {name!r}, which is no category here" for name in unknown]
     return notes
 
 
 def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> list[str]:
-    """Return a note for each category that lacks a task, which would be known only when all has been asked."""
+    """Return a note for each category that lacks a task, before hours are spent on the others."""
     asked = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
     notes = []
     for category in gauntlet.categories:
@@ -277,7 +277,7 @@ def load_tasks(
 
 
 def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], list[str]]:
-    """Return the tasks whose data are here or elsewhere, and a note for each other. Raises ConfigError for none."""
+    """Return the tasks whose data are here or on the Hub, and a note on each other. Raises ConfigError for none."""
     here = [task for task in tasks if "://" in task.dataset_uri or Path(task.dataset_uri).exists()]
     missing = [task for task in tasks if task not in here]
     if not here:
@@ -326,7 +326,7 @@ def find_held_out_text(model: str) -> str | None:
 def _load_entries(
     entries: Sequence[Any], task_folder: str, layers: Sequence[Layer], metrics: dict[str, list[str]]
 ) -> list[TaskConfig]:
-    """Load tasks; note in `metrics` the labels of those that ask for one that is not computed."""
+    """Load tasks. `metrics` gets, for each metric that is not computed, the labels of the tasks that ask for it."""
     tasks: list[TaskConfig] = []
     for number, entry in enumerate(entries):
         path = f"icl_tasks[{number}]"
@@ -359,7 +359,7 @@ def _read_task_file(name: str, task_folder: str) -> Layer:
 
 
 def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[Layer]) -> Layer:
-    """Read the task that a label names. Raises ConfigError with what was probably meant."""
+    """Read the task that a label names. Raises ConfigError, which suggests the nearest name."""
     names = sorted(file.stem for file in find_task_folder(task_folder).glob("*.y*ml"))
     if label.endswith((".yaml", ".yml")) or label in names:
         return _read_task_file(label, task_folder)

@@ -24,17 +24,17 @@ DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "he
 class Invocation(NamedTuple):
     config: TrainConfig
     dry_run: str
-    """Empty for a launch; `plan` and `full` check what the configuration tells, `here` also this machine."""
+    """Empty for a launch. `plan` and `full` check the configuration alone, `here` also this machine."""
     notes: list[str]
-    """One line for the overlay that `hardware=auto` has chosen, one for keys that were accepted without effect (one for
-    each in a dry run, with its reason), and one for each key that may not mean what it seems to."""
+    """Lines to print: the overlay that `hardware=auto` has chosen; keys that have no effect (in a dry run, a line and a
+    reason for each); and keys that may not do what they seem to."""
 
 
 def load_train_config(
     arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
 ) -> Invocation:
-    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs, and those of `DRY_RUNS`; they are laid
-    over a program's configuration, if `given`.
+    """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs and `DRY_RUNS`. They override `given`, a
+    program's configuration.
 
     Raises ConfigError, in one line: the file, the key, what was given, what was expected, the nearest valid key.
     """
@@ -62,8 +62,8 @@ def load_train_config(
         for path in config.callbacks.extra:
             check_import_path("callbacks", path)
     check_together(config, layers)
-    # srun has started all ranks itself, and not a launcher on each node, which would have a clock of its own.
-    # For several tasks `adopt_srun` has set WORLD_SIZE, for one it has not, and another launcher has.
+    # srun has started all ranks itself: a launcher on each node would kill them by a clock of its own.
+    # `adopt_srun` sets WORLD_SIZE where there are several tasks. With one task, only another launcher sets it.
     tasks = environ.get("SLURM_STEP_NUM_TASKS")
     under_srun = tasks is not None and environ.get("WORLD_SIZE") == (None if tasks == "1" else tasks)
     notes += find_surprises(config, layers, under_srun=under_srun)
@@ -73,7 +73,7 @@ def load_train_config(
 def find_run_folder(
     arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
 ) -> Path | None:
-    """Return the run folder of these arguments, even if they are refused; None if they do not tell it."""
+    """Return the run folder that these arguments lead to, even if they are refused; None if it cannot be told."""
     try:
         layers = read_layers([a for a in arguments if not a.startswith("-")], check_overlays=False, given=given)
         values = merge_layers(layers, TrainConfig)
@@ -86,7 +86,7 @@ def find_run_folder(
 def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Mapping[str, str]) -> None:
     """Name the run and its folders, in place. Every rank must come to the same names, so nothing here is random.
 
-    Name and run folder are recorded as they came out, whatever variables they were made of: the record lies there.
+    Name and run folder are recorded resolved, even if they contain variables, because the record lies there.
     """
     names = (values.get("run_name"), environ.get("RUN_NAME"), Path(layers[0].source).stem)
     name = next(name for name in names if name not in (None, ""))  # an array's first task is 0

@@ -79,15 +79,15 @@ class AttentionConfig:
     head_dim: int | None = setting(None, POSITIVE)
     """Width of a head; default: d_model / n_heads."""
     qkv_bias: bool | None = None
-    """Whether q, k and v have biases; default: as no_bias says."""
+    """Whether q, k and v have biases. Default: the opposite of no_bias."""
     qk_ln: bool = False
-    """Norm over the whole of q and of k, before heads are split."""
+    """Apply a norm to all of q, and to all of k, before heads are split."""
     qk_gn: bool = False
-    """Norm over each head of q and of k."""
+    """Apply a norm to each head of q and of k."""
     norm_type: str = setting("low_precision_layernorm", choices=NORMS)
     """Kind of norm that qk_ln and qk_gn compute. As in LLM Foundry, it does not follow model.norm_type."""
     norm_eps: float = setting(1e-5, POSITIVE)
-    """Added to the variance by the norms of q and k."""
+    """Number that the norms of q and k add to the variance."""
     clip_qkv: float | None = setting(None, POSITIVE)
     """Clamp q, k and v to [-clip_qkv, clip_qkv]."""
     softmax_scale: float | None = setting(None, POSITIVE)
@@ -95,16 +95,16 @@ class AttentionConfig:
     sliding_window_size: int = setting(
         -1, must_be("a number of tokens above 0, or -1 to see all", lambda value: value > 0 or value == -1)
     )
-    """Tokens before itself that a token sees; -1 for all."""
+    """Number of earlier tokens that a token sees; -1 for all."""
     attn_uses_sequence_id: bool = False
-    """Documents packed in one sample do not see each other; they end where the tokenizer's end of text stands, or where
-    eos_token_id or bos_token_id of train_loader.dataset says."""
+    """Keep documents that are packed into one sample from seeing each other. They are divided by the tokenizer's end of
+    text, or by eos_token_id or bos_token_id of train_loader.dataset."""
     alibi: bool = False
-    """Linear distance bias instead of learned positions."""
+    """Use linear distance biases instead of learned positions."""
     alibi_bias_max: int = setting(8, POSITIVE)
     """The steepest slope is 2**-(alibi_bias_max / heads)."""
     rope: bool = False
-    """Rotary positions instead of learned ones."""
+    """Use rotary positions instead of learned ones."""
     rope_theta: float = setting(10_000, POSITIVE)
     """The longest wavelength is 2 * pi * theta tokens."""
     rope_impl: str = setting("dail", choices="dail hf")
@@ -144,7 +144,7 @@ class AttentionConfig:
 class FFNActivation:
     name: str = setting("gelu", choices="gelu quick_gelu relu silu")
     approximate: str = setting("none", choices="none tanh")
-    """For gelu; none is exact."""
+    """Approximation of gelu; none is exact."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -168,13 +168,13 @@ class InitConfig:
         "default_",
     )
     fan_mode: str = setting("fan_in", choices="fan_in fan_out")
-    """For kaiming."""
+    """Fan that kaiming scales by."""
     init_nonlinearity: str = setting("relu", choices="relu leaky_relu linear tanh sigmoid selu")
-    """For kaiming's gain."""
+    """Nonlinearity that decides kaiming's gain."""
     init_div_is_residual: int | float | bool | str = setting(
         True, must_be("true, false or a number above 0", _is_divisor)
     )
-    """Divide the weights that write into the residual stream: true for sqrt(2 * n_layers), or by a number."""
+    """Number to divide the weights that write into the residual stream by; true stands for sqrt(2 * n_layers)."""
     emb_init_std: float | None = setting(None, NON_NEGATIVE)
     """Embeddings from N(0, std) instead of the scheme above."""
     emb_init_uniform_lim: Any = setting(
@@ -182,7 +182,7 @@ class InitConfig:
     )
     """Embeddings from U(-lim, lim), or U(a, b) for a pair."""
     init_std: float | None = setting(None, POSITIVE)
-    """Needed by baseline_."""
+    """Standard deviation of baseline_, which needs it."""
     init_gain: float = setting(0.0, NON_NEGATIVE)
     """kaiming's negative slope, xavier's gain (0 stands for 1)."""
 
@@ -216,7 +216,7 @@ class ModelConfig:
     learned_pos_emb: bool = True
     """Ignored, as in LLM Foundry, when attn_config.alibi or attn_config.rope is on."""
     embedding_fraction: float = setting(1.0, must_be("a share, 0 < share <= 1", lambda value: 0 < value <= 1))
-    """Share of the embeddings' gradient that is used."""
+    """Factor of the embeddings' gradient."""
     attn_config: AttentionConfig = setting(AttentionConfig)
     ffn_config: FFNConfig = setting(FFNConfig)
     init_config: InitConfig = setting(InitConfig, change="freely")
@@ -234,11 +234,11 @@ class ModelConfig:
         choices=NORMS,
         instead="use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
     )
-    """layernorm and rmsnorm in fp32, the others in the compute precision."""
+    """Kind of norm. layernorm and rmsnorm compute in fp32, the others in the compute precision."""
     norm_eps: float = setting(1e-5, POSITIVE)
     tie_word_embeddings: bool = True
     loss_fn: str = setting("auto", choices="auto fused_crossentropy torch_crossentropy", change="freely")
-    """All are the same chunked loss here."""
+    """Accepted for LLM Foundry's sake. All are the same chunked loss here."""
 
     def problems(self) -> Iterator[str]:
         if self.attn_config.head_dim is None and self.d_model % self.n_heads:
@@ -287,22 +287,22 @@ class ModelConfig:
 
     @property
     def kv_dim(self) -> int:
-        """Width of all keys together, and of all values."""
+        """Width of all keys together; the values have the same."""
         return self.num_kv_heads * self.head_dim
 
     def stacked_rows(self, name: str) -> tuple[int, ...]:
-        """Return the rows of each matrix that a parameter stacks, q, k and v; empty for a parameter that is one."""
+        """Return the rows of q, k and v in a parameter that stacks them; empty for any other parameter."""
         return (self.q_dim, self.kv_dim, self.kv_dim) if ".Wqkv." in name else ()
 
     @property
     def has_plain_attention(self) -> bool:
-        """True: causal and nothing else, so that no kernel needs a bias or a mask."""
+        """Whether attention is causal and nothing else, so that no kernel needs a bias or a mask."""
         options = self.attn_config
         return not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id)
 
     @property
     def flex_refusal(self) -> str:
-        """Reason why FlexAttention cannot train it on a GPU; empty where it can."""
+        """Reason why FlexAttention cannot train this model on a GPU; empty where it can."""
         if self.attn_config.attn_pdrop:
             return "flex has no dropout"
         if self.head_dim < MIN_FLEX_HEAD_DIM:

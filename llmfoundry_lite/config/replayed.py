@@ -1,7 +1,7 @@
 """A configuration that a run recorded -> the part of it that `replay` trains with. No torch.
 
-The run may be anybody's, so it is data. Keys that decide arithmetic or data are taken (`replay` in the schema). Nothing
-in their text is resolved, and code that they name runs only if the user trusts its author.
+The run may be anybody's, so its record is data. Keys that decide arithmetic or data are used (`replay` in the schema).
+No variable in their text is resolved, and code that they name runs only if the user trusts its author.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -13,14 +13,14 @@ from llmfoundry_lite.errors import ConfigError, is_masked
 
 CODE = "python:"
 PLAIN_COMPILE_KEYS = ("backend", "dynamic", "fullgraph", "mode")
-"""Arguments of torch.compile that name no program. Its `options` name compilers, by their paths."""
+"""Arguments of torch.compile that are safe to use: its `options` may name compilers, by their paths."""
 KEYS_OF_CODE = ("name", "lr", "num_workers", "drop_last", "kwargs")
-"""Keys of a user's own optimizer or loader: `schema.as_dict` adds others, which it would be called with."""
+"""Keys of a user's own optimizer or loader. `schema.as_dict` records others too, which must not be passed to it."""
 MAX_QUOTED = 60
 
 
 def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts_code: bool) -> dict[str, Any]:
-    """Return the keys that a replay uses, but for those `given` on the command line.
+    """Return the keys that a replay uses, except those `given` on the command line.
 
     Raises ConfigError for code that is not trusted, and for text with `${` in it.
     """
@@ -47,9 +47,9 @@ def without(given: Collection[str], value: Any, path: str = "") -> Any:
 
 
 def refuse_unresolved(values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return recorded values without remotes that are not whole: a folder here may have the data.
+    """Return recorded values without remotes whose URL is incomplete, since a folder here may have the data.
 
-    Raises ConfigError for other text with `${` in it: it names variables of another machine, or of this one.
+    Raises ConfigError for other text with `${` in it, because variables are not resolved in somebody's record.
     """
     found = dict(values)
     if "train_loader" in values:
@@ -63,7 +63,7 @@ def refuse_unresolved(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _without_partial_remotes(value: Any) -> Any:
-    """Return `value` with null for a remote with `${` or masked credentials in it, at any depth."""
+    """Return `value`, at any depth with null for a remote that has `${` or masked credentials in it."""
     if isinstance(value, list):
         return [_without_partial_remotes(inner) for inner in value]
     if not isinstance(value, dict):
@@ -83,7 +83,7 @@ def find_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration as a YAML has them: objects of the user's without keys that are ours."""
+    """Return the values of a configuration as a YAML has them: a user's own objects lose the keys that we added."""
 
     def plain(block: Any) -> Any:
         is_code = isinstance(block, dict) and str(block.get("name")).startswith(CODE) and "kwargs" in block
@@ -93,10 +93,10 @@ def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_code(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in words each part that names code."""
+    """Yield a description of each part that names code."""
     yield from map(_quoted, map(str, find_callbacks(values)))
     yield from (f"{path} {_quoted(text)}" for path, text in _texts(values) if text.startswith(CODE))
-    if isinstance(environment := values.get("environment"), dict) and environment:  # the schema refuses anything else
+    if isinstance(environment := values.get("environment"), dict) and environment:  # the schema refuses other types
         yield f"environment {', '.join(_quoted(str(name)) for name in environment)}"
     compiling = values.get("compile_config")
     if isinstance(compiling, dict):

@@ -43,7 +43,7 @@ class OptimizerConfig:
         instead="expected decoupled_adamw, adamw, lion, decoupled_lionw, muon or python:",
     )
     lr: float = setting(REQUIRED, POSITIVE, change="logged")
-    """With muon, the rate of the blocks' matrices."""
+    """Learning rate. With muon, the rate of the blocks' matrices."""
     adamw_lr: float | None = setting(None, POSITIVE, change="logged", only="muon")
     """Rate of embeddings, head, norms and biases, which AdamW updates. Default: lr."""
     betas: tuple[float, float] | None = setting(None, must_be("0 <= beta < 1", lambda value: 0 <= value < 1))
@@ -55,13 +55,13 @@ class OptimizerConfig:
     ns_dtype: str | None = setting(None, choices="bf16 fp32", change="logged", only="muon")
     """Precision of these iterations; default bf16."""
     adjust_lr_fn: str | None = setting(None, choices="match_rms_adamw original", only="muon")
-    """Torch's word: match_rms_adamw (default) makes updates as large as AdamW's; original is Jordan's scale."""
+    """torch's option. match_rms_adamw, the default, makes updates as large as AdamW's; original is Jordan's scale."""
     eps: float = setting(1e-8, POSITIVE)
     weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged")
-    """Decoupled optimizers: multiplied by lr/initial lr alone; the others: by lr. Default: 1e-5 for decoupled_adamw, as
-    in Composer, 0 for the others."""
+    """Decoupled optimizers multiply it by lr / initial lr, the others by lr. Default: 1e-5 for decoupled_adamw, as in
+    Composer, 0 for the others."""
     kwargs: dict[str, Any] = setting(dict)
-    """For python: optimizers."""
+    """Arguments of a `python:` optimizer."""
 
     @property
     def decay(self) -> float:
@@ -113,26 +113,26 @@ class AlgorithmsConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FSDPConfig:
     sharding_strategy: str = setting("FULL_SHARD", choices="FULL_SHARD SHARD_GRAD_OP HYBRID_SHARD NO_SHARD ZERO_1")
-    """ZERO_1: the optimizer's state sharded, all else whole."""
+    """ZERO_1 shards the optimizer's state and keeps everything else whole."""
     mixed_precision: str = setting("DEFAULT", choices="PURE DEFAULT FULL")
     """PURE: parameters, residual stream and gradient reduction in the compute precision. DEFAULT: gradients are
     reduced in fp32. FULL: parameters and residual stream in fp32, matrix products in the compute precision."""
     data_parallel_shard_degree: int | None = setting(None, POSITIVE)
     """HYBRID_SHARD: devices that share one copy of the model; default: the devices of a node."""
     reduce_every_microbatch: bool | None = None
-    """Sum gradients over devices after each microbatch (memory for one block's whole gradient) or after the last one
-    (memory for the whole model's). Default: after the last, up to 1.5 billion parameters."""
+    """true: sum gradients over devices after each microbatch, which takes memory for one block's whole gradient. false:
+    only after the last one, which takes it for the whole model's. Default: false up to 1.5 billion parameters."""
     activation_checkpointing: bool | str = setting(
         False, must_be("true, false or selective", (True, False, "selective").__contains__)
     )
     """true recomputes each block in the backward pass; selective recomputes all but matrix products and attention."""
     activation_checkpointing_reentrant: bool = False
     activation_cpu_offload: bool = False
-    """Keep what is left of activations in the host's memory; with activation_checkpointing."""
+    """Keep the activations that activation_checkpointing leaves in the host's memory."""
     offload_optimizer: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory and update them there. For accelerators."""
     plain_on_one_device: bool = False
-    """Where one device holds the whole model: leave FSDP2 out of compiled blocks too, and cast parameters once a batch,
+    """Where one device holds the whole model, do without FSDP2 in compiled blocks too, and cast parameters once a batch
     into copies that are kept. Without compilation each forward pass casts. Not measured on a GPU yet."""
 
     def problems(self) -> Iterator[str]:
@@ -157,20 +157,19 @@ class FSDPConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorParallelConfig:
     tensor_parallel_degree: int = setting(1, POSITIVE)
-    """Neighbouring devices that divide the heads and the feed-forward width of each layer and the vocabulary among them
-    and see the same samples; fsdp_config says how the model is shared by such groups."""
+    """Number of neighbouring devices that divide each layer's heads and feed-forward width, and the vocabulary. They
+    see the same samples. fsdp_config says how such groups share the model."""
     sequence_parallel: bool = False
-    """Between layers each device has its run of every sequence: less memory, the same exchange."""
+    """Give each device only a part of every sequence between layers. That saves memory, for the same exchange."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ContextParallelConfig:
     context_parallel_degree: int = setting(1, POSITIVE)
-    """Devices that divide the tokens of each sample among them; fsdp_config says how the model is shared, by all of
-    them."""
+    """Number of devices that divide the tokens of each sample. fsdp_config says how all devices share the model."""
     kind: str = setting("heads", choices="heads gather")
-    """heads: in attention, each device has some heads of all tokens. gather: each has all heads of its own tokens'
-    queries, and all keys and values; for models with fewer heads than devices."""
+    """heads: in attention, each device computes some heads, for all tokens. gather: it computes all heads, for its own
+    tokens, from all keys and values; for models with fewer heads than devices."""
 
     @property
     def num_pieces(self) -> int:
@@ -186,14 +185,14 @@ class ContextParallelConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PipelineConfig:
     pipeline_parallel_degree: int = setting(1, POSITIVE)
-    """Stages: devices, or groups of them, that each hold some of the blocks and see the same samples one after the
-    other; fsdp_config and tp_config say how each stage is divided."""
+    """Number of stages. Each is a device or a group of them, and holds some of the blocks. All see the same samples,
+    one after the other. fsdp_config and tp_config say how a stage is divided."""
     schedule: str = setting("1f1b", choices="gpipe 1f1b interleaved zero_bubble zbv")
     """Order of a stage's forward and backward passes. No schedule changes the gradient."""
     virtual_stages: int | None = setting(None, POSITIVE)
     """Runs of blocks on each device. Default: 2 for interleaved and zbv, else 1."""
     blocks: list[int] | None = None
-    """Blocks of each run, through the model. Default: divided evenly by parameters, embedding and head counted."""
+    """Number of blocks in each run, in the model's order. Default: even by parameters, with embedding and head."""
     num_microbatches: int | None = setting(None, POSITIVE)
     """Default: what device_train_microbatch_size makes; without that, about 4 for each stage."""
 
@@ -208,7 +207,7 @@ class PipelineConfig:
         return self.schedule in ("zero_bubble", "zbv")
 
     def problems(self, n_layers: int) -> Iterator[str]:
-        """Yield `key: what is wrong` for runs of blocks that this schedule or a model of so many blocks has not."""
+        """Yield `key: what is wrong` for runs of blocks that do not suit the schedule or the number of layers."""
         degree, num_runs, blocks = self.pipeline_parallel_degree, self.num_runs, self.blocks
         most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, num_runs)
         least = {"interleaved": 2, "zbv": 2}.get(self.schedule, 1)
@@ -229,8 +228,8 @@ class PipelineConfig:
             yield f"blocks: {blocks} given, expected {degree * num_runs} counts, for {what}"
 
     def default_num_microbatches(self, device_batch_size: int) -> int:
-        """Return the fewest that give each stage 4 or more and divide the batch; else the most that do; else one for
-        each sample."""
+        """Return the fewest microbatches that divide the batch and give each stage 4 or more; else the most below that;
+        else one for each sample."""
         degree = self.pipeline_parallel_degree
         fitting = [n for n in range(degree, device_batch_size + 1, degree) if device_batch_size % n == 0]
         return next((n for n in fitting if n >= 4 * degree), fitting[-1] if fitting else device_batch_size)
@@ -244,7 +243,7 @@ class SpeedMonitorConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class NoOptions:
-    """A callback that takes none."""
+    """Block of a callback without options."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -256,7 +255,7 @@ class ProfilerConfig:
     wait: int = setting(0, NON_NEGATIVE)
     """Batches without the profiler."""
     warmup: int = setting(1, NON_NEGATIVE)
-    """Batches with it, of which nothing is kept: the profiler slows down the first ones."""
+    """Batches with the profiler whose trace is dropped, because it slows down the first ones."""
     active: int = setting(4, POSITIVE)
     """Batches that are traced."""
     repeat: int = setting(1, NON_NEGATIVE)
@@ -272,24 +271,24 @@ class ProfilerConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HFCheckpointerConfig:
-    """Hugging Face folders: of the first checkpoint published at or after each multiple of the interval, and of the
-    run's last. A process of its own writes them."""
+    """Hugging Face folders of checkpoints: the first one published at or after each multiple of the interval, and the
+    run's last. A separate process writes them."""
 
     save_interval: str | int = span(REQUIRED)
     save_folder: str | None = setting(None, not_empty("a folder or a URL; remove the line for the run's save_folder"))
-    """Each is <save_folder>/huggingface/ba<batch>; default: where the run's checkpoints are."""
+    """Folders are <save_folder>/huggingface/ba<batch>. Default: where the run's checkpoints are."""
     precision: str = setting("float32", choices="float32 bfloat16")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GenerateConfig:
-    """Texts that checkpoints write, as often as `interval`, by a process beside the run: generations.jsonl."""
+    """Texts that checkpoints write, at every `interval`, into generations.jsonl. A separate process generates them."""
 
     prompts: list[str] = setting(REQUIRED, must_be("one prompt or more", len))
     interval: str | int = span(REQUIRED)
     max_new_tokens: int = setting(80, POSITIVE)
     do_sample: bool = False
-    """false takes the likeliest token; the next three are then without use."""
+    """false takes the likeliest token, and the next three keys have no effect."""
     temperature: float = setting(1.0, POSITIVE)
     top_k: int | None = setting(50, POSITIVE)
     top_p: float | None = setting(None, must_be("above 0 and up to 1", lambda value: 0 < value <= 1))
@@ -303,24 +302,24 @@ class EarlyStopperConfig:
     dataloader_label: str = setting()
     """eval, eval/<label> of eval_loaders, or train: the mean over an epoch."""
     patience: str | int = span(1, ("ba", "ep"), may_be_zero=True)
-    """End once more than this has passed since the lowest value; a bare integer counts epochs."""
+    """Span since the lowest value after which the run ends; a bare integer counts epochs."""
     min_delta: float = setting(0.0, NON_NEGATIVE)
-    """A lower value counts from this much on."""
+    """Least difference by which a value counts as lower."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class KillLossSpikeConfig:
-    """Tell, or end the launch with exit code 2, when the loss stays above a multiple of its mean, or is high."""
+    """Warn, or end the launch with exit code 2, when the loss stays above a multiple of its mean, or is high."""
 
     log_only: bool = True
     patience: int = setting(4, NON_NEGATIVE)
-    """Outliers in a row that are let pass."""
+    """Consecutive outliers that are tolerated."""
     outlier_multiplier: float = setting(2.0, POSITIVE)
-    """A loss is an outlier from this multiple of the window's mean on."""
+    """Multiple of the window's mean from which a loss is an outlier."""
     window_size: int = setting(100, POSITIVE)
-    """Batches. 100, the default, stands for a twentieth of the run where that is more."""
+    """Batches. The default, 100, means a twentieth of the run where that is more."""
     loss_cap: float = setting(10.0, POSITIVE)
-    """Losses are high when half of a window is above. 10, the default, stands for the first window's highest if lower.
+    """Losses are high when half of a window is above this. The default, 10, means the first window's highest if lower.
     """
 
 
@@ -364,7 +363,7 @@ class TensorboardConfig:
     log_dir: str | None = setting(None, not_empty("a folder; remove the line for <run_folder>/tensorboard"))
     """Default: <run directory>/tensorboard."""
     names: str = setting("ours", choices="ours llm_foundry")
-    """As for wandb."""
+    """Names of metrics, as for wandb."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -434,8 +433,8 @@ class TrainConfig:
     """Batches of global_train_batch_size samples, the first ones of each validation set, on any number of devices; -1
     for all."""
     loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True, replay="used")
-    """Size of the fp32 logits that the loss computes at a time; it takes two and a half times as much. More make larger
-    products, and add up the embedding's gradient in fewer parts."""
+    """Size of the fp32 logits that the loss computes at a time; its memory is two and a half times as much. More makes
+    products larger, and adds up the embedding's gradient in fewer parts."""
     device_eval_batch_size: int | None = setting(None, POSITIVE, hardware=True)
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
     8,192 tokens hold. The loss does not depend on it."""
@@ -443,7 +442,7 @@ class TrainConfig:
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
     icl_task_folder: str = setting("evals", change="freely")
     icl_limit: int | None = setting(None, change="logged")
-    """Only the first so many items of each task."""
+    """Only so many first items of each task."""
     device_train_microbatch_size: int | str | None = setting(
         None,
         must_be("a number of samples, or auto", lambda value: value > 0 if isinstance(value, int) else value == "auto"),
@@ -453,16 +452,16 @@ class TrainConfig:
     )
     """Samples, or auto: the most that fits, measured before the first batch. Default: the device's whole batch."""
     accumulate_train_batch_on_tokens: bool = setting(True, change="never", replay="used")
-    """The loss is the mean over a batch's tokens; false: over the means of its rows that have a loss."""
+    """true: the loss is the mean over a batch's tokens. false: the mean of its rows' means, rows without loss aside."""
     exact_sums: bool = setting(False, change="logged", replay="used")
-    """Bit-identical on any number of ranks whose devices compute a microbatch alike: gradients are added in float64, as
-    multiples of 2^-46. The size of a microbatch is then part of the run."""
+    """Make a run bit-identical on any number of ranks whose devices compute a microbatch alike. Gradients are added in
+    float64, as multiples of 2^-46. The size of a microbatch becomes part of the run."""
     algorithms: AlgorithmsConfig = setting(AlgorithmsConfig, change="logged", replay="used")
     callbacks: CallbacksConfig = setting(CallbacksConfig, change="freely")
     loggers: LoggersConfig = setting(LoggersConfig, change="freely")
     fsdp_config: FSDPConfig | None = setting(None, hardware=True, replay="used")
-    """null: every device holds the whole model (NO_SHARD) up to 1.5 billion parameters, and a share (FULL_SHARD) of
-    larger ones."""
+    """null: every device holds the whole model (NO_SHARD) up to 1.5 billion parameters. Larger models are divided
+    (FULL_SHARD)."""
     tp_config: TensorParallelConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: no layer is divided."""
     cp_config: ContextParallelConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
@@ -470,26 +469,26 @@ class TrainConfig:
     pp_config: PipelineConfig | None = setting(None, hardware=True, shapes_dropout=True, replay="used")
     """null: every device computes all blocks."""
     blocks: dict[str, Any] = setting(dict, keys=keys_of_blocks)
-    """Key -> the block of a companion, or None: this launch trains alone. The YAML has each at its top."""
+    """Key -> block of a companion, or None where the run does not use it. In the YAML each is at the top."""
     on_non_finite: str = setting("stop", choices="stop skip", change="logged", replay="used")
     """Policy for a batch whose loss or gradient is not finite."""
     max_skipped_batches: int = setting(100, POSITIVE, change="freely", replay="used")
-    """skip gives up after this many batches of one launch."""
+    """Skipped batches of one launch after which `skip` gives up."""
     save_folder: str | None = setting(
         None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), change="freely"
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
     save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
-    """A span, a time such as 5m, 90s or 1h, or auto: as often as costs 2 % of training time, by what saves are measured
-    to cost, and more often in a run that has failed often. The end of a launch always saves."""
+    """A span, a time such as 5m, 90s or 1h, or auto. auto saves as often as costs 2 % of training time, by the measured
+    cost of saves, and more often in a run that has failed often. The end of a launch always saves."""
     digest_interval: str | int | None = span(None, change="freely")
-    """Log a digest of weights and optimizer, however they are divided, at every such span too. Each save has one."""
+    """Span at which a digest of weights and optimizer is logged, besides each save. It is the same in every layout."""
     save_num_checkpoints_to_keep: int = setting(
         -1, must_be("-1 (all) or a count above 0", _is_all_or_count), change="freely"
     )
-    """The newest so many; -1 keeps all."""
+    """Number of newest checkpoints to keep; -1 keeps all."""
     save_keep_every_batches: int | None = setting(None, POSITIVE, change="freely")
-    """Also keep every one whose batch is a multiple of this."""
+    """Also keep every checkpoint whose batch is a multiple of this."""
     autoresume: bool = setting(False, change="freely")
     """Carry on from the newest intact checkpoint of save_folder, if there is one."""
     load_path: str | None = setting(
@@ -509,19 +508,19 @@ class TrainConfig:
     max_wall_time: str | int | float | None = setting(None, parse_seconds, hardware=True)
     """Save and exit with code 75 after this much time: 3h55m, 90s, 1d, 3:55:00, or seconds."""
     preemption_grace_seconds: float = setting(20.0, POSITIVE, hardware=True)
-    """From a signal, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
+    """Seconds from a signal, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
     retry_for: str | int | float = setting("30m", parse_seconds, hardware=True)
-    """How long a fault that may pass is waited for without progress, such as a full disk, a server's 5xx or an expired
-    token: by the last save of a launch, and by `llmfoundry-lite train -n`, which starts ranks again. 0 never waits."""
+    """Time to wait without progress for a fault that may pass, such as a full disk, a server's 5xx or an expired token.
+    The last save of a launch waits, and so does `llmfoundry-lite train -n`, which restarts ranks. 0 never waits."""
     compile_config: dict[str, Any] | None = setting(None, hardware=True, replay="used")
     """Arguments of torch.compile, which is applied to each block and to the loss; {} for its defaults."""
     deterministic: bool | None = setting(None, change="freely", replay="used")
-    """Only kernels that give the same digits every time; slower, and an error where torch has none. null: on a GPU as
-    exact_sums needs it, elsewhere torch's own choice."""
+    """true: use only kernels that give the same digits every time. They are slower, and torch raises where it has none.
+    null: true on a GPU with exact_sums, else torch's own choice."""
     dist_timeout: float = setting(600.0, POSITIVE, hardware=True)
     """Seconds a collective may take."""
     environment: dict[str, str] = setting(dict, hardware=True, replay="trusted")
-    """Environment variables of NCCL, RCCL and torch for this hardware; what the shell has set already stands."""
+    """Environment variables of NCCL, RCCL and torch for this hardware. Those that the shell has set take precedence."""
     progress_bar: bool = setting(False, change="freely")
     log_to_console: bool = setting(True, change="freely")
     console_log_interval: str | int = span("1ba", ("ba", "ep"), change="freely")
@@ -554,7 +553,7 @@ class TrainConfig:
 
     @property
     def fuses_loss(self) -> bool:
-        """Whether the loss's steps from logits to gradient become one kernel; other compilers only trace them."""
+        """Whether the loss's steps from logits to gradient become one kernel; only inductor fuses them."""
         return self.compile_config is not None and self.compile_config.get("backend", "inductor") == "inductor"
 
     def is_deterministic_on(self, device_type: str) -> bool:
@@ -564,12 +563,12 @@ class TrainConfig:
     @property
     def reduces_every_microbatch(self) -> bool:
         if self.pipeline.pipeline_parallel_degree > 1:
-            return False  # a stage sums its gradients over devices when the schedule is done
+            return False  # a pipeline's stage sums its gradients once, after the schedule
         wish = self.sharding.reduce_every_microbatch
         return self.model.num_matrix_parameters > MAX_REPLICATED_PARAMETERS if wish is None else wish
 
     def first_microbatch_size(self, device_batch_size: int) -> int:
-        """Return the samples of a launch's first microbatch: auto measures from 1 on."""
+        """Return the samples of a launch's first microbatch; with auto that is 1, from which it measures."""
         if self.device_train_microbatch_size == "auto":
             return 1
         if self.pipeline.pipeline_parallel_degree > 1 and self.device_train_microbatch_size is None:
@@ -579,7 +578,7 @@ class TrainConfig:
 
     @property
     def trains_alone(self) -> bool:
-        """No other launch trains this run at the same time."""
+        """Whether no other launch trains this run at the same time."""
         return not given_blocks(self.blocks)
 
     @property
@@ -593,25 +592,25 @@ class TrainConfig:
 
     @property
     def eval_subset_samples(self) -> int | None:
-        """Samples of an evaluation; None for all. They follow from no setting of the hardware's."""
+        """Samples of an evaluation; None for all. No setting of the hardware changes them."""
         count = self.eval_subset_num_batches
         return count * self.global_train_batch_size if count > 0 else None
 
     @property
     def has_own_components(self) -> bool:
-        """Whether the YAML names code of the user's, by its import path."""
+        """Whether the YAML names the user's own code, by its import path."""
         names = [self.optimizer.name, *(loader.name for loader in self.loaders.values())]
         return bool(self.callbacks.extra) or any(name.startswith("python:") for name in names)
 
     @property
     def validation(self) -> dict[str, LoaderConfig]:
-        """Key of each block of validation data -> the block."""
+        """Key -> block, for each block of validation data."""
         single = {} if self.eval_loader is None else {"eval_loader": self.eval_loader}
         return single | {f"eval_loaders.{label}": loader for label, loader in self.eval_loaders.items()}
 
     @property
     def loaders(self) -> dict[str, LoaderConfig]:
-        """Key of each block of data -> the block."""
+        """Key -> block, for each block of data."""
         return {"train_loader": self.train_loader, **self.validation}
 
     @property
@@ -634,14 +633,14 @@ def with_keys(config: TrainConfig) -> dict[str, Any]:
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as it is recorded: dictionaries, lists, numbers and text, without anyone's secrets.
+    """Return the configuration as it is recorded: dictionaries, lists, numbers and text, without secrets.
 
-    Text of an environment variable stands as it was written, `${oc.env:…}`; credentials in URLs are masked.
+    Text from an environment variable stays as it was written, `${oc.env:…}`. Credentials in URLs are masked.
     """
 
     def recorded(text: str) -> str:
         return mask_credentials(text.written if isinstance(text, FromEnvironment) else text)
 
     values = map_texts(with_keys(config), recorded)
-    values["optimizer"]["weight_decay"] = config.optimizer.decay  # a default may change; what a run did may not
+    values["optimizer"]["weight_decay"] = config.optimizer.decay  # recorded: the default may change
     return values

@@ -12,18 +12,18 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped_folder(kind: str) -> Path:
-    """Return the folder of a kind, yamls or evals."""
+    """Return the folder of the package's `yamls` or `evals`."""
     inside = PACKAGE / kind
     return inside if inside.is_dir() else PACKAGE.parent / kind
 
 
 def shipped_yamls() -> dict[str, Path]:
-    """Return name -> file, of training runs, hardware overlays and evaluations."""
+    """Return name -> file, for training runs, hardware overlays and evaluations."""
     return {path.stem: path for path in sorted(shipped_folder("yamls").glob("*/*.yaml"))}
 
 
 def find_yaml(argument: str) -> Path | None:
-    """Find the file that `argument` means: one that exists, or one of ours by its name or by its path in a clone."""
+    """Find the file that `argument` names: an existing one, or one of ours by its name or its path in a clone."""
     given = Path(argument)
     if given.suffix in (".yaml", ".yml"):
         if given.is_file():
@@ -34,11 +34,11 @@ def find_yaml(argument: str) -> Path | None:
 
 
 def find_task_folder(folder: str) -> Path:
-    """Return `folder`, or the tasks that come with the package where it is `evals` and there is none here."""
+    """Return `folder`; for `evals`, where no such folder is here, the tasks that come with the package."""
     return Path(folder) if folder != "evals" or Path(folder).is_dir() else shipped_folder("evals")
 
 
 def near_name(argument: str, cutoff: float = 0.6) -> str:
-    """Return the shipped name, if any, that is near to `argument`, a name or a file that does not exist."""
+    """Return the shipped name nearest to `argument`, a name or file that does not exist; empty if none is near."""
     argument = Path(argument).stem if argument.endswith((".yaml", ".yml")) else argument
     return nearest(argument, shipped_yamls(), cutoff)

@@ -36,7 +36,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class SaveInterval:
-    """A span of training, a time, or neither: `auto`."""
+    """A span of training, a time, or `auto`, which has neither."""
 
     span: Duration | None = None
     seconds: float | None = None

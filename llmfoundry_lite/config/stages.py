@@ -1,6 +1,6 @@
-"""Stages of a pipeline: the blocks of each, and the device that holds it. Arithmetic, without torch.
+"""Stages of a pipeline: which blocks each has, and which device holds it. Arithmetic, without torch.
 
-Blocks stay in order. A stage is one run of them; interleaved schedules give each device several.
+Blocks stay in order. A stage is a run of consecutive ones; interleaved schedules give each device several stages.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Has the embeddings."""
+        """Whether the stage has the embeddings."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Has the last norm, the head and the loss."""
+        """Whether the stage has the last norm, the head and the loss."""
         return self.index == self.num_stages - 1
 
 
 def stages_of(model: ModelConfig, pipeline: PipelineConfig) -> list[list[Stage]]:
-    """Return for each rank of a pipeline its stages, in the model's order.
+    """Return the stages of each rank of a pipeline, in the model's order.
 
-    Rank r of p has the stages r, r + p, ...; with zbv r and 2p - 1 - r, so that the first and the last meet.
+    Rank r of p has stages r, r + p, ...; with zbv, r and 2p - 1 - r, so that one rank has the first and the last.
     """
     degree, num_stages = pipeline.pipeline_parallel_degree, pipeline.pipeline_parallel_degree * pipeline.num_runs
     end, stages = 0, []
@@ -59,10 +59,10 @@ def takes_microbatches(pipeline: PipelineConfig, count: int) -> bool:
 
 
 def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
-    """Return the number of blocks of each stage, at least one, so that the costliest stage costs least.
+    """Return the number of blocks of each stage, at least one, such that the costliest stage is as cheap as possible.
 
-    Costs are parameters: the embedding is the first stage's and the head the last one's, whether or not they are one
-    matrix. Among equals the later stage gets more, since the earlier ones keep more microbatches' activations.
+    The cost is parameters. The first stage has the embedding and the last one the head, even if they are one matrix.
+    Among equals the later stage gets more blocks, since earlier ones keep the activations of more microbatches.
     """
     block, head = block_and_head(model)
     costs, counts = [block] * num_stages, [1] * num_stages
@@ -76,7 +76,7 @@ def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
 
 
 def block_and_head(model: ModelConfig) -> tuple[int, int]:
-    """Return the parameters of a block's matrices, and of the head."""
+    """Return the number of parameters in a block's matrices, and in the head."""
     d = model.d_model
     attention = 2 * d * (model.q_dim + model.kv_dim)
     feed_forward = d * model.ffn_dim * (3 if model.ffn_config.ffn_type == "mptglu" else 2)

@@ -1,4 +1,4 @@
-"""Text as it was written: beside what YAML reads it as, and beside what `${oc.env:…}` came to.
+"""Text as it was written, kept beside the value that YAML reads in it or `${oc.env:…}` resolves to.
 
 YAML reads the git hash 5e12345 as infinity. Only the schema knows that it is a name, so both readings are kept until
 `choose_readings` takes one. The text of an environment variable may be a secret, so it is recorded as `${oc.env:…}`.
@@ -30,7 +30,7 @@ class FromEnvironment(str):
     """Text that came from an environment variable."""
 
     written: str
-    """It with `${oc.env:…}` in place of the variable's text."""
+    """The text as it was written, with `${oc.env:…}` for the variable."""
 
     def __new__(cls, text: str, written: str) -> "FromEnvironment":
         made = super().__new__(cls, text)
@@ -48,7 +48,7 @@ class FromEnvironment(str):
 
 
 def map_texts(values: Any, change: Callable[[str], str]) -> Any:
-    """Return `values` with every text in it changed, and lists for tuples."""
+    """Return `values` with `change` applied to every text, and lists in place of tuples."""
     if isinstance(values, dict):
         return {key: map_texts(value, change) for key, value in values.items()}
     if isinstance(values, list | tuple):
@@ -60,7 +60,7 @@ AMBIGUOUS = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9
 
 
 def hint_at_number(text: str) -> str:
-    """Say how text becomes a number: what a variable holds is text, and 010 and 1:30 have two meanings."""
+    """Return advice on text where a number is expected: a variable's value is text; 010 and 1:30 have two meanings."""
     if isinstance(text, FromEnvironment):
         return f"; a variable is text, so write ${{oc.decode:{text.written}}}"
     if not AMBIGUOUS.fullmatch(text):
@@ -78,12 +78,12 @@ def hint_at_number(text: str) -> str:
 
 
 def choose_readings(block: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` with the text of each scalar where `block` says text, else with its number or truth value.
+    """Return `values` with each scalar read as `block` says: as text, or as its number or truth value.
 
-    Text from the environment stays marked, to be recorded as it was written, where it may change freely in mid-run:
-    paths, URLs, names, arguments of loggers and callbacks. Everything else decides what is trained, one's own optimizer
-    and loader too, and is recorded as it came out, or another variable would change a run unseen. Raises ConfigError
-    for a URL whose credentials were masked when it was recorded.
+    Text from the environment stays marked, and is recorded as it was written, where it may change freely in mid-run:
+    paths, URLs, names, arguments of loggers and callbacks. Everything else, a user's own optimizer and loader too,
+    decides what is trained. It is recorded resolved, or another variable would change a run unnoticed. Raises
+    ConfigError for a URL whose credentials were masked when it was recorded.
     """
     return _choose_in_block(block, values, "", "freely")
 
@@ -91,7 +91,7 @@ def choose_readings(block: type, values: dict[str, Any]) -> dict[str, Any]:
 TASK_SYNONYMS = {"question_prelimiter": "prelimiter"}
 EVAL_SYNONYMS = {"icl_tasks_str": "icl_tasks", "eval_gauntlet_str": "eval_gauntlet"}
 SYNONYMS = TASK_SYNONYMS | EVAL_SYNONYMS
-"""Keys of older YAMLs of LLM Foundry -> ours, by which their scalars are read."""
+"""Keys of LLM Foundry's older YAMLs -> our keys, whose types say how to read their scalars."""
 
 
 def _choose_in_block(block: type, values: Mapping[str, Any], path: str, rule: Rule) -> dict[str, Any]:

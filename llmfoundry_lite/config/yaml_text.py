@@ -1,7 +1,7 @@
-"""YAML text -> values, whose scalars keep their text; and values -> YAML text, from which the same values are read.
+"""YAML text -> values whose scalars keep their text, and values -> YAML text that reads as the same values.
 
-It is YAML 1.1, as LLM Foundry reads it, with OmegaConf's numbers (`1e-3` is one). 010 and 1:30 are text: YAML 1.1 reads
-8 and 90 there, and few expect it. Keys are text.
+This is YAML 1.1, as LLM Foundry reads it, with OmegaConf's numbers (`1e-3` is one). 010 and 1:30 are text, because few
+expect the 8 and the 90 that YAML 1.1 reads there. Keys are text.
 """
 
 import math
@@ -19,17 +19,17 @@ FLOAT = r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[
 NOT_FINITE = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 STRING, MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 BEFORE_REFERENCE = re.compile(r"(?<!\\)(\\*)\$\{")
-"""The backslashes are found from the first one only, or a megabyte of them would take hours."""
+"""`${` and the backslashes before it. The look-behind matters: without it, a megabyte of backslashes takes hours."""
 MAX_EXPANSION = 100
-"""Values by aliases, for each that is written."""
+"""Values that a document may have with its aliases expanded, for each value that is written."""
 MAX_DEPTH = 100
-"""Blocks within blocks. libyaml's reader calls itself for each, and overflows the stack at some thousands."""
+"""Depth of nested blocks. libyaml's reader recurses, and overflows the stack at some thousands."""
 
 _Fastest: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class PlainLoader(_Fastest):
-    """Reads plain values, down to MAX_DEPTH."""
+    """Loader of plain values, down to MAX_DEPTH."""
 
     depth = 0
 
@@ -43,7 +43,7 @@ class PlainLoader(_Fastest):
 
 
 class Loader(PlainLoader):
-    """Reads plain scalars with their text."""
+    """Loader that keeps the text of plain scalars."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE]
@@ -86,7 +86,7 @@ Loader.yaml_implicit_resolvers = {
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes text in quotes where `Loader`, or another reader of YAML 1.1 or 1.2, would read something else."""
+    """Dumper that quotes text where `Loader`, or another reader of YAML 1.1 or 1.2, would read something else."""
 
 
 for _kind in (Loader, Dumper):
@@ -135,9 +135,9 @@ def dump_yaml(values: Any) -> str:
 
 
 def dump_record(config: Any, *, keep_variables: bool = True) -> str:
-    """Write a configuration as `schema.as_dict` gives it: YAML that a launch reads as the same configuration.
+    """Write a configuration, as `schema.as_dict` gives it, as YAML that a launch reads as the same configuration.
 
-    `keep_variables`: the launch resolves `${oc.env:…}` again; else `${` means nothing in any text.
+    With `keep_variables` the launch resolves `${oc.env:…}` again; else every `${` is plain text.
     """
 
     def escape(found: re.Match) -> str:
@@ -148,7 +148,7 @@ def dump_record(config: Any, *, keep_variables: bool = True) -> str:
 
 
 def read_record(text: str | bytes) -> Any:
-    """Read it as data: no `${…}` is resolved. Raises YAMLError."""
+    """Read a recorded configuration as data: no `${…}` is resolved. Raises YAMLError."""
 
     def unescape(found: re.Match) -> str:
         return found[1][: len(found[1]) // 2] + "${"

@@ -34,7 +34,7 @@ VOCABULARY_FILES = (
     *("tokenizer.json", "added_tokens.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
 )
-"""Files of a tokenizer that are carried as they are; `data/tokenizer.py` reads the others."""
+"""Files of a tokenizer that are copied unchanged; `data/tokenizer.py` reads the others."""
 ADAPTER_FILE = "adapter_config.json"
 LISTING = "export.json"
 """Name of the file with the hash of every other file: it tells an export from a folder of somebody else."""
@@ -42,7 +42,7 @@ LISTING = "export.json"
 
 @contextlib.contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """Yield a draft folder, then sync it and move it to `folder`, over an earlier export. Raises ExportError."""
+    """Yield a draft folder, then sync it and move it to `folder`, replacing an earlier export. Raises ExportError."""
     folder = folder.resolve()
     with contextlib.suppress(FileNotFoundError):  # the working folder may be gone
         if (here := Path.cwd()) in folder.parents:
@@ -52,7 +52,7 @@ def published(folder: Path) -> Iterator[Path]:
     draft, replaced = work / "draft", work / "replaced"
     try:
         with _alone_in(work, folder):
-            if not folder.exists() and _find_foreign(replaced) is None:  # killed between the two renames below
+            if not folder.exists() and _find_foreign(replaced) is None:  # killed between the renames below
                 replaced.rename(folder)
             is_taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
             if is_taken and (foreign := _find_foreign(folder)) is not None:
@@ -75,7 +75,7 @@ def published(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _alone_in(work: Path, folder: Path) -> Iterator[None]:
-    """Lock out other exports, where the file system can lock, and restore `folder` at the end. Raises ExportError."""
+    """Exclude other exports, if the file system can lock, and restore `folder` after a failure. Raises ExportError."""
     while True:
         work.mkdir(parents=True, exist_ok=True)
         try:
@@ -98,7 +98,7 @@ def _alone_in(work: Path, folder: Path) -> Iterator[None]:
 
 
 def _find_foreign(folder: Path) -> str | None:
-    """Describe the first thing in `folder` that no export has written; None for an unchanged export."""
+    """Describe the first file in `folder` that no export has written; None for an unchanged export."""
     try:
         hashes = bounded.read_json(folder / LISTING, "a listing")["files"]
         names = {path.name for path in folder.iterdir()} - {LISTING}
@@ -138,7 +138,7 @@ def write_weights(
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write one file, readable by others as far as the umask says: safetensors writes for the owner alone.
+    """Write one file with the umask's permissions; safetensors itself would let only the owner read it.
 
     Raises OSError.
     """
@@ -198,7 +198,7 @@ def read_dtypes(folder: Path) -> dict[str, str]:
 
 
 def _read_all(folder: Path, files: list[str], read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
-    """Read the tensors of all files. Raises ExportError for one that two files have."""
+    """Read the tensors of all files. Raises ExportError for a tensor that two files have."""
     state: dict[str, T] = {}
     for file in files:
         content = read(folder / file)
@@ -240,7 +240,7 @@ def _read_safetensors(path: Path, read: Callable[[Any, str], T]) -> dict[str, T]
 def write_tokenizer(folder: Path, draft: Path, model_max_length: int) -> dict[str, Any]:
     """Copy a tokenizer, with generation_config.json. Returns the ids of its special tokens, for config.json.
 
-    Those that generation_config.json names count more than the tokenizer's own: a chat model may stop at several.
+    Ids in generation_config.json take precedence over the tokenizer's own, because a chat model may stop at several.
     Raises ExportError, or DataError for files that cannot be read.
     """
     files = read_folder(folder)

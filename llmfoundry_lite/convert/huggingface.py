@@ -1,8 +1,8 @@
 """Export to, and import from, the three Hugging Face layouts that `transformers` runs without remote code.
 
-Models with ALiBi travel as MPT, with RoPE as Llama, the others as GPT-2 (`layouts.py`). Reads and writes safetensors; a
-pickle is refused unless the caller brings its own reader. `transformers` itself is not imported: the layouts are facts,
-and tests hold them against it.
+Models with ALiBi are written as MPT, with RoPE as Llama, the others as GPT-2 (`layouts.py`). Files are safetensors; a
+pickle is refused unless the caller brings a reader for it. `transformers` itself is not imported: the layouts are
+written down here, and tests compare them with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ LAYOUTS = {"mpt": MPT_LAYOUT, "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Others are packed, and mean something only with what unpacks them."""
+"""Dtypes of weights that can be read. Others are packed, and need their own code to be unpacked."""
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -58,9 +58,9 @@ def export_model(
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with the logits of our model.
 
     `state_dict` holds whole CPU tensors under the names of `MPT.state_dict()`; `dtype` is fp32 or bf16. An earlier
-    export in `folder` is replaced at once when the new one is complete. What matters to training alone is carried as
-    far as a layout has a word for it: dropout, `embedding_fraction`, `attn_uses_sequence_id`, how weights were
-    initialised, whether q, k and v are one matrix. Raises ExportError.
+    export in `folder` is replaced in one step once the new one is complete. Settings that only matter to training are
+    kept where the layout has a key for them: dropout, `embedding_fraction`, `attn_uses_sequence_id`, initialisation,
+    whether q, k and v are one matrix. Raises ExportError.
     """
     reason = can_export(config)
     if reason is not None:
@@ -88,12 +88,12 @@ def import_model(
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Read a Hugging Face folder in MPT, GPT-2 or Llama layout: the model it describes, and its weights as stored.
 
-    MPT folders written by LLM Foundry, with all that transformers' MPT has not, are read as well. `read_pickle` reads
-    pytorch_model.bin files where there is no safetensors; without it they are refused. Raises ExportError.
+    MPT folders by LLM Foundry are read too, with the options that transformers' MPT lacks. `read_pickle` reads
+    pytorch_model.bin files where there are no safetensors; without it they are refused. Raises ExportError.
     """
     folder = Path(folder)
     hf_config = read_hf_config(folder)
-    check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))  # before gigabytes are read for nothing
+    check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))  # refuse before gigabytes are read
     return from_hugging_face(read_weights(folder, read_pickle), hf_config, str(folder))
 
 
@@ -104,7 +104,7 @@ def read_hf_config(folder: Path) -> HFConfig:
 
 
 def can_export(config: ModelConfig) -> str | None:
-    """Describe why plain `transformers` could not run this model, and what to do about it; None when it can."""
+    """Describe why plain `transformers` cannot run this model, and the remedy; None when it can."""
     return find_inexpressible(config, layout_of(config))
 
 
@@ -127,7 +127,7 @@ def build_hf_config(config: ModelConfig) -> HFConfig:
 
 
 def layout_sources(config: ModelConfig, layout: Layout | None = None) -> dict[str, Source]:
-    """Map every tensor of a layout, by default the one that fits, to its source."""
+    """Map every tensor of a layout to its source. The default layout is the one that fits the model."""
     layout = layout or layout_of(config)
     head = {} if config.tie_word_embeddings else {"lm_head.weight": Source(("lm_head.weight",))}
     return layout.sources(config) | head
@@ -136,7 +136,7 @@ def layout_sources(config: ModelConfig, layout: Layout | None = None) -> dict[st
 def from_hugging_face(
     hf_state: Mapping[str, torch.Tensor], hf_config: HFConfig, where: str = "the model"
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Convert a layout's config and tensors to ours. Raises ExportError, naming what cannot be read."""
+    """Convert a layout's config and tensors to ours. Raises ExportError, which names the key or tensor at fault."""
     layout = layout_named(hf_config, where)
     check_keys(hf_config, layout, where)
     state = {k: v for k, v in hf_state.items() if not k.endswith(layout.buffers)}
@@ -144,9 +144,9 @@ def from_hugging_face(
 
     try:
         config = read_config(hf_config, state, layout, where)
-        build_block(ModelConfig, asdict(config), "model")  # what comes from a file must be what a YAML may say
+        build_block(ModelConfig, asdict(config), "model")  # a file may not set what a YAML may not
         check_model(config)
-        if config.n_layers > len(state):  # known before so many are built
+        if config.n_layers > len(state):  # refuse before so many blocks are built
             raise ExportError(
                 f"{where}: config.json has {config.n_layers:,} layers, and there are {len(state):,} tensors"
             )
@@ -170,7 +170,7 @@ def from_hugging_face(
 
 
 def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> dict[str, torch.Tensor]:
-    """Return tensors under MPT's names, less those that repeat others. Raises ExportError, naming what does not fit."""
+    """Return tensors under MPT's names, without duplicates. Raises ExportError, which names tensors that do not fit."""
     weights = _without_tied_head(state, "transformer.wte.weight", config, where)
     check_tensors(weights, our_shapes(config), where)
     return weights
@@ -179,7 +179,7 @@ def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: s
 def _without_tied_head(
     state: Mapping[str, torch.Tensor], embedding: str, config: ModelConfig, where: str
 ) -> dict[str, torch.Tensor]:
-    """Remove the output embedding where it is the input's: old files hold it twice. Raises ExportError."""
+    """Remove the output embedding where it is tied to the input's: old files hold both. Raises ExportError."""
     state = dict(state)
     if config.tie_word_embeddings and "lm_head.weight" in state:
         head = state.pop("lm_head.weight")
@@ -205,7 +205,7 @@ def layout_shapes(config: ModelConfig, sources: Mapping[str, Source]) -> dict[st
 
 
 def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], where: str) -> None:
-    """Raise ExportError, naming tensors that are missing, of another shape or a packed dtype, or too many."""
+    """Raise ExportError, which names tensors that are missing, unexpected, of a wrong shape or of a packed dtype."""
     if missing := [name for name in expected if name not in state_dict]:
         raise _refused(where, missing, "is missing; the model's configuration asks for it")
     if misshapen := [name for name, shape in expected.items() if state_dict[name].shape != shape]:
@@ -219,7 +219,7 @@ def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str,
 
 
 def _refused(where: str, names: Sequence[str], problem: str, limit: int = 8) -> ExportError:
-    """Return the error for the first of `names`. It lists the other tensors with the same problem."""
+    """Return the error about the first of `names`, which also lists the other tensors with the same problem."""
     first, *others = names
     rest = f" and {len(others) - limit} more" if len(others) > limit else ""
     likewise = f"; likewise {', '.join(others[:limit])}{rest}" if others else ""

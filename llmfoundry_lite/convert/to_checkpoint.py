@@ -1,4 +1,4 @@
-"""Import of weights that other programs wrote: into a portable checkpoint, which every tool reads like any other.
+"""Import of weights that other programs wrote into a portable checkpoint, which every tool here reads.
 
     import_checkpoint("mpt-folder", "imported/mpt")                             Hugging Face: MPT, GPT-2, Llama
     import_checkpoint("hf:owner/name", "imported/mpt")                          the same from the Hub or its cache
@@ -38,7 +38,7 @@ from llmfoundry_lite.models.mpt import MPT
 
 HUB = "hf:"
 METADATA = ".metadata"
-"""The file that a checkpoint in several files has, of Composer or another user of DCP."""
+"""File that marks a checkpoint in several files, by Composer or another user of DCP."""
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -60,7 +60,7 @@ class Imported(NamedTuple):
     kind: str
     num_parameters: int
     notes: list[str]
-    """A line for everything that the user might not expect."""
+    """Lines about anything that the user might not expect."""
 
 
 def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, config: Sequence[str] = ()) -> Imported:
@@ -126,7 +126,7 @@ def open_empty_store(out: str) -> CheckpointStore:
 
 
 def check_source(source: str) -> None:
-    """Raise CheckpointError for what is no model of Hugging Face."""
+    """Raise CheckpointError for a source that is no Hugging Face model."""
     if source.startswith(HUB):
         return
     if "://" in source:
@@ -177,7 +177,7 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
 
 
 def describe_generation(hf_config: dict[str, Any], files: Mapping[str, bytes], *, has_tokenizer: bool) -> list[str]:
-    """Name what of a folder says how to generate, and is not carried. Raises DataError."""
+    """Return a note on settings of generation in a folder that the import leaves behind. Raises DataError."""
     file, found = tokenizers.GENERATION_FILE, tokenizers.read_generation(files, "to import")
     if found and not has_tokenizer:
         return [f"{file} and the stop tokens are not carried, as they lie with a tokenizer and there is none"]
@@ -205,7 +205,7 @@ def download(name: str, trust_pickle: bool) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise CheckpointError(f"{HUB}{name}: no such model on the Hugging Face Hub, or not one you may read") from None
-    except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
+    except Exception as error:  # the HTTP client's errors have no common class that we could name
         try:
             return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
         except Exception:
@@ -219,7 +219,7 @@ def download(name: str, trust_pickle: bool) -> Path:
 
 
 def build_model(weights: Weights) -> MPT:
-    """Build a model whose parameters are the tensors themselves: a memory-mapped file is not copied."""
+    """Build a model whose parameters are the given tensors, so that a memory-mapped file is not copied."""
     with torch.device("meta"):
         model = MPT(weights.config)
     tensors = {name: t.float() if t.dtype in NARROW else t for name, t in weights.tensors.items()}
@@ -235,7 +235,7 @@ def build_model(weights: Weights) -> MPT:
 
 
 def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> str:
-    """Write a tokenizer's files beside the checkpoint, and note it in `about`. Returns why not; empty if done."""
+    """Write a tokenizer's files beside the checkpoint, and note it in `about`. Returns why it failed; empty if done."""
     if out.path_here is None:
         return "its tokenizer is not carried to a URL"
     folder = out.path_here.resolve() / TOKENIZER

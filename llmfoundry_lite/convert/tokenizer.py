@@ -19,8 +19,8 @@ def find_tokenizer(
 ) -> Tokenizer | None:
     """Find the tokenizer that `config` names, if it is on this machine, else the copy beside the checkpoint.
 
-    None where there is neither. `asked_for` names one to load instead. Raises DataError when its fingerprint is another
-    than the checkpoint's; without a fingerprint nothing can be compared. `where` names the weights in errors.
+    Returns None where there is neither. `asked_for` names one to load instead. Raises DataError when its fingerprint
+    differs from the checkpoint's; without a fingerprint nothing is compared. `where` names the weights in errors.
     """
     trained_with = checkpoint.manifest.fingerprints.get("tokenizer") if checkpoint is not None else None
     name, others = asked_for or (config.get("tokenizer") or {}).get("name"), []
