@@ -42,9 +42,7 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "llmfoundry_ops": {"commands": ("train -n", "relay"), "readers": ("relay.jsonl",)},
-    "llmfoundry_layouts": {
-        "builders": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1")
-    },
+    "llmfoundry_layouts": {"builders": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1")},
 }
 """Package -> slot -> names of its parts, so that an error can name a companion that is not here."""
 SOURCE = Path(__file__).parents[1] / "companions"

@@ -247,7 +247,7 @@ def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> str:
     except DataError as error:
         shutil.rmtree(folder)
         return f"its tokenizer is left out: {error}"
-    # Special tokens and chat templates, which may stand in files of their own, all in one: as a run keeps them.
+    # One file with all special tokens and chat templates, as a run keeps them, instead of several.
     shutil.rmtree(folder / tokenizers.NAMED_TEMPLATES)
     (folder / tokenizers.CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
     for name, content in ((tokenizers.CONFIG_FILE, loaded.config), (tokenizers.GENERATION_FILE, loaded.generation)):

@@ -1,4 +1,4 @@
-"""The cross-entropy that counting alone achieves: of a unigram and a bigram model on the same tokens."""
+"""The cross-entropy that counting achieves: a unigram and a bigram model on the same tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.data.streams import INDEX, find_damage, unpack_shard
 
 MAX_BYTES = 1 << 30
-"""Bytes of what is in memory at once, unpacked, as tokens of eight bytes each: a shard, or a small data set."""
+"""Most bytes in memory at once: a shard or a small data set, unpacked, with eight bytes a token."""
 
 
 class Baselines(NamedTuple):
@@ -29,7 +29,7 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
     """Fit both models on the training tokens, and score them on the validation tokens.
 
     Both are smoothed by adding one: p(b | a) = (count(a b) + 1) / (count(a) + V). As in a model's loss, the first
-    token of each sample is not scored. All samples [n, t] are in memory at once: for small data sets. Raises as
+    token of each sample is not scored. All samples [n, t] are in memory at once, so the data must be small. Raises as
     `read_tokens` does.
     """
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
@@ -57,8 +57,8 @@ def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.in
 def read_shards(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> Iterator[NDArray[np.int64]]:
     """Yield the samples of each shard of a local MDS folder, compressed or not: [n, t]. Checks it against the index.
 
-    Bytes are read as the widest type that makes the first shard's tokens of the vocabulary. Raises OSError, LookupError
-    or ValueError if the folder holds no whole token shards, and TooLargeError for a shard of more than MAX_BYTES.
+    Plain bytes are read as the widest type that gives the first shard valid token ids. Raises OSError, LookupError or
+    ValueError if the folder holds no whole token shards, and TooLargeError for a shard of more than MAX_BYTES.
     """
     table, dtype = _table_of(folder), None
     for shard in range(len(table)):
@@ -107,7 +107,7 @@ def _check(path: Path, info: FileInfo) -> None:
 
 
 def _are_tokens(raw: list[bytes], dtype: str, vocab_size: int, *, is_known: bool) -> bool:
-    """Return whether all rows may be tokens of this type. Wide tokens that are read as narrow ones are half zeros."""
+    """Return whether all rows may be tokens of this type. Wide tokens read as narrow ones are at least half zeros."""
     size = np.dtype(dtype).itemsize
     if any(len(row) % size for row in raw) or (dtype == "uint8" and vocab_size > 256):
         return False

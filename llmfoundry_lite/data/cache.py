@@ -1,7 +1,7 @@
 """The cache of shards on a node: downloads them when needed, verifies each once, and evicts beyond `cache_limit`.
 
-The processes of a node share four columns of the table: `state`; `has_come`, whether a shard here is a copy that came
-from the remote; `verified`, the state of its file when it was found whole, or 0; `read_at`, when it was last read.
+The processes of a node share four columns of the table: `state`; `has_come`, whether a shard here is a copy from the
+remote; `verified`, a hash of its file's status when it was found whole, or 0; `read_at`, when it was last read.
 """
 
 import fcntl
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 ABSENT, COMING, HERE = range(3)
 TICK_SECONDS = 0.01
 MAX_TRIES = 8
-"""Downloads of a shard for one read, where other processes remove it at once."""
+"""Times that one read brings a shard, where other processes keep removing it."""
 
 
 class ShardCache:
-    """Reader of samples, which brings their shards first.
+    """Reader of samples that brings their shards when needed.
 
-    A process that waits for another's download tries itself when that one fails, so none waits for ever.
+    A process that waits for another's download tries it itself when that one fails, so none waits for ever.
     """
 
     def __init__(self, folders: Sequence[ShardFolder], path: str, facts: dict[str, Any], cache_limit: int | None):
@@ -77,7 +77,7 @@ class ShardCache:
             try:
                 return self._reader(shard)[sample]
             except FileNotFoundError:
-                continue  # given up for another shard since
+                continue  # removed since, to make room for another shard
             except Exception as error:
                 self._verified[shard] = 0
                 self._is_whole(shard)  # a damaged file explains whatever went wrong
@@ -106,7 +106,7 @@ class ShardCache:
         return DataError(f"{self.path(shard)} is removed as often as it is brought; give each run a `local` of its own")
 
     def _is_whole(self, shard: int) -> bool:
-        """Return whether the file is here. A damaged one is downloaded again, once; then raises DataError.
+        """Return whether the file is here. A damaged one is downloaded again once. Raises DataError if that fails too.
 
         A file is hashed once on each node, and again if it is replaced.
         """
@@ -130,7 +130,7 @@ class ShardCache:
         return True
 
     def _find_damage(self, shard: int) -> str:
-        """Describe how the file differs from the index, also in its number of samples; empty if it does not."""
+        """Describe how the file, or its number of samples, differs from the index; empty if it does not."""
         path, reader = self.path(shard), self._reader(shard)
         if damage := find_damage(path, reader.raw_data):
             return damage
@@ -139,7 +139,7 @@ class ShardCache:
         return "" if is_same else f"it holds {num_samples} samples, {reader.samples} by its index.json"
 
     def _fetch(self, shard: int, damage: str = "") -> None:
-        """Bring a shard that is missing or has this damage, or wait for the process that does."""
+        """Bring a shard that is missing or has this damage, or wait for another process that is bringing it."""
         folder = self._folder(shard)
         with self._locked():
             is_ours = self._state[shard] != COMING
@@ -153,7 +153,7 @@ class ShardCache:
             return
         found = ABSENT
         try:
-            damage = damage and self._find_damage(shard)  # unless somebody has mended it since
+            damage = damage and self._find_damage(shard)  # another process may have replaced it since
             self._verified[shard] = 0
             has_come = folder.bring(self._reader(shard), again=bool(damage))
             self._has_come[shard] = has_come or folder.has_downloads_alone
@@ -163,7 +163,7 @@ class ShardCache:
             what = f"{self.path(shard)} is damaged: {damage}; cannot get it again" if damage else ""
             raise DataError(f"{what or f'cannot get {self.path(shard)}'} {where}: {one_line(error)}") from error
         finally:
-            self._state[shard] = found  # after a failure too: whoever waits for the shard tries it next
+            self._state[shard] = found  # after a failure too, so that a process that waits tries next
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -201,7 +201,7 @@ class ShardCache:
                 return
             oldest = int(removable[self._read_at[removable].argmin()])
             if not self._folder(oldest).remote_has(self._reader(oldest)):
-                self._has_come[oldest] = False  # the only copy now, which does not count
+                self._has_come[oldest] = False  # the only copy now: it stays and does not count
                 room += int(self._sizes[oldest])
                 continue
             self._folder(oldest).remove(self._reader(oldest))

@@ -69,10 +69,10 @@ class TextDataset(IterableDataset):
 
         `share` is this rank's part of each batch and the number of parts, where some ranks read the same samples. With
         `evaluation`, samples come in file order, each exactly once, and rows of `PAD_TOKEN` fill up the last batch.
-        `max_duration` is the run's, which a stage's `until: 0.8dur` is a part of. `max_samples` of an evaluation: the
-        first so many, on any number of ranks.
+        `max_duration` is the run's, for a stage's `until: 0.8dur`. `max_samples` limits an evaluation to the first
+        samples, on any number of ranks.
 
-        Raises `DataError` for everything that is wrong with the data or with the arguments.
+        Raises `DataError` for any fault of the data or of the arguments.
         """
         self.config = config
         self.rank = this_rank()
@@ -94,9 +94,9 @@ class TextDataset(IterableDataset):
         self._again: tuple[Sequence[int], int] = ((), 0)
         self._laid_out: tuple[int, EpochOrder] | None = None
         self._next = (0, 0)
-        """Epoch, and the number of its samples that are done, at the next iteration's begin."""
+        """Epoch, and number of its samples that are done, at which the next iteration begins."""
         self._epoch = 0
-        # Where the current iteration begins. Shared with the loader's workers, which may live longer than an epoch.
+        # Beginning of the current iteration, shared with the loader's workers, which may outlive an epoch.
         self._begin = torch.tensor(self._next).share_memory_()
 
         self.first_batches = first_batches(
@@ -106,7 +106,7 @@ class TextDataset(IterableDataset):
         try:
             self._open(drop_last=drop_last and not evaluation)
         except BaseException:
-            for lock in self._locks:  # now, although the error may keep this object alive
+            for lock in self._locks:  # at once, since the error may keep this object alive
                 lock.close()
             raise
 
@@ -141,14 +141,14 @@ class TextDataset(IterableDataset):
             table.close()  # all ranks of the node have it open
 
     def _hold_folders(self, launch_id: str, *, alone: bool) -> None:
-        """Lock all folders as long as this data set lives; `alone`: for this launch alone where it downloads."""
+        """Lock all folders as long as this data set lives. `alone` excludes other launches where this one downloads."""
         for folder in sorted(self.folders, key=lambda folder: os.path.realpath(folder.path)):  # so that no two deadlock
             os.makedirs(folder.path, exist_ok=True)
             lock = hold_folder(folder.path, launch_id, alone=alone and bool(folder.remote))
             self._locks += [lock] if lock else []
 
     def _write_table(self) -> tuple[IO[bytes], dict[str, Any]]:
-        """Write the table of shards into shared memory, as a file without a name, which no kill can leave behind."""
+        """Write the table of shards into shared memory, as a file without a name, so that no kill leaves it behind."""
         rows, facts = read_indexes(
             [folder.fetch_index() for folder in self.folders],
             [folder.stream.validate_hash for folder in self.folders],
@@ -166,7 +166,7 @@ class TextDataset(IterableDataset):
         return table, facts
 
     def _build_order(self, streams: dict[int, Stream], drop_last: bool) -> SampleOrder:
-        """Build the order of a stage. Streams that only later stages have take no part in its fingerprint."""
+        """Build the order of a stage. Its fingerprint ignores streams that only later stages have."""
         choose_per_stream = self._choose_samples(streams)
         order = SampleOrder(
             shard_sizes_per_stream=[self._sizes(i) for i in range(len(choose_per_stream))],
@@ -189,14 +189,14 @@ class TextDataset(IterableDataset):
                 f"{order.max_units} pieces would have to be shuffled, at most {MAX_UNITS} can be; use a smaller "
                 "epoch_size or repeat, and more epochs"
             )
-        order.shard_begins.setflags(write=False)  # computed before workers are forked, who share it
+        order.shard_begins.setflags(write=False)  # computed before the fork, so that workers share it
         return order
 
     def _sizes(self, stream: int) -> np.ndarray:
         return np.ascontiguousarray(self.cache.table.of_stream(stream)["samples"])
 
     def _choose_samples(self, streams: dict[int, Stream]) -> list[int]:
-        """Count the samples that an epoch takes from each folder, up to the last one used, by its stream's weight."""
+        """Count the samples of each folder in an epoch, by its stream's weight, up to the last folder that is used."""
         samples_per_stream = np.array([self._sizes(i).sum() for i in streams])
         for i, num_samples in zip(streams, samples_per_stream, strict=True):
             if not num_samples:
@@ -239,7 +239,7 @@ class TextDataset(IterableDataset):
     def __len__(self) -> int:
         """Return the rows that this rank yields in an epoch, so that `len(loader)` is the number of global batches.
 
-        Raises TypeError where there are stages, whose epochs differ in length.
+        Raises TypeError where there are stages, because their epochs differ in length.
         """
         if len(self.first_batches) > 1:
             raise TypeError("epochs of different stages have different lengths")
@@ -355,9 +355,9 @@ class TextDataset(IterableDataset):
         self._epoch, self._next = epoch, (epoch, sample_in_epoch)
 
     def begin_epoch(self, *, forks_workers: bool) -> None:
-        """Fix where the next iteration begins. With `forks_workers`, lay out the epoch first, which the workers share.
+        """Fix where the next iteration begins. With `forks_workers`, also lay out the epoch, so that workers share it.
 
-        Memory that reading the indexes took is returned to the system before the fork.
+        The memory that reading the indexes took is returned to the system before the fork.
         """
         self._begin[:] = torch.tensor(self._next)
         self._epoch = self._next[0]
@@ -380,8 +380,8 @@ class TextDataset(IterableDataset):
     # Reading ----------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield this worker's rows, batch after batch. Where the last batch is kept, padding rows take the places
-        of what it lacks: a microbatch has the same rows on any number of ranks."""
+        """Yield this worker's rows, batch after batch. A last batch that is kept is filled up with padding rows, so
+        that a microbatch has the same rows on any number of ranks."""
         return self._rows(*self._begin.tolist())  # the place is read now, not with the first row
 
     def _rows(self, epoch: int, sample_in_epoch: int) -> Iterator[Tensor]:
@@ -395,7 +395,7 @@ class TextDataset(IterableDataset):
         except DataError as error:
             if not error.is_transient:
                 raise
-            raise TransientDataError(str(error)) from error  # what led to it would stay in a worker process
+            raise TransientDataError(str(error)) from error  # or a worker would not pass on its cause
 
     def locate(self, sample_id: int) -> tuple[int, int]:
         """Return shard and place in it of a sample."""
@@ -403,7 +403,7 @@ class TextDataset(IterableDataset):
         return shard, sample_id - int(self._shard_begins[shard])
 
     def read_sample(self, shard: int, sample: int) -> Tensor:
-        """Return a row [max_seq_len], whose shard is brought if it is not here. Raises DataError."""
+        """Return a row [max_seq_len], bringing its shard if needed. Raises DataError."""
         columns = self.cache.read(shard, sample)
         try:
             return torch.from_numpy(self.reader.read(columns))
@@ -423,7 +423,7 @@ class TextDataset(IterableDataset):
             num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
         )
         lanes, (again, num_back) = self._lanes or lanes, self._again
-        # One shuffled block is the least that can be computed, unless that is very little or very much.
+        # Whole shuffled blocks, as a part of one costs as much; but neither tiny pieces nor huge ones.
         steps_per_block = epoch_order.order.block_samples // steps.step
         steps_per_piece = min(max(steps_per_block, (1 << 14) // len(lanes), 1), -(-(1 << 20) // len(lanes)))
         for first in range(0, len(steps), steps_per_piece):
@@ -442,7 +442,7 @@ class TextDataset(IterableDataset):
         def next_sample() -> tuple[int, int]:
             shard, sample, coming = ahead.popleft()
             if coming is not None:
-                coming.result()  # raises what went wrong
+                coming.result()  # raises the thread's error
             return shard, sample
 
         try:
@@ -468,8 +468,8 @@ class TextDataset(IterableDataset):
 def failing_together(what: str) -> Iterator[None]:
     """Raise an error of one rank on every rank, so that nobody waits for a rank that has left.
 
-    An error that a disk, a remote or a setting may cause becomes a DataError that begins with `what`. A bug stays as it
-    is where it happened.
+    An error that a disk, a remote or a setting may cause becomes a DataError that begins with `what`. A bug keeps its
+    own error on the rank that has it.
     """
     with raising_on_all_ranks():
         try:

@@ -1,9 +1,9 @@
 """Locks of the folders that data sets of this machine read: one launch at a time downloads into a folder.
 
 A folder's lock is a file in `/dev/shm`, named after the folder's device and inode. Every process that reads the folder
-holds it shared (flock). It says which launch took it first. The kernel frees a lock when its process ends, however it
-ends. The files stay: to remove one would let two runs hold different files of one name. Other users write into
-`/dev/shm` too: only files of this user are opened, and no links.
+holds it shared (flock). It names the launch that took it first. The kernel frees a lock when its process ends, however
+that happens. The files stay: if one were removed, two runs could hold different files of one name. Other users write
+into `/dev/shm` too, so only files of this user are opened, and no links.
 """
 
 import fcntl
@@ -30,20 +30,20 @@ def shared_memory_folder() -> Path:
 
 
 def lock_path(folder: str) -> Path:
-    """Return the path of a folder's lock: one, by whatever links, slashes or mounts the folder is reached."""
+    """Return the path of a folder's lock, which is the same for every path that leads to the folder."""
     status = os.stat(folder)
     return shared_memory_folder() / f"llmfoundry-lite-{os.geteuid()}-{status.st_dev:x}-{status.st_ino:x}.lock"
 
 
 def hold_folder(folder: str, launch_id: str, *, alone: bool, timeout_seconds: float = 45) -> BinaryIO | None:
-    """Hold a folder's lock until the file that is returned is closed, here and in workers that are forked.
+    """Hold a folder's lock until the returned file is closed, here and in forked workers.
 
-    With `alone`, waits until no other launch of this user holds it, and raises DataError after the timeout. Returns
-    None where the lock cannot be opened, which a warning says.
+    With `alone`, waits until no other launch of this user holds it, and raises DataError after the timeout. Warns and
+    returns None where the lock cannot be opened.
 
-    Two runs must not download into one folder: each would evict and overwrite what the other reads. Nodes of one launch
-    may: they bring the same data. Two users need a `local` each: neither sees the other's locks. The workers of a
-    killed run end within seconds, and `composer` and `torchrun` leave the ranks beside one that died for 30 s.
+    Two runs must not download into one folder, because each would evict and overwrite what the other reads. Nodes of
+    one launch may: they bring the same data. Two users need a `local` each, since neither sees the other's locks. The
+    workers of a killed run end within seconds, but `composer` and `torchrun` give its other ranks 30 s.
     """
     path = lock_path(folder)
     try:
@@ -58,7 +58,7 @@ def hold_folder(folder: str, launch_id: str, *, alone: bool, timeout_seconds: fl
             file.truncate(0)
             file.write(json.dumps({"launch": launch_id, "pid": os.getpid()}).encode())
             file.flush()
-        fcntl.flock(file, fcntl.LOCK_SH)  # waits at most for another's note
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits only while another writes its note
         holder, pid = _read_note(file)
         if not alone or holder == launch_id:
             return file
@@ -89,7 +89,7 @@ def _refused(folder: str, pid: int) -> DataError:
 
 
 def _read_note(file: BinaryIO) -> tuple[str, int]:
-    """Return the launch that took a lock first and its process; empty and 0 for what no run has written."""
+    """Return the launch that took a lock first, and its process; empty and 0 if no run has written that."""
     file.seek(0)
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         note = json.loads(file.read(MAX_NOTE_BYTES))

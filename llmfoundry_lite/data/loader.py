@@ -26,13 +26,13 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 _under_way: "weakref.WeakSet[Generator[dict[str, Tensor]]]" = weakref.WeakSet()
-"""Iterations that nobody has ended: their threads end before the interpreter takes its modules apart."""
+"""Iterations that are not finished. Their threads are ended before the interpreter unloads its modules."""
 
 
 @atexit.register
 def _end_iterations() -> None:
     for batches in list(_under_way):
-        with contextlib.suppress(ValueError):  # another thread is in it
+        with contextlib.suppress(ValueError):  # another thread is running it
             batches.close()
 
 
@@ -44,7 +44,7 @@ class TextLoader(DataLoader):
     """
 
     _reading: weakref.ref | None = None
-    """The iterator that has the workers."""
+    """The iterator that owns the workers."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         batches = self._read()
@@ -115,14 +115,14 @@ def batch_digest(tokens_bt: Tensor) -> int:
 
 
 def format_digest(digest: int) -> str:
-    """Format a digest as 16 hex digits, also one that went through a signed int64."""
+    """Format a digest as 16 hex digits. It may be negative, having been a signed int64."""
     return f"{digest % 2**64:016x}"
 
 
 def _end_workers(loader: "weakref.ref[TextLoader]") -> None:
     """End the workers when the rank exits in the middle of an epoch, or has persistent ones.
 
-    multiprocessing would send each the one SIGTERM that it ignores, and wait for ever.
+    multiprocessing would send each worker one SIGTERM, which it ignores, and wait for ever.
     """
     reading = getattr(loader(), "_reading", None)
     iterator = reading() if reading is not None else None
@@ -131,20 +131,20 @@ def _end_workers(loader: "weakref.ref[TextLoader]") -> None:
 
 
 def _prepare_worker(worker: int) -> None:
-    """Keep this worker alive until its rank has saved, and end it soon after the rank was killed."""
-    # The garbage collector writes to every object that it looks at, and so would copy all that the rank has imported,
-    # 100 MB, from the pages that rank and workers share.
+    """Keep this worker alive until its rank has saved, and end it soon after the rank dies."""
+    # The garbage collector writes to every object that it visits. It would copy 100 MB of imported modules out of the
+    # pages that the worker shares with its rank.
     gc.freeze()
     # SLURM sends a signal to every process of a step, not to the ranks alone. Only the first SIGTERM is ignored: torch
     # and multiprocessing end workers that way, each with one of its own.
     for number in set(LEAVING_SIGNALS) - {signal.SIGTERM, signal.SIGINT}:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    # torch's workers look for their parent only between two batches. One that waits for another's download, when that
-    # process was killed as well, would wait for ever.
+    # torch's workers check for their parent only between two batches. A worker that waits for the download of another
+    # process would wait for ever once that was killed too.
     parent = parent_process()
     assert parent is not None
-    rank = parent.pid  # which may be gone by now
+    rank = parent.pid  # it may be gone by now
 
     def watch() -> None:
         while os.getppid() == rank:

@@ -34,18 +34,18 @@ Int64Array = NDArray[np.int64]
 Uint64Array = NDArray[np.uint64]
 
 DEFAULT_WINDOW_SAMPLES = 4_000_000
-"""StreamingDataset's default. There it is spread over the canonical nodes, here over the whole world."""
+"""StreamingDataset's default. StreamingDataset spreads it over canonical nodes; here it spans the whole world."""
 
 ORDER_VERSION = 1
 """Version of the algorithm, kept in every checkpoint. A change of any epoch's order is a new version."""
 
 MAX_UNITS = 1 << 24
-"""Limit of units in an epoch. Each takes about 70 bytes while they are laid out, and 13 in every worker."""
+"""Most units in an epoch. Each takes about 70 bytes while the epoch is laid out, and 13 in every worker."""
 
 NO_SAMPLE = -1
 
 _MAX_SLICE_ELEMENTS = 1 << 17
-"""Samples that are computed at once, with about 64 bytes of working memory for each."""
+"""Most samples that are computed at once. Each takes about 64 bytes of working memory."""
 
 # The purpose of a random number is part of its key, so that no two uses share a stream.
 _SHARES, _PICKS, _UNITS, _OFFSET, _BLOCKS = range(5)
@@ -72,7 +72,7 @@ class SampleOrder:
     """False keeps the incomplete last batch; the places it lacks hold `NO_SAMPLE`."""
 
     max_samples: int | None = None
-    """The first so many, in file order; None: all."""
+    """Number of first samples to use, in file order; None: all."""
 
     window_samples: int = DEFAULT_WINDOW_SAMPLES
     """Samples that batches are drawn from at any time. A larger window mixes better and reads more shards."""
@@ -145,7 +145,7 @@ class EpochOrder:
             permutation = _permutations(_random_bits(*self._key, _UNITS, np.arange(len(unit_shards))))
             unit_shards, unit_sizes = unit_shards[permutation], unit_sizes[permutation]
             self._ring_offset = int(_random_bits(*self._key, _OFFSET)[0]) % max(order.num_samples, 1)
-        self._unit_shards = unit_shards.astype(np.int32)  # kept by every worker
+        self._unit_shards = unit_shards.astype(np.int32)  # small, because every worker keeps it
         self._unit_bounds = np.zeros(len(unit_sizes) + 1, np.int64)
         np.cumsum(unit_sizes, out=self._unit_bounds[1:])
         self._unit_is_partial = unit_sizes < order.shard_sizes[unit_shards]
@@ -262,7 +262,7 @@ def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array
 
 
 def _floor_share(parts: Int64Array, count: int, whole: int, shift: int = 0) -> Int64Array:
-    """Return floor((parts * count + shift) / whole), exact where the product does not fit into 64 bits.
+    """Return floor((parts * count + shift) / whole), exact even where the product exceeds 64 bits.
 
     For 0 <= parts <= whole, 0 <= shift < whole < 2**61: long division, with as many bits of `count` at a time as fit.
     """
@@ -299,7 +299,7 @@ def _permutations(bits: Uint64Array) -> Int64Array:
 def _random_bits(*key: ArrayLike) -> Uint64Array:
     """Return 64 random bits for each key; array parts of a key broadcast against each other.
 
-    Every part selects an output of the SplitMix64 stream that the parts before it seed.
+    Each part selects an output of the SplitMix64 stream that is seeded by the parts before it.
     """
     bits = np.zeros(1, np.uint64)
     for part in key:

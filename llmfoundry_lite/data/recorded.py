@@ -1,7 +1,8 @@
 """The places that the data of a recorded run is read from. No torch.
 
-The run may be anybody's: a folder that it recorded is read and never written. It is used in place where it holds whole
-shards. All else is copied or fetched into a folder of our own, and from a recorded remote only if the user says so.
+The run may be anybody's, so a folder that it recorded is read and never written. It is used where it lies if it holds
+whole shards. Otherwise data are copied or downloaded into our own folder, from a recorded remote only if the user
+permits it.
 """
 
 import json
@@ -24,12 +25,12 @@ WHOLE, PACKED = "whole", "packed"
 @dataclass(kw_only=True)
 class Places:
     own: Path
-    """The folder for copies and downloads; it is made when there are any."""
+    """The folder for copies and downloads, which is created for the first one."""
     given: Collection[str]
-    """Folders and remotes that the user has named, which are used as in training."""
+    """Folders and remotes that the user has named. They are used as in training."""
     uses_recorded_remote: bool = False
     advice: str = ""
-    """How the user allows recorded remotes, where one can."""
+    """Sentence on how to permit recorded remotes; empty where that is impossible."""
     _found: dict[StreamConfig, StreamConfig] = field(default_factory=dict)
 
     def place(self, dataset: TextDatasetConfig) -> TextDatasetConfig:
@@ -75,7 +76,7 @@ class Places:
 
 
 def state_of(folder: Path) -> str | None:
-    """Return whether a folder holds all of its shards, and whether they are packed; None if it lacks one.
+    """Return how a folder holds its shards, raw or packed; None if it lacks one.
 
     Raises DataError for an index that cannot be read.
     """
@@ -96,7 +97,7 @@ def state_of(folder: Path) -> str | None:
 
 
 def _names_of_shard(record: dict[str, Any]) -> Any:
-    """Keep the names of a shard's files alone: as dictionaries, the shards of a large index take gigabytes."""
+    """Keep only the names of a shard's files, because a large index takes gigabytes as dictionaries."""
     if "raw_data" not in record:
         return record
     return record["raw_data"]["basename"], record["zip_data"] and record["zip_data"]["basename"]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from llmfoundry_lite.errors import DataError
 
 TOKEN_TYPES = ("int64", "int32", "uint16", "uint8")
-"""Types of tokens in rows of bytes, the widest first."""
+"""Number types that tokens in rows of bytes may have, the widest first."""
 
 MAX_VOCAB_SIZE = 1 << 24
 """Limit of token ids where the vocabulary is not known."""
@@ -25,13 +25,13 @@ class Tokenizer(Protocol):
 
 
 def length_in(encoding: str) -> int | None:
-    """Return the tokens of each sample, where the type of the column tokens says it: `ndarray:uint16:2048`."""
+    """Return the tokens of each sample if the type of the column says so, as `ndarray:uint16:2048` does; else None."""
     found = re.fullmatch(r"ndarray:\w+:(\d+)", encoding)
     return int(found[1]) if found else None
 
 
 def check_length(num_tokens: int, max_seq_len: int, what: str, *, allow_truncation: bool) -> None:
-    """Raise DataError for samples shorter than `max_seq_len`, and for longer ones, of which the rest would be lost."""
+    """Raise DataError for samples shorter than `max_seq_len`, and for longer ones unless truncation is allowed."""
     if num_tokens < max_seq_len:
         raise DataError(
             f"{what} {num_tokens} tokens, but max_seq_len is {max_seq_len}; set max_seq_len={num_tokens}, or prepare "
@@ -51,7 +51,7 @@ def share_left_out(num_tokens: int, max_seq_len: int) -> str:
 
 
 class RowReader:
-    """Decoder of rows of one length. Raises DataError for one of another length or with impossible ids."""
+    """Decoder of rows of one length. Raises DataError for a row of another length or with impossible ids."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class RowReader:
         else:
             tokens = np.frombuffer(raw, dtype)
             outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-            # In a row of another type most are; `_check_vocabulary` finds a damaged one among others.
+            # If the type is wrong, most ids are outside. `_check_vocabulary` finds a single damaged id.
             found = f"token id {outside[0]} is outside the vocabulary" if 2 * len(outside) > len(tokens) else ""
         if found:
             fitting = [name for name in TOKEN_TYPES if _could_be(raw, name, vocab_size, self.max_seq_len)]
         else:
-            # No row of narrow numbers is by chance a row of wide ones that are all so small.
+            # Pairs of narrow numbers read as wide ones are hardly ever all so small.
             most = min(vocab_size, (8 if self.vocab_size else 1) << 8 * dtype.itemsize)
             wider = [name for name in TOKEN_TYPES if np.dtype(name).itemsize > dtype.itemsize]
             fitting = [name for name in wider if _could_be(raw, name, most, 2)]
@@ -129,7 +129,7 @@ def check_whole_numbers(tokens: Any) -> None:
 
 
 def _could_be(raw: bytes, name: str, vocab_size: int, least: int) -> bool:
-    """Return whether a row's bytes may be `least` or more token ids of this type, and not mostly zeros of padding."""
+    """Return whether a row's bytes may be token ids of this type: `least` or more, and not mostly zeros."""
     if len(raw) % np.dtype(name).itemsize:
         return False
     tokens = np.frombuffer(raw, name)

@@ -30,13 +30,13 @@ FASTEST_HASHES = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32")
 NODE_COLUMNS = (("state", np.uint8), ("has_come", np.bool_), ("verified", np.uint64), ("read_at", np.int64))
 """Columns that the processes of a node share about a shard's file: see `cache.py`."""
 SHARED = ("column_encodings", "column_names", "column_sizes", "compression", "format", "version")
-"""Keys of a record that have the same value in most records."""
+"""Keys of a shard's record whose value most shards share."""
 NO_FILE = {"basename": "", "bytes": 0, "hashes": {}}
 MAX_QUOTED = 60
 RAW_NAME = re.compile(r"([^/.\0][^/\0]*/)*[^/.\0][^/\0]*\.mds")
 ZIP_NAME = re.compile(RAW_NAME.pattern + r"\.(br|bz2|gz|snappy|zstd)")
-"""Names of files that lie beside an index, or in folders there, as in a merged one. They become paths that are written:
-no part begins with a dot."""
+"""Names of files beside an index, or in folders there, as in a merged one. Since they become paths that are written, no
+part may begin with a dot."""
 
 
 class ShardTable:
@@ -49,11 +49,11 @@ class ShardTable:
     def __init__(self, rows: NDArray[Any], facts: dict[str, Any]) -> None:
         self.rows = rows
         self.kinds: list[dict[str, Any]] = facts["kinds"]
-        """Columns, encodings, compression, and `hash_name`, the algorithm of both hashes (empty for none)."""
+        """Kinds of shards: columns, encodings, compression, and `hash_name`, the algorithm of hashes (or empty)."""
         self.contents: list[str] = facts["contents"]
         """Digests of each stream's shards, in order: samples, bytes and hashes, not names."""
         self.bounds: list[int] = np.cumsum([0, *facts["num_shards"]]).tolist()
-        """The first shard of each stream, and the number of all shards."""
+        """Index of the first shard of each stream, and at the end the number of all shards."""
 
     def __len__(self) -> int:
         return self.bounds[-1]
@@ -69,7 +69,7 @@ class ShardTable:
         return [self.kinds[kind]["column_names"] for kind in np.unique(self.of_stream(stream)["kind"])]
 
     def token_types_of_stream(self, stream: int) -> set[str]:
-        """Return the types of the column tokens, as the index has them."""
+        """Return the types of the column `tokens`, as the index names them."""
         kinds = [self.kinds[kind] for kind in np.unique(self.of_stream(stream)["kind"])]
         types = [dict(zip(kind["column_names"], kind["column_encodings"], strict=True)) for kind in kinds]
         return {names["tokens"] for names in types if "tokens" in names}
@@ -104,8 +104,8 @@ def read_indexes(
 ) -> tuple[NDArray[Any], dict[str, Any]]:
     """Read the index of each stream. Returns the rows of a `ShardTable`, and its facts. Raises DataError.
 
-    `hash_names` are the algorithms asked for. None takes the fastest that all shards of an index have, else the fastest
-    of each shard. A shard without a hash beside others with one is refused unless `allow_unhashed_shards`.
+    `hash_names` are the algorithms asked for. None takes the fastest one that all shards of an index have, or else the
+    fastest of each shard. Where other shards have a hash, one without is refused unless `allow_unhashed_shards`.
     """
     tables: list[dict[str, NDArray[Any]]] = []
     facts: dict[str, Any] = {"kinds": [], "contents": [], "num_shards": []}
@@ -127,7 +127,7 @@ def read_indexes(
 
 
 class _Record(NamedTuple):
-    """Shard in an index. Hashes stand in the order of the kind's algorithms."""
+    """Record of a shard in an index. Hashes are in the order of its kind's algorithms."""
 
     samples: int
     kind: int
@@ -149,7 +149,7 @@ class _Index:
             with no_collection(), open(path, encoding="utf-8", opener=open_regular) as file:
                 if os.fstat(file.fileno()).st_size > MAX_INDEX_BYTES:
                     raise too_large(path, MAX_INDEX_BYTES, "an index")
-                # Each record becomes a tuple as soon as it is parsed: as dictionaries they take gigabytes.
+                # Each record becomes a tuple as soon as it is parsed, because dictionaries would take gigabytes.
                 content = json.load(file, object_hook=self._read_object)
             self.records: list[_Record] = content["shards"]
             is_index = content["version"] == 2 and all(isinstance(record, _Record) for record in self.records)
@@ -198,7 +198,7 @@ class _Index:
         return arrays | {"kind": (first_kind + arrays["kind"]).astype(np.uint32)}
 
     def digest(self, hash_names: Sequence[str]) -> str:
-        """Digest samples, bytes and hashes. Checkpoints keep the result: it must never change."""
+        """Digest samples, bytes and hashes. This must never change, because checkpoints keep the result."""
         label = hash_names[0] if len(set(hash_names)) == 1 else "mixed"
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.array([record.samples for record in self.records], "<i8").tobytes())
@@ -207,18 +207,18 @@ class _Index:
             name = hash_names[kind]
             place = self.kinds[kind]["hashes"].index(name) if name else 0
             hashes = [record.raw_hashes[place] if name else b"" for record in neighbours]
-            if label == "mixed":  # the algorithm is part of what a shard's hash says
+            if label == "mixed":  # algorithms differ, so the digest names them
                 digest.update(f"{name} of {len(hashes)}:".encode())
             digest.update(b"".join(hashes))
         return f"{label or 'sizes'}:{digest.hexdigest()}"
 
     def _read_object(self, record: dict[str, Any]) -> Any:
-        """Turn an object that describes a shard into a `_Record`. Leaves its parts and the whole index as they are."""
+        """Turn an object of JSON that describes a shard into a `_Record`. Other objects stay as they are."""
         if "raw_data" not in record:
             return record
         raw, zipped = record["raw_data"], record["zip_data"] or NO_FILE
         hashes, zip_hashes = raw["hashes"], zipped["hashes"]
-        if not all(hashes.values()):  # an empty text is none
+        if not all(hashes.values()):  # an empty text is no hash
             hashes = {}
         sizes = record["samples"], raw["bytes"], zipped["bytes"]
         for name, value, bits in zip(("samples", "raw_data.bytes", "zip_data.bytes"), sizes, (32, 32, 33), strict=True):
@@ -244,7 +244,7 @@ class _Index:
 
     def _number_of_kind(self, record: dict[str, Any], hash_names: list[str]) -> int:
         kind = {name: record[name] for name in SHARED} | {"hashes": hash_names}
-        if kind in self.kinds:  # there are few
+        if kind in self.kinds:  # a slow search, but there are few
             return self.kinds.index(kind)
         if record["version"] != 2 or record["format"] != "mds":
             raise self._wrong(f"describes shards of {record['format']} version {record['version']}, not MDS version 2")

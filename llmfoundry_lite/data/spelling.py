@@ -1,8 +1,8 @@
-"""Text that a tokenizer loses: characters of it that its tokens do not spell.
+"""Text that a tokenizer loses: characters that its tokens do not spell.
 
-`decode(encode(text))` alone does not tell: a decoder may put spaces between tokens, or be missing, although the ids
-hold everything. So a text that comes back is whole. Of any other, each character is looked up in the offsets of its
-tokens, and the normalised text in the text.
+`decode(encode(text))` alone does not tell. If the text comes back, it is whole. If not, the ids may still hold all of
+it, since a decoder may be missing or put spaces between tokens. Then each character is looked up in the tokens'
+offsets, and the normalised text is compared with the text.
 
 | kind          | what became of a character                                   | lost |
 |---------------|--------------------------------------------------------------|------|
@@ -36,7 +36,7 @@ KINDS = {
 }
 LOST = ("no_token", "case", "replaced")
 UNKNOWN = "\0unknown"
-"""Stands for a character without a token, in a model that would leave it out."""
+"""Token for characters without one, added to a model that would leave them out."""
 SPACE_MARK = "▁"
 """SentencePiece's space."""
 NUM_EXAMPLES = 8
@@ -45,13 +45,13 @@ NUM_STORED = 32
 
 @dataclass(slots=True)
 class Loss:
-    """Characters of some texts, and how many of them were lost in which way."""
+    """Count of the characters of some texts, and of those lost in each way."""
 
     characters: int = 0
     text_bytes: int = 0
-    """In UTF-8."""
+    """Bytes of the texts in UTF-8."""
     lost_bytes: int = 0
-    """Those of characters that no token stands for, white space included: the model is not asked for them."""
+    """Bytes of characters that no token stands for, white space included. The model never predicts them."""
     kinds: Counter[str] = field(default_factory=Counter)
     examples: Counter[str] = field(default_factory=Counter)
     """Lost characters."""
@@ -79,7 +79,7 @@ class Loss:
         return not self.lost_bytes and not any(self.kinds.values())
 
     def stored(self) -> str:
-        """Return it as text, for `load_loss`."""
+        """Return this count as text, for `load_loss`."""
         facts = {one.name: getattr(self, one.name) for one in fields(self)}
         return json.dumps(facts | {"examples": dict(self.examples.most_common(NUM_STORED))})
 
@@ -96,7 +96,7 @@ def load_loss(stored: str) -> Loss:
 
 
 def loss_from_json(found: dict[str, Any]) -> Loss:
-    """Return the loss of which `Loss.as_json` made plain numbers; its examples count once."""
+    """Undo `Loss.as_json`. Each example counts once."""
     numbers = {name: int(found[name]) for name in ("characters", "text_bytes", "lost_bytes")}
     kinds = Counter({kind: int(found[kind]) for kind in KINDS})
     return Loss(**numbers, kinds=kinds, examples=Counter(map(str, found["examples"])))
@@ -137,15 +137,15 @@ class Speller:
             loss.add(_kind_of_change(character, really_gone, shown), character, count)
         is_spelled = self._spelled(normal)
         missing = "".join(c for c, spelled in zip(shown, is_spelled, strict=True) if not spelled)
-        unspelled = Counter(unicodedata.normalize("NFC", missing))  # as the text has them: 한 is one, not three
+        unspelled = Counter(unicodedata.normalize("NFC", missing))  # as in the text: 한 is one, not three
         for character, count in unspelled.items():
             if not character.isspace():
                 loss.add("no_token", character, count)
                 loss.lost_bytes += count * len(character.encode())
         num_spaces = _num_spaces(text)
-        # The normaliser may change a space, and no token stand for what it became: that is one.
+        # A space that the normaliser changed into something without a token is lost once, not twice.
         loss.kinds["white_space"] = min(num_spaces, loss.kinds["white_space"] + _lost_space(shown, is_spelled))
-        num_added = _num_spaces(shown) - num_spaces  # by the normaliser, around Chinese characters; or it takes some
+        num_added = _num_spaces(shown) - num_spaces  # the normaliser may add or remove some
         loss.lost_bytes += max(0, sum(count for c, count in unspelled.items() if c.isspace()) - num_added)
         loss.lost_bytes = min(loss.lost_bytes, loss.text_bytes)
         return loss
@@ -154,14 +154,14 @@ class Speller:
     def _marking(self) -> tuple[tokenizers.Tokenizer, int | None]:
         """Return the tokenizer without its normaliser, and the id that marks a character without a token.
 
-        Nor does it have its post-processor, which may cut the spaces off the offsets of tokens that spell them.
+        The post-processor is removed too, as it may cut spaces off the offsets of tokens that spell them.
         """
         backend = self.tokenizer.backend
         stored = json.loads(backend.to_str())
         model, stored["normalizer"], stored["post_processor"] = stored["model"], None, None
-        if model["type"] == "BPE" and not model.get("unk_token"):  # which leaves such characters out, and shifts
+        if model["type"] == "BPE" and not model.get("unk_token"):  # BPE leaves such characters out, and shifts offsets
             vocabulary = backend.get_vocab(with_added_tokens=True)
-            model["vocab"][UNKNOWN] = max(vocabulary.values()) + len(vocabulary)  # added tokens get new ids before it
+            model["vocab"][UNKNOWN] = max(vocabulary.values()) + len(vocabulary)  # above added tokens' new ids
             model["unk_token"] = UNKNOWN
         for token in stored["added_tokens"]:
             token["content"] = self._normalised(token["content"])
@@ -172,7 +172,7 @@ class Speller:
 
     @cached_property
     def _kept(self) -> re.Pattern[str]:
-        """Added tokens that are looked for before a text is normalised."""
+        """Pattern of added tokens that are found before a text is normalised."""
         added = self.tokenizer.backend.get_added_tokens_decoder().values()
         kept = [token.content for token in added if not token.special and not token.normalized]
         return re.compile(f"({'|'.join(map(re.escape, sorted(kept, key=len, reverse=True)))})" if kept else r"($^)")
@@ -193,7 +193,7 @@ class Speller:
             is_spelled[start:end] = b"\1" * (end - start)
             if token_id == unknown_id:
                 unknown.append((start, end))
-        for start, end in unknown:  # last: the mark of a word's beginning takes the place of its first character
+        for start, end in unknown:  # last, as the mark of a word's beginning shares the offsets of its first character
             is_spelled[start:end] = bytes(end - start)
         return is_spelled
 
@@ -213,12 +213,12 @@ def _lost_space(text: str, is_spelled: bytearray) -> int:
 
 
 def _less(text: str, other: str, form: Literal["NFC", "NFKC"]) -> Counter[str]:
-    """Return the characters of `text` that `other` has not, or has less often, both in a normal form of Unicode."""
+    """Count the characters that `text` has more often than `other`, both in a normal form of Unicode."""
     return Counter(unicodedata.normalize(form, text)) - Counter(unicodedata.normalize(form, other))
 
 
 def _kind_of_change(character: str, really_gone: Counter[str], normal: str) -> str:
-    """Name what became of a character; `really_gone` are those that compatible forms do not explain."""
+    """Return the kind of a character's change. `really_gone` are characters that compatible forms do not explain."""
     if character.isspace():
         return "white_space"
     if not any(c in really_gone for c in unicodedata.normalize("NFKC", character)):

@@ -1,7 +1,7 @@
-"""The epochs of a run whose data changes at some batches: a pure function, as all of the order is.
+"""The epochs of a run whose data changes at some batches: a pure function, as in `order.py`.
 
 Each stage has an order of its own, and as many epochs as it needs. A stage that ends within an epoch cuts it short. The
-epochs of all stages are numbered one after another. Stage 0 alone has the epochs of a run without stages, so stages can
+epochs of all stages are numbered consecutively. The first stage has the epochs of a run without stages, so stages can
 be added to a run later.
 """
 
@@ -12,7 +12,7 @@ from itertools import pairwise
 from llmfoundry_lite.data.order import EpochOrder, SampleOrder
 
 EPOCHS_OF_A_STAGE = 1 << 32
-"""Numbers of epochs that the random numbers of a stage are made from, so that no two stages share any."""
+"""Epoch numbers reserved for each stage, so that no two stages share random numbers."""
 
 
 class StagedOrder:
@@ -54,10 +54,10 @@ class StagedOrder:
         return self.first_epochs[stage] + number, step
 
     def begun(self, batch: int) -> list[list[int | str]]:
-        """Return of each stage that has trained within the first batches its first one, and its order's fingerprint."""
+        """Return, for each stage that begins before this batch, its first batch and its order's fingerprint."""
         pairs = zip(self.first_batches, self.orders, strict=True)
         return [[begin, order.fingerprint] for begin, order in pairs if begin == 0 or begin < batch]
 
     def num_streams(self, batch: int) -> int:
-        """Return how many of the streams these stages know."""
+        """Return the number of streams that the stages begun by this batch have."""
         return max(len(order.shard_sizes_per_stream) for order in self.orders[: len(self.begun(batch))])

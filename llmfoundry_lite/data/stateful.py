@@ -22,7 +22,7 @@ from llmfoundry_lite.ranks.exchange import rank_and_size
 from llmfoundry_lite.ranks.rank import this_rank
 
 OTHER_WORDS = {"batch_size": "global_batch_size, of all ranks together", "seed": "shuffle_seed", "path": "local"}
-"""Other libraries' words, too far from ours for spelling to find."""
+"""Words of other libraries -> ours, where the spelling is too different to guess by."""
 
 
 class StatefulLoader(TextLoader):
@@ -142,7 +142,7 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of any library's, as Python's. Raises ConfigError."""
+    """Return a whole number of any library as Python's int. Raises ConfigError."""
     try:
         number = index(value)
     except TypeError:

@@ -1,7 +1,7 @@
 """The folders and remotes of a data set: checks, downloads and removal of their files.
 
-No download gets its name before it has been checked against `index.json`. Nothing is removed that has not come from the
-remote. `cache.py` decides which shard is brought or removed, and when.
+A download gets its final name only after it has been checked against `index.json`. Only copies of the remote are ever
+removed. `cache.py` decides which shard is brought or removed, and when.
 """
 
 import filecmp
@@ -32,17 +32,17 @@ from llmfoundry_lite.files import open_regular, write_atomically
 
 INDEX = "index.json"
 ORIGIN = "downloaded-from.txt"
-"""Tells which remote a folder is filled from that held no shard before the first download."""
+"""File that names the remote of a folder that held no shard before its first download."""
 PART = ".part"
-"""Ends the names of files that are on their way."""
+"""Suffix of files that are being downloaded."""
 PART_NAME = re.compile(r".+\.\d+\.[0-9a-f]{8}\.part(\.tmp)?", re.DOTALL)
-"""Names that `part_name` makes. The transport adds `.tmp`. A user's own `film.part` does not match."""
+"""Names that `part_name` makes, to which the transport adds `.tmp`. A user's own `film.part` does not match."""
 NOT_IN_A_REMOTE = "?#\n\r\t"
-"""The transport cuts an URL at the first two and leaves out the others: it would read another folder."""
+"""Characters refused in a URL: the transport cuts it at the first two and drops the others, so reads another folder."""
 
 
 class ShardFolder:
-    """Folder of a stream, and the remote that its files come from. Files appear whole, at once: nodes may share it."""
+    """Folder of a stream, and the remote that its files come from. Files appear whole, so nodes may share it."""
 
     def __init__(self, name: str, stream: Stream) -> None:
         """Take the folder of a stream. `name` is the user's; empty for the only stream."""
@@ -58,7 +58,7 @@ class ShardFolder:
 
     @property
     def _origin(self) -> str:
-        """A hash of the remote, whose URL may have a password in it."""
+        """Hash of the remote, because its URL may have a password in it."""
         return xxhash.xxh3_128_hexdigest(f"{self.remote} {self.stream.split}".encode())
 
     @cached_property
@@ -117,7 +117,7 @@ class ShardFolder:
     def bring(self, reader: MDSReader, *, again: bool = False) -> bool:
         """Bring and decompress a shard, unless it is there, or `again`. Return whether it came from the remote.
 
-        Raises DataError, or what the transport raises; then the files that were there are there still.
+        Raises DataError, or the transport's error, and then leaves earlier files as they were.
         """
         raw, zipped = reader.raw_data, reader.zip_data
         raw_path = os.path.join(self.path, raw.basename)
@@ -148,7 +148,7 @@ class ShardFolder:
         return path
 
     def _download_whole(self, info: FileInfo) -> str:
-        """Download a file and check it; one that arrives damaged is asked for a second time."""
+        """Download a file and check it; one that arrives damaged is downloaded a second time."""
         damage = ""
         for _ in range(2):
             arrived = self.download(info.basename)
@@ -158,9 +158,9 @@ class ShardFolder:
         raise DataError(f"it arrives damaged, twice: {damage}")
 
     def remote_has(self, reader: MDSReader) -> bool:
-        """Return whether a remote that is a folder still has the shard, by its size, and no link to the copy here.
+        """Return whether a remote folder still has the shard, judged by its size, and not as a link to the copy here.
 
-        A bucket is not asked.
+        A bucket is not asked; the answer is True.
         """
         remote = _path_of(self.remote) if self.remote else None
         if remote is None:
@@ -184,9 +184,9 @@ def build_folders(config: TextDatasetConfig) -> list[ShardFolder]:
 
 
 def build_stages(config: TextDatasetConfig) -> tuple[list[ShardFolder], list[dict[int, Stream]]]:
-    """Build the folders of all stages; and of each stage the streams, by the index of their folder. Raises DataError.
+    """Build the folders of all stages, and for each stage folder index -> stream. Raises DataError.
 
-    A folder is there once, whatever stages read it.
+    A folder appears once, however many stages read it.
     """
     has_own = bool(config.streams or config.local or config.remote)
     is_own_used = not all(stage.streams for stage in config.stages) or not config.stages
@@ -244,7 +244,7 @@ def _build_stream(config: TextDatasetConfig, described: StreamConfig, where: str
 
 
 def are_one_place(one: str, other: str) -> bool:
-    """Return whether two paths lead to the same folder, by links, slashes or mounts of any kind."""
+    """Return whether two paths lead to the same folder, through any links, slashes or mounts."""
     if os.path.realpath(one) == os.path.realpath(other):
         return True
     with suppress(OSError):
@@ -289,7 +289,7 @@ def find_damage(path: str, info: FileInfo) -> str:
 
 
 def unpack_shard(zip_path: str | Path, reader: MDSReader, path: str | Path) -> None:
-    """Unpack a shard into a new file, which is as `index.json` says. Raises DataError, or OSError for damage."""
+    """Unpack a shard into a new file and check it by `index.json`. Raises DataError, or OSError for damage."""
     assert reader.compression
     unpack_at_most(zip_path, reader.compression, path, reader.raw_data.bytes)
     if damage := find_damage(str(path), reader.raw_data):
@@ -298,12 +298,12 @@ def unpack_shard(zip_path: str | Path, reader: MDSReader, path: str | Path) -> N
 
 
 def part_name(name: str) -> str:
-    """Make a new name for a download: the transport takes a file that is there for a finished download."""
+    """Make a new name for a download, because the transport takes an existing file for a finished download."""
     return f"{name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}{PART}"
 
 
 def _remove_left_parts(folder: str) -> None:
-    """Remove downloads that ended midway: nothing has been written to them for a day."""
+    """Remove interrupted downloads: those that nothing has been written to for a day."""
     for entry in os.scandir(folder):
         if PART_NAME.fullmatch(entry.name):
             with suppress(FileNotFoundError):
@@ -312,5 +312,5 @@ def _remove_left_parts(folder: str) -> None:
 
 
 def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):  # another node that shares the folder may be faster
+    with suppress(FileNotFoundError):  # another node may have removed it
         os.remove(path)

@@ -32,11 +32,11 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""File of its own in transformers 5; kept as tokenizer_config.json's key, which every release reads."""
+"""File of the chat template in transformers 5. It is kept in tokenizer_config.json, which every release reads."""
 NAMED_TEMPLATES = "additional_chat_templates/"
-"""Folder of further ones, `NAME.jinja`; kept in the same key."""
+"""Folder of further chat templates, `NAME.jinja`, which are kept in the same key."""
 GENERATION_FILE = "generation_config.json"
-"""Names the tokens at which a model stops. It travels with the tokenizer, because it holds ids."""
+"""File that names the tokens at which a model stops. It is kept with the tokenizer, because it holds ids."""
 FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, CHAT_TEMPLATE_FILE, GENERATION_FILE)
 OPTIONAL_FILES = (CHAT_TEMPLATE_FILE, GENERATION_FILE)
 MODEL_FILE = "config.json"
@@ -52,16 +52,16 @@ GENERATION_KEYS = (
 MAX_GENERATION_BYTES = 1 << 20
 
 PART_CHARACTERS = 1_000_000
-"""Longer texts are encoded in parts where that is exact: the library takes 114 bytes of memory for each character."""
+"""Length above which texts are encoded in parts, where that is exact: the library takes 114 bytes for a character."""
 BEFORE_A_SPACE = re.compile("[A-Za-z](?= )")
-"""A place to cut: no alternative of GPT-2's regular expression joins a letter and the space after it."""
+"""Point to cut at: no alternative of GPT-2's regular expression joins a letter and the space after it."""
 
 VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 """Files of a vocabulary, in the layouts that we and `transformers` read."""
 
 
 def find_fingerprints(name: str) -> dict[str, str]:
-    """Return the tokenizer's fingerprint as checkpoints record it; nothing if it is not on this machine."""
+    """Return the tokenizer's fingerprint as checkpoints record it; empty if it is not on this machine."""
     return {"tokenizer": load_tokenizer(name).fingerprint} if is_local_or_cached(name) else {}
 
 
@@ -87,12 +87,12 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
 def read_folder(folder: Path) -> dict[str, bytes]:
     """Return name and content of a tokenizer's files in the Hugging Face layout.
 
-    Where nothing else says how to generate, the model's config.json does: that part stands for GENERATION_FILE.
+    Without a GENERATION_FILE, the part of the model's config.json that says how to generate takes its place.
     """
     names = [*FILES, *(f"{NAMED_TEMPLATES}{path.name}" for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")))]
     files = {name: _read(folder / name) for name in names if (folder / name).is_file()}
     if GENERATION_FILE not in files and (folder / MODEL_FILE).is_file():
-        with contextlib.suppress(ValueError, RecursionError):  # who reads the model says what is wrong with it
+        with contextlib.suppress(ValueError, RecursionError):  # the model's reader reports a damaged one
             found = generation_of(json.loads(_read(folder / MODEL_FILE)))
             files |= {GENERATION_FILE: json.dumps(found).encode()} if found else {}
     return files
@@ -109,7 +109,7 @@ def generation_of(hf_config: Any) -> dict[str, Any]:
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
-    """Make a tokenizer of the contents of its files. Raises DataError."""
+    """Make a tokenizer from the contents of its files. Raises DataError."""
     try:
         backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
     except Exception as error:  # the Rust side raises a bare Exception for whatever is wrong with the file
@@ -120,7 +120,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
 def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Return tokenizer_config.json with the special tokens and chat templates of the other files. Raises DataError.
 
-    As in transformers, special_tokens_map.json counts more, unless the tokens stand in tokenizer_config.json itself.
+    As in transformers, special_tokens_map.json takes precedence, unless tokenizer_config.json has the tokens itself.
     """
     config, special = _read_object(files, CONFIG_FILE, name), _read_object(files, SPECIAL_TOKENS_FILE, name)
     special = {key: _as_in_config(value) for key, value in special.items() if value is not None}
@@ -148,7 +148,7 @@ def _as_in_config(value: Any) -> Any:
 
 
 def read_generation(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return generation_config.json. Raises DataError for one that is none, or whose stop tokens are no ids."""
+    """Return the content of generation_config.json. Raises DataError if it is damaged or its stop tokens are no ids."""
     if len(files.get(GENERATION_FILE, b"")) > MAX_GENERATION_BYTES:
         raise DataError(
             f"tokenizer {name}: {GENERATION_FILE} has {len(files[GENERATION_FILE]):,} bytes, expected at most "
@@ -218,7 +218,7 @@ class Tokenizer:
     """The largest id plus one, added tokens included: the smallest embedding table that fits."""
     backend: tokenizers.Tokenizer = field(repr=False)
     pad_token: str | None = None
-    """Named by its files; nothing is padded with it here."""
+    """The padding token that the files name. Nothing is padded with it here."""
     config: dict[str, Any] = field(default_factory=dict, repr=False)
     """The content of `tokenizer_config.json`, with all special tokens and chat templates; kept for `save`."""
     generation: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -232,19 +232,19 @@ class Tokenizer:
 
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
-        """Ids at which a text that a model writes ends: the end of text, and those that a chat model has besides."""
+        """Ids that end a text when a model generates them: the end of text, and a chat model's further ones."""
         ids = self.generation.get("eos_token_id")
         return frozenset([self.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])])
 
     @cached_property
     def unk_token_id(self) -> int | None:
-        """Id of the token that stands for characters without one, where its files name it or its model has it."""
+        """Id of the token for unknown characters, where the files or the model name one."""
         model = json.loads(self.backend.to_str())["model"]
         token = token_text(self.config.get("unk_token")) or model.get("unk_token")
         return model.get("unk_id") if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of one text. A special token spelled out in the text is text: it becomes ordinary tokens."""
+        """Return token ids of one text. A special token spelled out in the text becomes ordinary tokens."""
         with self._naming_what_has_no_token():
             return self.backend.encode(text, add_special_tokens=False).ids
 
@@ -255,11 +255,11 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def _naming_what_has_no_token(self) -> Iterator[None]:
-        """Raise DataError where the library raises a bare Exception: for text without a token, or an unknown one."""
+        """Raise DataError where the library raises a bare Exception: for text without a token, and no unknown token."""
         try:
             yield
         except Exception as error:
-            if type(error) is not Exception:  # such as a TypeError for what is no text
+            if type(error) is not Exception:  # such as a TypeError for a number
                 raise
             raise DataError(
                 f"tokenizer {self.name} cannot encode a text ({error}); name its unknown token in {TOKENIZER_FILE}, or "
@@ -271,7 +271,7 @@ class Tokenizer:
         return np.concatenate([np.array(self.encode_batch([part])[0], np.uint32) for part in self._parts(text)])
 
     def _parts(self, text: str) -> Iterator[str]:
-        """Cut a long text where the tokenizer cuts it anyway; into one part where that is not known."""
+        """Cut a long text where the tokenizer cuts anyway. Where that is unknown, the text is one part."""
         start = 0
         while self._splits_like_gpt2 and (found := BEFORE_A_SPACE.search(text, start + PART_CHARACTERS)):
             yield text[start : found.end()]
@@ -339,7 +339,7 @@ class Tokenizer:
 
 
 class LazyTokenizer:
-    """A tokenizer that is loaded for the first text: shards of token ids may be trained on without it."""
+    """A tokenizer that is loaded when the first text comes, since shards of token ids do not need it."""
 
     def __init__(self, name: str):
         self.name = name
@@ -359,9 +359,9 @@ def build_tokenizer(
     # A file may carry the padding and truncation of its last user; neither may touch our documents.
     backend.no_padding()
     backend.no_truncation()
-    if getattr(backend.model, "dropout", None):  # which merges at random: a text would have other tokens each time
+    if getattr(backend.model, "dropout", None):  # dropout merges at random, so tokens would vary
         backend.model.dropout = None
-    # Or else a document that merely quotes "<|endoftext|>" would end there.
+    # Otherwise a document that only quotes "<|endoftext|>" would end there.
     backend.encode_special_tokens = True
     if set(backend.get_vocab(with_added_tokens=False).values()) <= backend.get_added_tokens_decoder().keys():
         raise DataError(
@@ -393,7 +393,7 @@ def build_tokenizer(
 
 
 def check_has_vocabulary(folder: Path) -> None:
-    """Raise DataError for a folder without one: for `config.json` alone, `transformers` 5 makes an empty tokenizer."""
+    """Raise DataError for a folder without one. From `config.json` alone `transformers` 5 makes an empty tokenizer."""
     if any(path.is_file() for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
         return
     raise DataError(
@@ -409,7 +409,7 @@ def download_from_hub(name: str) -> dict[str, Path]:
 
     cached = cached_files(name)
     here = {file: path for file, path in cached.items() if isinstance(path, Path)}
-    if None not in (path for file, path in cached.items() if file not in OPTIONAL_FILES):  # old caches lack those
+    if None not in (path for file, path in cached.items() if file not in OPTIONAL_FILES):  # missing in old caches
         return here
     try:
         # Asked first because it fails at once without a network, where a download tries for half a minute.
@@ -421,10 +421,10 @@ def download_from_hub(name: str) -> dict[str, Path]:
             f"tokenizer {name} is neither a local folder nor a repository on the Hugging Face Hub that you may read; "
             f"check the spelling, or give a folder with a {TOKENIZER_FILE}"
         ) from error
-    except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
+    except Exception as error:  # the HTTP client's errors have no common class that we could name
         if TOKENIZER_FILE in here:
             return here
-        # A node without a network meets that again tomorrow; what the Hub itself answers, such as a 503, may pass.
+        # A fault that the Hub itself answers with, such as a 503, may pass; a missing network will not.
         has_answered = any(getattr(one, "response", None) is not None for one in (error, error.__cause__))
         raise DataError(
             f"tokenizer {name} is not in the local cache and the Hugging Face Hub cannot be reached "
@@ -433,7 +433,7 @@ def download_from_hub(name: str) -> dict[str, Path]:
 
 
 def cached_files(name: str) -> dict[str, Path | bool | None]:
-    """Return the path of each file in the Hub's cache; False if it is known not to exist, None if nothing is known."""
+    """Return the path of each file in the Hub's cache; False if the Hub lacks the file, None if that is unknown."""
     import huggingface_hub
 
     found: dict[str, Path | bool | None] = {}
@@ -449,7 +449,7 @@ def cached_files(name: str) -> dict[str, Path | bool | None]:
 def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer:
     """Let `transformers` convert a tokenizer without `tokenizer.json` (SentencePiece and older layouts).
 
-    Of the files that were `read`, it leaves GENERATION_FILE out.
+    transformers leaves GENERATION_FILE out, so that is taken from the files that were `read`.
     """
     try:
         from transformers import AutoTokenizer
@@ -476,7 +476,7 @@ def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Return whether a name can only be a local folder's; Hub names are `name` or `owner/name`."""
+    """Return whether a name can only be a local folder, since Hub names are `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
