@@ -1,7 +1,7 @@
 """Models, runs and data of llmfoundry_lite for programs: `import llmfoundry_lite as lf`.
 
-Importing it costs next to nothing: a name brings its module when it is first used. `docs/library.md` is made from the
-docstrings of these names.
+Importing it costs next to nothing, because a name imports its module when it is first used. `docs/library.md` is made
+from the docstrings of these names.
 """
 
 import importlib as _importlib
@@ -59,7 +59,7 @@ def _bring(name: str) -> _typing.Any:
     return found
 
 
-if not _typing.TYPE_CHECKING:  # which would take any name for one of ours
+if not _typing.TYPE_CHECKING:  # a type checker would accept any name
     __getattr__ = _bring
 
 

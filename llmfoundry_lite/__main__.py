@@ -1,4 +1,4 @@
-"""The `llmfoundry-lite` program, and `python -m llmfoundry_lite`: asked to leave from the first moment on."""
+"""The `llmfoundry-lite` program, and `python -m llmfoundry_lite`. It handles signals from the first moment on."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Readers of bytes that somebody else made: of regular files alone, and of no more bytes than is stated.
+"""Readers of bytes that somebody else wrote: only from regular files, and only up to a stated size.
 
-A small file unpacks to any size, a line never ends, and a name leads to a pipe. `files.open_regular` refuses the last.
+A small file may unpack to any size, a line may never end, and a name may lead to a pipe, which `files.open_regular`
+refuses.
 """
 
 import io
@@ -15,7 +16,7 @@ from llmfoundry_lite.files import open_regular
 
 BLOCK_BYTES = 1 << 20
 MAX_NOTE_BYTES = 1 << 20
-"""Bytes of a file of a few facts, such as status.json."""
+"""Most bytes of a file with a few facts, such as status.json. The limits below count bytes too."""
 MAX_YAML_BYTES = 4 << 20
 """Bytes of a YAML file: 10,000 streams have 2 MB, and PyYAML reads half a MB a second."""
 MAX_JSON_BYTES = 128 << 20
@@ -30,11 +31,11 @@ MAX_LOG_BYTES = 4 << 30
 """Bytes of a file that is read line by line: metrics.jsonl of 6 million batches."""
 ANOTHER = "give another file"
 CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zst": "zstd", "zstd": "zstd"}
-"""Name in an index, or suffix -> name in Arrow, which refuses a window of more than 128 MiB, as zstd does."""
+"""Name in an index or suffix -> name in Arrow, which refuses windows of more than 128 MiB, as zstd does."""
 
 
 class TooLargeError(OSError, DataError):
-    """A file has more bytes than are read of its kind. Whoever expects that a file cannot be read need not know it."""
+    """A file has more bytes than are read of its kind. As an OSError, it is handled where a file may be unreadable."""
 
 
 def too_large(where: str | Path, max_bytes: int, what: str, remedy: str = ANOTHER) -> TooLargeError:
@@ -45,18 +46,18 @@ def too_large(where: str | Path, max_bytes: int, what: str, remedy: str = ANOTHE
 
 
 def read_at_most(path: str | Path, max_bytes: int, what: str, remedy: str = ANOTHER) -> bytes:
-    """Read a whole regular file. Raises OSError; TooLargeError, which is one, for more than `max_bytes`."""
+    """Read a whole regular file. Raises OSError: TooLargeError, for more than `max_bytes`, is one too."""
     with open(path, "rb", opener=open_regular) as file:
         return read_file_at_most(file, max_bytes, str(path), what, remedy)
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """Read a JSON document. Raises OSError, TooLargeError, and ValueError for what is no JSON or nested too deeply."""
+    """Read a JSON document. Raises OSError, TooLargeError, and ValueError for bad JSON or one nested too deeply."""
     return parse_json(read_at_most(path, MAX_JSON_BYTES, what))
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError: Python's parser ends in a RecursionError for a thousand brackets."""
+    """Parse JSON. Raises ValueError, even for a thousand brackets, where Python's parser raises RecursionError."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -72,7 +73,7 @@ def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str, re
 
 
 def read_up_to(file: IO[bytes], num_bytes: int) -> bytes:
-    """Read at most `num_bytes`, a piece at a time: one read of so many would take their memory for a single byte."""
+    """Read at most `num_bytes`, a piece at a time. A single read would allocate all of it, even for one byte."""
     content = io.BytesIO()
     while (room := num_bytes - content.tell()) and (piece := file.read(min(room, BLOCK_BYTES))):
         content.write(piece)
@@ -80,8 +81,8 @@ def read_up_to(file: IO[bytes], num_bytes: int) -> bytes:
 
 
 def read_lines_at_most(path: str | Path, max_bytes: int, what: str, begin: int = 0) -> Iterator[bytes]:
-    """Yield the lines of a regular file from an offset on, each with its end. Raises OSError; TooLargeError, which is
-    one, for a line of more than MAX_LINE_BYTES or more than `max_bytes` in all."""
+    """Yield the lines of a regular file from an offset on, with their line ends. Raises OSError: TooLargeError, for a
+    line of more than MAX_LINE_BYTES or for more than `max_bytes` in all, is one too."""
     number, room = 0, max_bytes
     with open(path, "rb", opener=open_regular) as file:
         file.seek(begin)
@@ -125,7 +126,7 @@ def unpack_at_most(source: str | Path, compression: str, target: str | Path, max
 
 
 def _from_snappy(packed: bytes, max_bytes: int, source: str | Path) -> bytes:
-    """Unpack raw snappy, which has no pieces. It begins with its size, seven bits a byte; its reader takes no more."""
+    """Unpack raw snappy, which cannot be read in pieces. It begins with its size (seven bits a byte), checked first."""
     import snappy
 
     size = 0

@@ -1,8 +1,8 @@
 """Companions: packages beside this one that add commands, blocks of YAML, readers and builders. The only seam.
 
-Ours lie in `companions/` of a clone, and are installed with a wheel; others announce themselves by an entry point of
-the group `llmfoundry_lite.companions`. Each has a small `Companion` that names its parts, as `module:name`, and imports
-none of them. The core imports no companion: it asks here for a part, and a missing one is an error of one line.
+Ours are in `companions/` of a clone, and installed with a wheel. Others announce themselves by an entry point of the
+group `llmfoundry_lite.companions`. Each has a small `Companion` that names its parts, as `module:name`, and imports
+none of them. The core imports no companion: it asks for a part here, and a missing one is an error of one line.
 """
 
 import importlib
@@ -53,25 +53,25 @@ class Companion:
     """Parts of a companion, each as `module:name`."""
 
     commands: Mapping[str, str] = field(default_factory=dict)
-    """`plan` -> a function, or a `typer.Typer` for a group; `train -n` -> what that option of the core's calls."""
+    """`plan` -> a function, or a `typer.Typer` for a group; `train -n` -> the function behind that option."""
     examples: tuple[str, ...] = ()
-    """Command lines, with which the help of commands ends."""
+    """Command lines to show at the end of help texts."""
     blocks: Mapping[str, str] = field(default_factory=dict)
     """A key of a run's YAML -> its `Block`."""
     readers: Mapping[str, str] = field(default_factory=dict)
     """A kind of foreign file -> the function that reads it."""
     builders: Mapping[str, str] = field(default_factory=dict)
-    """A key or setting of a run -> the builder of what it asks for."""
+    """A key or setting of a run -> the function that builds the object for it."""
 
 
 @cache
 def find_companions() -> list[Companion]:
-    """Return the companions that are here: ours in their order, then others'.
+    """Return the installed companions: ours in their order, then those of others.
 
-    One of others' that cannot be loaded, or has a part of a name that is taken, is left out with a line.
+    One of others that cannot be loaded, or names a part like an existing one, is left out with a line.
     """
     if SOURCE.is_dir():
-        sys.path.insert(0, str(SOURCE))  # those of this clone go before installed ones
+        sys.path.insert(0, str(SOURCE))  # this clone's take precedence over installed ones
     found: list[Companion] = [
         importlib.import_module(f"{name}.companion").COMPANION for name in OURS if find_spec(name)
     ]
@@ -92,7 +92,7 @@ def find_companions() -> list[Companion]:
 
 
 def leave_out(name: str, error: Exception) -> None:
-    """Say that a companion of others', or a part of it, is left out, and why."""
+    """Print that a companion of others, or a part of it, is left out, and why."""
     words = " ".join(str(error).split()) or type(error).__name__
     print(f"warning: companion {name}: left out: {words}", file=sys.stderr, flush=True)
 
@@ -120,7 +120,7 @@ def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Ite
 
 
 def find(slot: str, name: str) -> Any:
-    """Import the part of this name. Raises ConfigError that names the missing companion."""
+    """Import the part of this name. Raises ConfigError, which names the missing companion."""
     for companion in find_companions():
         if name in getattr(companion, slot):
             return bring(getattr(companion, slot)[name])
@@ -128,7 +128,7 @@ def find(slot: str, name: str) -> Any:
 
 
 def require(slot: str, name: str) -> None:
-    """Raise ConfigError where the companion of ours that has this part is not here. Imports none of its parts."""
+    """Raise ConfigError if the companion of ours that has this part is not installed. Imports no part."""
     if name in list_missing(slot):
         raise missing(name)
 

@@ -30,7 +30,7 @@ def device_name() -> str:
 
 
 def accelerator(device: torch.device | None = None) -> Accelerator | None:
-    """Return the row of a device, by default the current one, in the hardware table; None if it is not in it."""
+    """Return the row of a device, by default the current one, in the hardware table; None if it has none."""
     if not torch.cuda.is_available() or (device is not None and device.type == "cpu"):
         return None
     units = torch.cuda.get_device_properties(device).multi_processor_count
@@ -38,8 +38,8 @@ def accelerator(device: torch.device | None = None) -> Accelerator | None:
 
 
 def has_tf32() -> bool:
-    """Return whether fp32 products can be computed in TF32: on NVIDIA since Ampere; on AMD's gfx94 if hipBLASLt is told
-    to (HIPBLASLT_ALLOW_TF32, by ROCm's "Data types and precision support")."""
+    """Return whether fp32 products can be computed in TF32: on NVIDIA since Ampere, and on AMD's gfx94 with
+    HIPBLASLT_ALLOW_TF32 (ROCm's "Data types and precision support")."""
     if not torch.cuda.is_available():
         return False
     if torch.version.hip:
@@ -55,19 +55,19 @@ def set_tf32(is_allowed: bool) -> None:
 
 
 def computed_precision(precision: str) -> str:
-    """Return `precision` as this device computes it: without TF32, tf32 is fp32."""
+    """Return the precision in which this device computes `precision`: tf32 becomes fp32 on a device without TF32."""
     return "fp32" if precision == "tf32" and not has_tf32() else precision
 
 
 def peak_memory_bytes() -> int:
-    """Return the most memory this process has held: on the accelerator if there is one, else resident in RAM."""
+    """Return the peak memory of this process: on the accelerator if there is one, else resident in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def finish() -> None:
-    """Wait until the device has done its work: kernels run behind the host, which a clock would time instead."""
+    """Wait until the device has finished, before a clock is read: kernels run asynchronously."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -76,7 +76,7 @@ def keep_freed_memory() -> None:
     """On CPUs, keep the memory that a step frees for the next one, instead of returning it to the system.
 
     glibc maps each large tensor anew, and its first touch costs a page fault for every 4 KiB: a sixth of a step of the
-    124M model in bf16. A process holds on to its peak instead, which a step needs again at once.
+    124M model in bf16. With this, a process keeps its peak, which the next step needs again.
     """
     if not torch.cuda.is_available() and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -104,13 +104,13 @@ def driver() -> str | None:
     """Return the release of the kernel's driver for the accelerators; None on CPUs."""
     files = {"nvidia": "/proc/driver/nvidia/version", "amd": "/sys/module/amdgpu/version"}
     path = Path(files.get(vendor(), ""))
-    # NVIDIA's is a sentence: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar …"
+    # NVIDIA's file has a sentence: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar …"
     found = re.search(r"\b\d+\.\d[\d.]*", path.read_text()) if path.is_file() else None
     return found[0] if found else None
 
 
 def local_devices() -> list[Device]:
-    """Return the accelerators of this machine; its RAM where it has none."""
+    """Return the accelerators of this machine, or its RAM if it has none."""
     if not torch.cuda.is_available():
         return [Device("this machine's RAM", available_memory_bytes(), True)]
     indices = range(torch.cuda.device_count())
@@ -120,7 +120,7 @@ def local_devices() -> list[Device]:
 
 
 def available_memory_bytes() -> int:
-    """Return the RAM that is left, by the machine's count or the container's, whichever is less."""
+    """Return the free RAM of the machine or of the container, whichever is less."""
     available = psutil.virtual_memory().available
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

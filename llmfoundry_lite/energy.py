@@ -1,10 +1,9 @@
-"""Energy that this process's devices use, by their own counters. Each only grows, so one reading a batch is enough.
+"""Energy of this process's devices, from their own counters. These only grow, so one reading for a batch is enough.
 
     NVIDIA   NVML's total energy of the board, from Volta on. A MIG slice has none.
-    AMD      amdsmi's accumulator. The first die of an MI250 counts the whole card and the second nothing: a run needs
-             both dies of a card. A partition of a card has none.
-    CPU      RAPL in /sys: the packages and their DRAM, whichever program computes there. The kernel lets only root read
-             it by default.
+    AMD      amdsmi's accumulator. The first die of an MI250 counts the whole card and the second one nothing, so a run
+             needs both dies of a card. A partition of a card has none.
+    CPU      RAPL in /sys: the packages and their DRAM, for all programs. By default the kernel lets only root read it.
 
 Each rank reads its own accelerator. On CPUs, the first rank of a node reads the node's packages.
 """
@@ -23,7 +22,7 @@ from llmfoundry_lite import devices
 
 POWERCAP = Path("/sys/class/powercap")
 MAX_PACKAGE_WATTS = 1000
-"""More than any processor's package draws. RAPL's registers wrap around after 65 kJ (AMD) or 262 kJ (Intel)."""
+"""Upper limit of a processor package's power. RAPL's registers wrap around after 65 kJ (AMD) or 262 kJ (Intel)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,14 @@ class Counter:
     """A number of joules that only grows, until it wraps around."""
 
     read: Callable[[], float]
-    """Returns joules since some moment in the past. Raises OSError."""
+    """Function that returns the joules since some moment in the past. Raises OSError."""
     wraps_at: float = math.inf
 
 
 class EnergyMeter:
-    """The sum of several counters between two calls of `take`.
+    """Meter of the energy between two calls of `take`, over several counters.
 
-    `counters`: empty if there are none; None if another process measures this one's devices.
+    `counters` is empty if there are none, and None if another process measures this one's devices.
     """
 
     def __init__(self, counters: Sequence[Counter] | None, clock: Callable[[], float] = time.monotonic):
@@ -48,7 +47,7 @@ class EnergyMeter:
         self._is_whole = True
 
     def sample(self) -> None:
-        """Add what was used since the last reading. Between two, no counter may wrap around twice."""
+        """Add the energy since the last reading. Between two readings, no counter may wrap around twice."""
         if not self.counters:
             return
         try:
@@ -61,13 +60,13 @@ class EnergyMeter:
             most = (now[0] - self._before[0]) * MAX_PACKAGE_WATTS
             for counter, first, last in zip(self.counters, self._before[1], now[1], strict=True):
                 used = last - first if last >= first else last - first + counter.wraps_at
-                # A driver that was loaded again counts from 0.
+                # A reloaded driver counts from 0 again.
                 self._is_whole &= most < counter.wraps_at and math.isfinite(used)
                 self._joules += used
         self._before = now
 
     def take(self) -> tuple[int, int]:
-        """Return millijoules since the last call, and how many processes could not measure theirs: 0 or 1."""
+        """Return millijoules since the last call, and the number of processes that could not measure theirs: 0 or 1."""
         self.sample()
         joules, is_whole = self._joules, self._is_whole
         self._joules, self._is_whole = 0.0, True
@@ -89,9 +88,9 @@ def find_counters(local_rank: int) -> list[Counter] | None:
 
 
 def find_packages(root: Path) -> list[Counter]:
-    """Find RAPL's counters of packages and DRAM. `psys`, cores and the copies in `intel-rapl-mmio` are in no sum.
+    """Find RAPL's counters of packages and DRAM. `psys`, cores and the copies in `intel-rapl-mmio` would count twice.
 
-    Prints a line if there are any and this user may not read them.
+    Prints a line if there are counters that this user may not read.
     """
     zones = sorted(root.glob("intel-rapl:*"))  # AMD's have this name too; intel-rapl:0:1 is a part of intel-rapl:0
     try:

@@ -1,7 +1,7 @@
 """Errors for users, in one line each, and the exit codes of every process.
 
-A user's mistake comes again with every try. A fault of the world may pass: a full disk, a server's 5xx, an expired
-token, a lost link. `is_transient` tells them apart by what an error was raised `from`; `from None` keeps a mistake one.
+A user's mistake fails again at every attempt. Other faults may pass: a full disk, a server's 5xx, an expired token, a
+lost link. `is_transient` tells them apart by the cause that an error was raised `from`; `from None` marks a mistake.
 """
 
 import difflib
@@ -13,51 +13,51 @@ from typing import Any
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
-"""Ctrl-C twice: left at once. 128 and SIGINT's number, as shells have it."""
+"""Ctrl-C twice: the process left at once. It is 128 plus SIGINT's number, as in shells."""
 EXIT_USER = 2
 EXIT_DIFFERS = 3
 """A replay is not bit-equal to the run."""
 EXIT_PREEMPTED = 75
 """State was saved; run the same command again (the number is BSD's EX_TEMPFAIL)."""
 EXIT_UNREAD = 141
-"""Whoever read what a command prints has left, as `head` does: 128 and SIGPIPE's number, as shells have it."""
+"""The reader of a command's output has left, as `head` does. It is 128 plus SIGPIPE's number, as in shells."""
 
 SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
-"""Apart from the package's own dependencies, because both cap torch, numpy and others below what they run with."""
+"""Second command of an installation. These two exclude releases of torch, numpy and others that they do run with."""
 
 
 _REFERENCE = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
-"""`${oc.env:NAME}` stands for a secret, and is none."""
+"""Pattern of `${oc.env:NAME}`, which stands for a secret without being one."""
 PASSWORD = re.compile(rf"""(://(?:{_REFERENCE}|\$(?!\{{)|[^\s/:@?\#"$])*:)(?!\$\{{)[^\s/?\#"]*(?=@)""")
-"""scheme://user:password@: it ends at the first slash."""
+"""Pattern of the password in scheme://user:password@, which ends at the first slash."""
 TOKEN = re.compile(r"""(https?://)[^\s/:@?#"]+(?=@)""")
-"""Before the host, without a user's name."""
+"""Pattern of a token before the host, without a user's name."""
 PARAMETER = re.compile(
     r"""([?&;](?:[\w.-]*[-_.])?
         (?:(?:access|auth)?token|(?:api)?key|awsaccesskeyid|secret|sig|signature|credential|auth|passw(?:or)?d|pwd|pass|pw)=)
         (?!\$\{)[^\s&;\#'"]+""",
     re.VERBOSE | re.IGNORECASE,
 )
-"""The last word of the name decides: access_token, X-Amz-Signature; not max_tokens, author."""
+"""Pattern of a secret parameter, judged by the last word of its name: access_token, X-Amz-Signature; not max_tokens."""
 MASKED = re.compile(r"://[^\s/]*\*\*\*@|[?&;][^\s=&;]+=\*\*\*")
 
 
 def mask_credentials(text: str) -> str:
-    """Return `text` with `***` for passwords, tokens and signatures in URLs. Nothing that leaves a process has them:
-    no record, no log, no message."""
+    """Return `text` with `***` for passwords, tokens and signatures in URLs. Every record, log and message goes through
+    this."""
     if "://" not in text:
         return text
     return PARAMETER.sub(r"\1***", TOKEN.sub(r"\1***", PASSWORD.sub(r"\1***", text)))
 
 
 def is_masked(text: str) -> bool:
-    """Return whether `text` has a URL whose credentials were masked: nothing can be opened with it."""
+    """Return whether `text` has a URL whose credentials were masked, so that it opens nothing."""
     return "://" in text and MASKED.search(text) is not None
 
 
 def printable(text: str, *, keep: str = "") -> str:
     """Return `text` for a terminal: control characters escaped, except those in `keep`, and credentials masked. Names
-    of runs and of files may come from anybody, and a terminal obeys what it is shown."""
+    of runs and files may come from anybody, and a terminal obeys control characters."""
     text = mask_credentials(text)
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode() for c in text
@@ -65,7 +65,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def list_names(names: Iterable[object]) -> str:
-    """Write `a, b`. A name with white space, quotes or commas stands in quotes: ` text` looks like `text`."""
+    """Write `a, b`. A name with white space, quotes or commas is quoted, since ` text` looks like `text`."""
     return ", ".join(name if re.fullmatch(r"[^\s,'\"]+", name) else repr(name) for name in map(str, names))
 
 
@@ -76,7 +76,7 @@ def either(options: Sequence[object]) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known word that was probably meant; empty if none is spelled like it. `cutoff`: difflib's ratio."""
+    """Return the known word that was probably meant; empty if no spelling is near. `cutoff`: difflib's ratio."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
 
 
@@ -85,33 +85,33 @@ BRIEF_ERRNOS = (
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
 )
-"""Answers of disks and of the servers behind them that may differ a moment later."""
+"""Errors of disks, and of servers behind them, that may be gone a moment later."""
 TRANSIENT_ERRNOS = {*BRIEF_ERRNOS, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EBUSY} - {errno.EAGAIN}
-"""Answers that may differ an hour later. EAGAIN means a lock that another process holds."""
+"""Errors that may be gone an hour later. EAGAIN is left out, since it means a lock that another process holds."""
 TRANSIENT_STATUSES = (408, 425, 429)
-"""HTTP statuses beside 5xx: too slow, too early, too many requests."""
+"""Transient HTTP statuses besides 5xx: too slow, too early, too many requests."""
 EXPIRED_CODES = ("400", "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
-"""S3's codes. The answer to a HEAD request has no body: an expired token is a bare 400 there."""
+"""S3's codes for expired credentials. The answer to a HEAD request has no body, so an expired token is a bare 400."""
 TRANSIENT_CODES = (
     *(*EXPIRED_CODES, "SlowDown", "RequestTimeout", "BandwidthLimitExceeded", "RequestLimitExceeded"),
     *("ConditionalRequestConflict", "OperationAborted"),
 )
-"""Codes of S3 and its like. Every code with `Throttl` in it counts too."""
+"""Transient codes of S3 and similar stores. Every code that contains `Throttl` counts too."""
 TRANSIENT_CLASSES = {
     *("HTTPClientError", "ConnectionError", "CredentialRetrievalError", "TokenRetrievalError"),
     *("MetadataRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError", "ClientConnectionError"),
     *("ClientPayloadError", "TransportError", "IncompleteRead", "ResponseParserError"),
 }
-"""Names of clients' own errors for a link or credentials: botocore, aiohttp, requests, httpx, urllib3."""
+"""Names of clients' errors for links and credentials: botocore, aiohttp, requests, httpx, urllib3."""
 
 
 class TransientError(OSError):
-    """A fault that may pass, on another rank, whose own error does not travel."""
+    """A fault on another rank that may pass. The original error cannot be sent between ranks."""
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Return whether the causes of `error` may pass without a change of the command. A server's answer decides, if
-    there is one; else the operating system's."""
+    """Return whether the causes of `error` may pass without a change of the command. A server's answer decides if there
+    is one, else the operating system's error."""
     chain = _causes(error)
     answers = [answer for one in chain if (answer := _answer_of(one)) is not None]
     return answers[0] if answers else any(_is_transient_here(one) for one in chain)
@@ -137,9 +137,9 @@ def _code_of(error: BaseException) -> str | None:
 
 
 def _answer_of(error: BaseException) -> bool | None:
-    """Return whether a server's answer may pass; None if `error` is no answer."""
+    """Return whether a server's answer is transient; None if `error` is no server's answer."""
     if any(kind.__name__ == "HttpProcessingError" for kind in type(error).__mro__):
-        return None  # aiohttp's, with the code 400 that no server has sent: the answer was cut
+        return None  # aiohttp gives a truncated answer the code 400, which no server has sent
     code, response = _code_of(error), getattr(error, "response", None)
     if code is not None and (code in TRANSIENT_CODES or "Throttl" in code):
         return True
@@ -173,7 +173,7 @@ class UserError(ValueError):
     """
 
     has_lost = False
-    """No save holds some batches that were trained: the exit code is 1, not 75."""
+    """Whether some trained batches are in no save, so that the exit code is 1, not 75."""
     _exit_code: int | None = None
 
     def __str__(self) -> str:
@@ -197,12 +197,12 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error without line ends, or its type where it has none."""
+    """Return the message of an error without line ends, or its type if it has no message."""
     return mask_credentials(" ".join(str(error).split())) or type(error).__name__
 
 
 class ConfigError(UserError):
-    """The YAML files or the `key=value` arguments ask for something that cannot be."""
+    """The YAML files or the `key=value` arguments ask for something impossible."""
 
 
 class DataError(UserError):
@@ -218,7 +218,7 @@ class OtherDataError(DataError):
 
 
 class TransientDataError(DataError):
-    """A transient DataError from a worker process, whose cause does not travel."""
+    """A transient DataError from a worker process, whose cause cannot be sent to its rank."""
 
     @property
     def is_transient(self) -> bool:
@@ -230,7 +230,7 @@ class ExportError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient of a batch is not finite, and the policy says stop; or logits are not."""
+    """The loss or gradient of a batch is not finite and the policy is to stop, or logits are not finite."""
 
 
 class OutOfMemoryError(UserError):
@@ -242,25 +242,25 @@ class CheckpointError(UserError):
 
 
 class UnsoundCheckpointError(CheckpointError):
-    """A file of a checkpoint is not as it was written. One of the three below."""
+    """A file of a checkpoint is not as it was written: one of the three errors below."""
 
     def __init__(self, text: str, file: str = ""):
         super().__init__(text)
         self.file = file
-        """Name in the manifest; empty for the manifest itself."""
+        """Name of the file in the manifest; empty for the manifest itself."""
 
 
 class DamagedCheckpointError(UnsoundCheckpointError):
-    """A file is there, and its bytes were not those written, twice. Older checkpoints may still be whole."""
+    """A file exists, but two readings gave other bytes than were written. Older checkpoints may still be whole."""
 
 
 class IncompleteCheckpointError(UnsoundCheckpointError):
-    """A file is not there. Another machine may have it, or an older checkpoint all of its own."""
+    """A file is missing. Another machine may have it, or an older checkpoint may be complete."""
 
 
 class UnreadableCheckpointError(UnsoundCheckpointError):
-    """The system refuses to read a file, again and again. A mount, a server or a permission can be mended."""
+    """The system refuses to read a file, repeatedly. A mount, a server or a permission may need repair."""
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint of a newer release: sound, but this release must not read, replace or ignore it."""
+    """A checkpoint is of a newer release. It is sound, but this release must not read, replace or ignore it."""

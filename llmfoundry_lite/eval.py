@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> "list[Results]":
-    """Check, and evaluate as one rank."""
+    """Check the configuration, then evaluate as one rank."""
     with checks():
         config, tasks, notes = load_eval_config(arguments, given)
     prepare_environment(config)

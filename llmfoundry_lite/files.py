@@ -1,4 +1,4 @@
-"""Atomic writes, locks and checks of files that commands write. Checkpoints have their own: `checkpoint.commit`."""
+"""Atomic writes, locks, and checks of files that commands write. For checkpoints see `checkpoint.commit`."""
 
 import errno
 import fcntl
@@ -16,21 +16,23 @@ from tempfile import TemporaryDirectory
 from llmfoundry_lite.errors import ConfigError
 
 ANSWERS = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
-"""Suffixes of the files that a command writes its answer to; the JSON is its record."""
+"""Suffixes of the files with a command's result. The JSON file is its record."""
 MAX_RECORD_BYTES = 128 << 20
 RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
-"""Keys of the records of a bench, `benchmarks memory`, `report`, `compare` and `doctor`."""
+"""Keys by which the records of a bench, `benchmarks memory`, `report`, `compare` and `doctor` are recognised."""
 
 
 def check_is_path(path: Path) -> None:
-    """Raise ConfigError for a URL: `s3://b/x` as a path is a folder `s3:` here, which nobody means."""
+    """Raise ConfigError for a URL, because as a path `s3://b/x` is a local folder named `s3:`."""
     if re.match(r"\w[\w+.-]+:/", str(path)):
         raise ConfigError(f"{path}: a URL given, expected a path of this machine")
 
 
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
-    """Raise ConfigError if a file is there and `record`, the JSON among them, is no earlier answer of a command. A link
-    is refused: the folder may be of a run that somebody else made, and the link lead anywhere."""
+    """Raise ConfigError if one of the files exists and `record`, the JSON file, is no earlier result of a command.
+
+    Links are refused too, because the folder may be another user's, and a link may lead anywhere.
+    """
     check_is_path(record)
     there = [path for path in (record, *others) if os.path.lexists(path)]
     if link := next((path for path in there if path.is_symlink()), None):
@@ -52,14 +54,14 @@ def _is_record(path: Path) -> bool:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file and return its descriptor; an `opener` for `open`. Raises IsADirectoryError for anything but a file:
-    a pipe would make its reader wait for ever."""
+    """Open a file and return its descriptor, as an `opener` for `open`. Raises IsADirectoryError for anything but a
+    regular file, because a pipe would make its reader wait for ever."""
     return _open_regular(path, flags, 0o666)
 
 
 def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file in a folder that others write into, as `open_regular` does; a new one is this user's alone. Raises
-    OSError for a link, which may lead anywhere, and PermissionError for another user's file."""
+    """Open a file, as `open_regular` does, in a folder that others write into. A new file is private to this user.
+    Raises OSError for a link, which may lead anywhere, and PermissionError for another user's file."""
     descriptor = _open_regular(path, flags | os.O_NOFOLLOW, 0o600)
     if (owner := os.fstat(descriptor).st_uid) == os.geteuid():
         return descriptor
@@ -82,7 +84,7 @@ def _open_regular(path: str | Path, flags: int, mode: int) -> int:
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
-    """Replace `path` by `content`, as UTF-8, whole or not at all. Raises OSError."""
+    """Replace `path` by `content` (text as UTF-8), entirely or not at all. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.unfinished")
     try:
         with unfinished.open("wb") as file:
@@ -97,9 +99,9 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 
 @contextmanager
 def without_magic(name: str) -> Iterator[str]:
-    """Yield `name`; for a folder whose path is a pattern to `datasets`, another folder with links to its files.
+    """Yield `name`; or, for a folder whose path means something else to `datasets`, a folder with links to its files.
 
-    `datasets` takes the path of a folder for a glob, and one with `::` for a chain of URLs: it reads another folder.
+    `datasets` reads a folder's path as a glob, and one with `::` as a chain of URLs, so it may read another folder.
     Raises OSError.
     """
     folder = Path(name)
@@ -119,27 +121,27 @@ def without_magic(name: str) -> Iterator[str]:
 
 
 def lock_folder(folder: Path) -> int:
-    """Open a folder and lock it, where its file system can lock. Raises BlockingIOError if another process holds it.
-    The lock ends with the descriptor that is returned, so however this process ends."""
+    """Open a folder and lock it, if its file system can lock. Raises BlockingIOError if another process holds the lock.
+    The lock ends with the returned descriptor, however this process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise
-    except OSError:  # no locks there
+    except OSError:  # the file system has no locks
         pass
     return descriptor
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the files of a folder, and the folder itself, to disk before it is renamed."""
+    """Sync the files of a folder, and the folder itself, to disk. Call this before it is renamed."""
     for path in [*folder.iterdir(), folder]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to disk."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """The table of accelerators: peak FLOP/s, memory, bandwidth and power, each row with its source. No torch.
 
 A row is one device as torch sees it: half a card for the MI250 and MI250X, whose two dies (GCDs) are two devices. Peaks
-are dense. An accelerator that is not in the table, or a slice of one that is, has no peak: nothing is guessed.
+are dense. Nothing is guessed: accelerators that are not in the table, and slices of those that are, have no peak.
 """
 
 import re
@@ -14,9 +14,9 @@ FREE_FRACTION = 0.98
 """Fraction of the memory as sold that is free for programs."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 REPORT_SCHEMA = 2
-"""Version of the JSON of `bench`: raised when older reports can no longer be read or compared."""
+"""Version of the JSON of `bench`, raised when older reports can no longer be read or compared."""
 PRODUCTS = "matrix products"
-"""Name of those rows in the report of `bench mfu`."""
+"""Name of the rows of matrix products in the report of `bench mfu`."""
 
 
 def in_bytes(number: int) -> str:
@@ -35,34 +35,34 @@ class Accelerator:
     pattern: str
     """Regular expression for the whole of `torch.cuda.get_device_name()`."""
     num_compute_units: int
-    """Streaming multiprocessors or compute units, torch's `multi_processor_count`; a slice of the device has fewer."""
+    """Streaming multiprocessors or compute units: torch's `multi_processor_count`. A slice of the device has fewer."""
     memory_bytes: int
-    """Memory as sold. Vendors' GB are GiB here."""
+    """Memory as sold, with GiB for vendors' GB."""
     memory_bandwidth_bytes_per_second: float
     power_watts: float
-    """The most one device draws."""
+    """Maximum power of one device."""
     peak_teraflops: Mapping[str, float]
-    """fp32 (without TF32), tf32, bf16, fp16, fp8 -> dense matrix products with fp32 sums; a dtype whose peak is not
-    published is absent."""
+    """fp32 (without TF32), tf32, bf16, fp16, fp8 -> peak of dense matrix products with fp32 sums. Dtypes without a
+    published peak are absent."""
     source: str
     pci_ids: tuple[int, ...] = ()
-    """AMD: the PCI device numbers under which the kernel lists it (pci.ids, vendor 1002). NVIDIA's lists names."""
+    """AMD: PCI device numbers under which the kernel lists it (pci.ids, vendor 1002). NVIDIA's kernel lists names."""
     devices_per_card: int = 1
 
     @property
     def vendor(self) -> str:
-        """nvidia or amd"""
+        """`nvidia` or `amd`."""
         return "amd" if self.pci_ids else "nvidia"
 
     @property
     def free_bytes(self) -> int:
-        """Memory that is left for a program."""
+        """Memory that is free for a program."""
         return int(FREE_FRACTION * self.memory_bytes)
 
     @property
     def workspace_bytes(self) -> int:
-        """Scratch memory of matrix products for each computing thread in torch: 32 MiB from Hopper on, a quarter before
-        (`getChosenWorkspaceSize`). AMD's is not rehearsed and counts as Hopper's."""
+        """Scratch memory of matrix products for each computing thread in torch: 32 MiB from Hopper on, a quarter of
+        that before (`getChosenWorkspaceSize`). AMD's is not rehearsed and counts as Hopper's."""
         is_older = self.name.startswith(("V100", "A100", "A10", "L4", "RTX-4090"))
         return 8 * MIB + 128 * KIB if is_older else 32 * MIB
 
@@ -78,14 +78,14 @@ class Device(NamedTuple):
     name: str
     free_bytes: int
     is_shared: bool
-    """All ranks of this machine share it, as its RAM."""
+    """Whether all ranks of this machine share the memory, as they do RAM."""
 
 
 def find_accelerator(device_name: str, num_compute_units: int | None = None) -> Accelerator | None:
-    """Return the row for `torch.cuda.get_device_name()`; None for a device that the table does not know.
+    """Return the row for `torch.cuda.get_device_name()`; None for a device that is not in the table.
 
-    ROCm gives MI250 and MI250X one name, and slices (MIG, partitions) the name of the whole: with
-    `num_compute_units`, torch's `multi_processor_count`, they are told apart; without, the first two are unknown.
+    MI250 and MI250X have one name in ROCm, and slices (MIG, partitions) have the name of the whole device.
+    `num_compute_units`, torch's `multi_processor_count`, tells them apart. Without it, an MI250 or MI250X is unknown.
     """
     rows = [row for row in ACCELERATORS.values() if re.fullmatch(row.pattern, device_name)]
     if num_compute_units is not None:
@@ -94,7 +94,7 @@ def find_accelerator(device_name: str, num_compute_units: int | None = None) -> 
 
 
 def rows_named(name: str) -> list[Accelerator]:
-    """Return the rows of this name, or that it begins; of these without PCIe cards if there are others."""
+    """Return the rows with this name, or with names that begin with it. The latter exclude PCIe cards if possible."""
     exact = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
     stem = re.sub(r"-\d+$", "", name.lower())
     rows = exact or [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]

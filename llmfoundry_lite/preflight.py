@@ -1,6 +1,6 @@
-"""Everything that can be checked before a process group exists, and what `--dry-run` prints.
+"""Checks that are possible before a process group exists, and the output of `--dry-run`.
 
-Reads index files and JSON, never a shard; imports neither Composer nor streaming, so that the answer comes quickly.
+This reads index files and JSON, never a shard, and imports neither Composer nor streaming, so it answers quickly.
 """
 
 import importlib.util
@@ -49,9 +49,9 @@ from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
 C_COMPILERS = ("gcc", "clang", "g++")
 MANY_EPOCHS = 100
-"""Epochs of one text that a dry run remarks on."""
+"""Number of epochs from which a dry run warns."""
 MAX_LISTED = 8
-"""Stages, ranks of a context group or streams that a dry run lists."""
+"""Most stages, ranks of a context group or streams that a dry run lists."""
 
 
 @dataclass(kw_only=True)
@@ -59,19 +59,19 @@ class Preflight:
     """Findings of the checks."""
 
     num_samples: dict[str, int] = field(default_factory=dict)
-    """train, eval, eval/<label> -> samples on this disk."""
+    """train, eval, eval/<label> -> number of samples on this disk."""
     text_keys: list[str] = field(default_factory=list)
-    """Data sets of text rather than tokens: they need the tokenizer while they are read."""
+    """Keys of data sets that hold text rather than tokens, so that reading them needs the tokenizer."""
     not_checked: list[str] = field(default_factory=list)
     """A line for each thing that could not be checked, and why."""
     notes: list[str] = field(default_factory=list)
-    """One line for each thing that is allowed, and may not mean what it seems to."""
+    """A line for each setting that is allowed but may not do what it seems to."""
 
 
 def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight:
-    """Check the configuration against the world around it. Raises ConfigError or DataError, in one line.
+    """Check the configuration against this machine and its files. Raises ConfigError or DataError, in one line.
 
-    `must_exist`: data that is not there is an error (a launch), or is noted as not checked (a dry run).
+    With `must_exist` (a launch) missing data are an error. Without it (a dry run) they are noted as not checked.
     """
     check_batch(config, layout)
     for part in _parts_of_companions(config, layout):
@@ -116,7 +116,7 @@ def check_installed(*packages: str) -> None:
 
 
 def check_compiler() -> None:
-    """Raise ConfigError where torch.compile would stop at the first batch: Triton builds a small C program first."""
+    """Raise ConfigError where torch.compile would fail at the first batch: Triton needs to build a C program."""
     needs, chosen = [], os.environ.get("CC")
     if chosen and not shutil.which(chosen):
         needs.append(f"a C compiler (CC: {chosen} is none)")
@@ -135,7 +135,7 @@ def check_compiler() -> None:
 def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -> None:
     """Check the tokenizer and the memory that a launch on this machine needs. Raises ConfigError.
 
-    `devices`: those of this machine, in order; ranks take one each, or share the one there is.
+    `devices` are this machine's, in order. Each rank takes one, or all ranks share a single one.
     """
     name = config.tokenizer.name
     if not is_local_or_cached(name):
@@ -159,7 +159,7 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
 
 
 def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
-    """Return None where only the opened data set can tell: with weights of streams, or with an epoch_size."""
+    """Return the samples of an epoch; None where only the opened data set can tell: with streams or an epoch_size."""
     dataset = config.train_loader.dataset
     is_plain = not (dataset.streams or dataset.stages) and dataset.epoch_size is None
     return found.num_samples.get("train") if is_plain else None
@@ -189,7 +189,7 @@ def _check_import_paths(config: TrainConfig) -> None:
 
 
 def _find_missing_module(module: str) -> str | None:
-    """Return the first package of a dotted name that is not there. Looks at files only: nothing is imported."""
+    """Return the first package of a dotted name that is missing. Looks at files only; nothing is imported."""
     if module in sys.modules:
         return None
     path, *below = module.split(".")
@@ -200,7 +200,7 @@ def _find_missing_module(module: str) -> str | None:
     for name in below:
         if spec is None:
             break
-        # By its last name, since a dotted one may need its parents imported.
+        # Only the last part of the name, because a dotted name might import its parents.
         spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
         path += f".{name}"
     return path if spec is None else None
@@ -268,8 +268,8 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
-    """Return the samples of all shards, and the columns of the first with their types. The file is searched, not
-    parsed: every rank does so, and Python makes eight bytes of each."""
+    """Return the samples of all shards, and the columns of the first one with their types. The file is searched, not
+    parsed, because every rank does this, and Python's objects take eight times its size."""
     with (
         open(index, "rb", opener=open_regular) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
@@ -283,7 +283,7 @@ def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:
-    """Compare with the tokenizer that the data has recorded, which needs no network whatever the tokenizer's name."""
+    """Compare the tokenizer with the data's record of its tokenizer. This never needs a network."""
     name = config.tokenizer.name
     _check_vocabulary(config, recorded["vocab_size"], f"the {recorded['vocab_size']} of the tokenizer that made {key}")
     if is_local_or_cached(name) and (ours := load_tokenizer(name).fingerprint) != recorded["fingerprint"]:
@@ -295,7 +295,7 @@ def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) 
 
 def _check_vocabulary(config: TrainConfig, needed: int, what: str) -> None:
     if needed > config.model.vocab_size:
-        rounded = -(-needed // 128) * 128  # matrix units like multiples of 128
+        rounded = -(-needed // 128) * 128  # multiples of 128 are fast
         raise ConfigError(f"model.vocab_size: {config.model.vocab_size} is less than {what}; set it to {rounded}")
 
 
@@ -309,7 +309,7 @@ def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool)
                 f"end of text; {_fetch(name)}"
             )
         message = _not_here(name)
-        # A folder without tokenizer.json may still be one that transformers converts.
+        # transformers may be able to convert a folder without tokenizer.json.
         if found.text_keys and not Path(name).is_dir():
             message += f", and {found.text_keys[0]} is text that needs it"
             if must_exist:
@@ -347,9 +347,9 @@ def _fetch(name: str) -> str:
 def describe(
     config: TrainConfig, layout: Layout, found: Preflight, *, is_for_here: bool = False, with_yaml: bool = False
 ) -> str:
-    """Tell what a launch would do, in lines of a name and a value.
+    """Describe what a launch would do, in lines of a name and a value.
 
-    `is_for_here`: this machine has been looked at too. `with_yaml`: the resolved configuration comes first.
+    With `is_for_here` this machine has been checked too. With `with_yaml` the resolved configuration comes first.
     """
     model, length = config.model, config.max_seq_len
     batch_tokens, flops = config.global_train_batch_size * length, count_flops_per_token(model, length)
@@ -384,9 +384,9 @@ def describe(
 
 
 def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, list[str]]:
-    """Tell where a launch begins, and what of that is not on this machine. Reads no tensor.
+    """Describe where a launch begins, with a line for each thing that is not on this machine. Reads no tensor.
 
-    Raises CheckpointError where a launch here is refused, if the answer is for here.
+    With `is_for_here`, raises CheckpointError where a launch would be refused.
     """
     folder, where = config.checkpoint_folder, config.load_path
     begins = "batch 1, from initial weights"
@@ -412,7 +412,7 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
 
 
 def _describe_end(config: TrainConfig, start: Start) -> str:
-    """Tell that a launch trains nothing, where the checkpoint is at the end of the run or at `stop_at` already."""
+    """Say that a launch trains nothing, if the checkpoint is already at the run's end or at `stop_at`; else empty."""
     for key, words in {"max_duration": "where the run is done", "stop_at": "where stop_at ends this launch"}.items():
         span = getattr(config, key)
         if span is not None and start.done[(end := Duration.parse(span)).unit] >= end.value:
@@ -495,7 +495,7 @@ def _under(heading: str, lines: Sequence[str]) -> list[str]:
 
 
 def _describe_parts(config: TrainConfig, layout: Layout) -> list[str]:
-    """Tell which tokens of a sample each rank of a context group has; of many, the first and the last."""
+    """List the tokens of a sample that each rank of a context group has. If there are many, list the first and last."""
     context = config.context
     if layout.context == 1:
         return []
@@ -512,8 +512,8 @@ def _describe_parts(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
-    """Tell the devices of each stage of a pipeline, its part of the model and its memory; of many, the ends and the
-    fullest."""
+    """List each stage of a pipeline with its devices, part of the model and memory. If there are many, list the ends
+    and the fullest one."""
     if layout.pipeline == 1:
         return []
     num_devices, parts = layout.world_size // layout.pipeline, estimate_stages(config, layout)
@@ -529,7 +529,7 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def describe_slow_groups(layout: Layout) -> list[str]:
-    """Warn of groups that span nodes and exchange in every block; `llmfoundry-lite plan` says what it costs."""
+    """Warn of groups that span nodes and exchange in every block. `llmfoundry-lite plan` tells the cost."""
     lines, context, tensor = list[str](), layout.context, layout.tensor
     slow = f"devices span nodes of {layout.node_size}: every block exchanges over the network"
     if layout.spans_nodes("context"):

@@ -1,4 +1,4 @@
-"""`lf.train` and `lf.evaluate`: what the launchers' scripts do, called from a program."""
+"""`lf.train` and `lf.evaluate`: training and evaluation, called from a program."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def train(config: Configuration, **overrides: Any) -> Run:
     from llmfoundry_lite.train import launch
     from llmfoundry_lite.training.lean_imports import FULL_IMPORTS
 
-    os.environ.setdefault(FULL_IMPORTS, "1")  # the program may use what a launch leaves out
+    os.environ.setdefault(FULL_IMPORTS, "1")  # the program may need modules that a launch skips
     given, arguments = _read(config, overrides)
     if given is not None and not (given.get("run_name") or "run_name" in overrides or os.environ.get("RUN_NAME")):
         raise ConfigError("the configuration: run_name: none given, and the run's folder is named for it")
@@ -75,7 +75,7 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
 
 
 def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the mapping, if one is given, and arguments of a launch."""
+    """Return the mapping, if one is given, and the arguments of a launch."""
     try:
         changes = [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items()]
         if isinstance(config, DictConfig):
@@ -89,9 +89,9 @@ def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str
 
 
 def _as_rank(call: Callable[[], T]) -> T:
-    """Call it as one rank of a launch; then leave signals as they were.
+    """Call `call` as one rank of a launch, then restore the handlers of signals.
 
-    A group of several ranks stays, for the next call: on one store they would not meet a second time.
+    A process group of several ranks stays for the next call, because they could not meet again on the same store.
     """
     import torch.distributed as dist
 
@@ -100,14 +100,14 @@ def _as_rank(call: Callable[[], T]) -> T:
         adopt_srun()
         found = call()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.barrier()  # rank 0 has written the end of it
+            dist.barrier()  # until rank 0 has written the end of the run
     except Preempted as error:
         if this_rank().rank == 0:
             print(printable(str(error)), file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
     finally:
         for number, handler in handlers.items():
-            if handler is not None:  # of C code
+            if handler is not None:  # None: set by C code
                 signal.signal(number, handler)
     if dist.is_initialized() and dist.get_world_size() == 1 and not had_group:
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""The release that runs, and what it requires: by the installed metadata, or by pyproject.toml of a source tree.
+"""The running release and its requirements, from the installed metadata or from pyproject.toml of a source tree.
 
-A GPU machine without a package index has the package on PYTHONPATH, and no metadata of it.
+A GPU machine without a package index may have the package only on PYTHONPATH, without metadata.
 """
 
 import tomllib
@@ -30,6 +30,6 @@ def read_release() -> Release:
         project = tomllib.loads(PYPROJECT.read_text())["project"]
     except (OSError, KeyError, tomllib.TOMLDecodeError):
         return Release("unknown", "", [])
-    if project["name"] != NAME:  # some other project's, around a copy of the package
+    if project["name"] != NAME:  # another project that contains a copy of the package
         return Release("unknown", "", [])
     return Release(project["version"], project["requires-python"], project["dependencies"])

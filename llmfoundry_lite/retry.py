@@ -1,4 +1,4 @@
-"""When to try again what may pass: pauses, and where they end; and a second look at what seems damaged."""
+"""Retries: pauses and limits for faults that may pass, and a second reading of files that seem damaged."""
 
 import contextlib
 import math
@@ -12,26 +12,26 @@ from llmfoundry_lite.errors import DamagedCheckpointError
 T = TypeVar("T")
 
 PAUSES_SECONDS = (0.2, 0.6, 1.8)
-"""Before each further attempt at a file."""
+"""Pauses before each further attempt at a file."""
 LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Answers of a disk that are the same a moment later."""
+"""Errors of a disk that do not pass in a moment."""
 
 
 @dataclass
 class Budget:
-    """Further attempts after one that failed, so many or for so long. Progress begins a new one."""
+    """Budget of further attempts after a failed one, by number or by time. Progress begins a new budget."""
 
     pauses: Sequence[float]
     """Seconds before each further attempt; the last one repeats."""
     attempts: float = math.inf
-    """How many further attempts there are."""
+    """Number of further attempts."""
     seconds: float = math.inf
-    """How long after `began` the last one is."""
+    """Time from `began` to the last attempt."""
     began: float = 0.0
     num_paused: int = 0
 
     def pause(self, now: float = 0.0) -> float | None:
-        """Return the seconds until the next attempt; None if there is none. `now` is of the clock of `began`."""
+        """Return the seconds until the next attempt; None if there is none. `now` is by the clock of `began`."""
         left = self.began + self.seconds - now
         if self.num_paused >= self.attempts or left <= 0:
             return None
@@ -40,7 +40,7 @@ class Budget:
 
 
 def keep_trying(call: Callable[[], T], budget: Budget, may_pass: Callable[[OSError], bool]) -> T:
-    """Repeat a call until it succeeds. Raises an error that does not pass, or the last one of the budget."""
+    """Repeat a call until it succeeds. Raises an error that does not pass, or the last error of the budget."""
     while True:
         try:
             return call()
@@ -60,7 +60,7 @@ def retry_transient_errors(call: Callable[[], T], only: Sequence[int] | None = N
 
 
 def retry_on_damage(look: Callable[[bool], T]) -> T:
-    """Call `look(bypass_cache=False)`, and after damage `look(True)`: it may be a bad transfer or a stale cache."""
+    """Call `look(bypass_cache=False)`; if it finds damage, `look(True)`, as a transfer or a cache may be at fault."""
     try:
         return look(False)
     except DamagedCheckpointError:
@@ -69,7 +69,7 @@ def retry_on_damage(look: Callable[[bool], T]) -> T:
 
 @contextlib.contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Turn errors of object stores' clients, such as botocore's without credentials, into OSError."""
+    """Raise OSError for errors of object stores' clients, such as botocore's without credentials."""
     try:
         yield
     except (OSError, EOFError, TypeError, NotImplementedError, ValueError):

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> TrainConfig | None:
-    """Check, and train as one rank. Return what was trained; None after a dry run."""
+    """Check the configuration, then train as one rank. Returns the configuration; None after a dry run."""
     here = this_rank()
     with checks():
         invocation, layout, found = check(arguments, given)
@@ -85,7 +85,7 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
 def check(
     arguments: Sequence[str], given: Mapping[str, Any] | None = None
 ) -> tuple[Invocation, Layout, preflight.Preflight]:
-    """Check all that needs nothing heavy. Raises UserError, which the status of an earlier launch then records."""
+    """Check all that needs no heavy import. Raises UserError, which is also recorded in an earlier launch's status."""
     is_dry = bool(DRY_RUNS.keys() & set(arguments))
     with refusals_recorded(lambda: None if is_dry else find_run_folder(arguments, given=given)):
         invocation = load_train_config(arguments, given=given)
@@ -106,7 +106,7 @@ def check(
 
 
 def prepare_environment(config: TrainConfig) -> None:
-    """Set the variables that torch reads when it is imported, and whether everything must be imported."""
+    """Set the variables that torch reads when it is imported, and one that asks for full imports."""
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)
     if config.has_own_components:
@@ -114,7 +114,7 @@ def prepare_environment(config: TrainConfig) -> None:
 
 
 class _Callable(ModuleType):
-    """`lf.train` is a function, and this module once somebody has imported it: that is called likewise."""
+    """Module type that can be called. `lf.train` is a function, and becomes this module once somebody imports it."""
 
     def __call__(self, *arguments: Any, **overrides: Any) -> Any:
         return importlib.import_module("llmfoundry_lite.programs").train(*arguments, **overrides)

@@ -1,14 +1,14 @@
-"""Compare LLM Foundry's default of every key with ours: said aloud in a YAML, it should change nothing.
+"""Compare LLM Foundry's default of every key with ours: writing it into a YAML should change nothing.
 
 uv venv --python 3.11 ~/foundry
 VIRTUAL_ENV=~/foundry uv pip install llm-foundry==0.22.0 "setuptools<81"
 python scripts/defaults_llm_foundry.py --peer-python ~/foundry/bin/python
 
 The same file, run there with --peer, prints the defaults of LLM Foundry's and Composer's dataclasses and signatures as
-JSON. Here each is laid over a YAML that leaves the key out. Prints every default that is refused, or that changes the
-resolved configuration. Exit code 1 for one that INTENDED does not have, or that INTENDED has in vain.
+JSON. Here each is added to a YAML that leaves the key out. The script prints every default that is refused, or that
+changes the resolved configuration. Exit code 1 if INTENDED lacks one of these, or has another one.
 
-Keys that LLM Foundry's files must have are not here: no default of ours can replace what a file says.
+Keys that LLM Foundry's files must have are not compared, because they have no default.
 """
 
 import argparse
@@ -40,7 +40,7 @@ INTENDED = {
     "expandable_segments": "the environment decides",
     "python_log_level": "only this package speaks",
 }
-"""Key -> why our default is another. `docs/coming-from-llm-foundry.md` lists them; an evaluation's begin with eval."""
+"""Key -> why our default differs. `docs/coming-from-llm-foundry.md` lists them. An evaluation's begin with eval."""
 
 NOT_IN_FILES = (
     *("model.device", "model.tokenizer", "model.attn_config", "model.ffn_config", "model.init_config"),
@@ -95,7 +95,7 @@ def ask_peer(python: str) -> dict[str, Any]:
 
 
 def compare(theirs: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> what its default there does here, of those that do anything."""
+    """Return key -> effect of LLM Foundry's default here, for defaults that have an effect."""
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         for key, value in theirs.items():
@@ -118,7 +118,7 @@ def compare(theirs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def print_differences(found: Mapping[str, str]) -> list[str]:
-    """Print each, and why it is so. Returns those without a reason, and reasons without a difference."""
+    """Print each difference and its reason. Returns differences without a reason, and reasons without a difference."""
     for key, what in found.items():
         print(f"{key}: {what}\n    {INTENDED.get(key, 'UNLISTED')}")
     wrong = [key for key in found if key not in INTENDED] + [key for key in INTENDED if key not in found]
@@ -130,7 +130,7 @@ def print_differences(found: Mapping[str, str]) -> list[str]:
 
 
 def _where_to_say(key: str) -> tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any], str]:
-    """How to read the YAML, the YAML without the key, and the key in it."""
+    """Return the function that reads a YAML, a YAML without the key, and the key's name in it."""
     if key.startswith("eval."):
         return _resolved_evaluation, EVAL_BASE, key.removeprefix("eval.")
     base = json.loads(json.dumps(BASE))
@@ -161,12 +161,12 @@ def _resolved_evaluation(values: dict[str, Any], folder: Path) -> dict[str, Any]
 
 def _write(values: dict[str, Any], folder: Path) -> str:
     path = folder / "run.yaml"
-    path.write_text(json.dumps(values))  # which is YAML too
+    path.write_text(json.dumps(values))  # JSON is YAML too
     return str(path)
 
 
 def _laid_over(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A block, {}, takes nothing away from one that is there."""
+    """Return `base` with a value at `path`. An empty block, {}, leaves an existing one as it is."""
     values = json.loads(json.dumps(base))
     block, *keys = values, *filter(None, path.split("."))
     for key in keys[:-1]:
@@ -190,7 +190,7 @@ def _short(value: Any) -> str:
 
 
 def their_defaults() -> dict[str, Any]:
-    """Key -> default. `optimizer[lion].lr` is that of one kind of optimizer."""
+    """Return key -> default. `optimizer[lion].lr` is for one kind of optimizer."""
     found = {}
     for block, names in SOURCES.items():
         for name in names:
@@ -230,7 +230,7 @@ SOURCES = {
     "train_loader.dataset": ("llmfoundry.data.text_data.StreamingTextDataset",),
     "train_loader.dataset.streams.web": ("streaming.Stream",),
 }
-"""Block of a YAML -> dataclasses, classes and functions that its keys are arguments of."""
+"""Block of a YAML -> dataclasses, classes and functions whose arguments are its keys."""
 
 
 def _find(name: str) -> Any:
@@ -242,14 +242,14 @@ def _find(name: str) -> Any:
 
 
 def _defaults_of(source: Any) -> dict[str, Any]:
-    """Those that it has; a key without one must be in every file."""
+    """Return the defaults of a dataclass, class or function. Keys without a default are left out."""
     if dataclasses.is_dataclass(source):
         fields = dataclasses.fields(source)
         plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING and f.default != "???"}
         made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
         return plain | made
     if inspect.isclass(source) and source.__name__ == "InverseSquareRootWithWarmupScheduler":
-        source = source.__mro__[1]  # the class that the mark "experimental" is put around
+        source = source.__mro__[1]  # the class that the marker "experimental" wraps
     parameters = inspect.signature(source).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 

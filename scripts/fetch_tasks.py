@@ -2,8 +2,8 @@
 
     python scripts/fetch_tasks.py arc_easy piqa --out data/eval
 
-`evals/<task>.yaml` says how the questions are asked. The data sets keep their owners' licences, so none of their text
-is in this repository.
+`evals/<task>.yaml` says how the questions are asked. The data sets have licences of their own, so none of their text is
+in this repository.
 """
 
 import json
@@ -37,18 +37,18 @@ def main(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a task's rows come from. Every repository named here holds Parquet, which needs no code of its owner's."""
+    """Origin of a task's rows. Every repository named here holds Parquet, which needs none of its owner's code."""
 
     repository: str
     configuration: str | None
     split: str
     num_rows: int
-    """In the split that published results are about."""
+    """Number of rows in the split of published results."""
     convert: Callable[[Row], Row]
 
 
 def fetch_tasks(names: Iterable[str], out: Path, *, force: bool, notify: Callable[[str], None]) -> None:
-    """Write `<out>/<name>.jsonl` for each name, or for all tasks. Keeps files that are there, unless `force`.
+    """Write `<out>/<name>.jsonl` for each name, or for all tasks. Keeps existing files, unless `force`.
 
     Raises DataError for an unknown name, and when the Hub does not deliver.
     """
@@ -133,7 +133,7 @@ def _piqa(row: Row) -> Row:
 
 
 def _winograd(row: Row) -> Row:
-    """Replace the pronoun by each name; the rest is scored (Trinh and Le's partial evaluation, arXiv:1806.02847)."""
+    """Replace the pronoun by each name. The text after it is scored (Trinh and Le's partial evaluation, 1806.02847)."""
     text, pronoun, at = row["text"], row["pronoun"], row["pronoun_loc"]
     if text[at : at + len(pronoun)] != pronoun:
         raise ValueError(f"no {pronoun!r} at {at}")

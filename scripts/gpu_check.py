@@ -4,10 +4,10 @@
     python scripts/gpu_check.py runs     20 batches, bit for bit; a run that switches between CPU and GPU; a save and a
                                          restore of MPT-1B, with its energy; evaluation beside lm_eval
 
-It runs with the interpreter that runs it: its own torch (2.11 or newer), and no package index. `ready` says what is
-missing. Each part writes OUT/PART.json, after each of its steps; `verified FILE…` draws the table of such files
-(`gpu_proofs.py`). Steps (`gpu_steps.py`) begin with the most telling, and run at once where there are cores
-for it. What has no time is named. Without a GPU a part does what a CPU can: other tests of the same files, and smaller
+It uses the interpreter that runs it, with its torch (2.11 or newer), and needs no package index. `ready` lists missing
+packages. Each part writes OUT/PART.json after each of its steps; `verified FILE…` prints the table of such files
+(`gpu_proofs.py`). Steps (`gpu_steps.py`) are in order of importance, and run at once where there are cores for it.
+Steps without time left are named. Without a GPU a part does what a CPU can: other tests of the same files, and smaller
 models.
 """
 
@@ -40,18 +40,18 @@ NEEDED = {
     **dict.fromkeys(["typer", "rich", "matplotlib"], ""),
     **dict.fromkeys(["hypothesis", "pytest", "pytest_timeout"], "for the tests"),
 }
-"""Module -> its package, where it has another name."""
+"""Module -> name of its package."""
 OVERLAYS = {"a100-40gb-8": "A100-40GB", "a100-80gb-8": "A100-80GB", "h100-8": "H100-80GB", "h200-8": "H200"}
-"""CUDA's overlays -> their rows of the hardware table."""
+"""Overlay for CUDA -> row of the hardware table."""
 MEASURED = {("h100-8", "mpt-125m", 1): 0.432, ("h100-8", "mpt-1b", 1): 0.559}
 """(overlay, model, devices) -> MFU, compiled: `benchmarks/results/h100/cases.jsonl`."""
 RESERVE_SECONDS = 8
-"""For ending what is late, and for writing what was found."""
+"""Seconds reserved to end late steps and to write the findings."""
 MANY_CORES = 8
 NUM_AT_ONCE = 2
-"""Steps that run at once, unless there are so many cores: then all do."""
+"""Number of steps that run at once. With enough cores, all do."""
 MARK = "GPU_CHECK_STEP"
-"""The variable by which all that a step has started is found again."""
+"""Variable by which the processes of a step are found."""
 
 FACTS = """
 import json, torch
@@ -67,7 +67,7 @@ print(json.dumps({
 
 
 class Part:
-    """A part's time, its folder, and its proof."""
+    """Time, folder and proof of a part."""
 
     def __init__(self, name: str, minutes: float, out: Path):
         self.began = time.monotonic()
@@ -92,13 +92,13 @@ class Part:
         show(f"[{minutes}:{seconds:02} left] {text}")
 
     def note(self, **found: Any) -> None:
-        """Put what a step has found into the proof, and write it."""
+        """Add findings of a step to the proof, and write it."""
         with self._writing:
             self.proof |= found | {"seconds": round(time.monotonic() - self.began, 1)}
             self.path.write_text(json.dumps(self.proof, indent=1) + "\n")
 
     def together(self, steps: Mapping[str, Callable[[], None]]) -> None:
-        """Run steps in their order, at once as far as there are cores. One that raises is a problem, and no more."""
+        """Run steps in order, several at once as cores allow. A step that raises becomes a problem of the proof."""
         with ThreadPoolExecutor(len(steps) if self.runs_at_once else NUM_AT_ONCE) as pool:
             futures = {name: pool.submit(step) for name, step in steps.items()}
             self._steps += futures.values()
@@ -112,18 +112,18 @@ class Part:
         return any(not step.running() and not step.done() for step in self._steps)
 
     def end(self, number: int, frame: Any = None) -> None:
-        """Handle a signal: no step has time any more, so that each ends what it has started."""
+        """Handle a signal: no step has time any more, so each ends its processes."""
         self.deadline = 0.0
         self.proof["problems"].append(f"ended by {signal.Signals(number).name}")
 
     def run(
         self, name: str, arguments: Sequence[str], needs: float = 0, share: float | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run Python in the clone's root and show its output. What is too late is ended, with all that it started.
+        """Run Python in the clone's root and show its output. At the limit it is ended, with all that it started.
 
-        It may take that `share` of the time that is left; without one, two thirds while other steps wait, so that one
-        that hangs does not cost the others, and all when none does. It is left out where less is left than it `needs`,
-        in seconds. Failures become problems of the proof. The log is OUT/NAME.log.
+        The limit is `share` of the remaining time. By default that is two thirds while other steps wait, so that a step
+        that hangs does not cost the others, else all. The step is left out if less than `needs` seconds remain.
+        Failures become problems of the proof. The log is OUT/NAME.log.
         """
         command, mark = [sys.executable, "-u", *arguments], f"{os.getpid()} {name}"
         if self.left() - RESERVE_SECONDS <= needs:
@@ -154,7 +154,7 @@ class Part:
         return subprocess.CompletedProcess(command, 1 if code is None else code, text, "")
 
     def _wait(self, process: subprocess.Popen, name: str, log: Path, share: float | None) -> int | None:
-        """Show the log's lines as it grows, until the end or the limit. Returns the exit code; None if none came."""
+        """Show the log's lines as it grows, until the end or the limit. Returns the exit code; None at the limit."""
         limit, shown = self.left() - (share or 2 / 3) * (self.left() - RESERVE_SECONDS), 0
         while True:
             code = process.poll()
@@ -176,7 +176,7 @@ def show(line: str) -> None:
 
 
 def end_all(mark: str) -> None:
-    """End all that a step has started, in whichever session, and wait: a GPU's memory is free only then."""
+    """End all processes of a step, in any session, and wait for them, because a GPU's memory is free only then."""
     from llmfoundry_ops import processes
 
     deadline = time.monotonic() + RESERVE_SECONDS / 2
@@ -186,11 +186,11 @@ def end_all(mark: str) -> None:
 
 
 def environment_of_steps() -> dict[str, str]:
-    """Return the environment in which programs find this clone first, and `composer` where its package was brought."""
+    """Return the environment in which programs find this clone first, and `composer` where it is installed."""
     paths = [str(ROOT), str(ROOT / "companions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     programs = [f"{path}/bin" for path in paths] + [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     fixed = {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
-    # Bytecode is kept: importing a step's packages without it takes a processor 20 seconds.
+    # Bytecode is kept, because importing a step's packages without it takes 20 seconds of a core.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return inherited | fixed | {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(programs)}
 
@@ -200,7 +200,7 @@ def last_line(text: str) -> str:
 
 
 def find_missing() -> list[str]:
-    """Return what has to be brought before a part can run: modules, with their packages. Imports nothing."""
+    """Return the modules, with their packages, that must be installed before a part can run. Imports nothing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     return [f"{name} ({NEEDED[name]})" if NEEDED[name] else name for name in missing]
 
@@ -219,7 +219,7 @@ def find_commit(given: str | None) -> str | None:
 
 
 def predict(shape: str, row_name: str | None, step: str) -> float | None:
-    """Return the MFU that `plan` predicts of a model that ships, on one device of the hardware table."""
+    """Return the MFU that `plan` predicts for one of our models, on one device of the hardware table."""
     if row_name is None or shape not in ("125m", "350m", "1b", "3b", "7b"):
         return None
     compiled = ["compile_config={}"] if step.endswith(", compiled") else []
@@ -229,7 +229,7 @@ def predict(shape: str, row_name: str | None, step: str) -> float | None:
 def predict_step(
     model: str, row_name: str, num_devices: int, *overlays: str, published: bool = False
 ) -> tuple[float, dict[str, float]]:
-    """Return the MFU of a step with two microbatches of 8 samples on each device, and the step's parts by share.
+    """Return the MFU of a step with two microbatches of 8 samples on each device, and each part's share of the step.
 
     `published`: by the rates of 2023's software.
     """
@@ -246,7 +246,7 @@ def predict_step(
 
 
 def list_predictions() -> list[str]:
-    """Return the page of predictions, and of what was measured since."""
+    """Return the page of predictions, with measurements made since."""
     from llmfoundry_lite.hardware import ACCELERATORS
     from llmfoundry_planner.plan.step import find_hardware
 
@@ -279,7 +279,7 @@ def list_predictions() -> list[str]:
 
 
 def tell_verified(paths: Sequence[Path]) -> int:
-    """Print the table of proofs. Returns 0, or 2 with a line on stderr for a file that is none."""
+    """Print the table of proofs. Returns 0, or 2 with a line on stderr if a file is no proof."""
     from llmfoundry_lite.errors import ConfigError, printable
     from scripts.gpu_proofs import describe_proofs
 
@@ -293,14 +293,14 @@ def tell_verified(paths: Sequence[Path]) -> int:
 
 
 def minutes(text: str) -> float:
-    """Parse a number of minutes. Raises ValueError, which argparse tells, for one that is none."""
+    """Parse a number of minutes. Raises ValueError, which argparse reports."""
     if not 0 < (number := float(text)) < math.inf:
         raise ValueError
     return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one part. Returns 0, 1 where it found problems, or 2 where something that it needs is missing."""
+    """Run one part. Returns 0, or 1 if it found problems, or 2 if something that it needs is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["ready", "predict", "verified", "device", "runs"])
     parser.add_argument("files", nargs="*", type=Path, help="proofs, for `verified`")
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = Part(options.part, options.minutes, options.out.resolve())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, part.end)
-    if options.part == "runs":  # imports as long as the facts take
+    if options.part == "runs":  # imports while the facts are collected
         threading.Thread(target=importlib.import_module, args=("tests.helpers.tiny",), daemon=True).start()
     facts = part.run("facts", ["-c", FACTS])
     if facts.returncode == 0:

@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py verified benchmarks/results/verified/*.json
 
-Failures are part of it: whatever did not pass is named below the table.
+Failures are listed below the table.
 """
 
 from collections import Counter
@@ -20,9 +20,9 @@ RIGHT_WAYS = {"passed", "skipped"}
 
 
 def describe_proofs(paths: Sequence[Path]) -> list[str]:
-    """Return lines of Markdown: a row for each file, then all that did not pass.
+    """Return lines of Markdown: a row for each file, then everything that did not pass.
 
-    Raises ConfigError for a file that is none of the script's.
+    Raises ConfigError for a file that the script has not written.
     """
     proofs = sorted((read_proof(path) for path in paths), key=lambda proof: (proof["device"], proof["part"]))
     rows = [describe(proof) for proof in proofs]
@@ -33,7 +33,7 @@ def describe_proofs(paths: Sequence[Path]) -> list[str]:
 
 
 def read_proof(path: Path) -> dict[str, Any]:
-    """Read one file. Raises ConfigError if it is not there, or not of this format."""
+    """Read one file. Raises ConfigError if it is missing or not of this format."""
     try:
         proof = read_json(path, "a proof")
     except (OSError, ValueError) as error:
@@ -63,7 +63,7 @@ def describe(proof: dict[str, Any]) -> list[str]:
 
 
 def sum_up_speed(proof: dict[str, Any]) -> list[str]:
-    """Return the fastest step of each model beside its products' rate and the prediction, and each model's memory."""
+    """Return each model's fastest step, with the rate of its matrix products and the prediction, and its memory."""
     steps = [row for row in proof.get("mfu", []) if row["flops_per_sec"] and row["step"] != "matrix products"]
     found = []
     for shape in dict.fromkeys(row["shape"] for row in steps):
@@ -82,11 +82,11 @@ def sum_up_speed(proof: dict[str, Any]) -> list[str]:
 
 
 SAME = "the same run"
-"""How `benchmarks switch` calls a run that moving has not changed."""
+"""Word of `benchmarks switch` for a run that moving has not changed."""
 
 
 def sum_up_runs(proof: dict[str, Any]) -> list[str]:
-    """Return what switching, a save and a restore, energy and evaluation beside lm_eval came to."""
+    """Return the results of switching, of a save and a restore, of energy, and of evaluation beside lm_eval."""
     found = []
     if switch := proof.get("switch"):
         sound, verdicts = ("switching", "untouched"), switch["verdicts"]
@@ -131,6 +131,6 @@ def list_failures(proof: dict[str, Any]) -> list[str]:
 
 
 def compare_data(proofs: Sequence[dict[str, Any]]) -> list[str]:
-    """Say whether any machine read other data: the digests of the same 20 batches are the same everywhere."""
+    """Report whether any machine read other data: the digests of the same 20 batches must be the same everywhere."""
     runs = [(proof["device"], run["digests"]) for proof in proofs for run in proof.get("exact", {}).values()]
     return [f"{device}: has read other data than {runs[0][0]}" for device, digests in runs if digests != runs[0][1]]

@@ -20,17 +20,17 @@ from typing import Any
 from scripts.gpu_check import ROOT, Part, predict
 
 MFU_RESERVE_SECONDS = 35
-"""For starting Python, and for what `bench mfu` writes."""
+"""Seconds reserved for starting Python, and for the output of `bench mfu`."""
 NUM_EXACT = 20
-"""Batches of the run whose digests and losses are kept."""
+"""Batches of the run whose digests and losses are recorded."""
 NUM_BEFORE_SAVE, NUM_AFTER_RESTORE, NUM_DETERMINISTIC = 6, 2, 5
-"""Batches of the run that is saved and restored. The first ones are no measure of energy."""
+"""Batches of the run that is saved and restored. The first ones do not count for energy."""
 MAX_NATS = 1e-3
-"""By so much two sides may differ in an answer's log-probability, in fp32."""
+"""Largest difference allowed between two log-probabilities of an answer, in fp32."""
 
 
 def check_device(part: Part) -> None:
-    """Run the tests, and beside them measure memory; then MFU, with the machine to itself."""
+    """Run the tests and, beside them, measure memory. Then measure MFU, with the machine to itself."""
     steps: dict[str, Callable[[], None]] = {"tests": partial(run_tests, part)}
     if part.proof["row"] is None:
         part.proof["left_out"].append("memory beside the rehearsal: no GPU of the hardware table")
@@ -42,7 +42,7 @@ def check_device(part: Part) -> None:
 
 
 def run_tests(part: Part) -> None:
-    """Run the tests of the files that have tests of a GPU; without a GPU those that need none."""
+    """Run the files that have tests marked gpu: those tests, or without a GPU the others."""
     paths = [path for folder in ("tests", "companions") for path in (ROOT / folder).rglob("test_*.py")]
     files = [
         str(path.relative_to(ROOT))
@@ -54,7 +54,7 @@ def run_tests(part: Part) -> None:
     outcomes.unlink(missing_ok=True)
     arguments = ["-m", "pytest", "-q", "-p", "tests.helpers.outcomes", "-p", "no:cacheprovider", "--durations=8"]
     num_workers = part.num_cores * 5 // 8
-    if num_workers > 1 and importlib.util.find_spec("xdist"):  # most of a test is starting processes
+    if num_workers > 1 and importlib.util.find_spec("xdist"):  # tests spend most time starting processes
         arguments += ["-n", str(num_workers)]
     part.run("tests", [*arguments, "-m", marked, *files], share=0.5, OUTCOMES=str(outcomes.resolve()))
     part.note(tests=read_outcomes(outcomes))
@@ -63,7 +63,7 @@ def run_tests(part: Part) -> None:
 
 
 def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the outcome of every test that was collected: what did not end in time has `no time`."""
+    """Return the outcome of every collected test. Those that did not end in time have `no time`."""
     found: dict[str, dict[str, Any]] = {}
     for line in path.read_text().splitlines() if path.is_file() else []:
         record = json.loads(line)
@@ -75,9 +75,9 @@ def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_memory(part: Part, model: str) -> None:
-    """Measure one model. At most 4 samples, since tests take memory of the same device."""
+    """Measure the memory of one model, with at most 4 samples, since tests use the same device."""
     reports = make_folder(part, f"memory-{model}")
-    minutes = max(0.1, (part.left() / 2 - 80) / 60)  # a variant that begins later would not end in time
+    minutes = max(0.1, (part.left() / 2 - 80) / 60)  # later variants would not end in time
     command = ["-m", "llmfoundry_lite", "bench", "memory", "--models", model, "--most", "4"]
     part.run(f"memory {model}", [*command, "--minutes", f"{minutes:.2f}", "--out", str(reports)], share=0.5)
     found = read_report(part, "memory", reports / "memory.json")
@@ -87,7 +87,7 @@ def check_memory(part: Part, model: str) -> None:
 
 def check_mfu(part: Part) -> None:
     shapes, more = ("10m", ["--seq-len", "512", "--batch-size", "8"]) if part.is_cpu else ("1b,125m", [])
-    if part.is_cpu or is_large(part.proof["row"]):  # to find out a size takes minutes, compiled
+    if part.is_cpu or is_large(part.proof["row"]):  # finding a size takes minutes, compiled
         more = [*more, "device_train_microbatch_size=8"]
     reports, minutes = make_folder(part, "mfu"), max(0.5, (part.left() - MFU_RESERVE_SECONDS) / 60)
     command = ["-m", "llmfoundry_lite", "bench", "mfu", "--shapes", shapes, "--minutes", f"{minutes:.2f}", *more]
@@ -99,7 +99,7 @@ def check_mfu(part: Part) -> None:
 
 
 def read_report(part: Part, name: str, path: Path) -> dict[str, Any]:
-    """Return what a bench has written, empty if nothing; what had no time there is left out here."""
+    """Return the report of a bench, without the parts that had no time; empty if there is none."""
     report = read_json(path) or {"rows": [], "peak_flops": None}
     part.proof["left_out"] += [f"{name}: {case}: no time for it" for case in report.get("left_out", [])]
     return report
@@ -113,7 +113,7 @@ def is_large(row_name: str | None) -> bool:
 
 
 def list_mfu(report: dict[str, Any], row_name: str | None) -> list[dict[str, Any]]:
-    """Return each step with its shares of the products' rate and of the datasheet's, and the share predicted."""
+    """Return each step with its share of the measured rate of products, of the datasheet's rate, and the prediction."""
     products = {row["shape"]: row.get("flops_per_sec") for row in report["rows"] if row["step"] == "matrix products"}
     found = []
     for row in report["rows"]:
@@ -151,13 +151,13 @@ def list_memory(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def check_runs(part: Part) -> None:
     steps = {"exact": check_exact, "switch": check_switch, "save": check_save, "evaluation": check_evaluation}
-    if not part.is_cpu:  # alone: its joules are of the whole device, and so are its seconds
+    if not part.is_cpu:  # alone, because joules and seconds are of the whole device
         part.together({"save": partial(steps.pop("save"), part)})
     part.together({name: partial(step, part) for name, step in steps.items()})
 
 
 def check_exact(part: Part) -> None:
-    """Train 20 batches with exact sums: whole, stopped and carried on, and on two ranks where there is room."""
+    """Train 20 batches with exact sums: in one go, stopped and carried on, and on two ranks where there is room."""
     from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
     folder = make_folder(part, "exact")
@@ -189,20 +189,20 @@ def check_exact(part: Part) -> None:
 
 
 def check_switch(part: Part) -> None:
-    """Switch one run between clusters of CPUs and the GPU, with the controls; without a GPU among ways to compute."""
+    """Switch one run between CPUs and the GPU, with control runs. Without a GPU, between kernels of the CPU."""
     from benchmarks.switch.band import Verdict
     from benchmarks.switch.switch import SEQ_LEN
     from tests.helpers.tiny import write_data
 
     folder = make_folder(part, "switch")
     write_data(folder / "data", num_train=2_000, num_val=80, seq_len=SEQ_LEN)
-    (folder / "data/summary.json").write_text("{}")  # it is prepared
+    (folder / "data/summary.json").write_text("{}")  # marks it as prepared
     num_batches, every, clusters = ("12", "4", "B,D") if part.is_cpu else ("40", "10", "A,B,D")
     options = ["--num-batches", num_batches, "--every", every, "--only", clusters, "--untimed"]
     options += ["--jobs", str(max(2, part.num_cores * 5 // 8))]
     command = ["-m", "benchmarks", "switch", *options, "--data", str(folder / "data"), "--out", str(folder / "out")]
     part.run("switch", [*command, "--keep", str(folder / "runs")], needs=45)
-    shutil.rmtree(folder / "runs", ignore_errors=True)  # a gigabyte of checkpoints
+    shutil.rmtree(folder / "runs", ignore_errors=True)  # frees a gigabyte of checkpoints
     report = read_json(folder / "out/switch.json")
     if report is None:
         return
@@ -222,7 +222,7 @@ def check_switch(part: Part) -> None:
 def check_save(part: Part) -> None:
     """Train MPT-1B, save it, and carry it on in two more processes, the second with deterministic kernels.
 
-    Its log has the seconds, bytes and joules.
+    Seconds, bytes and joules come from its log.
     """
     from llmfoundry_machines.bench.steps import write_run
     from tests.helpers.tiny import read_metrics
@@ -252,8 +252,8 @@ def check_save(part: Part) -> None:
 
 
 def sum_up_saves(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return bytes and seconds of the first save, seconds of its restore, and how many times as long a step of
-    deterministic kernels takes: medians, less the first two steps of a launch."""
+    """Return bytes and seconds of the first save, seconds of its restore, and the time of a step with deterministic
+    kernels relative to others. Times are medians without the first two steps of a launch."""
     keys = ("bytes", "stall_seconds", "durable_seconds", "restore_seconds")
     found = {key: [record[f"checkpoint/{key}"] for record in records if f"checkpoint/{key}" in record] for key in keys}
     sums = {key: values[0] for key, values in found.items() if values}
@@ -263,7 +263,7 @@ def sum_up_saves(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sum_up_energy(records: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Return joules, seconds and tokens of the batches before the save, less the first two; None if not counted."""
+    """Return joules, seconds and tokens of the batches before the save, without the first two; None if not counted."""
     before, batches = records[1:2], records[2:NUM_BEFORE_SAVE]
     if not batches or any("energy/joules" not in record for record in batches):
         return None
@@ -273,7 +273,7 @@ def sum_up_energy(records: list[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def check_evaluation(part: Part) -> None:
-    """Ask our model and lm_eval's own the same questions of one export: answers and log-probabilities are the same."""
+    """Ask our model and lm_eval's the same questions, on one export. Answers and log-probabilities must be the same."""
     if importlib.util.find_spec("lm_eval") is None:
         part.proof["left_out"].append("evaluation beside lm_eval --model hf: lm_eval is not installed")
         return
@@ -293,14 +293,14 @@ def check_evaluation(part: Part) -> None:
 
 
 def make_folder(part: Part, name: str) -> Path:
-    """Make an empty folder of the part's."""
+    """Make an empty folder in the part's."""
     shutil.rmtree(part.out / name, ignore_errors=True)
     (part.out / name).mkdir(parents=True)
     return part.out / name
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a report; None if its step has written none, which is a problem or left out already."""
+    """Return a report; None if its step has written none, which the proof already says."""
     return json.loads(path.read_text()) if path.is_file() else None
 
 

@@ -25,7 +25,7 @@ class IndexPage(MetadataHookInterface):
 
 
 def absolute(text: str, url: str, tag: str) -> str:
-    """Return Markdown whose links lead to files of a release, and whose pictures come from there."""
+    """Return Markdown whose links and pictures lead to the files of a release."""
 
     def replace(found: re.Match[str]) -> str:
         return f"{found[1]}({url}/{'raw' if found[1].startswith('!') else 'blob'}/{tag}/{found[2]})"

@@ -2,15 +2,15 @@
 
     python scripts/make_tasks.py --out data/eval
 
-    next_line           which of four lines comes next; one other is of the same file and about the length, two are
-                        the right one with its words in another order
-    identifier_recall   which of four identifiers of the file comes next; the context has one of them, after the same
+    next_line           which of four lines comes next; one wrong line is of about the same length and from the same
+                        file, two are the right one with its words in another order
+    identifier_recall   which of four identifiers of the file comes next; the context has the right one, after the same
                         word as here
     stdlib_text         the text itself, for bits per byte
 
-A model of any size learns something about them in minutes, on any machine. They are made where they are used: the
-text is Python's, under its own licence, and what is held out depends on the version of Python that the training data
-came from. Random choices depend on the file and the line alone.
+A model of any size learns something about them in minutes, on any machine. They are made where they are used, because
+the text is Python's, under its own licence, and the held-out part depends on the version of Python that the training
+data came from. Random choices depend on the file and the line alone.
 """
 
 import ast
@@ -38,14 +38,14 @@ from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import PYTHON_STDLIB, open_standard_library
 
 NUM_QUESTIONS = 400
-"""Questions of each task: a standard error of 2.5 points or less."""
+"""Questions of each task, for a standard error of 2.5 points or less."""
 NUM_CHOICES = 4
 MAX_TEXT_BYTES = 120_000
 MAX_PIECE_CHARACTERS = 4_000
 
 CONTEXT_LINES = 12
 CONTEXT_CHARACTERS = (160, 480)
-"""At least and at most: about 150 tokens of the quickstart's tokenizer, whose model holds 256."""
+"""Fewest and most characters of a context: about 150 tokens of the quickstart's tokenizer, whose model takes 256."""
 LINE_CHARACTERS = (16, 80)
 GUESSED = ("self", "__init__")
 
@@ -64,14 +64,14 @@ class Module(NamedTuple):
     """A held-out file."""
 
     name: str
-    """Its number among them, in order of path."""
+    """Number of the file among held-out ones, in order of path."""
     text: str
 
 
 def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
-    """Write the three files into `out`, over earlier ones.
+    """Write the three files into `out`, replacing earlier ones.
 
-    Raises DataError without enough held-out text, and for a file of that name with other rows.
+    Raises DataError if there is too little held-out text, or a file of that name has other rows.
     """
     modules = held_out_modules()
     out.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def make_tasks(out: Path, *, notify: Callable[[str], None]) -> None:
 
 
 def is_replaceable(path: Path, row: Mapping[str, Any]) -> bool:
-    """Return whether nothing is there, or rows of this kind."""
+    """Return whether the file does not exist, or has rows of this kind."""
     try:
         found = json.loads(next(read_lines_at_most(path, MAX_LOG_BYTES, "a task"), b""))
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def held_out_modules() -> list[Module]:
 
 
 def in_turn(iterators: Iterable[Iterator[Any]]) -> Iterator[Any]:
-    """Yield one item of each, then the next of each, as long as any has more."""
+    """Yield one item of each iterator, then the next of each, until all are exhausted."""
     return (item for turn in zip_longest(*iterators) for item in turn if item is not None)
 
 
@@ -138,7 +138,7 @@ def next_line_questions(module: Module) -> Iterator[Row]:
 
 
 def reordered(line: str, generator: random.Random) -> list[str]:
-    """Return the line twice, its words in other orders; nothing if it has too few different words."""
+    """Return two lines with the words in other orders; none if the line has too few different words."""
     parts = re.split(r"([A-Za-z_]\w*)", line)
     words = parts[1::2]
     if len(set(words)) < 3:
@@ -163,7 +163,7 @@ def code_lines(text: str) -> list[int]:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError):
         nodes = []
-    for node in nodes:  # strings that stand for themselves
+    for node in nodes:  # strings that are statements
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             others.update(range(node.lineno - 1, node.end_lineno or node.lineno))
     return sorted(started - others)
@@ -209,7 +209,7 @@ def identifier_questions(module: Module) -> Iterator[Row]:
 
 
 def names_in_code(text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield (line, from 0; column; name), without names that anybody would guess."""
+    """Yield (line, from 0; column; name), without names that are easy to guess."""
     for token in python_tokens(text):
         name = token.string
         if token.type == tokenize.NAME and len(name) >= 4 and not keyword.iskeyword(name) and name not in GUESSED:
@@ -220,7 +220,7 @@ def names_in_code(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def pieces_of_text(modules: Iterable[Module]) -> Iterator[Row]:
-    """Yield the beginnings of modules, then what follows, until there are MAX_TEXT_BYTES; cut at line ends."""
+    """Yield the beginnings of modules, then the next pieces, up to MAX_TEXT_BYTES in all, cut at line ends."""
     left = MAX_TEXT_BYTES
     for piece in in_turn(pieces(module.text) for module in modules):
         left -= len(piece.encode())
@@ -258,7 +258,7 @@ def context_before(lines: list[str], n: int) -> str | None:
 
 
 def nearest(right: str, others: Iterable[str]) -> list[str]:
-    """Return the others of about the same length."""
+    """Return the other texts whose length is nearest to that of the right one."""
     return sorted(others, key=lambda other: (abs(len(other) - len(right)), other))[: 4 * NUM_CHOICES]
 
 
@@ -269,7 +269,7 @@ def shuffled(numbers: Iterable[int], seed: str) -> list[int]:
 
 
 def apart(numbers: Iterable[int], distance: int) -> Iterator[int]:
-    """Yield those that lie at least so far from all that were given before."""
+    """Yield numbers that are at least `distance` from all those yielded before."""
     taken: list[int] = []
     for n in numbers:
         if all(abs(n - m) >= distance for m in taken):

@@ -34,10 +34,10 @@ from torch import nn
 Tensors = dict[str, torch.Tensor]
 
 TOLERANCE = 1e-5
-"""Relative to the largest entry of the logits, or of a gradient."""
+"""Largest difference, relative to the largest entry of the logits or of a gradient."""
 FURTHEST = 1.5
 VANISHING = 1e-6
-"""Gradients that are this small beside the largest are rounding around zero, such as a bias of keys has."""
+"""Gradients this small, relative to the largest, are rounding around zero, such as those of keys' biases."""
 
 BASE = {
     "d_model": 64,
@@ -116,7 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **ffn(ffn_type="mptglu", ffn_act_fn={"name": "silu"}),
     },
 }
-"""Parts of a model block, in the words of both."""
+"""Option -> part of a model block, in keys that both read."""
 
 INIT_BASE = {
     "d_model": 256,
@@ -221,7 +221,7 @@ def model_block(part: Mapping[str, Any], base: Mapping[str, Any] = BASE) -> dict
 
 
 def compute_twice(model: nn.Module, inputs: Mapping[str, torch.Tensor], call: Call) -> tuple[Tensors, Tensors]:
-    """Logits and gradients in fp32, and in bf16 as FSDP's PURE has it: parameters, and with them all else, in bf16."""
+    """Return logits and gradients in fp32, and in bf16 as with FSDP's PURE: parameters and everything else in bf16."""
     exact = compute(model, inputs, call)
     for parameter in model.parameters():
         parameter.grad, parameter.data = None, parameter.data.bfloat16()
@@ -238,7 +238,7 @@ def compute(model: nn.Module, inputs: Mapping[str, torch.Tensor], call: Call) ->
 
 
 def spread(named_tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Kind of tensor (its name without the number of its block) -> count, mean, standard deviation, kurtosis."""
+    """Return kind of tensor (its name without the block's number) -> count, mean, standard deviation, kurtosis."""
     kinds: dict[str, list[torch.Tensor]] = {}
     for name, tensor in named_tensors.items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
@@ -256,7 +256,7 @@ def spread(named_tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
 
 
 def build_ours(option: str) -> tuple[nn.Module, Tensors]:
-    """Weights that leave nothing at a special value: norms and biases are off one and zero."""
+    """Return our model, with weights that avoid special values: norms and biases are off one and zero."""
     from llmfoundry_lite.config.build import build_block
     from llmfoundry_lite.config.model_schema import ModelConfig
     from llmfoundry_lite.models.mpt import MPT
@@ -292,7 +292,7 @@ def init_ours(scheme: str) -> dict[str, list[float]]:
 
 
 def compare(option: str, exact: Tensors, low: Tensors, folder: Path) -> bool:
-    """Print the option's row. In bf16 both are held against LLM Foundry's fp32 result."""
+    """Print the option's row. In bf16 both are compared with LLM Foundry's fp32 result."""
     place = folder / file_name(option)
     their_exact, their_low = (load_file(place / f"{name}.safetensors") for name in ("exact", "low"))
     assert exact.keys() == their_exact.keys()
@@ -315,7 +315,7 @@ def compare(option: str, exact: Tensors, low: Tensors, folder: Path) -> bool:
 
 
 def read_folder(place: Path) -> torch.Tensor:
-    """Logits of the folder that LLM Foundry's model was saved to."""
+    """Return the logits of the folder that LLM Foundry's model was saved to."""
     from llmfoundry_lite.convert.huggingface import import_model
     from llmfoundry_lite.models.mpt import MPT
 
@@ -339,7 +339,7 @@ def difference(ours: Tensors, theirs: Tensors) -> list[float]:
 
 
 def distance(found: Tensors, exact: Tensors, names: list[str]) -> float:
-    """Over all these tensors together, |found - exact| / |exact|, Euclidean."""
+    """Return |found - exact| / |exact|, Euclidean, over all these tensors together."""
     squares = [((found[name] - exact[name]).square().sum(), exact[name].square().sum()) for name in names]
     return float(sum(error for error, _ in squares) / sum(size for _, size in squares)) ** 0.5
 
@@ -387,7 +387,7 @@ def run_peer(folder: Path) -> None:
     for scheme, init in INITS.items():
         torch.manual_seed(3)
         model = MPTForCausalLM(MPTConfig(**model_block({"init_config": init}, INIT_BASE)))
-        # As it is done to a model that is made on the meta device, which is how LLM Foundry trains.
+        # As for a model on the meta device, which is how LLM Foundry trains.
         model.apply(model.param_init_fn)
         (folder / f"init-{file_name(scheme)}.json").write_text(json.dumps(spread(dict(model.named_parameters()))))
     versions = {"llmfoundry": llmfoundry.__version__, "torch": torch.__version__}

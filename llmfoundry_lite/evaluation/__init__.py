@@ -1,4 +1,4 @@
-"""Evaluation of language models, in the order of an item's way through the files.
+"""Evaluation of language models. The files, in the order in which an item passes through them:
 
 tasks.py        a file -> rows -> prompts -> token ids; held-out text -> windows of token ids
 packing.py      requests -> prefix trees -> batches

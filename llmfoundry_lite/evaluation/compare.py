@@ -1,13 +1,14 @@
-"""Results of several models -> what can be said of their differences, item by item, each against the first.
+"""Comparison of several models' results, item by item, each with the first.
 
-A difference is called one when its p, corrected for the number of tests (Holm), is below 0.05. Its interval is at the
-level that its p is held against, so that it excludes 0 exactly where a difference is called one.
+A difference counts as significant when its p, corrected for the number of tests (Holm), is below 0.05. Its interval is
+at the level that its p is compared with, so it excludes 0 exactly when the difference is significant.
 
-Items, or clusters of them, are independent. An item that several tasks ask (with other examples, prompts or labels, but
-of the same data) is one item: in the mean, what all of them say of it is added up first.
+Items, or clusters of them, count as independent. An item that several tasks ask (with other examples, prompts or
+labels, but from the same data) is one item: in the mean, its differences in all tasks are added up first.
 
-`acc_per_token` divides an answer's log-probability by its number of tokens, so two tokenizers can make one distribution
-over texts choose differently. Models with different tokenizers are compared by `acc_norm` (per character) in its place.
+`acc_per_token` divides an answer's log-probability by its number of tokens, so with two tokenizers the same
+distribution over texts can choose different answers. Models with different tokenizers are compared by `acc_norm` (per
+character) instead.
 """
 
 import math
@@ -39,7 +40,7 @@ from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
 
 Unit = tuple[str, int | str]
-"""(data, index of an item or name of a cluster): an item, or what is independent."""
+"""(data, index of an item or name of a cluster): the unit that is independent of others."""
 
 
 def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Pair]:
@@ -50,7 +51,7 @@ def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics
         if task not in known:
             raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known))}")
     pairs = [_compare_two(results[0], other, skip, all_metrics) for other in results[1:]]
-    # Whoever looks at all of these will look at the best of them.
+    # Each family is corrected as a whole, because a reader will look at its best number.
     for family in (
         [paired for pair in pairs for paired in pair.tasks],
         [pair.mean for pair in pairs if pair.mean is not None],
@@ -126,7 +127,7 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
 
 
 def refuse_if_different(task: str, first: Results, other: Results) -> None:
-    """Raise DataError where the two were not asked the same, in the same way."""
+    """Raise DataError unless both models were asked the same questions in the same way."""
     leave_out = f"leave the task out: --skip {task}"
     a, b = first.tasks[task], other.tasks[task]
     ours, theirs = a["settings"], b["settings"]
@@ -137,16 +138,16 @@ def refuse_if_different(task: str, first: Results, other: Results) -> None:
         if key == "prompts" and all(str(one.get(key)).startswith("sha256:") for one in (ours, theirs)):
             if ours[key] != theirs[key] and not other_rows:  # other rows have other prompts
                 found.append(f"their prompts{_first_different('prompt', task, first, other)}")
-        elif ours.get(key) != theirs.get(key) and key not in facts and key != "stop_tokens":  # the model's own
+        elif ours.get(key) != theirs.get(key) and key not in facts and key != "stop_tokens":  # a property of the model
             counts = f" ({a['n']:,} items against {b['n']:,})" if key == "limit" else ""
-            # max_seq_len is a setting only where a prompt did not fit into it.
+            # max_seq_len is recorded only where it cut a prompt.
             found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}{counts}")
     is_text, other_tokenizer = a["type"] == "perplexity", has_other_tokenizer(first, other)
     limit, is_cut_elsewhere = ours.get("limit"), ours.get("limit") != theirs.get("limit")
     if is_text and other_tokenizer and limit is not None and not is_cut_elsewhere:
         found.append(f"their tokenizers differ, so that limit {limit!r}, of windows, ends elsewhere in the text")
         is_cut_elsewhere = True
-    # What is beyond the limit of a text was not read, so that other limits make other data.
+    # The fingerprint covers a text only up to its limit, so other limits give other fingerprints.
     if a["data_fingerprint"] != b["data_fingerprint"] and not (is_text and is_cut_elsewhere):
         found.append(f"the data ({a['n']:,} items against {b['n']:,}{other_rows})")
     same_fingerprint = a["fingerprint"] == b["fingerprint"]
@@ -159,7 +160,7 @@ def refuse_if_different(task: str, first: Results, other: Results) -> None:
             f"or {leave_out}"
         )
     if is_text and other_tokenizer and same_fingerprint:
-        # Every tokenizer has the same bytes of a text, in windows of its own.
+        # Windows depend on the tokenizer, but their bytes add up to the same text.
         sizes = [by_document(result.items[task])[:, 1] for result in (first, other)]
         if not np.array_equal(sizes[0], sizes[1]):
             raise DataError(
@@ -169,15 +170,15 @@ def refuse_if_different(task: str, first: Results, other: Results) -> None:
 
 
 def _first_different(what: str, task: str, first: Results, other: Results) -> str:
-    """Name the first item whose row, or prompt, is another. Logs of other tools have a hash of either; items of ours
-    have the length, place or text of their answers."""
+    """Name the first item whose row or prompt differs. Logs of other tools have hashes of both. Our items are compared
+    by the lengths, positions or texts of their answers."""
 
     def facts_of(item: Record) -> object:
         if what == "prompt" or "row" in item:
             return item.get(what)
         return [item.get(key) for key in ("gold", "num_characters", "answers", "category")]
 
-    is_text = first.tasks[task]["type"] == "perplexity"  # in windows, which are a tokenizer's
+    is_text = first.tasks[task]["type"] == "perplexity"  # whose windows depend on the tokenizer
     theirs = {item["index"]: item for item in other.items.get(task, [])}
     for item in first.items.get(task, []):
         found = theirs.get(item["index"])
@@ -199,7 +200,7 @@ def _pair_task(task: str, metric: str, first: Results, other: Results) -> Paired
 
 
 def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> Paired:
-    """Compare the mean of the accuracies by (task, metric), each counting the same."""
+    """Compare the mean of the accuracies of each (task, metric), with equal weights."""
     parts: list[tuple[list[Unit], Floats, Floats, Floats]] = []
     unit_of: dict[Unit, Unit] = {}
     for task, metric in asked:
@@ -209,7 +210,7 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Resul
             raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
         data = first.tasks[task]["data_fingerprint"]
         items: list[Unit] = [(data, item["index"]) for item in ours]  # the same in every task that asks them
-        # Clusters that one task knows hold for all of the same data.
+        # A cluster that one task knows holds for every task on the same data.
         unit_of |= {(data, item["index"]): (data, item["cluster"]) for item in ours if "cluster" in item}
         first_i = np.array([item[metric] for item in ours], np.float64)
         other_i = np.array([theirs[item["index"]][metric] for item in ours], np.float64)
@@ -221,7 +222,7 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Resul
             unit = unit_of.get(item, item)
             added[unit] = added.get(unit, 0.0) + change
             share[unit] = share.get(unit, 0.0) + weight
-    # Rounded, so that what cancels out is 0.
+    # Rounded, so that differences that cancel out are exactly 0.
     counts = significance.count(np.round(list(added.values()), 15), np.array(list(share.values())))
     ours = sum(float(weights_i @ first_i) for _, weights_i, first_i, _ in parts) / len(parts)
     theirs = sum(float(weights_i @ other_i) for _, weights_i, _, other_i in parts) / len(parts)
@@ -247,10 +248,10 @@ def _count_won(gains: significance.Floats) -> dict[str, Any]:
 
 
 def _pair_texts(task: str, first: Results, other: Results) -> Paired:
-    """Compare bits per byte, resampled by document; within a single document by window."""
+    """Compare bits per byte, resampling documents, or the windows of a single document."""
     a, b, _ = text_units(task, first, other)
     bits = np.array([1 / math.log(2), 1.0])
-    # A function of the task, so that one more task or result changes no other number.
+    # The seed depends on the task alone, so that another task or result changes no other number.
     generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{task} {BITS}".encode())])
     found = significance.difference_of_ratios(a * bits, b * bits, generator)
     return Paired(
@@ -264,7 +265,7 @@ def _pair_texts(task: str, first: Results, other: Results) -> Paired:
         test="studentised bootstrap",
         error=found.error,
         interval=found.interval,
-        # Equal tokenizers lose the same. A byte takes 8 bits where nothing is predicted.
+        # Equal tokenizers lose the same text. A byte that is not predicted counts 8 bits.
         lost_text=8
         * (lost_share(first.tasks[task]) + lost_share(other.tasks[task]))
         * has_other_tokenizer(first, other),
@@ -292,17 +293,17 @@ FACTS = {
     "num_parameters": "warning: sizes differ: {} {:,} parameters, {} {:,}",
     "precision": "precision differs: {} {}, {} {}",
 }
-"""Facts of two results -> what a reader must know where they differ."""
+"""Fact of a result -> note for the reader where two results differ in it."""
 TASK_FACTS = {
     "beginning": ([], "prompts begin with tokens {1} for {0}, {3} for {2}"),
     "generation": (None, "warning: answers are generated with {1} by {0}, {3} by {2}"),
     "num_trimmed": (0, "contexts cut to fit: {1:,} of {0}, {3:,} of {2}"),
 }
-"""The same of a task, with the value of a record that does not have it."""
+"""The same for facts of a task, each with the value that a record without it has."""
 
 
 def notes_on(first: Results, other: Results, tasks: Sequence[Paired], skip: Sequence[str]) -> list[str]:
-    """Return what a reader of the numbers must know."""
+    """Return notes that a reader of the numbers needs."""
     names, notes = f"{first.name} and {other.name}", []
     for key, text in FACTS.items():
         ours, theirs = getattr(first, key), getattr(other, key)

@@ -1,6 +1,6 @@
 """Evaluation of one model on tasks, on one rank or several.
 
-Files are written after every task, so that an evaluation that was killed repeats no finished task.
+Files are written after every task, so that an evaluation that is started again repeats no finished task.
 """
 
 import math
@@ -40,10 +40,10 @@ from llmfoundry_lite.ranks.exchange import (
 )
 
 Progress = Callable[[str, int, int], None]
-"""(task, items done, items)"""
+"""Called with (task, number of items done, number of items)."""
 
 
-# 12 parameters: what is joined, and the settings of a suite, each with a default.
+# 12 parameters: the parts that this function joins, and the settings of a suite, each with a default.
 def evaluate(
     model: Scorable,
     tokenizer: Tokenizer,
@@ -61,17 +61,17 @@ def evaluate(
 ) -> Results:
     """Ask all `tasks`, or those that `files` does not have yet.
 
-    With `on_nothing`, a task that no item of can be asked is left out, and this is told why.
+    With `on_nothing`, a task of which no item can be asked is left out, and `on_nothing` is called with the reason.
 
-    All ranks must call this; all get the same Results, and rank 0 writes. `share` is (rank, ranks) that divide the
-    items, where several ranks compute as one.
+    All ranks must call this. All get the same Results; rank 0 writes. `share` is (rank, number of ranks) for dividing
+    the items, where several ranks compute as one.
 
     Raises DataError for a task that cannot be read, has tokens that the model does not know, or would replace a
     finished one in `files`, before anything is computed, and for a model whose outputs are NaN or infinite.
     """
     longest = min(max_seq_len or model.max_seq_len, model.max_seq_len)
     prepared: list[Prepared] = []
-    with user_errors_on_all_ranks():  # a file missing on one machine is an error on all ranks
+    with user_errors_on_all_ranks():  # a file may be missing on one machine alone
         for config in tasks:
             prepared += _prepare_task(config, tokenizer, on_nothing, tokenization, max_seq_len=longest, limit=limit)
         if tasks and not prepared:
@@ -83,13 +83,13 @@ def evaluate(
             check_tokens(model, largest, task.label)
     asker = Asker(model, tokenizer, max_batch_tokens, share or rank_and_size(None), on_progress)
     for task in prepared:
-        # Rank 0's word, because it alone may see the files.
+        # Rank 0 decides, because it alone may see the files.
         if files is not None and (known := broadcast_json(files.find(task, results))) is not None:
             results.tasks[task.name] = known
             continue
         results.tasks[task.name], items = run_task(asker, task)
         if files is not None:
-            with user_errors_on_all_ranks():  # rank 0 alone writes, and the others would wait for it at the next task
+            with user_errors_on_all_ranks():  # only rank 0 writes, and the others wait for it
                 files.add(results, task, items)
     if files is not None:
         results.tasks |= {k: v for k, v in broadcast_json(files.kept(results)).items() if k not in results.tasks}
@@ -122,7 +122,7 @@ def _leaving_out(on_nothing: Callable[[str], None] | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A model, and what it takes to ask it."""
+    """A model with everything needed to ask it."""
 
     model: Scorable
     tokenizer: Tokenizer
@@ -152,7 +152,7 @@ def _generate(asker: Asker, task: Prepared, progress: Callable[[int, int], None]
 
 
 def _score(asker: Asker, task: Prepared, progress: Callable[[int, int], None]) -> list[Record]:
-    # As in training and eval/loss; prompts are one document, whatever tokens they have.
+    # Text has documents as in training and eval/loss. A prompt is one document, whatever tokens it has.
     is_text = task.kind == "perplexity"
     separator = text_separator(asker.model, asker.tokenizer.eos_token_id) if is_text else None
     groups = [item.requests for item in task.items]
@@ -169,7 +169,7 @@ def score_all(
     on_progress: Callable[[int, int], None],
     separator: Separator | None = None,
 ) -> list[Score]:
-    """Return the scores of all requests of the task `name`, in order; `share` is (rank, ranks) that divide them.
+    """Return the scores of all requests of the task `name`, in order. `share` is (rank, number of ranks) dividing them.
 
     Raises DataError on all ranks where the model gives NaN or infinity.
     """
@@ -191,7 +191,7 @@ def score_all(
 
 
 class Prompt(NamedTuple):
-    """Tokens after which the model writes greedily: up to so many, the end of text or one of the texts `stops`."""
+    """Tokens to continue greedily, up to a number of new ones, the end of text or one of the texts `stops`."""
 
     context: Sequence[int]
     max_new_tokens: int
@@ -206,14 +206,14 @@ def generate_answers(
     share: tuple[int, int],
     on_progress: Callable[[int, int], None],
 ) -> list[str]:
-    """Generate the answer to each prompt of the task `name`; `share` is (rank, ranks) that divide them.
+    """Generate the answer to each prompt of the task `name`. `share` is (rank, number of ranks) dividing them.
 
     Raises DataError on all ranks where the model's logits are NaN or infinite.
     """
     (rank, world_size), num_items = share, len(prompts)
     found: list[tuple[int, str]] = []
     for start in range(0, num_items, world_size):
-        number = min(start + rank, num_items - 1)  # a rank without one repeats the last, for sharded models
+        number = min(start + rank, num_items - 1)  # a rank without one repeats the last: a sharded model needs all
         text = generate_answer(model, tokenizer, prompts[number])
         raise_on_all_ranks(
             DataError(f"{name}: the model gives NaN or infinity in its answer to item {number}; nothing is kept")
@@ -229,9 +229,9 @@ def generate_answers(
 
 
 def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> str | None:
-    """Generate what follows a prompt; None for logits of NaN or infinity.
+    """Generate the text after a prompt; None for logits of NaN or infinity.
 
-    Ranks go on until all are done or one has failed: those of a sharded model compute together, equally many tokens.
+    Ranks go on until all are done or one has failed, because a sharded model's ranks must compute equally many tokens.
     """
     tokens: Iterator[int] | None = islice(model.generate(prompt.context, prompt.max_new_tokens), prompt.max_new_tokens)
     written: list[int] = []

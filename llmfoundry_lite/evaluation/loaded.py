@@ -24,14 +24,14 @@ from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
 
 MAX_BATCH_TOKENS = 4096
-"""Tokens of a forward pass, or one text's if that is longer."""
+"""Most tokens of a forward pass, unless one text has more."""
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PRECISIONS = _DTYPES | {name: name for name in _DTYPES.values()}
 """Names of a dtype -> its precision."""
 INCOMPLETE = "\ufffd"
 """A decoder's stand-in for a character whose bytes have not all arrived."""
 _one_at_a_time = Lock()
-"""PyTorch's choice of attention kernels, which a forward pass sets and restores, is of the process, not of a thread."""
+"""Lock for forward passes: each sets and restores PyTorch's choice of attention kernels, which is per process."""
 
 
 class Sampling(TypedDict, total=False):
@@ -72,7 +72,7 @@ class LoadedModel:
         """
         with _one_at_a_time:
             said = self.model(tokens_bt.to(self._subject.model.device))
-        return getattr(said, "logits", said).float()  # transformers' modules return more
+        return getattr(said, "logits", said).float()  # transformers' modules wrap logits
 
     @overload
     def logprobs(self, texts: str) -> NDArray[np.float32]: ...
@@ -192,7 +192,7 @@ def load(
         raise ConfigError(f"load: dtype {dtype!r} given, expected {either([*_DTYPES])}")
     try:
         chosen = torch.empty(0, device=device_type() if device is None else device).device
-    except (RuntimeError, AssertionError) as error:  # torch's, for a name and for a device that is not here
+    except (RuntimeError, AssertionError) as error:  # torch raises these for a bad name and an absent device
         raise ConfigError(f"load: device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     named = None if tokenizer is None else os.fspath(tokenizer)
     subject = load_subject(os.fspath(where), tokenizer=named, precision=precision, device=chosen)
@@ -202,7 +202,7 @@ def load(
 
 
 def _texts(asked_for: str, given: str | Iterable[str]) -> list[str]:
-    """Return the texts. Raises ConfigError for another thing, DataError for halves of surrogate pairs."""
+    """Return the texts. Raises ConfigError for anything else, DataError for halves of surrogate pairs."""
     texts = [given] if isinstance(given, str | bytes) or not isinstance(given, Iterable) else list(given)
     for text in texts:
         if not isinstance(text, str):
@@ -211,7 +211,7 @@ def _texts(asked_for: str, given: str | Iterable[str]) -> list[str]:
             )
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # which no UTF-8 has
+        except UnicodeEncodeError as error:  # UTF-8 has no half surrogate pairs
             raise DataError(f"the text cannot be written in UTF-8: {error}") from error
     return texts
 
@@ -244,7 +244,7 @@ def generate_text(
     begins = torch.tensor(asked or [tokenizer.eos_token_id], device=device)
 
     def text() -> str:
-        """Return all that is written. Beside the prompt, as a decoder may drop the space that a text begins with."""
+        """Return the text so far, decoded after the prompt, as a decoder may drop the space at a text's beginning."""
         whole = tokenizer.decode([*asked, *written])
         return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(written)
 

@@ -1,8 +1,8 @@
-"""Loading of models to evaluate, with their tokenizer: from a checkpoint, a run, an exported folder, the Hub.
+"""Loading of models to evaluate, with their tokenizers: from a checkpoint, a run, an exported folder or the Hub.
 
-Portable checkpoints and folders of the layouts that convert/ knows become our MPT, which shares prefixes, or are
-refused: transformers' models of these types ignore what they do not know. A causal language model of another type is
-run by a companion, as transformers has it. Code that a folder brings is never run.
+Portable checkpoints, and folders in a layout that convert/ knows, become our MPT, which shares prefixes. Such a folder
+is refused if it has unknown options, since transformers' models of these types would ignore them. A companion runs
+causal language models of other types with transformers. Code in a folder is never run.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from llmfoundry_lite.models.mpt import MPT
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shard = Callable[[nn.Module], None]
-"""Spreads a model over all ranks, in place."""
+"""Function that shards a model over all ranks, in place."""
 
 
 class Placement(NamedTuple):
@@ -57,7 +57,7 @@ class Placement(NamedTuple):
 
 @dataclass(kw_only=True)
 class Subject:
-    """A model to be evaluated, found but not loaded."""
+    """A model to be evaluated. It is found first, and loaded later."""
 
     source: str
     save_id: str | None  # the checkpoint's; for a folder a hash of its files' sizes and times
@@ -150,7 +150,7 @@ def find_subject(
 
 
 def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
-    """Return what model a checkpoint holds. Raises DataError for one that another program has saved."""
+    """Return the configuration of a checkpoint's model. Raises DataError if another program has saved it."""
     config = checkpoint.manifest.config
     if not isinstance(config, dict) or "model" not in config:
         raise DataError(f"models: {checkpoint.url} does not say what model it is; expected a checkpoint of a run")
@@ -158,17 +158,17 @@ def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, at: Placement) -> "TreeModel":
-    """Load weights. Raises CheckpointError for those that do not verify."""
+    """Load a checkpoint's weights. Raises CheckpointError if they do not verify."""
     model = _build_empty(config, at)
     if at.shard is None:
         _fill(model, load_full_tensors(checkpoint.url), at)
     else:
-        restore.load(checkpoint.url, model, cast=True)  # each rank reads its part alone
+        restore.load(checkpoint.url, model, cast=True)  # each rank reads only its part
     return TreeModel(model, at.device, separator=separator_of(checkpoint.manifest.config))
 
 
 def separator_of(config: dict[str, Any]) -> Separator | None:
-    """Return the token that training took for the end or the beginning of a document, where the loader named one."""
+    """Return the token by which training divided documents, if the loader named one."""
     dataset = (config.get("train_loader") or {}).get("dataset") or {}
     if dataset.get("bos_token_id") is not None:
         return Separator(dataset["bos_token_id"], begins=True)
@@ -176,7 +176,7 @@ def separator_of(config: dict[str, Any]) -> Separator | None:
 
 
 def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement) -> Subject:
-    """Check what config.json tells before weights are read. Raises ExportError or DataError."""
+    """Find a folder's model, and check its config.json before weights are read. Raises ExportError or DataError."""
     hf_config = read_hf_config(folder)
     check_no_adapter(folder)
     kind = hf_config.get("model_type")
@@ -211,7 +211,7 @@ def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement)
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
     try:
         return load_tokenizer(folder)
-    except DataError:  # there is none, or none that can be read: why another is named
+    except DataError:  # the folder has none that can be read, which is why the user names one
         return None
 
 
@@ -225,14 +225,14 @@ def _load_folder(folder: Path, at: Placement) -> Any:
 
 
 def _identify(folder: Path) -> str:
-    """Hash the names, sizes and times of the files, so that results of other weights are told apart."""
+    """Hash the names, sizes and times of the files, so that results of other weights differ."""
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     return f"files:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _fetch(name: str) -> Path:
-    """Download what is read here from the Hub, not all that a repository may hold, such as ONNX or GGUF."""
+    """Download from the Hub only files that are read here, and not, for example, ONNX or GGUF."""
     if Path(name).is_dir():
         return Path(name)
     import huggingface_hub
@@ -243,7 +243,7 @@ def _fetch(name: str) -> Path:
 
     try:
         folder = fetch("model.safetensors", "model-*.safetensors")
-        if not any(folder.glob("model*.safetensors")):  # older models have pickles alone
+        if not any(folder.glob("model*.safetensors")):  # older models have only pickles
             folder = fetch("pytorch_model.bin", "pytorch_model-*.bin")
         return folder
     except Exception as error:  # whatever the Hub or the network raise
@@ -271,7 +271,7 @@ def _fill(model: MPT, weights: dict[str, torch.Tensor], at: Placement) -> None:
 
 
 class TreeModel:
-    """Our MPT, ready to be scored."""
+    """Our MPT as a `Scorable`, which takes rows with branches."""
 
     shares_prefixes = True
 

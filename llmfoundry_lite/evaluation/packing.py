@@ -1,8 +1,8 @@
 """Packing of requests into rows of tokens that compute each shared prefix once. No torch.
 
-The requests of an item share their context, and where a task fixes its examples all items share those. A row holds the
-prefix trees of its requests, in an order where each token follows its parent: its position is its depth, and it attends
-to its ancestors and itself. Short items are packed into one row, so that there is next to no padding.
+The requests of an item share their context, and where a task fixes its examples, all items share those. A row holds the
+prefix trees of its requests, in an order where each token comes after its parent. A token's position is its depth, and
+it attends to its ancestors and itself. Short items are packed into one row, so there is next to no padding.
 """
 
 import bisect
@@ -15,18 +15,18 @@ import numpy as np
 from llmfoundry_lite.evaluation.tasks import Request
 
 MIN_ROW_TOKENS = 128
-"""Tokens that a row is filled up to at least, beside the shared ones."""
+"""Least number of tokens to fill a row with, besides the shared ones."""
 
 
 class Separator(NamedTuple):
-    """A token between documents that do not attend to each other."""
+    """Token that divides documents which do not attend to each other."""
 
     token: int
     begins: bool = False  # it is the first token of a document, not the last
 
 
 class Row:
-    """Prefix trees of requests."""
+    """Prefix trees of requests, as one row of tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -62,7 +62,7 @@ class Row:
     def attention_mask(self, length: int, separator: Separator | None = None) -> np.ndarray:
         """Return bool [length, length]. With a separator, a token attends to its own document only.
 
-        Padding attends to itself, or softmax would divide by 0.
+        Padding attends to itself, because softmax would divide by 0 otherwise.
         """
         mask = np.eye(length, dtype=bool)
         for index, parent in enumerate(self.parents):
@@ -85,12 +85,11 @@ Numbered = tuple[int, Request]
 
 
 def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: bool = True) -> list[list[Row]]:
-    """Put requests, grouped by what belongs together, into batches of up to about `max_batch_tokens` tokens.
+    """Put requests, in groups that share a context, into batches of up to about `max_batch_tokens` tokens.
 
-    A batch is rows that are computed in one forward pass, padded to its first. A function of its arguments alone: every
-    rank makes the same batches, so that results do not depend on how many share them. Requests are numbered in order.
-    Long rows come first, so that memory runs out at once if it does. Without `shares`, every request has a row of plain
-    text to itself.
+    A batch is rows for one forward pass, padded to the length of the first. Batches depend on the arguments alone, so
+    results are the same on any number of ranks. Requests are numbered in order. Long rows come first, so that memory
+    runs out at the beginning if at all. Without `shares`, every request has a row of plain text to itself.
     """
     count = itertools.count()
     numbered = [[(next(count), request) for request in group] for group in groups]
@@ -103,7 +102,7 @@ def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: 
     for row in rows:
         last = batches[-1] if batches else []
         width = len(last[0]) if last else 0
-        # A batch that is large enough to be computed well ends before padding costs more than another batch.
+        # Once a batch is large enough to be efficient, it ends before padding costs more than another batch would.
         is_enough = width * len(last) >= max_batch_tokens // 4 and len(row) < 0.92 * width
         if not last or is_enough or width * (len(last) + 1) > max_batch_tokens:
             batches.append([])
@@ -119,18 +118,18 @@ def _row(requests: Iterable[Numbered]) -> Row:
 
 
 def _num_shared(groups: Sequence[Sequence[Request]]) -> int:
-    """Return the length of the prefix of all requests."""
+    """Return the length of the prefix that all requests share."""
     contexts = [request.context for group in groups for request in group]
     if len(groups) < 2:
         return 0
-    low, high = min(contexts), max(contexts)  # what these two share, all that lie between them share
+    low, high = min(contexts), max(contexts)  # in sorted order, all between these two share their prefix
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
 
 
 def _fill_rows(groups: list[list[Numbered]], shared: int, max_tokens: int) -> list[Row]:
-    """Pack several groups into a row where they fit: it needs no padding, and computes the shared prefix once.
+    """Pack several groups into one row where they fit, which saves padding and computes the shared prefix once.
 
-    The longest group that is left opens a row, and the longest that fit fill it.
+    The longest remaining group opens a row, and the longest groups that still fit fill it.
     """
     room = min(_room(shared), max_tokens - shared)
     sizes = [len(_row(group)) - shared for group in groups]
@@ -147,10 +146,10 @@ def _fill_rows(groups: list[list[Numbered]], shared: int, max_tokens: int) -> li
 
 
 def _room(shared: int) -> int:
-    """Return the tokens of a row beside those that all share.
+    """Return how many tokens a row should have besides the shared ones.
 
-    A row of p shared and n other tokens costs about (p + n)(1 + (p + n)/c) for n tokens' worth of answers, where c is
-    the length at which attention costs as much as everything else (6 times the model's width, some thousand tokens);
-    that is least near n = sqrt(p (p + c)). Below MIN_ROW_TOKENS, attention costs next to nothing.
+    A row of p shared and n other tokens costs about (p + n)(1 + (p + n)/c), and answers n tokens. Here c is the length
+    at which attention costs as much as everything else: 6 times the model's width, some thousand tokens. The cost for
+    each of the n tokens is least near n = sqrt(p (p + c)). Below MIN_ROW_TOKENS, attention costs next to nothing.
     """
     return max(MIN_ROW_TOKENS, int((shared * (shared + 4000)) ** 0.5))

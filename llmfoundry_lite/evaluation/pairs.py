@@ -1,4 +1,4 @@
-"""Comparisons as data: one number of two models, and one model against the first; on a console and in files."""
+"""Comparisons as data: two models by one number, and one model with the first by all. Output to console and files."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 
 Point = tuple[float, float, float, bool]
-"""A difference, its low and high end, and whether it is detected."""
+"""A difference, the low and high end of its interval, and whether it is detected."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,19 +42,19 @@ class Paired:
     test: str
     p_corrected: float = math.nan
     error: float  # standard error of the difference
-    interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # at a level, such as 0.05 for 95 %
+    interval: Callable[[float], tuple[float, float] | None] = field(repr=False)  # for a level, such as 0.05 for 95 %
     counts: Counts | None = field(default=None, repr=False)  # of accuracies
     is_detected: bool = False
-    lost_text: float = 0.0  # bits per byte that text may be worth which one of two tokenizers does not spell
+    lost_text: float = 0.0  # most that text could add, in bits per byte, which one tokenizer does not spell
     is_comparable: bool = True
 
     @property
     def detectable(self) -> float | None:
-        """The difference that so many items find with 80 % power at `confidence`."""
+        """Smallest difference that this many items detect with 80 % power at `confidence`."""
         return (z_of(1 - self.confidence) + Z_POWER) * self.error or None
 
     def decide(self, p_corrected: float, level: float) -> None:
-        """Take the interval at its level, now that it is known how many tests there are."""
+        """Set the corrected p, and the interval at its level, once the number of tests is known."""
         self.p_corrected, self.confidence, self.is_detected = p_corrected, 1 - level, self.p < level
         if (found := self.interval(level)) is not None:
             self.low, self.high = found
@@ -86,7 +86,7 @@ class Paired:
         return f"{number:{sign}.{4 if self.metric == BITS else 3}f}"
 
     def cells(self) -> list[str]:
-        """Return its row of the table of a pair."""
+        """Return this number's row in the table of a pair."""
         difference = self._shown(self.difference, "+")
         if self.low is not None and self.high is not None:
             difference += f" [{self._shown(self.low, '+')}, {self._shown(self.high, '+')}]"
@@ -103,7 +103,7 @@ class Paired:
 
 @dataclass(slots=True, kw_only=True, repr=False)
 class Pair:
-    """One result against the first."""
+    """Comparison of one result with the first."""
 
     first: str
     other: str
@@ -216,7 +216,7 @@ def _as_json(results: Sequence[Results], pairs: Sequence[Pair]) -> dict[str, Any
 
 
 def panels(pairs: Sequence[Pair]) -> dict[str, dict[str, dict[str, Point]]]:
-    """Return what a figure shows: what is measured -> task -> model -> (difference, low, high, whether detected)."""
+    """Return the data of a figure: measure -> task -> model -> (difference, low, high, whether detected)."""
     found: dict[str, dict[str, dict[str, Point]]] = {}
     for pair in pairs:
         for paired in pair.rows:

@@ -1,4 +1,4 @@
-"""Records of a result and its items: their JSON schema, how they are computed and validated.
+"""Records of a result and its items: their JSON schema, their computation and validation.
 
 `<suite>/<model>.json` has the keys of RESULT and under `tasks` those of TASK for each task. `<model>.items.jsonl` has a
 line with the keys of ITEM for each item.
@@ -36,7 +36,7 @@ RESULT = {
     "num_parameters": int | None,
     **dict.fromkeys(("tokenizer", "precision"), str),
 }
-"""Keys of a model's JSON; `average` and `tasks` besides."""
+"""Keys of a model's JSON, which also has `average` and `tasks`."""
 TASK = {
     "n": int,
     "metric": str,
@@ -47,11 +47,12 @@ TASK = {
     **dict.fromkeys(("num_clusters", "num_documents"), int | None),
     **dict.fromkeys(("skipped", "lost_text"), dict | None),
 }
-"""Keys of a task. `n` counts items. `metric` names what tables and the average show; its number has that key, its
-standard error METRIC_stderr. `fingerprint` is of all that is asked and how, `data_fingerprint` of the rows or texts
-alone. `skipped` counts items by the reason why they could not be asked. `lost_text` counts characters that the model's
-tokens do not spell, and that bits per byte therefore leave out. Besides: `num_fewshot`, `tokenization`,
-`chance`, `perplexity`, `categories`, `beginning` (tokens before each text), `seconds`, and counts of what was odd."""
+"""Keys of a task. `n` counts items. `metric` names the number that tables and the average show; it is under that key,
+its standard error under METRIC_stderr. `fingerprint` covers the questions and how they are asked, `data_fingerprint`
+only the rows or texts. `skipped` counts items by the reason why they could not be asked. `lost_text` counts characters
+that the model's tokens do not spell, which bits per byte therefore leave out. Other keys: `num_fewshot`,
+`tokenization`, `chance`, `perplexity`, `categories`, `beginning` (tokens before each text), `seconds`, and counts of
+irregular items."""
 LOST_TEXT = {**dict.fromkeys(("characters", "text_bytes", "lost_bytes", *KINDS), int), "examples": list}
 """Keys of a task's `lost_text`, as in `data/spelling.py`."""
 ITEM = {
@@ -63,9 +64,9 @@ ITEM = {
     ),
     "num_characters": lambda value: isinstance(value, list) and all(_is_within(v, 0, MAX_MAGNITUDE) for v in value),
 }
-"""Keys of an item that comparisons read. `index` is of its row; of a window it is its document's. Items with the same
-`cluster` are not independent. `log_probability` (nats) and `num_characters` (of a window: bytes) have a number for
-each option. Besides: `task`, `num_tokens`, `num_trimmed`; of choices `gold`, `chosen`, `tie`, `has_duplicates`; of
+"""Keys of an item that comparisons read. `index` is that of its row, or of a window's document. Items with the same
+`cluster` are not independent. `log_probability` (nats) and `num_characters` (bytes, for a window) have a number for
+each option. Other keys: `task`, `num_tokens`, `num_trimmed`; for choices `gold`, `chosen`, `tie`, `has_duplicates`; for
 generation `text`, `answers`."""
 
 
@@ -96,7 +97,7 @@ def scored_item(task: Prepared, item: Item, scores: "Sequence[Score]") -> Record
         scales = {"acc_per_token": tokens, "acc": [1] * len(sums), "acc_norm": [max(n, 1) for n in characters]}
         rated = {name: [s / n for s, n in zip(sums, scale, strict=True)] for name, scale in scales.items()}
         record["gold"] = item.gold
-        # On ties the first, as both other harnesses have it.
+        # The first one of a tie, as in both other harnesses.
         record["chosen"] = {name: values.index(max(values)) for name, values in rated.items()}
         record |= {name: int(chosen == item.gold) for name, chosen in record["chosen"].items()}
         record["tie"] = {name: values.count(max(values)) > 1 for name, values in rated.items()}
@@ -163,7 +164,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
 
 
 def _perplexity(nats: float, error: float | None) -> Record:
-    """Return exp(nats) ± exp(nats) error; nothing where it overflows a float, as for long answers."""
+    """Return exp(nats) ± exp(nats) error; empty where it overflows a float, as for long answers."""
     with contextlib.suppress(OverflowError):
         found = math.exp(nats)
         return {"perplexity": found, **({} if error is None else {"perplexity_stderr": found * error})}
@@ -175,7 +176,7 @@ def hash_of(items: Sequence[Record]) -> str:
 
 
 def hash_of_lines(lines: Sequence[str]) -> str:
-    """Return the hash of a task's items, as their file has them."""
+    """Return the hash of the lines of a task's items."""
     return f"sha256:{hashlib.sha256(''.join(line + chr(10) for line in lines).encode()).hexdigest()[:16]}"
 
 
@@ -183,7 +184,7 @@ def hash_of_lines(lines: Sequence[str]) -> str:
 
 
 def check_result(facts: Any, path: object) -> None:
-    """Raise DataError for a file that no evaluation has written."""
+    """Raise DataError for content that no evaluation has written."""
     if not isinstance(facts, dict) or "model" not in facts or not isinstance(facts.get("tasks"), dict):
         raise DataError(
             f"{path} is no result: expected a MODEL.json with 'model' and 'tasks', as scripts/eval.py writes"
@@ -210,7 +211,7 @@ def _check_kinds(values: Record, kinds: Mapping[Any, Any], whose: str) -> None:
 
 
 def check_items(record: Record, lines: Sequence[str], whose: str) -> list[Record]:
-    """Return the items in a task's lines. Raises DataError unless its result was made from these."""
+    """Return the items in a task's lines. Raises DataError unless the task's result was made from them."""
     items, metric, found = [json.loads(line) for line in lines], record["metric"], None
     with contextlib.suppress(KeyError, TypeError, IndexError, ValueError, ZeroDivisionError):
         found = _score_of(record, items) if record["items_hash"] == hash_of_lines(lines) else None
@@ -236,7 +237,7 @@ def _score_of(record: Record, items: Sequence[Record]) -> float | None:
         return None
     for name in ACCURACIES:
         if name in record:
-            mean_and_error(items, name)  # or an item lacks it
+            mean_and_error(items, name)  # raises if an item lacks the metric
     return mean_and_error(items, record["metric"], has_categories(record))[0]
 
 
@@ -244,15 +245,15 @@ def _score_of(record: Record, items: Sequence[Record]) -> float | None:
 
 
 def cut_at(record: Record) -> int | None:
-    """Return the `limit` if it left items out: such a task is a try, not a result."""
+    """Return the `limit` if it left items out, so that the task is a trial, not a result; else None."""
     limit = record["settings"].get("limit")
     num_seen = record["n"] + sum((record.get("skipped") or {}).values())
-    is_text = record.get("type") == "perplexity"  # whose limit is of windows
+    is_text = record.get("type") == "perplexity"  # its limit counts windows
     return None if limit is None or (num_seen < limit and not is_text) else limit
 
 
 def lost_share(record: Record) -> float:
-    """Return the share of a text that its tokens do not spell: of its bytes, or of its characters if that is more."""
+    """Return the share of a text that its tokens do not spell: by bytes or by characters, whichever is more."""
     lost = record.get("lost_text")
     if lost is None:
         return 0.0
@@ -271,7 +272,7 @@ def has_categories(record: Record) -> bool:
 
 
 def error_of_sum(errors: Iterable[tuple[str, float]]) -> float:
-    """Return the standard error of a sum of (data, error); parts on the same data are taken to err together."""
+    """Return the standard error of a sum of (data, error). Errors on the same data are assumed fully correlated."""
     found: dict[str, float] = {}
     for data, error in errors:
         found[data] = found.get(data, 0.0) + error
@@ -282,7 +283,7 @@ def error_of_sum(errors: Iterable[tuple[str, float]]) -> float:
 
 
 def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
-    """Return each item's weight; they add up to 1. By category, every category weighs the same."""
+    """Return each item's weight; weights add up to 1. With `by_category`, every category has the same weight."""
     if not by_category:
         return np.full(len(items), 1 / len(items))
     sizes = Counter(item["category"] for item in items)
@@ -290,10 +291,10 @@ def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
 
 
 def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = False) -> tuple[float, float]:
-    """Return a task's score and its standard error; 0 where there is one item alone, or one cluster.
+    """Return a task's score and its standard error, which is 0 for a single item or cluster.
 
-    For independent items sd / sqrt(n), with n - 1 in the variance, within each category where they count the same. For
-    clusters the residuals are added up within each first (Miller, Adding Error Bars to Evals, 2024, arXiv 2411.00640,
+    For independent items it is sd / sqrt(n), with n - 1 in the variance; by category where those count the same. For
+    clusters, residuals are first added up within each (Miller, Adding Error Bars to Evals, 2024, arXiv 2411.00640,
     section 2.2), with G / (G - 1) for G clusters.
     """
     weights, values = weights_of(items, by_category), np.array([item[metric] for item in items], np.float64)
@@ -306,7 +307,7 @@ def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = Fal
     for label in dict.fromkeys(labels):
         own = values[[one == label for one in labels]]
         n = len(own)
-        # A category of one item shows no spread; that of all stands for it.
+        # A category of one item shows no spread, so that of all items is used.
         squares = float(((own - own.mean()) ** 2).sum()) * n / (n - 1) if n > 1 else float((own[0] - mean) ** 2)
         variance += float(weights[labels.index(label)]) ** 2 * squares
     return mean, math.sqrt(variance)
@@ -326,7 +327,7 @@ def document_of(item: Record) -> int | str:
 
 
 def by_document(items: Sequence[Record]) -> Floats:
-    """Return (n, [nats, bytes]) of documents; equal documents are one. One without bytes has 1."""
+    """Return (n, [nats, bytes]) of documents. Equal documents are one; a document without bytes counts 1 byte."""
     sums = _sum_by_document(items, map(text_row, items))
     found = [sums[document] for document in sorted(sums)]  # pyright: ignore[reportArgumentType]
     return np.maximum(found, [-math.inf, 1])
@@ -346,9 +347,9 @@ def bits_per_byte(nats_and_bytes: Floats) -> Floats:
 def ratio_error(items: Sequence[Record], rows: Sequence[tuple[float, float]]) -> float | None:
     """Return the standard error of sum(y) / sum(x) over windows, each with its row (y, x); None for a single window.
 
-    The units are documents, as windows of one document are not independent; a single document has only its windows.
-    For small errors R - R0 = sum(y - R x) / sum(x), whose variance is n / (n - 1) sum((y - R x)²) / sum(x)²: the
-    linearised ratio estimator of Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its
+    The units are documents, because windows of one document are not independent. A single document is divided into its
+    windows. For small errors R - R0 = sum(y - R x) / sum(x), whose variance is n / (n - 1) sum((y - R x)²) / sum(x)².
+    This is the linearised ratio estimator of Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its
     finite-population correction.
     """
     sums = _sum_by_document(items, rows)

@@ -1,7 +1,7 @@
 """Results of a model on a suite, and the files that hold them: `<suite>/<model>.json` and `.items.jsonl`.
 
-`ResultFiles` writes them: it keeps what earlier launches did, asks nothing twice, and refuses to replace a finished
-task. `load_results` reads them to be compared. `records` has the schema.
+`ResultFiles` writes them: it keeps the results of earlier launches, asks nothing twice, and refuses to replace a
+finished task. `load_results` reads them for a comparison. `records` has the schema.
 """
 
 import contextlib
@@ -50,15 +50,15 @@ class Results:
     tokenizer: str = ""
     precision: str = "fp32"
     tasks: dict[str, Record] = field(default_factory=dict)
-    """Those asked for, in that order, then those of earlier launches."""
+    """Records of tasks: those asked for, in that order, then those of earlier launches."""
     items: dict[str, list[Record]] = field(default_factory=dict)
-    """Each task's items in the file's order, where the results were loaded."""
+    """Items of each task in the file's order, if the results were loaded from files."""
     path: Path = Path()
-    name: str = ""  # tells it apart from results of models of the same name
+    name: str = ""  # distinguishes it from results of models of the same name
 
     @property
     def average(self) -> float | None:
-        """The mean of the tasks' accuracies, each counting the same; None without any."""
+        """The mean of the tasks' accuracies, with equal weights; None without any."""
         values = [task[task["metric"]] for task in self.tasks.values() if task["metric"].startswith("acc")]
         return sum(values) / len(values) if values else None
 
@@ -71,7 +71,11 @@ def code_version() -> str:
     """Return the release, and in a clone the commit, with + where files that git tracks are changed."""
     release, commit = read_release().version, ""
     for command in (
-        ("ls-files", "--error-unmatch", Path(__file__).name),  # the clone is ours, not one that we are installed in
+        (
+            "ls-files",
+            "--error-unmatch",
+            Path(__file__).name,
+        ),  # our clone, not one that we are installed in
         ("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"),
     ):
         try:
@@ -87,7 +91,7 @@ def code_version() -> str:
 
 
 def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]:
-    """Load results of ours, or logs of another tool, which a companion reads; `cluster` is a field of their rows.
+    """Load our results, or logs of another tool, which a companion reads. `cluster` is a field of their rows.
 
     Raises DataError for what cannot be read, or cannot be compared item by item.
     """
@@ -117,9 +121,9 @@ def _ours_at(path: Path) -> Path | None:
 
 
 def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None = None) -> list[Results]:
-    """Load results with their items, and names that tell them apart; `read` reads those of another tool.
+    """Load results with their items, and give them distinct names. `read` reads those of another tool.
 
-    Raises DataError for a file that is no result, or whose items are missing, torn or another evaluation's.
+    Raises DataError for a file that is no result, or whose items are missing, truncated or another evaluation's.
     """
     for i, path in enumerate(paths):
         if any(path.resolve() == earlier.resolve() for earlier in paths[:i]):
@@ -172,7 +176,7 @@ def _items_path(path: Path) -> Path:
 
 
 def _lines_by_task(path: Path) -> dict[str, list[str]]:
-    """Return the lines of each task, without those that are torn."""
+    """Return the lines of each task, without truncated ones."""
     found: dict[str, list[str]] = {}
     for content in read_lines_at_most(path, MAX_LOG_BYTES, "a result's items"):
         line = content.decode(errors="replace").rstrip("\r\n")
@@ -198,7 +202,7 @@ def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list
 
 
 class Outline(NamedTuple):
-    """A task's questions, as far as they are known before a model is loaded."""
+    """Facts about a task's questions that are known before a model is loaded."""
 
     name: str
     settings: Record
@@ -228,15 +232,15 @@ def outline_tasks(
 
 
 def differences(record: Record, task: Outline | Prepared) -> list[str]:
-    """Name what of a finished task is not as `task` asks it; nothing for the same."""
+    """Return the settings in which a finished task differs from `task`; empty if it is the same."""
     stored, asked, is_exact = record["settings"], dict(task.settings), isinstance(task, Prepared)
     if isinstance(task, Prepared) and record["fingerprint"] == task.fingerprint:
         begins = record.get("beginning", [])
         return [] if begins == task.beginning else [f"texts that begin with {begins}, not {task.beginning} as"]
-    # How many windows a text has is known where it was evaluated.
+    # The outline does not know how many windows a text has.
     if asked.get("icl_task_type") == "perplexity" and not is_exact and stored.get("limit") is None:
         asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
-    unknown = () if is_exact else ("max_seq_len", "stop_tokens")  # before tokenising
+    unknown = () if is_exact else ("max_seq_len", "stop_tokens")  # unknown before tokenising
     keys = [key for key in {**stored, **asked} if key not in unknown]
     found = [
         f"{key} {stored.get(key)!r}, not {asked.get(key)!r} as" for key in keys if stored.get(key) != asked.get(key)
@@ -252,12 +256,12 @@ def differences(record: Record, task: Outline | Prepared) -> list[str]:
 class ResultFiles:
     """`<folder>/<suite>/<model>.json` and `.items.jsonl`, which rank 0 writes.
 
-    Finished tasks that are not asked for now stay, those that are asked for in the same way are not done again, and
-    those that would be replaced are refused without `redo`.
+    Finished tasks that are not asked for now are kept. Those that are asked for in the same way are not done again.
+    Replacing any needs `redo`.
     """
 
     def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
-        """Raise DataError where nothing can be written, or for a file that is there and no result."""
+        """Raise DataError if the folder cannot be written, or an existing file is no result."""
         from llmfoundry_lite.ranks.exchange import rank_and_size  # imports torch, which comparing does not need
 
         self.path = folder / suite / f"{model}.json"
@@ -265,7 +269,7 @@ class ResultFiles:
         self.redo = redo
         self.is_main = rank_and_size(None)[0] == 0
         existing = next(place for place in self.path.absolute().parents if place.exists())
-        if self.is_main and not (existing.is_dir() and os.access(existing, os.W_OK)):  # known now, not after a task
+        if self.is_main and not (existing.is_dir() and os.access(existing, os.W_OK)):  # refuse now, not after a task
             raise DataError(f"results_folder: {existing} is no folder that can be written to")
         self._read()
 
@@ -282,11 +286,11 @@ class ResultFiles:
                 raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
 
     def refuse_to_replace(self, results: Results, asked: Sequence[Outline | Prepared]) -> None:
-        """Raise DataError, naming what is there and what is asked, where a finished task would be lost."""
+        """Raise DataError where a finished task would be lost. It names what exists and what is asked."""
         if self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
-        finished = [name for name, record in self.known.tasks.items() if cut_at(record) is None]  # others were tries
+        finished = [name for name, record in self.known.tasks.items() if cut_at(record) is None]  # others were trials
         if finished and (other := self._other_model(results)):
             tasks, them = ("task", "it") if len(finished) == 1 else ("tasks", "them")
             raise DataError(f"{self.path} holds {len(finished)} finished {tasks} of {other}; {remedy.format(them)}")
@@ -298,7 +302,7 @@ class ResultFiles:
                 )
 
     def _other_model(self, results: Results) -> str:
-        """Say what the file is of, beside what is evaluated now, if that is another model."""
+        """Describe the file's model and the one evaluated now, if they differ; else empty."""
         keys = ("save_id", "tokenizer", "precision") if results.save_id else ("source", "tokenizer", "precision")
         for key in keys:
             stored, now = getattr(self.known, key), getattr(results, key)
@@ -319,11 +323,11 @@ class ResultFiles:
         return record
 
     def kept(self, results: Results) -> dict[str, Record]:
-        """Return what is here of the same model, asked for now or not."""
+        """Return all finished tasks of the same model, asked for now or not."""
         return {} if self._other_model(results) else self.known.tasks
 
     def add(self, results: Results, task: Outline | Prepared, items: Sequence[Record]) -> None:
-        """Raise DataError where it cannot be written, or another launch has meanwhile finished what would be lost."""
+        """Add a task and write the files. Raises DataError if that fails, or if a finished task would be lost."""
         if not self.is_main:
             return
         try:
@@ -343,7 +347,7 @@ class ResultFiles:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Let one launch at a time in, where the file system can lock."""
+    """Hold a lock on the folder, if its file system can lock, so that one launch at a time writes."""
     place = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

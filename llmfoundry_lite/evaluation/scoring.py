@@ -1,6 +1,6 @@
-"""Log-probabilities of requests: one forward pass for many of them, logits at answer tokens only.
+"""Log-probabilities of requests: many in one forward pass, with logits only where answer tokens are predicted.
 
-Whatever the model's dtype, logits are made in fp32 from its hidden states and summed in fp32.
+Whatever the model's dtype, logits are computed from its hidden states in fp32, and summed in fp32.
 
 Legend: b rows, t tokens of a row, n answer tokens of a batch, u the positions that predict them, d model width,
 v vocabulary, w a part of it.
@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Tokens whose probability is wanted, and the positions that predict them; choices may share a position."""
+    """Tokens whose probability is wanted, and the positions that predict them. Choices may share a position."""
 
     rows_u: torch.Tensor
     columns_u: torch.Tensor
@@ -58,7 +58,7 @@ class Scorable(Protocol):
     def score(self, inputs: Inputs, wanted: Wanted) -> Scores: ...
 
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
-        """Yield the likeliest token each time."""
+        """Yield the likeliest next token, up to `max_new_tokens` times."""
         ...
 
 
@@ -76,10 +76,10 @@ def score(
     *,
     separator: Separator | None = None,
 ) -> Iterator[dict[int, Score]]:
-    """Yield scores by number of request (in order over all groups), batch by batch: those of this rank's share.
+    """Yield the scores of this rank's share, batch by batch, by number of request (counted over all groups).
 
-    All ranks yield as often, so that a sharded model's ranks stay together; a rank without work left repeats the last
-    batch and yields nothing of it. With a `separator`, a token attends to its own document only.
+    All ranks yield equally often, so that a sharded model's ranks stay together. A rank without work repeats its last
+    batch and yields it empty. With a `separator`, a token attends to its own document only.
     """
     batches = pack(groups, max_batch_tokens, shares=model.shares_prefixes)
     for start in range(0, len(batches), world_size):
@@ -92,7 +92,7 @@ def score(
 
 
 def check_tokens(model: Scorable, tokens: Iterable[int], where: str) -> None:
-    """Raise DataError for a token beyond the vocabulary: the tokenizer is another model's."""
+    """Raise DataError for a token beyond the vocabulary, because the tokenizer is then another model's."""
     largest = max(tokens, default=-1)
     if largest >= model.vocab_size:
         raise DataError(
@@ -102,7 +102,7 @@ def check_tokens(model: Scorable, tokens: Iterable[int], where: str) -> None:
 
 
 def text_separator(model: Scorable, eos_token_id: int) -> Separator | None:
-    """Return the token that ends what a token of running text attends to; None where that is all text before it."""
+    """Return the token that divides documents in running text; None where tokens attend to all text before them."""
     return (model.separator or Separator(eos_token_id)) if model.separates_documents else None
 
 
@@ -110,7 +110,7 @@ def text_separator(model: Scorable, eos_token_id: int) -> Separator | None:
 def score_tokens(
     model: Scorable, batch: Sequence[Row], separator: Separator | None = None
 ) -> Iterator[tuple[int, float, bool]]:
-    """Return (number of request, log-probability, is the likeliest) of each token; those of a request in order."""
+    """Yield (number of request, log-probability, is the likeliest) for each token; those of a request in order."""
     width = max(map(len, batch))
     tokens_bt = np.array([row.tokens + [0] * (width - len(row)) for row in batch], np.int64)
     positions_bt = attention_mask_bts = None
@@ -140,7 +140,7 @@ def score_hidden(hidden_btd: torch.Tensor, unembedding_vd: torch.Tensor, wanted:
 
 
 def score_logits(parts_uw: Iterable[torch.Tensor], wanted: Wanted) -> Scores:
-    """Compute scores from fp32 logits of the positions, by parts of the vocabulary, which are overwritten."""
+    """Compute scores from fp32 logits of the positions, given by parts of the vocabulary, which are overwritten."""
     highest_u = total_u = likeliest_u = expected_logit_n = torch.zeros(())
     start = 0
     for logits_uw in parts_uw:

@@ -1,16 +1,17 @@
 """Paired significance tests of two models on the same items, and the intervals that invert them.
 
-The input is what each independent unit adds to a difference; compare.py decides what the units are. At every level an
+The input is each independent unit's part of a difference; compare.py decides what the units are. At every level an
 interval excludes 0 exactly when its test's p is below the level. Neither scipy nor statsmodels is a dependency, and
 neither has a score interval of paired proportions, the continuity correction, or the cautious bootstrap.
 
 Right and wrong answers: Tango's score interval for a difference of paired proportions (Statistics in Medicine 17, 1998)
-and McNemar's test, which is its statistic at 0, both with half a continuity correction. Without any, up to 6.5 % of
-equal models are called different (50 items, exact sums), with half of one at most 4.9 % (6 to 1,000 items). Real
-numbers: the studentised bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6), the wider of
-symmetric and equal tails. Few documents do not show a long tail, so its p is multiplied by 1 + CAUTION / n: without,
-8.8 % of equal models are called different where 20 log-normal differences are seen, and 5.7 % where 200 are.
-`python -m benchmarks intervals` measures what they promise.
+and McNemar's test, which is its statistic at 0, both with half a continuity correction. Without it, up to 6.5 % of
+equal models are called different (50 items, exact sums); with it, at most 4.9 % (6 to 1,000 items).
+
+Real numbers: the studentised bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6), the wider of
+symmetric and equal tails. A few documents do not show a long tail, so p is multiplied by 1 + CAUTION / n. Without that,
+8.8 % of equal models are called different from 20 log-normal differences, and 5.7 % from 200.
+`python -m benchmarks intervals` measures these rates.
 
 Legend: u independent units, d draws, k columns.
 """
@@ -26,18 +27,19 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 LEVEL = 0.05
-"""A difference is called one when its p, corrected, is below it."""
+"""Level below which the corrected p of a significant difference lies."""
 SEED = 17
 NUM_RESAMPLES = 10_000
 MAX_RESAMPLED = 5_000
-"""Units beyond which the normal distribution stands for the bootstrap."""
+"""Number of units above which the normal distribution replaces the bootstrap."""
 MIN_UNITS = 6
-"""Independent items below which nothing is claimed: even five of five won have an exact p above 0.05. Units of
-different sizes count as `num_effective`: an interval of 31 of which one holds 5 of 8 items covers .50, not .95."""
+"""Fewest independent items for any claim: even five wins of five have an exact p above 0.05. Units of different sizes
+count as `num_effective`: an interval from 31 units, one of which holds 5 of 8 items, covers .50, not .95."""
 MIN_DOCUMENTS = 20
-"""MIN_UNITS for real numbers: a few documents do not show their tails."""
+"""MIN_UNITS for real numbers, because a few documents do not show their tails."""
 CAUTION = 40
-"""In documents. Fitted, with 20 to 200 of them, to differences that are log-normal with sigma 1."""
+"""Strength of the correction for unseen tails, in documents. Fitted to log-normal differences with sigma 1, 20 to 200
+documents."""
 CORRECTION = 0.5
 Z_POWER = NormalDist().inv_cdf(0.8)
 
@@ -48,7 +50,7 @@ def z_of(level: float) -> float:
 
 
 class Counts(NamedTuple):
-    """Units won, lost and asked, and what one of them adds. Numbers or arrays."""
+    """Units won, lost and asked, and the part of a difference that one of them adds. Numbers or arrays."""
 
     wins: float | Floats
     losses: float | Floats
@@ -66,14 +68,14 @@ class Counts(NamedTuple):
 def count(added_u: Floats, share_u: Floats) -> Counts:
     """Count units of any weight and size as if each won or lost one jump, with the same sum and sum of squares.
 
-    `added_u`: what each adds to the difference; `share_u`: how much it could, which adds up to 1. Units of several
-    items (clusters, or an item that several tasks ask) add several jumps, or parts of one. With j = n Σa² / Σ|a|, wins
-    and losses are (Σ|a| ± Σa) Σ|a| / 2Σa²; at 0 the statistic is Σa / √Σa², that of flipped signs.
+    `added_u` is each unit's part of the difference, and `share_u` the most that it could be; shares add up to 1. Units
+    of several items (clusters, or an item that several tasks ask) add several jumps, or parts of one. With j = n Σa² /
+    Σ|a|, wins and losses are (Σ|a| ± Σa) Σ|a| / 2Σa². At 0 the statistic is Σa / √Σa², that of flipped signs.
     """
     n = len(added_u)
     total, absolute, squares = float(added_u.sum()), float(np.abs(added_u).sum()), float((added_u**2).sum())
-    # Kish's effective number of units (Survey Sampling, 1965, section 11.7): where one holds most of the items, the
-    # others say little of how far the difference may be off.
+    # Kish's effective number of units (Survey Sampling, 1965, section 11.7): where one unit holds most of the items,
+    # the others tell little about the error of the difference.
     effective = round(float(share_u.sum() ** 2 / (share_u**2).sum()), 6)
     if squares == 0:
         return Counts(0.0, 0.0, n, n * float((share_u**2).sum()), effective)
@@ -91,21 +93,21 @@ def score_p(counts: Counts) -> float:
 
 
 def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
-    """Return what `score_p` would not reject at `level` (0.05 for 95 %). None below MIN_UNITS."""
+    """Return the differences that `score_p` does not reject at `level` (0.05 for 95 %). None below MIN_UNITS."""
     wins, losses, n, jump, effective = counts
     if min(n, effective) < MIN_UNITS:
         return None
     z = z_of(level)
     low, high = -upper_limit(losses, wins, n, z), upper_limit(wins, losses, n, z)
-    # Units of unlike size make jumps beyond what two accuracies can differ by.
+    # With units of different sizes, a jump may exceed the largest difference of two accuracies.
     return max(-1.0, float(jump * low)), min(1.0, float(jump * high))
 
 
 def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z: float) -> Floats:
-    """Return the difference, in jumps, that is z standard deviations and the correction beyond what was found.
+    """Return the difference, in jumps, that lies z standard deviations and the correction above the observed one.
 
-    The standard deviation is that of the likeliest proportions with that difference: Tango's equation, in which q is
-    the proportion lost. Numbers or arrays; found by bisection, to 1e-15.
+    The standard deviation is that of the likeliest proportions with that difference (Tango's equation, in which q is
+    the proportion lost). Numbers or arrays; found by bisection, to 1e-15.
     """
     wins, losses = np.asarray(wins, np.float64), np.asarray(losses, np.float64)
     low, high = (wins - losses) / num_units, np.ones_like(wins)
@@ -114,7 +116,7 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
         half_b = ((2 * num_units - wins + losses) * middle - wins - losses) / 2
         c = -losses * middle * (1 - middle)
         root = np.sqrt(np.maximum(half_b**2 - 2 * num_units * c, 0))
-        # Of the two forms of a quadratic's root, the one without cancellation.
+        # The form of the quadratic's root that has no cancellation.
         q = np.where(half_b > 0, -c / np.maximum(root + half_b, 1e-300), (root - half_b) / (2 * num_units))
         deviation = np.sqrt(np.maximum(num_units * (2 * q + middle * (1 - middle)), 0))
         is_beyond = num_units * middle - (wins - losses) - CORRECTION > z * deviation
@@ -123,7 +125,7 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
 
 
 class Studentised(NamedTuple):
-    """A difference, its standard error, and how many errors chance puts between the two."""
+    """A difference, its standard error, and the bootstrap's deviations in units of that error."""
 
     difference: float
     error: float
@@ -132,7 +134,7 @@ class Studentised(NamedTuple):
 
     @property
     def p(self) -> float:
-        """Two-sided: the larger of those of symmetric and of equal tails; the data are one of the draws."""
+        """Two-sided p: the larger one of symmetric and of equal tails. The data count as one of the draws."""
         draws = self.deviations_d
         if not len(draws) or not self.difference:
             return 1.0
@@ -142,7 +144,7 @@ class Studentised(NamedTuple):
         return min(1.0, self.caution * (1 + max(num_farther, num_in_tail)) / (1 + len(draws)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
-        """Return what p would not reject at `level`. None where nothing is claimed, or more draws would be needed."""
+        """Return the differences that p does not reject at `level`. None if nothing is claimed or draws are too few."""
         draws = self.deviations_d
         room = level / self.caution * (1 + len(draws)) * (1 - 1e-12)
         both, each = math.ceil(room - 1) - 1, math.ceil(room / 2 - 1) - 1  # draws that may be farther out
@@ -167,7 +169,7 @@ def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.rando
     def estimate(sums_dk: Floats, products_dk: Floats) -> tuple[Floats, Floats]:
         nats_a, size_a, nats_b, size_b = sums_dk.T
         ratio_a, ratio_b = nats_a / size_a, nats_b / size_b
-        # What a unit adds beyond what the ratios give for its size.
+        # A unit's deviation from what the ratios predict for its size.
         residual_dk = np.stack([-1 / size_a, ratio_a / size_a, 1 / size_b, -ratio_b / size_b], axis=1)
         squares_d = np.einsum("di,dij,dj->d", residual_dk, products_dk.reshape(-1, k, k), residual_dk)
         return ratio_b - ratio_a, np.sqrt(np.maximum(squares_d, 0) * n / max(n - 1, 1))
@@ -198,11 +200,11 @@ def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int =
 
 
 def holm(values: Sequence[float], level: float = LEVEL) -> tuple[list[float], list[float]]:
-    """Return (each p, corrected for there being several; the level each p itself was held against), after Holm
-    (Scandinavian Journal of Statistics 6, 1979): the chance that any is below `level` by luck is `level`.
+    """Return (p corrected for the number of tests, the level that p itself was compared with), each as a list, after
+    Holm (Scandinavian Journal of Statistics 6, 1979): the chance that luck puts any below `level` is `level`.
 
-    The smallest p is held against level / n, the next against level / (n - 1), and so on; from the first that is not
-    below, all are held against that level. So corrected < level exactly where p < its own level.
+    The smallest p is compared with level / n, the next with level / (n - 1), and so on. From the first that is not
+    below its level, all are compared with that one. So corrected < level exactly where p < its own level.
     """
     corrected, levels = [0.0] * len(values), [level] * len(values)
     largest, own_level, is_open = 0.0, level, True

@@ -43,7 +43,7 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 
 def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[str] = ()) -> list[Results]:
-    """Evaluate, print the tables, write the files. Every rank of a launch must call this; rank 0 prints."""
+    """Evaluate all models, print the tables, write the files. Every rank of a launch must call this; rank 0 prints."""
     tell(notes)
     device = start(config)
     folder = Path(config.results_folder) / config.suite
@@ -51,7 +51,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     found = find_models(config, asked, device)
     all_results: list[Results] = []
     while found:
-        subject, results, files = found.pop(0)  # and with it what it holds, when it is done
+        subject, results, files = found.pop(0)  # popped, so that its memory is freed when it is done
         try:
             all_results.append(evaluate_one(config, tasks, subject, results, files))
             if kept := [name for name in results.tasks if name not in [task.name for task in asked]]:
@@ -81,13 +81,13 @@ def show(config: EvalConfig, all_results: Sequence[Results], folder: Path) -> No
 
 
 def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
-    """Return the same on all ranks, or refuse."""
+    """Outline the tasks. Raises DataError on all ranks unless all have the same tasks."""
     with user_errors_on_all_ranks():
         skips_empty = config.eval_gauntlet is not None
         asked = outline_tasks(tasks, config.tokenization, config.limit, skips_empty=skips_empty)
     names = [outline.name for outline in asked]
     with user_errors_on_all_ranks():
-        if (of_rank_0 := broadcast_json(names)) != names:  # data are not on all machines, and no YAML names the tasks
+        if (of_rank_0 := broadcast_json(names)) != names:  # no YAML names the tasks, and machines have different data
             raise DataError(f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(of_rank_0)}")
     return asked
 
@@ -95,7 +95,7 @@ def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]
 def find_models(
     config: EvalConfig, asked: Sequence[Outline], device: torch.device
 ) -> list[tuple[Subject, Results, ResultFiles]]:
-    """Refuse on all ranks everything that can be refused without reading weights."""
+    """Find all models and their result files. Raises on all ranks any error that shows without reading weights."""
     found: list[tuple[Subject, Results, ResultFiles]] = []
     shard = build_shard(config, device) if config.fsdp else None
     tokenizers = {}
@@ -108,7 +108,7 @@ def find_models(
                     where, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
                 )
                 like = (subject.tokenizer.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
-                subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs one
+                subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs it once
                 results = Results(
                     model=name,
                     suite=config.suite,
@@ -130,12 +130,12 @@ def find_models(
 
 
 def pass_over(config: EvalConfig, name: str, where: str) -> bool:
-    """Return whether a checkpoint that was seen is no longer there, and say so: a live run keeps its newest alone."""
+    """Return whether a checkpoint has been removed since it was listed, and print that: a live run keeps few."""
 
     def is_gone() -> bool:
         try:
             return ("://" not in where and not Path(where).exists()) or not is_checkpoint(where)
-        except CheckpointError:  # it cannot be seen: not known to be removed
+        except CheckpointError:  # unreadable is not known to be removed
             return False
 
     if not (config.all_checkpoints and broadcast_json(is_gone())):
@@ -148,7 +148,7 @@ def evaluate_one(
     config: EvalConfig, tasks: Sequence[TaskConfig], subject: Subject, results: Results, files: ResultFiles
 ) -> Results:
     with user_errors_on_all_ranks():
-        model = subject.load()  # kept nowhere, so that one model alone takes memory
+        model = subject.load()  # no other reference, so one model at a time takes memory
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
     progress = ProgressLine(results.model)
     leave_out = lambda why: tell([f"{results.model}: left out of the gauntlet: {why}"])  # noqa: E731
@@ -171,7 +171,7 @@ def evaluate_one(
 
 
 def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
-    """Write the tables, with the models that earlier launches evaluated on this suite below these. Raises DataError."""
+    """Write the tables: these models, then those that earlier launches evaluated on this suite. Raises DataError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock_folder(folder):
@@ -216,7 +216,7 @@ def start(config: EvalConfig) -> torch.device:
 
 
 def build_shard(config: EvalConfig, device: torch.device) -> Shard:
-    """Return what spreads a model over all ranks."""
+    """Return a function that shards a model over all ranks."""
     from llmfoundry_lite.parallel.fsdp import shard_model
     from llmfoundry_lite.parallel.mesh import build_mesh
     from llmfoundry_lite.parallel.precision import Precision
@@ -232,7 +232,7 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
 
 
 class ProgressLine:
-    """One line that is rewritten on a terminal, or a line for each task that is done elsewhere."""
+    """Progress: one line that is rewritten on a terminal; without a terminal, a line for each finished task."""
 
     def __init__(self, model: str):
         self.model = model
@@ -242,7 +242,7 @@ class ProgressLine:
     def __call__(self, task: str, done: int, total: int) -> None:
         if task != self.task:
             self.task, self.started, self.is_done = task, time.monotonic(), False
-        if self.is_done or this_rank().rank != 0:  # with several ranks the last items are reported twice
+        if self.is_done or this_rank().rank != 0:  # several ranks report the last items twice
             return
         self.is_done = done == total
         seconds = time.monotonic() - self.started

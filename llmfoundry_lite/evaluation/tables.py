@@ -1,4 +1,4 @@
-"""Tables of scores, with a row for each model: results by task, and LLM Foundry's Eval Gauntlet."""
+"""Tables of scores with a row for each model: results by task, and LLM Foundry's Eval Gauntlet."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ Cell = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Numbers of models, and notes on them."""
+    """Numbers of models with notes on them."""
 
     title: str
     columns: dict[str, str]  # name of a column -> its heading, which may have several lines
@@ -42,7 +42,7 @@ class Scores:
     notes: list[str]
 
     def table(self, headings: Sequence[str], between: str) -> Table:
-        """Return a table in which this text stands between a number and its error."""
+        """Return a table with the text `between` between each number and its error."""
         rows = [[model, *(between.join(filter(None, cell)) for cell in cells)] for model, cells in self.rows]
         return Table(self.title, ["model", *headings], rows)
 
@@ -52,7 +52,7 @@ class Scores:
         print_notes(console, self.notes)
 
     def write(self, path: Path) -> list[Path]:
-        """Write PATH.md and PATH.csv, with the same numbers."""
+        """Write PATH.md and PATH.csv with the same numbers."""
         lines = self.table([heading.replace("\n", " ") for heading in self.columns.values()], " ± ").markdown()
         notes = ["", *markdown_list(self.notes)] if self.notes else []
         columns = ["model", *(part for name in self.columns for part in (name, f"{name} stderr"))]
@@ -74,7 +74,7 @@ def cell_of(number: float | None, error: float | None = None) -> Cell:
 
 
 def only_of(some: Sequence[str], num_all: int) -> str:
-    """Name models, unless a note is of all."""
+    """Name the models that a note is about; empty if it is about all."""
     return "" if len(some) == num_all else f" ({', '.join(some)})"
 
 
@@ -101,7 +101,7 @@ def results_table(all_results: Sequence[Results]) -> Scores:
 
 
 def print_results(all_results: Sequence[Results], console: Console) -> None:
-    """Print the table, with what guessing would score as the last row."""
+    """Print the table. The last row has the scores of guessing."""
     table, tasks = results_table(all_results), [item for r in reversed(all_results) for item in r.tasks.items()]
     chances = {name: f"{record['chance']:.3f}" for name, record in tasks if "chance" in record}
     row = ("chance", [(chances.get(name, ""), "") for name in table.columns])
@@ -109,7 +109,7 @@ def print_results(all_results: Sequence[Results], console: Console) -> None:
 
 
 def _heading(name: str, metric: str) -> str:
-    """Return the task, its examples, and what the number is unless it is an accuracy."""
+    """Return the task, its number of examples, and the metric unless it is an accuracy."""
     label, _, shots = name.rpartition("/")
     return "\n".join(filter(None, (label, shots, "" if metric in ACCURACIES else metric.replace("_", " "))))
 
@@ -117,7 +117,7 @@ def _heading(name: str, metric: str) -> str:
 def cell(record: Record) -> Cell:
     number, error = score_of(record)
     if record["metric"] in ACCURACIES and (record.get("num_clusters") or record["n"]) == 1:
-        error = None  # it is 0, and says nothing
+        error = None  # the error of one item is 0 and means nothing
     return cell_of(number, error)
 
 
@@ -126,13 +126,13 @@ def _averaged(results: Results) -> list[str]:
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
-    """Return the standard error of the mean of tasks; those on the same data ask the same items."""
+    """Return the standard error of the mean of tasks. Tasks on the same data ask the same items."""
     errors = [(tasks[name]["data_fingerprint"], score_of(tasks[name])[1] or 0.0) for name in names]
     return error_of_sum(errors) / len(names)
 
 
 def notes(all_results: Sequence[Results]) -> list[str]:
-    """Return what was odd, and why numbers may not be what they seem."""
+    """Return notes on irregularities, because of which numbers may mislead."""
     tasks_of: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(task for results in all_results for task in results.tasks):
         records = {results.model: results.tasks[name] for results in all_results if name in results.tasks}
@@ -186,11 +186,11 @@ class Composite(NamedTuple):
 
 class Gauntlet(NamedTuple):
     scores: dict[str, Composite]  # categories, then averages
-    missing: dict[str, list[str]]  # category -> the tasks for want of which it is left out
+    missing: dict[str, list[str]]  # category that is left out -> the tasks that it lacks
 
 
 class _Part(NamedTuple):
-    weight: float  # of a category's parts they add up to 1
+    weight: float  # weights of a category's parts add up to 1
     score: float
     error: float
     data: str
@@ -237,7 +237,7 @@ def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part
 
 
 def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Scores:
-    """Return the categories and averages that any model has; a note names each category that is left out."""
+    """Return the categories and averages that any model has. A note names each category that is left out."""
     found = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
     names = [*(category.name for category in config.categories), *averages_of(config)]
     names = [name for name in names if any(name in gauntlet.scores for gauntlet in found.values())]

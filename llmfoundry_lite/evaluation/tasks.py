@@ -1,7 +1,7 @@
 """Tasks: a file of questions -> rows -> prompts -> token ids to be scored; held-out text -> windows of token ids.
 
-Two conventions exist and give different scores: LLM Foundry tokenises the examples, the context and the answer apart
-(`separate`); lm-evaluation-harness tokenises all together and divides (`joint`).
+Two conventions exist and give different scores. LLM Foundry tokenises examples, context and answer apart (`separate`).
+lm-evaluation-harness tokenises all of it together and then divides the tokens (`joint`).
 """
 
 import bisect
@@ -42,13 +42,13 @@ GENERATION = ("generation_task_with_answers",)
 TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
 """Settings that all held-out text shares."""
 LINES = (".jsonl", ".json", ".ndjson")
-"""Files of text with a row to a line, as `data prepare` takes them."""
+"""Suffixes of text files with a row on each line, as `data prepare` reads them."""
 THOUGHT_ALLOWANCE = 10
-"""Tokens by which a model's reasoning may be longer than the longest in the file, as in LLM Foundry."""
+"""Tokens by which a model's reasoning may exceed the longest in the file, as in LLM Foundry."""
 
 
 class Request(NamedTuple):
-    """Token ids whose probability is wanted, after others."""
+    """Token ids whose probability is wanted, and those before them."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]  # empty for an answer that the model is to write
@@ -64,7 +64,7 @@ class Item:
     requests: tuple[Request, ...]
     gold: int = 0
     category: str | None = None
-    cluster: str | None = None  # items with the same one are not independent
+    cluster: str | None = None  # items of one cluster are not independent
     num_missing_examples: int = 0  # examples that were asked for and that its category does not have
     answers: tuple[str, ...] = ()  # generation: all that count as right
     has_duplicates: bool = False  # two options are the same text
@@ -78,14 +78,14 @@ class Prepared:
     kind: str
     num_fewshot: int
     items: tuple[Item, ...]
-    fingerprint: str  # hash of all that is asked and how: results with different ones cannot be compared
+    fingerprint: str  # hash of the questions and how they are asked; only equal ones can be compared
     settings: dict[str, Any]
-    """The part of the configuration that decides it, so that a comparison can name what differs."""
+    """The part of the configuration that the fingerprint covers, so that a comparison can name what differs."""
     data_fingerprint: str  # hash of the rows or texts alone
     beginning: list[int] = field(default_factory=list)  # token ids before every text
-    num_repeated: int = 0  # items that ask the same as an earlier one, with which they are a cluster
+    num_repeated: int = 0  # items that repeat an earlier one, and are in its cluster
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> items that could not be asked
-    lost_text: dict[str, Any] | None = None  # of held-out text that its tokens do not spell: `Loss.as_json`
+    lost_text: dict[str, Any] | None = None  # held-out text that its tokens do not spell: `Loss.as_json`
     config: TaskConfig
 
     @property
@@ -94,7 +94,7 @@ class Prepared:
 
     @property
     def metric(self) -> str:
-        """The number in tables and in the average, as in LLM Foundry."""
+        """Name of the number in tables and in the average, as in LLM Foundry."""
         if self.kind == "perplexity":
             return "bits_per_byte"
         return self.config.metric or ("acc_per_token" if self.kind in CHOICES else "acc")
@@ -104,11 +104,11 @@ class Prepared:
 
 
 class NothingToAsk(DataError):
-    """A task without an item that this model can be asked, which a gauntlet leaves out."""
+    """A task has no item that this model can be asked. A gauntlet leaves it out."""
 
 
 def read_rows(config: TaskConfig) -> list[dict[str, Any]]:
-    """Return the rows of the task's file or data set. Raises DataError naming file, line and column."""
+    """Return the rows of the task's file or data set. Raises DataError, which names file, line and column."""
     where = config.dataset_uri
     if where.startswith("hf://"):
         found = companions.find("readers", "hf:// data sets of tasks")(config)
@@ -126,7 +126,7 @@ def _strip(value: Any) -> Any:
 
 
 def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each row, and where it stands. Raises DataError."""
+    """Yield each row, and its file and line. Raises DataError."""
     with _naming_the_file(config):
         for number, content in enumerate(read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task"), start=1):
             line = content.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -136,7 +136,7 @@ def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
             try:
                 row = json.loads(line)
                 json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no tokenizer takes
+            except UnicodeEncodeError:  # JSON can escape half of a surrogate pair; tokenizers refuse it
                 raise DataError(f"{where} has half a character, such as \\ud83d alone") from None
             except (ValueError, RecursionError) as error:
                 reason = "too deep" if isinstance(error, RecursionError) else error
@@ -147,7 +147,7 @@ def read_json_lines(config: TaskConfig) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def read_text(config: TaskConfig) -> str:
-    """Return the task's file with every byte of it, those of line ends too. Raises DataError."""
+    """Return the task's file as text, with line ends unchanged. Raises DataError."""
     with _naming_the_file(config):
         return read_at_most(config.dataset_uri, MAX_LINE_BYTES, "a text").decode("utf-8-sig")
 
@@ -223,7 +223,7 @@ def prepare(
         )
     settings = settings_of(config, num_fewshot, limit_that_cuts(limit, len(askable)))
     if config.icl_task_type in GENERATION and (stops := stop_tokens_of(tokenizer)):
-        settings["stop_tokens"] = stops  # named only where there are any, so that results without them stay the same
+        settings["stop_tokens"] = stops  # only where there are any, or older results would differ
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     clusters = find_clusters(config, rows)
@@ -241,7 +241,7 @@ def prepare(
         reasons = ", ".join(f"{len(rows)} with {reason}" for reason, rows in skipped.items())
         raise NothingToAsk(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
     if skipped or any(request.num_trimmed for item in items for request in item.requests):
-        settings["max_seq_len"] = max_seq_len  # which otherwise has no part in what was asked
+        settings["max_seq_len"] = max_seq_len  # it cut a prompt; otherwise it changes nothing
     return Prepared(
         label=config.label,
         kind=config.icl_task_type,
@@ -263,7 +263,7 @@ def fingerprint(content: Any) -> str:
 
 
 def data_fingerprint(rows: list[dict[str, Any]]) -> str:
-    """Return the same whether strip_dataset is set or not."""
+    """Return a hash of the rows, which is the same with and without strip_dataset."""
     return fingerprint([{key: _strip(value) for key, value in row.items()} for row in rows])
 
 
@@ -273,7 +273,7 @@ def _question(config: TaskConfig, row: dict[str, Any]) -> str:
 
 
 def find_clusters(config: TaskConfig, rows: list[dict[str, Any]]) -> dict[int, str]:
-    """Return each row's cluster: of rows that share the column `cluster`, or ask the same. Empty where none do."""
+    """Return row -> cluster, for rows that share a value of the column `cluster` or ask the same. Empty if none do."""
     column = config.cluster
     keys = [[("question", _question(config, row))] for row in rows]
     for row, own in zip(rows, keys, strict=True):
@@ -285,7 +285,7 @@ def find_clusters(config: TaskConfig, rows: list[dict[str, Any]]) -> dict[int, s
 
 
 def join_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
-    """Return for each row the first one of its group. Rows that share any of their keys are of one group."""
+    """Return, for each row, the first row of its group. Rows that share any of their keys are in one group."""
     root, first_of = list(range(len(keys))), dict[tuple[str, str], int]()
 
     def find(index: int) -> int:
@@ -301,7 +301,7 @@ def join_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
 
 
 def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: int) -> list[int]:
-    """Return the rows that are questions: all but those that are the same examples for every question."""
+    """Return the rows that are asked: all except those that serve as fixed examples."""
     if not config.fewshot_fixed:
         return list(range(len(rows)))
     reserved = {index for group in groups_of(config, rows) for index in group[:num_fewshot]}
@@ -309,9 +309,9 @@ def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: in
 
 
 def decide(config: TaskConfig, num_fewshot: int, tokenization: str) -> TaskConfig:
-    """Return the task with what this number of examples and the evaluation's tokenization decide.
+    """Return the task with the settings that follow from the number of examples and the evaluation's tokenization.
 
-    LLM Foundry leaves the delimiter out of a schema task's question that nothing precedes; where context and answer are
+    LLM Foundry has no delimiter before a schema task's question if nothing precedes it. Where context and answer are
     tokenised together, a space remains.
     """
     tokenization, delimiter = config.tokenization or tokenization, config.continuation_delimiter
@@ -324,12 +324,12 @@ def decide(config: TaskConfig, num_fewshot: int, tokenization: str) -> TaskConfi
 
 
 def limit_that_cuts(limit: int | None, num_items: int) -> int | None:
-    """Return None for a limit that all items fit into: the evaluation is the same without it."""
+    """Return the limit; None if all items fit into it, so that the evaluation is the same without it."""
     return limit if limit is not None and limit < num_items else None
 
 
 def groups_of(config: TaskConfig, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the rows that an item's examples come from: those of its category, as in LLM Foundry, or all."""
+    """Return groups of rows from which an item's examples come: its category, as in LLM Foundry, or all rows."""
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault(str(row["category"]) if config.has_categories else "", []).append(index)
@@ -337,12 +337,12 @@ def groups_of(config: TaskConfig, rows: list[dict[str, Any]]) -> list[list[int]]
 
 
 def settings_of(config: TaskConfig, num_fewshot: int, limit: int | None) -> dict[str, Any]:
-    """Return what of a decided task makes its prompts and scores; the names of the task and of its file do not."""
+    """Return the settings of a decided task that shape prompts and scores. The names of task and file do not."""
     names = (
         *("icl_task_type", "fewshot_random_seed", "fewshot_fixed", "prompt_string", "example_delimiter"),
         *("continuation_delimiter", "prelimiter", "strip_dataset", "max_new_tokens", "early_stopping_criteria"),
         *("do_normalization", "cot_delimiter", "metric"),
-        # Named only where set, so that results without them stay the same.
+        # Only where they are set, or older results would differ.
         *(name for name in ("has_categories", "cluster") if getattr(config, name)),
     )
     decisive = {name: getattr(config, name) for name in names}
@@ -350,8 +350,8 @@ def settings_of(config: TaskConfig, num_fewshot: int, limit: int | None) -> dict
 
 
 def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fewshot: int) -> list[int]:
-    """Return rows of `group`, which is sorted, to show before `index`: never itself, and all others where they are
-    fewer. A function of (seed, index): neither ranks nor order matter."""
+    """Return rows of the sorted `group` to show before row `index`, which is never among them; all if there are fewer.
+    The choice depends on (seed, index) alone, not on ranks or order."""
     if config.fewshot_fixed:
         return list(group[:num_fewshot])
     place, num_others = bisect.bisect_left(group, index), len(group) - 1
@@ -388,7 +388,7 @@ def _build_item(
 
 
 def _options(config: TaskConfig, row: dict[str, Any]) -> tuple[list[str], list[str], int]:
-    """Return (contexts, answers, which is right), one pair for each option."""
+    """Return (contexts, answers, index of the right option), with one context and answer for each option."""
     match config.icl_task_type:
         case "multiple_choice":
             return [row["query"]] * len(row["choices"]), row["choices"], row["gold"]
@@ -401,7 +401,7 @@ def _options(config: TaskConfig, row: dict[str, Any]) -> tuple[list[str], list[s
 
 
 def render_example(config: TaskConfig, row: dict[str, Any], *, is_first: bool) -> str:
-    """Render a solved question, as it stands before the one that is asked."""
+    """Render a solved question, as an example before the one that is asked."""
     contexts, answers, gold = _options(config, row)
     answer = _solution(config, row, row["answer"]) if config.icl_task_type in GENERATION else answers[gold]
     return _render_context(config, contexts[gold], is_first=is_first) + answer
@@ -412,8 +412,8 @@ def _render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
 
 
 def _solution(config: TaskConfig, row: dict[str, Any], answer: str) -> str:
-    """Return an answer as an example shows it. Where the file has thoughts, the delimiter stands before each answer,
-    as in LLM Foundry: the model is to write it, and its own answer is read from there."""
+    """Return an answer as an example shows it. If the file has chains of thought, the delimiter precedes each answer,
+    as in LLM Foundry: the model should write it too, and its own answer is read after it."""
     return f"{row['chain_of_thought'] or ''}{config.cot_delimiter}{answer}" if "chain_of_thought" in row else answer
 
 
@@ -422,21 +422,21 @@ def _accepted(row: dict[str, Any]) -> list[str]:
 
 
 def longest_answer(config: TaskConfig, rows: list[dict[str, Any]], tokenizer: Tokenizer) -> int:
-    """Return the tokens a model is given for its answer, as LLM Foundry counts them: reasoning included, and the
-    tokenizer's beginning."""
+    """Return the tokens that a model may use for its answer, counted as in LLM Foundry: with reasoning, and with the
+    tokens that the tokenizer begins with."""
     solutions = (_solution(config, row, answer) for row in rows for answer in _accepted(row))
     longest = max(len(tokenizer.encode(solution)) for solution in solutions)
     return len(tokenizer.beginning) + longest + (THOUGHT_ALLOWANCE if config.cot_delimiter else 0)
 
 
 def stop_tokens_of(tokenizer: Tokenizer) -> list[str]:
-    """Return the texts of tokens, besides the end of text, at which an answer ends."""
+    """Return the texts of the tokens, besides the end of text, that end an answer."""
     others = sorted(tokenizer.stop_token_ids - {tokenizer.eos_token_id})
     return [tokenizer.decode([token]) for token in others if token < tokenizer.vocab_size]
 
 
 def clean(config: TaskConfig, text: str) -> str:
-    """Return what is compared: in lower case, without punctuation, articles and double spaces, or the text as it is."""
+    """Return the text to compare: in lower case, without punctuation, articles and double spaces; or unchanged."""
     if not config.do_normalization:
         return text.strip()
     marks = string.punctuation + "‘’´`"
@@ -460,14 +460,14 @@ class _Unaskable(Exception):
 
 
 class _Encoding:
-    """Text -> requests, by one convention. Both put the tokenizer's beginning before the first text and nowhere else;
-    trimming takes it away with the rest."""
+    """Encoding of text into requests, by one convention. Both put the tokens that the tokenizer begins with before the
+    first text and nowhere else. Trimming may remove them."""
 
     def __init__(self, tokenizer: Tokenizer, config: TaskConfig, max_seq_len: int):
         self.tokenizer = tokenizer
         self.strips = config.strip_dataset
         self.is_joint = config.tokenization == "joint"
-        # The last token is predicted and never read, so one more fits; LLM Foundry does not use that.
+        # The last token is predicted and never read, so one more fits. LLM Foundry does not use that.
         self.max_tokens = max_seq_len + self.is_joint
         # Byte-level BPE has a token for " a"; SentencePiece adds the space by itself.
         self.needs_space = len(tokenizer.encode(" a")) == 1
@@ -490,7 +490,7 @@ class _Encoding:
         return self._fit(ids, answer_ids, len(answer_ids), len(answer))
 
     def prompt(self, preamble: str, context: str, num_tokens: int) -> Request:
-        """Return a request for an answer of up to `num_tokens` that the model is to write."""
+        """Return a request whose answer, of up to `num_tokens`, the model writes."""
         if self.is_joint:
             preamble, context = "", preamble + context
         return self._fit(self._apart(preamble, context), [], num_tokens, 0)
@@ -499,7 +499,7 @@ class _Encoding:
         room = self.max_tokens - num_tokens
         if room < 1:
             raise _Unaskable("an answer longer than the model")
-        ids = ids or [self.tokenizer.prefix_token_id]  # something to predict the first token from
+        ids = ids or [self.tokenizer.prefix_token_id]  # the first token needs one before it
         return Request(tuple(ids[-room:]), tuple(answer_ids), num_characters, max(0, len(ids) - room))
 
     def _apart(self, preamble: str, context: str) -> list[int]:
@@ -511,7 +511,7 @@ class _Encoding:
 
 
 class Document(NamedTuple):
-    """Tokens to be predicted, the one before them, and what the file has: the text, or a sample's tokens."""
+    """Tokens to be predicted, those before them, and the file's content: a text, or a sample's tokens."""
 
     before: int
     ids: list[int]
@@ -520,13 +520,13 @@ class Document(NamedTuple):
 
 
 def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, limit: int | None) -> Prepared:
-    """Return windows that each predict the next `max_seq_len` tokens after the token before them. The last one has
-    fewer to predict, and as much text before them as fits, as in lm-evaluation-harness's rolling perplexity.
+    """Return windows, each of which predicts the next `max_seq_len` tokens from the token before them. The last window
+    predicts fewer, after as much text as fits, as in lm-evaluation-harness's rolling perplexity.
 
-    A text file is one document; in a file of JSON lines each row's `text` is one. Both are predicted from the
-    tokenizer's beginning, or its beginning-of-text or end-of-text token. In an MDS split each sample is one, and its
-    first token is given. An item's `index` is its document's; equal documents are a cluster. The `num_characters` of a
-    request are bytes, of the text that the tokens stand for. `limit` counts windows. Raises DataError.
+    A text file is one document. In a file of JSON lines, each row's `text` is one. Both are predicted from the
+    tokenizer's beginning, or its beginning-of-text or end-of-text token. In an MDS split each sample is a document,
+    whose first token is given. An item's `index` is its document's; equal documents are a cluster. A request's
+    `num_characters` counts the bytes of text that the tokens stand for. `limit` counts windows. Raises DataError.
     """
     items, loss = list[Item](), Loss()
     first_of: dict[str, int] = {}
@@ -541,14 +541,14 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
             items.append(Item(index=number, requests=(request,), cluster=cluster))
     is_cut = is_cut or (limit is not None and len(items) > limit)
     items = items[:limit]
-    if all(item.cluster == str(item.index) for item in items):  # no document is there twice
+    if all(item.cluster == str(item.index) for item in items):  # no document is repeated
         items = [replace(item, cluster=None) for item in items]
     if not items:
         raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
     settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
     data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
     digest.update(json.dumps(settings).encode())
-    if not loss.is_none:  # other bytes are counted than by tokenizers that spell everything
+    if not loss.is_none:  # fewer bytes count than for tokenizers that spell everything
         digest.update(loss.stored().encode())
     return Prepared(
         label=config.label,
@@ -565,8 +565,8 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
 
 
 def windows_of(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[Request]:
-    """Yield windows whose bytes add up to the document's. A character that two windows share counts with either; the
-    last window has the bytes that the others leave."""
+    """Yield windows whose bytes add up to the document's. A character that two windows share may count in either. The
+    last window gets the remaining bytes."""
     ids, left = document.ids, document.num_bytes
     for start in range(0, len(ids), max_seq_len):
         window = ids[start : start + max_seq_len]
@@ -579,13 +579,13 @@ def windows_of(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> It
 
 
 def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator[Document]:
-    """Yield the documents, and add what their tokens do not spell to `loss`."""
+    """Yield the documents, and add the characters that their tokens do not spell to `loss`."""
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
         from llmfoundry_lite.data.baselines import read_shards  # imports mosaicml-streaming
 
         loss += loss_of_split(path)
-        silent = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)  # stand for no text
+        silent = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)  # these stand for no text
         try:
             for before, *ids in (
                 row for tokens_nt in read_shards(path, tokenizer.vocab_size) for row in tokens_nt.tolist()
@@ -606,7 +606,7 @@ def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator
 
 
 def loss_of_split(split: Path) -> Loss:
-    """Return what `data prepare` wrote beside a split about text that its tokens do not spell; none without it."""
+    """Return the lost text that `data prepare` recorded beside a split; an empty Loss without a record."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return loss_from_json(read_json(split.parent / "summary.json", "a summary")["lost_text"])
     return Loss()

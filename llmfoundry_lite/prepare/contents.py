@@ -1,6 +1,6 @@
 """Readers of one input file: whole text, lines, rows of CSV, rows of parquet and arrow.
 
-A small file may decompress to any size. So no document of a compressed file may exceed MAX_DOCUMENT_BYTES.
+A small file may decompress to any size, so no document of a compressed file may exceed MAX_DOCUMENT_BYTES.
 """
 
 import csv
@@ -19,19 +19,19 @@ from llmfoundry_lite.files import open_regular
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 MAX_DOCUMENT_BYTES = MAX_LINE_BYTES
-"""Bytes of one document in a compressed file: 60 KB of .zst can hold gigabytes of the same letter."""
+"""Most bytes of one document in a compressed file: 60 KB of .zst can hold gigabytes of the same letter."""
 MAX_PLAIN_BYTES = MAX_LOG_BYTES
-"""Bytes of one document in a file that is not compressed: it is read whole."""
+"""Most bytes of one document in a file that is not compressed. It is read whole."""
 OTHER_ENCODING = "; --encoding names another encoding"
 
 
 class Bad(NamedTuple):
-    """Stands for a text that cannot be read."""
+    """Placeholder for a text that cannot be read."""
 
     reason: str
     """One of `documents.SKIP_REASONS`."""
     sentence: str
-    """Continues the name of its place."""
+    """Sentence that continues the name of the document."""
 
 
 TOO_LARGE = Bad(
@@ -78,7 +78,7 @@ def decompression_error(path: Path, error: Exception) -> DataError:
 
 
 def read_text(path: Path, encoding: str | None) -> str | Bad:
-    """Read a whole file as text, less its byte order mark."""
+    """Read a whole file as text, without its byte order mark."""
     with open_content(path) as (file, _):
         is_compressed = path.suffix in COMPRESSED_SUFFIXES
         if not is_compressed and path.stat().st_size > MAX_PLAIN_BYTES:
@@ -96,22 +96,22 @@ def read_text(path: Path, encoding: str | None) -> str | Bad:
 def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | Bad, int]]:
     """Read a file's lines as UTF-8, each with the number of bytes read from disk so far.
 
-    A byte that the encoding does not know becomes half of a surrogate pair. That is no UTF-8, so its line is found
-    damaged later.
+    A byte that the encoding does not know becomes half of a surrogate pair. That is no valid UTF-8, so the line is
+    reported as damaged later.
     """
     with open_content(path) as (file, position), named_encoding(path, encoding):
         text = io.TextIOWrapper(file, encoding, "surrogateescape", newline="\n") if encoding else None
         limit = MAX_DOCUMENT_BYTES
         while line := text.readline(limit).encode("utf-8", "surrogatepass") if text else file.readline(limit):
             is_whole = line.endswith(b"\n") or len(line) < limit
-            if limit == MAX_DOCUMENT_BYTES:  # or this is the rest of a line that is too large
+            if limit == MAX_DOCUMENT_BYTES:  # in a plain file, this is the rest of a line that is too large
                 yield line if is_whole else TOO_LARGE, position()
             limit = MAX_DOCUMENT_BYTES if is_whole else BLOCK_BYTES
 
 
 @contextmanager
 def named_encoding(path: Path, encoding: str | None) -> Iterator[None]:
-    """Turn a stream that an encoding cannot read at all into one sentence."""
+    """Raise DataError, in one sentence, for a stream that the encoding cannot read at all."""
     try:
         yield
     except UnicodeError as error:
@@ -125,7 +125,7 @@ def named_encoding(path: Path, encoding: str | None) -> Iterator[None]:
 def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterator[tuple[Mapping[str, str] | Bad, int]]:
     """Read the rows below the header, each with the number of bytes read from disk so far.
 
-    Raises DataError where the rows cannot be told apart, or if two columns have a name that is `wanted`.
+    Raises DataError where the rows cannot be separated, or if two columns have the same name and it is `wanted`.
     """
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
     with open_content(path) as (file, position), named_encoding(path, encoding):
@@ -142,18 +142,18 @@ def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterato
                 yield row, position()
             elif len(row) == len(header):
                 yield dict(zip(header, row, strict=True)), position()
-            elif row:  # an empty line is none
+            elif row:  # an empty line is no row
                 sentence = f" has {len(row)} fields, expected the {len(header)} of the header"
                 yield Bad("invalid_csv", sentence), position()
 
 
 class CsvLines:
-    """Lines of a file. A row may have several: quotes keep the end of a line in a field."""
+    """Lines of a CSV file, as an iterator. A row may have several, because a quoted field may contain line ends."""
 
     def __init__(self, path: Path, text: io.TextIOWrapper) -> None:
         self.path, self._text, self._number = path, text, 0
         self.row_characters = 0
-        """Characters of the row so far."""
+        """Number of characters in the row so far."""
 
     def __iter__(self) -> "CsvLines":
         return self
@@ -181,7 +181,7 @@ def next_row(rows: Any, lines: CsvLines) -> list[str] | Bad | None:
 
 
 def check_names_differ(path: Path, names: list[str], wanted: Sequence[str]) -> None:
-    """Raise DataError where several columns have the name of one that is wanted."""
+    """Raise DataError if several columns have the name of a wanted one."""
     for key in wanted:
         name = key if key in names else key.partition(".")[0]
         if (count := names.count(name)) > 1:
@@ -192,7 +192,7 @@ def check_names_differ(path: Path, names: list[str], wanted: Sequence[str]) -> N
 
 
 def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows and bytes of each row group or record batch. Reads metadata alone."""
+    """Yield the numbers of rows and bytes in each row group or record batch. Reads only metadata."""
     if path.suffix == ".arrow":
         with arrow_errors(path, "is damaged"):
             yield from ((batch.num_rows, batch.nbytes) for batch in open_arrow(path)[1])
@@ -204,7 +204,7 @@ def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def read_table(path: Path, start: int, end: int, wanted: Sequence[str]) -> Iterator[Mapping[str, Any] | Bad]:
-    """Read the rows of row groups or record batches [start, end): the `wanted` columns, or all if one is not there."""
+    """Read the rows of row groups or record batches [start, end): the `wanted` columns, or all if one is missing."""
     with arrow_errors(path, "is damaged"):
         if path.suffix == ".arrow":
             schema, batches = open_arrow(path)
@@ -237,7 +237,7 @@ def has_field(parent: Any, names: list[str]) -> bool:
 
 
 def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | Bad]:
-    """Yield the rows of a record batch. Arrow does not check its strings: of a batch with a bad one, row by row."""
+    """Yield the rows of a record batch. A batch with a bad string, which Arrow does not check, is read row by row."""
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError as error:
@@ -274,12 +274,12 @@ def open_arrow(path: Path) -> tuple[Any, Iterator[Any]]:
 
 @contextmanager
 def arrow_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn arrow's errors about a file's content into one sentence."""
+    """Raise DataError, in one sentence, for arrow's errors about a file's content."""
     import pyarrow as pa
 
     try:
         yield
     except (pa.ArrowInvalid, OSError) as error:
         if getattr(error, "errno", None) is not None:
-            raise  # the disk's, not the content's
+            raise  # an error of the disk, not of the content
         raise DataError(f"{path} {what}: {' '.join(str(error).split())}") from error

@@ -38,17 +38,17 @@ from llmfoundry_lite.prepare.request import Request
 T = TypeVar("T")
 
 STDLIB_HASH_SEED = 187
-"""Chosen by what it holds out on Python 3.11 to 3.13: modules of ordinary code (`argparse`, `pathlib`, `pickle`, …),
-5 % of the text, none of them much larger than the others."""
+"""Seed chosen by its split on Python 3.11 to 3.13. It holds out modules of ordinary code (`argparse`, `pathlib`,
+`pickle`, …) with 5 % of the text, none much larger than the others."""
 
 SKIP_REASONS = ("empty", "invalid_utf8", "invalid_json", "missing_text_key", "not_text", "invalid_csv", "too_large")
 """Reasons to leave a document out. `empty` is always left out; the others only with `--on-error skip`."""
 
 MAX_NAMED_PER_UNIT = 10
-"""Documents left out in one unit that are named; the others are only counted."""
+"""Number of left-out documents of a unit that are named; the others are only counted."""
 
 FIELD_SEPARATOR = "\n\n"
-"""Stands between the values of several text keys."""
+"""Text between the values of several text keys."""
 
 
 class Document(NamedTuple):
@@ -69,23 +69,23 @@ class Unit:
     """A piece of a source: a place in files or, for a stream, what was read from it."""
 
     kind: str
-    """See the table above."""
+    """Kind in the table above."""
     names: tuple[str, ...]
     """Paths of files, or the name of a stream."""
     num_bytes: int
     """Bytes on disk: the unit's share of the progress bar."""
     start: int = 0
     end: int = 0
-    """Bytes [start, end) of a plain file of lines; row groups or record batches of a table."""
+    """`start` and `end` delimit bytes of a plain file of lines, or row groups or record batches of a table."""
     first: int = 1
     """Number of the first line of `content`, or of the first row."""
     content: tuple[Any, ...] | None = field(default=None, repr=False)
-    """Lines as bytes, or texts; a Bad for each that cannot be read."""
+    """Lines as bytes, or texts, with a Bad for each that cannot be read."""
     modules: tuple[str, ...] = ()
     """For the standard library: the top-level module of each file. Files that are not UTF-8 are then left out."""
 
     def digest(self) -> str:
-        """Return a name: the same for the same unit in another launch, another for any other unit."""
+        """Return a name for the unit, which is the same in every launch, and different for any other unit."""
         fields = (self.kind, self.names, self.start, self.end, self.first, self.content)
         return xxhash.xxh3_128_hexdigest(repr(fields).encode(errors="backslashreplace"))
 
@@ -104,13 +104,13 @@ class Skipped:
     """The documents of a unit that were left out."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """Numbers by SKIP_REASONS."""
+    """Reason in SKIP_REASONS -> number of documents."""
     named: list[str] = field(default_factory=list)
-    """A sentence for each of the first MAX_NAMED_PER_UNIT, those that are merely empty aside."""
+    """A sentence for each of the first MAX_NAMED_PER_UNIT documents. Empty documents are not named."""
 
 
 def read_documents(unit: Unit, request: Request, skipped: Skipped) -> Iterator[Document]:
-    """Yield the documents of a unit, in order. Notes in `skipped` what it leaves out.
+    """Yield the documents of a unit, in order. Records those that it leaves out in `skipped`.
 
     With `on_error="stop"` a bad document raises DataError, which names its file and line or row.
     """
@@ -128,7 +128,7 @@ def read_documents(unit: Unit, request: Request, skipped: Skipped) -> Iterator[D
             yield Document(value, len(content), key)
             continue
         skipped.counts[value.reason if isinstance(value, Bad) else "empty"] += 1
-        if isinstance(value, Bad) and not unit.modules:  # nobody can repair the standard library
+        if isinstance(value, Bad) and not unit.modules:  # a user cannot repair the standard library
             sentence = f"{unit.place(index)}{value.sentence}"
             if request.on_error == "stop":
                 raise DataError(f"{sentence}; repair it, or leave such documents out with --on-error skip")
@@ -159,14 +159,14 @@ def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes | Bad]]:
     """Yield the lines that start in [start, end) with their offsets in the file; the last may reach beyond the end."""
     with open(unit.names[0], "rb", opener=open_regular) as file:
         offset = unit.start
-        if unit.start > 0:  # a line that starts before belongs to the range before
+        if unit.start > 0:  # skip a line that starts in the previous range
             file.seek(unit.start - 1)
-            # No further than the range: a file of one long line would be read once for each of its ranges.
+            # Read no further than the range, or one long line would be read again for each of its ranges.
             offset += len(file.readline(unit.end - unit.start + 1)) - 1
         while offset < unit.end and (line := file.readline(MAX_PLAIN_BYTES + 1)):
             if len(line) > MAX_PLAIN_BYTES:
                 yield offset, TOO_LARGE_PLAIN
-                return  # with the range: the next one begins behind the next line's end
+                return  # this line takes the rest of the range
             yield offset, line
             offset += len(line)
 
@@ -182,12 +182,12 @@ def count_lines(path: Path, end: int) -> int:
 
 
 def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
-    """Return the text of a line of JSON, or why it has none."""
+    """Return the text of a line of JSON, or the reason why it has none."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Bad("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the line){OTHER_ENCODING}")
-    except (ValueError, RecursionError) as error:  # a ValueError alone: a number of more than 4,300 digits
+    except (ValueError, RecursionError) as error:  # a plain ValueError: a number of more than 4,300 digits
         reason = "too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg}, column {error.colno}"
@@ -254,5 +254,5 @@ def group_by_size(
 
 
 def split_key(content: bytes, seed: int = 0) -> int:
-    """Return a 64-bit hash, the same on every machine and in every process."""
+    """Return a 64-bit hash that is the same on every machine and in every process."""
     return xxhash.xxh3_64_intdigest(content, seed=seed)

@@ -1,9 +1,9 @@
 """The `gigatoken` library as an encoder: many times as fast as `tokenizers`, used only where it proves equal.
 
 The rule: token files that it made count only while no difference from `tokenizers` is known. Before use, both
-libraries encode a set of probes; then a process's first documents; then one document in a thousand. The first
+libraries encode a set of probes; then each process's first documents; then one document in a thousand. The first
 difference is written to a file and raised as `Unequal`. From then on, this folder is tokenised without the library,
-and what it made is made again.
+and its earlier token files are made again.
 """
 
 import importlib.metadata
@@ -23,15 +23,15 @@ from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import Document
 
 WORTH_PROVING_BYTES = 32 * 1024 * 1024
-"""A smaller input is tokenised in about the time that the proof takes."""
+"""Size below which an input is tokenised in about the time that the proof takes."""
 FIRST_CHECKED = 50
 """Documents that every process encodes by both libraries before it trusts the fast one."""
 CHECKED_ONE_IN = 1000
-"""Afterwards: documents whose split key this divides."""
+"""After those, a document is checked if this number divides its split key."""
 MAX_CHECKED_CHARACTERS = 1024 * 1024
-"""Characters of a document. The rest is not checked: `tokenizers` takes 170 bytes of memory for each."""
+"""Characters of a document that are checked at most: `tokenizers` takes 170 bytes of memory for each."""
 RECYCLE_BYTES = 64 * 1024 * 1024
-"""Text after which it is loaded again: its cache of words grows by up to 4 bytes a byte of text."""
+"""Bytes of text after which the library is loaded again: its cache of words grows by up to 4 bytes for each."""
 
 PROBED_SEED = 17
 NUM_RANDOM_PROBES = 500
@@ -43,7 +43,7 @@ class Unequal(Exception):
 
 
 def may_be_used(total_bytes: int | None, verdict: Path) -> bool:
-    """Return whether the library is there, worth its proof for a source of this size, and not known to differ."""
+    """Return whether the library is installed, worth its proof for a source of this size, and not known to differ."""
     is_worth_it = total_bytes is None or total_bytes >= WORTH_PROVING_BYTES
     return is_worth_it and not verdict.exists() and importlib.util.find_spec("gigatoken") is not None
 
@@ -56,7 +56,7 @@ class FastEncoder:
         self.tokenizer = tokenizer
         self.verdict = verdict
         stored = json.loads(tokenizer.backend.to_str())
-        # A special token that a document spells out is text for us, and so none that this encoder has to know.
+        # Special tokens that a document spells out are ordinary text, so this encoder must not know them.
         stored["added_tokens"] = [token for token in stored.get("added_tokens") or [] if not token["special"]]
         self.stored = json.dumps(stored)
         self.num_checked = 0
@@ -78,7 +78,7 @@ class FastEncoder:
             self.check(probe, self.ids_of(probe), repr(probe[:60]))
 
     def encode(self, document: Document) -> np.ndarray:
-        """Return the token ids of a document, uint32; check some by the other library. Raises Unequal."""
+        """Return the token ids of a document, uint32. Some are checked by the other library. Raises Unequal."""
         self.encoded_bytes += document.num_bytes
         if self.encoded_bytes > RECYCLE_BYTES:
             self.load()
@@ -114,7 +114,7 @@ class FastEncoder:
 
 
 def probes(added_tokens: Sequence[str]) -> Iterator[str]:
-    """Yield texts that tell tokenizers apart."""
+    """Yield texts on which tokenizers are likely to differ."""
     yield from ("", "\0", "a\0b", "\ufeffa", "\ufffd\ufffe\uffff", "e\u0301\u0301\u0301", "\r\n\r\n \t\n  x  ", "  ")
     yield from ("I'm we'll THEY'RE it'S 'tis o'clock don't", "1234567 3.14 1,000,000 ²½Ⅷ٣", "a  b   c    d\n\n\n\te")
     for token in added_tokens:
@@ -130,7 +130,7 @@ def probes(added_tokens: Sequence[str]) -> Iterator[str]:
 
 
 def marks() -> Iterator[str]:
-    """Yield every character beside combining marks, whose order NFC changes: the libraries' Unicode versions differ."""
+    """Yield texts of every character with combining marks, which NFC reorders by the library's version of Unicode."""
     yield from in_texts("a{0}\u0323\u0301b c\u0301{0}\u0323d ", step=1)
 
 

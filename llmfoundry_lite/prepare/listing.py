@@ -1,7 +1,7 @@
 """The list of input files: expansion of the paths, folders and globs of `--source`.
 
-A file with several names is read under the first, and before links to it. A link to a folder is followed after the
-folders beside it, once, so that a circle of links ends.
+A file with several names is read under the first one; a name that is no link comes before links. A link to a folder is
+followed once, after the folders beside it, so that a circle of links ends.
 """
 
 import glob
@@ -33,21 +33,21 @@ SPLITS_FILE = "dataset_dict.json"
 
 @dataclass(kw_only=True, slots=True)
 class Listing:
-    """The files to read, in their order, and what was left out."""
+    """The files to read, in their order, and those that were left out."""
 
     split: str = "train"
     on_error: str = "stop"
     files: dict[Path, int] = field(default_factory=dict)
-    """Path -> bytes."""
+    """Path -> size in bytes."""
     num_ignored: int = 0
-    """Files whose kind is none we read, or that are no part of the saved data set in whose folder they lie."""
+    """Number of files that are of no kind we read, or lie beside a saved data set without being part of it."""
     repeated: list[str] = field(default_factory=list)
-    """A sentence for each name that leads to something that is read under another name."""
+    """A sentence for each name of a file or folder that is read under another name."""
     unreadable: list[str] = field(default_factory=list)
-    """A sentence for each file or folder that cannot be read, with `on_error` skip."""
+    """With `on_error` skip, a sentence for each file or folder that cannot be read."""
 
     def leave_out(self, path: Path, reason: str) -> None:
-        """Note a file or folder that cannot be read. With `on_error` stop, raises DataError."""
+        """Record a file or folder that cannot be read. With `on_error` stop, raises DataError."""
         if self.on_error == "stop":
             raise DataError(
                 f"{path} cannot be read: {reason}; repair it, or leave such places out with --on-error skip"
@@ -62,8 +62,8 @@ class Listing:
 def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
     """List the files of paths, folders (recursively) and globs, in the order given; within a folder or glob by path.
 
-    Hidden files and folders are passed over unless named. Raises DataError where there is nothing to read, and with
-    `on_error` stop for a file or folder that cannot be read.
+    Hidden files and folders are skipped unless they are named. Raises DataError where there is nothing to read, and
+    with `on_error` stop for a file or folder that cannot be read.
     """
     found = Listing(split=split, on_error=on_error)
     names: dict[tuple[int, int], Path] = {}
@@ -98,7 +98,7 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the key of SUFFIXES that a file belongs to; None for what is not read. Tables are not compressed again."""
+    """Return the key of SUFFIXES that a file belongs to; None for files that are not read, like a compressed table."""
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
     suffix = path.with_suffix("").suffix if is_compressed else path.suffix
     kind = next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
@@ -106,12 +106,12 @@ def kind_of(path: Path) -> str | None:
 
 
 def is_readable_kind(path: Path) -> bool:
-    """Return whether a path is a file, no pipe or device, of a kind that is read."""
+    """Return whether a path is a regular file of a kind that is read."""
     return kind_of(path) is not None and os.path.isfile(path)
 
 
 def expand(source: str, found: Listing) -> Iterable[Path]:
-    """Return what is no folder of all that a path, folder or glob stands for."""
+    """Return all files, pipes and the like, but no folders, that a path, folder or glob leads to."""
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
         return walk(path, found)
@@ -119,22 +119,22 @@ def expand(source: str, found: Listing) -> Iterable[Path]:
         return [path]
     if os.path.islink(path):
         raise DataError(f"{source} is {dead_link(path)}")
-    # A folder that exists stands for itself: `run[1]/*.txt` never means run1.
+    # The part of the path that exists as a folder is no pattern: `run[1]/*.txt` never means run1.
     folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
     pattern = Path(glob.escape(str(folder))) / path.relative_to(folder)
     for closed, reason in closed_folders(pattern).items():
         found.leave_out(closed, reason)
-    # A folder that matches is read as if it were named, but not one that the glob goes through by itself.
+    # A matching folder is read as if it were named, unless `**` already goes through its files.
     matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
     matches = [match for match in matches if "**" not in pattern.parts or not os.path.isdir(match)]
     if not matches:
         raise DataError(f"{source}: {'no file matches' if glob.has_magic(source) else 'no such file or folder'}")
-    matches = filter(os.path.lexists, matches)  # what lies in a closed folder is not there to us
+    matches = filter(os.path.lexists, matches)  # names in closed folders do not exist for us
     return [path for match in matches for path in (walk(match, found) if os.path.isdir(match) else [match])]
 
 
 def closed_folders(pattern: Path) -> dict[Path, str]:
-    """Find the folders that a glob has to look into and cannot, each with why: `glob` skips them silently."""
+    """Find folders that a glob needs to read and cannot, each with the reason, because `glob` skips them silently."""
     parts, reasons = pattern.parts, dict[Path, str]()
     for depth in range(1 if pattern.is_absolute() else 0, len(parts) + (parts[-1] == "**")):
         has_to_list = depth == len(parts) or glob.has_magic(parts[depth])
@@ -149,7 +149,7 @@ def closed_folders(pattern: Path) -> dict[Path, str]:
 
 
 def walk(folder: Path, found: Listing) -> Iterator[Path]:
-    """Yield what is no folder below a folder. Links to folders are followed after the folders beside them."""
+    """Yield all files below a folder, pipes and the like too. Links to folders come after the folders beside them."""
     seen: dict[str, str] = {}
     for place, folders, names in os.walk(folder, onerror=found.leave_out_folder, followlinks=True):
         first = seen.setdefault(os.path.realpath(place), place)
@@ -170,7 +170,7 @@ def dead_link(path: Path) -> str:
 
 
 def saved_data_set(place: Path, names: list[str], split: str) -> tuple[list[str], list[str]]:
-    """Divide the names in a folder into those that hold data, and others that `datasets` saved beside them."""
+    """Divide the names in a folder into those that hold data, and those that `datasets` saved beside them."""
     if SPLITS_FILE in names:
         splits = read_object(place / SPLITS_FILE).get("splits")
         if isinstance(splits, list):
@@ -194,14 +194,14 @@ def saved_data_set(place: Path, names: list[str], split: str) -> tuple[list[str]
 
 
 def num_files(path: Path) -> int:
-    """Count one for a file; for a folder the files below it, hidden ones aside."""
+    """Return 1 for a file; for a folder, the number of files below it that are not hidden."""
     if not path.is_dir() or path.is_symlink():
         return 1
     return sum(not name.startswith(".") for _, _, names in os.walk(path) for name in names)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty for what is none."""
+    """Read a JSON object; empty if the file has none."""
     try:
         content = read_json(path, "a JSON file")
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """The output folder of `data prepare`: its lock, checks of earlier content, work in progress, and publication.
 
-Where `summary.json` is, the rest is whole. Work in progress is in `.partial`.
+If `summary.json` exists, the rest is complete. Work in progress is in `.partial`.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE
 
 PARTIAL = ".partial"
 LAYOUT = 4
-"""Version of `.partial`: another number is another way to cut units or to keep their tokens. Part of no result."""
+"""Version of `.partial`, raised when units are cut or their tokens stored in another way. Results do not contain it."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNUSABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
-    *(errno.ENOENT, errno.ESTALE, errno.EIO),  # removed or unmounted meanwhile
+    *(errno.ENOENT, errno.ESTALE, errno.EIO),  # removed or unmounted in the meantime
 )
-"""Errors of a folder, input or output, that one sentence names."""
+"""Errors of an input or output folder that are reported in one sentence."""
 PUBLISHING = "publishing"
-"""A file in `.partial`: what the output folder holds from now on is of this preparation."""
+"""File in `.partial` that marks the content of the output folder as this preparation's."""
 
 
 def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict[str, Any]:
-    """Return the request with the state of its input and tokenizer, as it is compared and stored."""
+    """Return the request with the state of its input and tokenizer, in the form that is stored and compared."""
     record = asdict(request) | {
         "input": source.identify(),
         "tokenizer_fingerprint": given.fingerprint if given else None,
@@ -45,7 +45,7 @@ def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict
 
 
 def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Describe the first thing in which two requests differ, in a sentence; None when they are the same."""
+    """Describe in a sentence the first difference of two requests; None if they are the same."""
     key = next((key for key in now if stored.get(key) != now[key]), None)
     if key == "input":
         then, today = (
@@ -59,7 +59,7 @@ def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 
 def check_unchanged(source: Source, record: dict[str, Any]) -> None:
-    """Raise DataError if somebody has written to the input meanwhile: the result may be a mixture."""
+    """Raise DataError if the input has changed in the meantime, because the result may be a mixture."""
     changed = difference({"input": record["input"]}, {"input": source.identify()})
     if changed:
         raise DataError(
@@ -69,7 +69,7 @@ def check_unchanged(source: Source, record: dict[str, Any]) -> None:
 
 
 def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) -> Summary | None:
-    """Return the summary in `out` when this very request was finished there. Raises DataError when another one was."""
+    """Return the summary in `out` if the same request is finished there. Raises DataError if another one is."""
     if not (out / SUMMARY_FILE).is_file():
         return None
     summary = load_summary(out)
@@ -78,15 +78,15 @@ def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) ->
         changed = difference({"eos_token": summary.tokenizer.eos_token}, {"eos_token": given.eos_token})
     if changed:
         raise DataError(f"{out} holds another preparation: {changed}; choose another --out, or pass --overwrite")
-    shutil.rmtree(out / PARTIAL, ignore_errors=True)  # killed between the summary and this
+    shutil.rmtree(out / PARTIAL, ignore_errors=True)  # a launch was killed after writing the summary
     return summary
 
 
 def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, notify: Callable[[str], None]) -> Path:
-    """Open the folder of work in progress, new or with what a killed launch of the same request left.
+    """Open the folder of work in progress: a new one, or that of a killed launch of the same request.
 
-    Work for another request is refused once its first unit is finished. Units made with `on_error` stop are what skip
-    makes of them, because no document in them was bad.
+    Finished units of another request are an error. Units made with `on_error` stop count for skip too, because no
+    document in them was bad.
     """
     partial = out / PARTIAL
     request_file = partial / "request.json"
@@ -132,7 +132,7 @@ def refuse_others(out: Path) -> None:
 
 
 def refuse_within_source(out: Path, sources: Sequence[str]) -> None:
-    """Raise DataError for an `--out` within a source: the next launch would read it as input."""
+    """Raise DataError for an `--out` within a source, because the next launch would read it as input."""
     for source in sources:
         folder = Path(source.removeprefix(HUB_PREFIX)).expanduser()
         if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
@@ -142,10 +142,10 @@ def refuse_within_source(out: Path, sources: Sequence[str]) -> None:
 
 
 def publish(partial: Path, out: Path, summary: Summary) -> None:
-    """Move the finished parts into place, then write the summary, which marks them as whole."""
+    """Move the finished parts into place, then write the summary, which marks them as complete."""
     copy = partial / "tokenizer.copy"
     copy.mkdir(exist_ok=True)
-    for path in (partial / "tokenizer").iterdir():  # `copytree` would not say that the disk is full
+    for path in (partial / "tokenizer").iterdir():  # `copytree` hides that the disk is full
         shutil.copy(path, copy)
     sync_folder(copy)
     begun = partial / PUBLISHING
@@ -153,7 +153,7 @@ def publish(partial: Path, out: Path, summary: Summary) -> None:
         refuse_others(out)
         write_atomically(begun, b"")
     for source, target in (("train", "train"), ("val", "val"), ("tokenizer.copy", "tokenizer")):
-        shutil.rmtree(out / target, ignore_errors=True)  # of a launch that was killed right here
+        shutil.rmtree(out / target, ignore_errors=True)  # left by a launch that was killed here
         if (partial / source).is_dir():
             (partial / source).rename(out / target)
     write_atomically(out / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
@@ -161,7 +161,7 @@ def publish(partial: Path, out: Path, summary: Summary) -> None:
 
 
 def discard(out: Path) -> None:
-    """Remove an earlier preparation, finished or not, and nothing that does not look like one."""
+    """Remove an earlier preparation, finished or not. Anything that does not look like one stays."""
     is_finished = "format_version" in read_object(out / SUMMARY_FILE)
     if is_finished:
         (out / SUMMARY_FILE).unlink()  # first, so that a half-removed folder does not look finished
@@ -174,7 +174,7 @@ def discard(out: Path) -> None:
 
 @contextlib.contextmanager
 def only_preparation_in(out: Path) -> Iterator[None]:
-    """Hold a lock on the output folder, which ends with this process however it ends."""
+    """Hold a lock on the output folder. It ends with this process, however that ends."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -193,7 +193,7 @@ def only_preparation_in(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clear_disk_errors(out: Path) -> Iterator[None]:
-    """Turn a full or unwritable disk into one sentence."""
+    """Raise DataError, in one sentence, for a full or unwritable disk."""
     try:
         yield
     except OSError as error:

@@ -6,13 +6,13 @@
     OUT/.partial           work in progress: what was asked for, the tokenizer, one file of tokens per unit
 
 It works in two steps. First each unit of the source becomes a file of tokens, in any order, by any worker; a unit
-whose file is there is never done again. Then one pass over those files, in order, cuts samples and writes shards.
-Everything after the first step depends on the files alone, so neither the number of workers nor a kill at any
-moment changes a byte of the result. The price is disk: the tokens are there twice until the end.
+whose file exists is never done again. Then one pass over those files, in order, cuts samples and writes shards.
+The second step depends on the files alone, so neither the number of workers nor a kill at any moment changes a byte
+of the result. The price is disk space: the tokens are stored twice until the end.
 
-A document is its tokens followed by the end-of-text token; samples are cut from the documents joined in the
-source's order. Nothing is dropped but the last piece of each split that does not fill a sample, and that is counted.
-The column has a fixed shape, so MDS stores neither size nor shape with each sample.
+A document is its tokens followed by the end-of-text token. Samples are cut from the documents, joined in the source's
+order. Only the last piece of each split, which does not fill a sample, is dropped, and it is counted. The column has a
+fixed shape, so MDS stores neither size nor shape with each sample.
 """
 
 import itertools
@@ -55,9 +55,9 @@ from llmfoundry_lite.prepare.token_files import (
 from llmfoundry_lite.ranks.rank import count_usable_cores
 
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
-"""A tokenizer is trained on at most this much text, taken evenly from the source."""
+"""Most text on which a tokenizer is trained, taken evenly from the source."""
 RESERVED_BYTES_PER_TOKEN = 32
-"""More than any tokenizer packs into a token on average; see `sample_for_training`."""
+"""Bytes for a token: more than any tokenizer packs into one on average. See `sample_for_training`."""
 
 
 def prepare(
@@ -75,8 +75,8 @@ def prepare(
     `num_workers` processes, by default one per core this process may use (a script that calls this needs the usual
     `if __name__ == "__main__":` unless it is 1). `max_lost_text` is the share of characters that the tokenizer may
     lose, as `data/spelling.py` counts them. `overwrite` discards what an earlier preparation left in `out`.
-    `notify` gets a sentence when work is skipped or taken up again. Raises DataError for everything that is wrong
-    with input, request or disk, and then `out` holds nothing that looks finished.
+    `notify` gets a sentence when work is skipped or continued. Raises DataError for any fault of input, request or
+    disk, and then nothing in `out` looks finished.
     """
     leave_if_imported_by_worker()
     started = time.monotonic()
@@ -141,7 +141,7 @@ def tell_repeated(names: Sequence[str], notify: Callable[[str], None]) -> None:
 def provide_tokenizer(
     partial: Path, given: Tokenizer | None, request: Request, source: Source, bars: Progress
 ) -> Tokenizer:
-    """Load the tokenizer in `.partial/tokenizer`: left by an earlier launch, or the one given, or trained now."""
+    """Load the tokenizer in `.partial/tokenizer`. An earlier launch left it, or it is the given one, or trained now."""
     folder = partial / "tokenizer"
     if folder.is_dir() and given and origin_of_tokens(load_tokenizer(folder)) != origin_of_tokens(given):
         shutil.rmtree(folder)
@@ -162,9 +162,10 @@ def provide_tokenizer(
 def sample_for_training(source: Source, request: Request) -> list[str]:
     """Read documents of the training split to train a tokenizer on, at most TOKENIZER_SAMPLE_BYTES of them.
 
-    From a source whose size is known, every n-th unit; from a stream, the beginning. When the validation fraction alone
-    would not give one sample, `samples.choose_threshold` will take the documents with the next lowest split keys, but
-    only after tokenising; so enough of those stay out of the training sample here, by a safe guess at tokens per byte.
+    A source of known size gives every n-th unit, a stream its beginning. If the validation fraction alone does not give
+    one sample, `samples.choose_threshold` will hold out the documents with the next lowest split keys too. That is
+    decided after tokenising, so enough of those stay out of the training sample here, by a safe guess of tokens per
+    byte.
     """
     step = max(1, -(-(source.total_bytes or 0) // TOKENIZER_SAMPLE_BYTES))
     documents: list[Document] = []
@@ -186,7 +187,7 @@ def sample_for_training(source: Source, request: Request) -> list[str]:
 
 
 def progress_bars(show: bool) -> Progress:
-    """Build the progress display: a line per step on standard error, with the time that is left."""
+    """Build the progress display: a line for each step on standard error, with the remaining time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -6,18 +6,18 @@ from llmfoundry_lite.errors import DataError
 
 TRAIN_PREFIX = "train:"
 COMPRESSION_LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
-"""Levels that StreamingDataset knows, as of 0.13; importing it to ask takes seconds, and to fail must not."""
+"""Levels that StreamingDataset 0.13 knows. Importing it to ask takes seconds, which is too long for an error."""
 
 SHARD_LIMIT_BYTES = 2**32
-"""The most that MDS can address."""
+"""Most bytes that MDS can address in a shard."""
 SHARD_HEAD_BYTES = 4096
-"""More than an MDS shard has before its samples."""
+"""Upper limit of the bytes before the samples of an MDS shard."""
 MAX_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A preparation: everything that decides the result, nothing else. Raises DataError for what cannot be."""
+    """A request for a preparation: everything that decides the result, and nothing else. Raises DataError."""
 
     sources: tuple[str, ...]
     """`python-stdlib`, `hf:NAME[:CONFIG]`, or files, folders and globs; see `sources.open_source`."""
@@ -26,17 +26,18 @@ class Request:
     max_seq_len: int
     """Tokens in a sample."""
     text_key: str | tuple[str, ...] = "text"
-    """The field of a JSON object, or the column of a table, that holds the document; `meta.text` is a field within a
-    field. Of several, the document is the values, joined by blank lines."""
+    """The field of a JSON object, or the column of a table, that holds the document. `meta.text` is a field within a
+    field. The values of several keys are joined by blank lines."""
     split: str = "train"
-    """The split to read of a Hub data set, or of one that `datasets` saved; means nothing elsewhere."""
+    """The split to read, for a data set of the Hub or one that `datasets` saved. Other sources ignore it."""
     encoding: str | None = None
     """Encoding of text, JSON lines and CSV, as Python names it; None is UTF-8."""
     on_error: str = "stop"
-    """At a document that cannot be read: `stop`, or `skip` and count it."""
+    """Policy for a document that cannot be read: `stop`, or `skip`, which counts it."""
     val_fraction: float | None = None
-    """Share of the documents (modules, for the standard library) held out; None is 0.05 for the standard library and
-    0.005 elsewhere. Raised until there is one validation sample, if the data allow that; 0 holds out nothing."""
+    """Share of the documents (of the modules, for the standard library) that is held out. None means 0.05 for the
+    standard library and 0.005 elsewhere. It is raised until there is one validation sample, if the data allow that; 0
+    holds out nothing."""
     size_limit_bytes: int = 64 * 1024 * 1024
     """Bytes of a shard, before compression."""
     compression: str | None = None

@@ -1,6 +1,6 @@
-"""Step 2 of `data prepare`: token files, in order, to samples and shards.
+"""Step 2 of `data prepare`: token files, in order -> samples and shards.
 
-The result depends on the token files alone: documents held out for validation, samples, and the MDS that holds them.
+Held-out documents, samples and MDS files depend on the token files alone.
 """
 
 import bz2
@@ -24,13 +24,13 @@ from llmfoundry_lite.prepare.summary import SPLITS, SplitSummary
 from llmfoundry_lite.prepare.token_files import load_unit, token_dtype
 
 SHARD_HASH = "xxh3_64"
-"""Hash of every shard, kept in its index.json: readers find damage by it."""
+"""Algorithm of the hash of every shard in index.json, by which readers find damage."""
 
 MAX_TEXT_BYTES = 1_000_000
-"""Bytes of HELD_OUT_TEXT, about."""
+"""Approximate size of HELD_OUT_TEXT in bytes."""
 
 MAX_NAMED = 20
-"""Documents left out that the summary names."""
+"""Number of left-out documents that the summary names."""
 
 
 def pack(
@@ -38,7 +38,7 @@ def pack(
 ) -> tuple[dict[str, SplitSummary], dict[str, int], list[str]]:
     """Cut the samples of both splits and write their shards into `.partial`.
 
-    Returns the splits, the documents left out by reason, and sentences that name the first of them.
+    Returns the splits, the number of left-out documents by reason, and sentences that name the first of them.
     """
     paths = [partial / "units" / f"{number:08}.npz" for number in range(num_units)]
     threshold = choose_threshold(paths, request)
@@ -78,7 +78,7 @@ class HeldOutText:
         self.room = MAX_TEXT_BYTES
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, tokenizer: Tokenizer) -> None:
-        """Add documents of so many tokens each, the last of which is their end of text."""
+        """Add documents with `lengths` tokens, the last of which is the end of text."""
         for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
             if self.room <= 0:
                 return
@@ -97,8 +97,8 @@ class SplitWriter:
     """Joins the documents of one split, cuts them into samples and writes MDS shards and their index.
 
     The files are byte for byte those of StreamingDataset's own writer, whose import takes seconds and most of a
-    gigabyte. A shard is the number of samples, the offset of each and of the end (all uint32), its description as
-    JSON, and the samples.
+    gigabyte. A shard consists of the number of samples, the offset of each and of the end (all uint32), a description
+    in JSON, and the samples.
     """
 
     def __init__(self, folder: Path, request: Request, dtype: np.dtype) -> None:
@@ -131,7 +131,7 @@ class SplitWriter:
         self.tokens += len(tokens)
         self.documents += documents
         self.text_bytes += text_bytes
-        if self.num_waiting >= self.tokens_per_shard + self.length:  # a full shard waits for the next sample
+        if self.num_waiting >= self.tokens_per_shard + self.length:  # a full shard is kept until the next sample
             joined = np.concatenate(self.waiting)
             while len(joined) >= self.tokens_per_shard + self.length:
                 self.write_shard(joined[: self.tokens_per_shard])
@@ -154,7 +154,7 @@ class SplitWriter:
         self.shards.append(shard | self.description)
 
     def finish(self) -> SplitSummary:
-        """Write the last shard and the index, and make sure that all of it is on disk."""
+        """Write the last shard and the index, and sync all files to disk."""
         num_samples, remainder = divmod(self.tokens, self.length)
         joined = np.concatenate(self.waiting)
         if len(joined) > remainder:
@@ -178,7 +178,7 @@ def file_description(name: str, content: bytes) -> dict[str, Any]:
 
 
 def compress(compression: str, content: bytes) -> bytes:
-    """Compress as StreamingDataset does, by the same libraries, so to the same bytes."""
+    """Compress to the same bytes as StreamingDataset, with the same libraries."""
     name, _, level = compression.partition(":")
     match name:
         case "br":
@@ -217,7 +217,7 @@ def choose_threshold(paths: list[Path], request: Request) -> np.uint64:
         train_tokens += int(unit.doc_tokens[~held_out].sum())
         if val_tokens >= enough and train_tokens >= enough:
             return threshold
-    # Rare and small: one of the splits has less than one sample. Nothing is gained by a split too small to use.
+    # A rare case of little data: one split has less than one sample. A split too small to use is no gain.
     if train_tokens < enough:
         return np.uint64(0)
     units = [load_unit(path, without_tokens=True) for path in paths]
@@ -228,13 +228,13 @@ def choose_threshold(paths: list[Path], request: Request) -> np.uint64:
 
 
 def threshold_of(request: Request) -> np.uint64:
-    """Return the split key below which lies the validation fraction of all keys: they are uniform over 64 bits."""
+    """Return the split key below which the validation fraction lies, since keys are uniform over 64 bits."""
     assert request.val_fraction is not None, "prepare fills in the source's own"
     return np.uint64(int(request.val_fraction * 2**64))
 
 
 def raise_threshold(threshold: np.uint64, keys: np.ndarray, sizes: np.ndarray, at_least: int) -> np.uint64:
-    """Hold out more, in the order of the keys, until `at_least` is held out, but never more than half of all."""
+    """Raise the threshold, in the order of the keys, until `at_least` is held out, but never more than half of all."""
     order = np.argsort(keys, kind="stable")
     last_of_key = np.append(keys[order][1:] != keys[order][:-1], True) if len(keys) else np.empty(0, bool)
     for key, held_out in zip(keys[order][last_of_key], np.cumsum(sizes[order])[last_of_key], strict=True):

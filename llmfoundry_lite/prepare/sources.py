@@ -37,8 +37,8 @@ STDLIB_VAL_FRACTION = 0.05
 DEFAULT_VAL_FRACTION = 0.005
 
 # Third-party code, tests (some are not UTF-8 or not Python on purpose), a bundled grammar package with bad data,
-# tables of characters (a seventh of all bytes, and nothing to learn from), and generated files that record the paths
-# of the machine Python was built on.
+# tables of characters (a seventh of all bytes, with nothing to learn from), and generated files that record paths of
+# the machine on which Python was built.
 STDLIB_EXCLUDED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"),
 }
@@ -50,15 +50,15 @@ class Source:
     """Documents in a fixed order, cut into units."""
 
     units: Callable[[], Iterator[Unit]]
-    """Starts from the beginning on every call and yields the same units."""
+    """Function that yields the units. Each call starts from the beginning and yields the same ones."""
     identify: Callable[[], dict[str, str | int]]
-    """Looks, on every call, at what has to be unchanged for a resumed preparation to read the same documents."""
+    """Function that reads the input's current state, which must be unchanged for a preparation to be resumed."""
     total_bytes: int | None
-    """Bytes on disk; None for a stream, whose end is not known beforehand."""
+    """Bytes on disk; None for a stream, whose length is unknown."""
     val_fraction: float
     """The fraction held out for validation unless the user says otherwise."""
     listing: Listing = field(default_factory=Listing)
-    """Local files, and what was left out of them."""
+    """Local files, and those that were left out."""
 
 
 def open_source(request: Request) -> Source:
@@ -84,7 +84,7 @@ def open_source(request: Request) -> Source:
 
 
 def inventory(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
-    """Condense (name, path, whether its time of modification counts) of every file to what is compared and shown."""
+    """Return facts on all files to compare and show. `files`: (name, path, whether its modification time counts)."""
     digest = hashlib.sha256()
     num_files = total_bytes = 0
     for name, path, with_time in files:
@@ -129,7 +129,7 @@ def is_library_source(path: Path) -> bool:
 
 
 def unit_bytes(total_bytes: int) -> int:
-    """Choose the size of units: small inputs still make enough to share out, large ones not too many files."""
+    """Choose the size of units, so that small inputs have enough for all workers, and large ones not too many files."""
     return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, total_bytes // TARGET_UNITS))
 
 
@@ -158,7 +158,7 @@ def file_units(listing: Listing, request: Request) -> Iterator[Unit]:
 def whole_units(
     files: Iterable[tuple[Path, int]], target_bytes: int, modules: Mapping[str, str] | None = None
 ) -> Iterator[Unit]:
-    """Yield groups of consecutive files of at least `target_bytes`, the last perhaps less."""
+    """Yield groups of consecutive files of at least `target_bytes`; the last may have less."""
     for group, group_bytes in group_by_size(files, lambda file: file[1], target_bytes):
         names = tuple(str(path) for path, _ in group)
         named = tuple(modules[name] for name in names) if modules else ()
@@ -199,7 +199,7 @@ def open_hub(name_and_config: str, request: Request) -> Source:
 
     The revision is pinned when the name is resolved, so that a resumed preparation reads the same rows.
     """
-    is_folder = Path(name_and_config).is_dir()  # whose name may have a colon
+    is_folder = Path(name_and_config).is_dir()  # a folder's name may have a colon
     name, _, config = (name_and_config, "", "") if is_folder else name_and_config.partition(":")
     if not name:
         raise DataError(f"{HUB_PREFIX} needs the name of a data set, as in {HUB_PREFIX}allenai/c4:en")
@@ -233,7 +233,7 @@ def hub_revision(name: str) -> str:
             f"{HUB_PREFIX}{name}: no such data set on the Hugging Face Hub, or none that you may read; "
             "check the spelling, or run `hf auth login`"
         ) from error
-    except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
+    except Exception as error:  # the HTTP client's errors have no common class that we could name
         raise DataError(
             f"{HUB_PREFIX}{name}: the Hugging Face Hub cannot be reached ({type(error).__name__}); "
             "download the data set elsewhere and give its files or folder instead"
@@ -245,7 +245,7 @@ def hub_revision(name: str) -> str:
 def hub_rows(
     name: str, config: str | None, split: str, revision: str | None, origin: str
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of one split, in order. `datasets` raises a dozen unrelated types; each becomes one sentence."""
+    """Yield the rows of one split, in order. Raises DataError for the dozen unrelated types that `datasets` raises."""
     import datasets
 
     with ExitStack() as stack:

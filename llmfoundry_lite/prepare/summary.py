@@ -1,4 +1,4 @@
-"""The summary that a preparation ends with: `summary.json`, and the table that is shown of it."""
+"""The summary at the end of a preparation: `summary.json`, and a table of it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 SUMMARY_FILE = "summary.json"
 MAX_SHOWN = 5
-"""Things left out that the table at the end names."""
+"""Number of left-out things that the table names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class SplitSummary:
     tokens: int
     """Tokens in samples."""
     remainder_tokens: int
-    """The last ones, too few to fill a sample: the only tokens of the documents that are not in the shards."""
+    """Number of last tokens, too few to fill a sample. No other tokens are missing from the shards."""
     text_bytes: int
     """UTF-8 bytes of the documents, which became `tokens + remainder_tokens` tokens."""
     shards: int
@@ -58,7 +58,7 @@ class Summary:
 
     format_version: int
     request: dict[str, Any]
-    """The `Request`, the state of its input, the tokenizer's fingerprint: the same again is no work."""
+    """The `Request`, the state of its input, and the tokenizer's fingerprint. The same request again does nothing."""
     max_seq_len: int
     token_dtype: str
     """`uint16` or `uint32`."""
@@ -66,22 +66,22 @@ class Summary:
     splits: dict[str, SplitSummary]
     """`train`, and `val` unless nothing could be held out."""
     skipped: dict[str, int]
-    """Documents left out, by reason, as in `documents.SKIP_REASONS`."""
+    """Reason in `documents.SKIP_REASONS` -> number of left-out documents."""
     ignored_files: int
-    """Files in the folders given that are of no kind we read, or beside a saved data set and no part of it."""
+    """Number of files that are of no kind we read, or lie beside a saved data set without being part of it."""
     seconds: float
-    """Seconds of the launch that finished the work; the two rates, too, leave out what earlier launches had done."""
+    """Seconds of the launch that finished the work. The two rates count only the work of that launch."""
     documents_per_second: float
     text_bytes_per_second: float
     skipped_examples: tuple[str, ...] = ()
-    """A sentence for each of the first documents left out, empty ones aside."""
+    """A sentence for each of the first left-out documents. Empty documents are not named."""
     unreadable: tuple[str, ...] = ()
     """A sentence for each file or folder left out because it could not be read."""
     repeated: tuple[str, ...] = ()
     """A sentence for each name of a file or folder that was read under another name."""
     lost_text: dict[str, Any] = field(default_factory=dict)
-    """Characters at the beginning of every unit that do not come back from their tokens: their `share`, and the number
-    of each kind in `data/spelling.py`. Empty in older summaries."""
+    """Count of characters that do not come back from their tokens, at the beginning of every unit: their `share`, and
+    the number of each kind in `data/spelling.py`. Empty in older summaries."""
 
 
 def load_summary(folder: str | Path) -> Summary:
@@ -101,7 +101,7 @@ def load_summary(folder: str | Path) -> Summary:
 
 
 def print_summary(summary: Summary, out: str | Path, console: Console | None = None) -> None:
-    """Print the short table a preparation ends with."""
+    """Print the short table at the end of a preparation."""
     rows = []
     for name, split in summary.splits.items():
         counts = (split.documents, split.samples, split.tokens, split.remainder_tokens)
@@ -134,6 +134,6 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
 
 
 def some_of(sentences: tuple[str, ...], count: int) -> list[str]:
-    """Return indented lines for the first of them, and how many of `count` there are besides."""
+    """Return indented lines: the first sentences, and the number of others among `count`."""
     shown = [f"  {printable(sentence)}" for sentence in sentences[:MAX_SHOWN]]
     return shown + ([f"  and {count - len(shown):,} more"] if count > len(shown) else [])

@@ -1,8 +1,8 @@
-"""Exit code 0 if the run of these arguments says in its status.json that it was preempted, since a moment.
+"""Exit with 0 if status.json of the run of these arguments says that it was preempted after a given time.
 
     python3 scripts/slurm/was_preempted.py 1700000000 yamls/pretrain/mpt-1b.yaml run_name=…
 
-For batch scripts, when a signal has ended a rank: the launcher's exit code is then that signal's.
+Batch scripts need this when a signal has ended a rank, because the launcher's exit code is then that signal's.
 """
 
 import sys
@@ -13,7 +13,7 @@ from llmfoundry_lite.launch.status import STATUS, read_status
 
 
 def was_preempted(since: float, arguments: list[str]) -> bool:
-    """`since`, in seconds since 1970: what an earlier launch has written does not count."""
+    """Return whether the run was preempted after `since` (seconds since 1970); earlier launches do not count."""
     folder = Path(load_train_config(arguments).config.run_folder)
     status = read_status(folder)
     return status is not None and status["status"] == "preempted" and (folder / STATUS).stat().st_mtime >= since
