@@ -1,13 +1,15 @@
 """The page for those who come from LLM Foundry names the keys that the code has in its tables, and no others."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS, LEFT_OUT, WITHOUT_EFFECT
-from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT
+from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT, THEIR_METRICS
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.evaluation.tasks import Prepared
 from llmfoundry_lite.training.mirrors import FOUNDRY_NAMES
 from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT
@@ -66,7 +68,14 @@ def test_metrics_have_the_names_of_the_code():
     theirs, ours = ([name for row in rows("Metric names") for name in quoted(row[i])] for i in (0, 1))
     theirs.remove("LanguagePerplexity")
     renamed = {key: name.format(optimizer="DecoupledAdamW") for key, (name, _) in FOUNDRY_NAMES.items()}
-    assert dict(zip(ours, theirs, strict=True)) == renamed
+    named = dict(zip(ours, theirs, strict=True))
+    of_tasks = {key: named.pop(key) for key in ours if key.startswith("eval/icl/")}
+    assert named == renamed
+    assert {name.rpartition("/")[2] for name in of_tasks.values()} == THEIR_METRICS
+    for kind, (key, name) in zip(("multiple_choice", "language_modeling", "generation"), of_tasks.items(), strict=True):
+        task = SimpleNamespace(kind=kind, config=SimpleNamespace(metric=None))
+        assert key.rpartition("/")[2] == Prepared.metric.fget(task)
+        assert key.split("/")[2:-1] == name.split("/")[1:-1] and name.startswith("metrics/")
 
 
 def test_the_absence_of_fine_tuning_is_said():
