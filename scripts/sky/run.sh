@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What each node of a SkyPilot job runs: composer on all its devices, and our exit codes for SkyPilot to go by.
+# Runs on each node of a SkyPilot job: starts composer on all devices, and exits with the codes that SkyPilot acts on.
 #   RUN=yamls/pretrain/mpt-1b.yaml SAVE_FOLDER=s3://bucket/{run_name} OPTIONS='key=value …' bash scripts/sky/run.sh
 # shellcheck disable=SC2206
 set -uo pipefail
 
-# Whoever ends the job tells this shell; the ranks must hear of it, and have the time to save.
+# A signal that ends the job reaches only this shell, so it is passed on, and the ranks get the time to save.
 launcher="" asked=0 told=0
 leave() {
     asked=1
@@ -16,7 +16,7 @@ leave() {
 trap leave TERM INT
 
 ranks=${SKYPILOT_NUM_GPUS_PER_NODE:-1}
-((ranks > 0)) || ranks=1 # CPUs alone
+((ranks > 0)) || ranks=1 # only CPUs
 node=${SKYPILOT_NODE_RANK:-0}
 place=(
     -n "$ranks" --world_size $((ranks * ${SKYPILOT_NUM_NODES:-1})) --base_rank $((ranks * node)) --node_rank "$node"
@@ -31,12 +31,13 @@ launcher=$!
 ((asked && !told)) && leave
 wait "$launcher"
 code=$?
-while kill -0 "$launcher" 2> /dev/null; do # a signal has ended `wait` alone
+while kill -0 "$launcher" 2> /dev/null; do # a signal ends `wait`, not the launcher
     wait "$launcher"
     code=$?
 done
 
-# A rank that a signal has ended hides 75 (134: NCCL's watchdog aborts those whose peers have left); status.json tells.
+# If a signal ended a rank, the launcher's code is not 75 (134: NCCL's watchdog aborts ranks whose peers have left). Then
+# status.json tells.
 if ((code > 128)) && python3 scripts/slurm/was_preempted.py "$started" "${arguments[@]}"; then
     code=75
 fi

@@ -1,4 +1,4 @@
-# What the batch scripts here have in common; they source it. It needs the arguments of scripts/train.py as "$@" and
+# The common part of the batch scripts here, which source it. It needs the arguments of scripts/train.py as "$@" and
 #   srun_options   an array of further options for srun, perhaps empty
 #   container      an array of the words before python3, perhaps empty
 # shellcheck shell=bash disable=SC2154
@@ -21,7 +21,7 @@ if [[ -z $end ]]; then
     if [[ $end == [0-9]* ]]; then end=$(date --date="$end" +%s); else end=; fi
 fi
 if [[ -n $end ]]; then
-    # Should the signal not come: leave 90 s before the job's end.
+    # If the signal does not come, leave 90 s before the job's end.
     options+=("max_wall_time=$((end - $(date +%s) - 90))s")
 fi
 
@@ -36,16 +36,16 @@ fi
 # `sbatch --export=NONE`, some sites' default, would keep this shell's environment from the ranks.
 export SLURM_EXPORT_ENV=ALL
 
-# One task for each device, all of them visible to every task. The rendezvous is on rank 0's node: ranks/rank.py reads
-# srun's variables. When a rank has left the others have two minutes; the first to leave with 75 must
-# not have the others killed. (Bash before 4.4 takes an empty array for one that is not set.)
+# One task for each device, with all devices visible to every task. The rendezvous is on rank 0's node: ranks/rank.py
+# reads srun's variables. Once a rank has left, the others have two minutes, so that the first one to leave with 75
+# does not get the others killed. (Bash before 4.4 treats an empty array as unset.)
 started=$(date +%s)
 srun --kill-on-bad-exit=0 --wait=120 ${srun_options[@]+"${srun_options[@]}"} \
     ${container[@]+"${container[@]}"} python3 scripts/train.py "${options[@]}" "$@"
 code=$?
 
-# 75: preempted, run me again. A rank that a signal has ended hides that (134: NCCL's watchdog aborts those whose peers
-# have left); then status.json tells. Anything else is the end: 0 done, 2 the configuration or the data, 1 a bug.
+# 75: preempted, run me again. If a signal ended a rank, the code is another (134: NCCL's watchdog aborts ranks whose peers
+# have left), and status.json tells. Any other code is the end: 0 done, 2 the configuration or the data, 1 a bug.
 preempted=
 if [[ $code == 75 ]]; then
     preempted=yes
