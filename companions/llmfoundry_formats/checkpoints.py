@@ -197,7 +197,7 @@ def damaged(folder: Path, error: Exception) -> CheckpointError:
 
 
 def read_tensor(folder: Path, metadata: Metadata, key: str) -> Any:
-    """Read a tensor from its pieces; None for what is no tensor. Raises CheckpointError if values are missing."""
+    """Read a tensor from its pieces; None if the key is no tensor. Raises CheckpointError if values are missing."""
     record = metadata.state_dict_metadata[key]
     if not isinstance(record, TensorStorageMetadata):
         return None

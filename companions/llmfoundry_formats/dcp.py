@@ -72,7 +72,7 @@ class Written(NamedTuple):
     """Shape of the whole tensor."""
     file: FileRecord
     digest: int
-    """Its part of the state's digest."""
+    """The chunk's part of the state's digest."""
 
 
 class Held(NamedTuple):
@@ -247,7 +247,7 @@ def fqn_of(name: str) -> str:
 
 
 def write_chunks(store: CheckpointStore, save_id: str, name: str, held: Sequence[Held]) -> list[Written]:
-    """Write chunks to one file of a draft. Raises CheckpointError, and then the file is not there."""
+    """Write chunks to one file of a draft. Raises CheckpointError, and leaves no file then."""
     folder, _ = store.open_draft(save_id)
     # Tensors without elements have no chunk in a file. The others are in the file's order.
     tensors = {one.chunk.key: one.tensor for one in held}

@@ -1,6 +1,6 @@
 """`llmfoundry-lite init --like`: a YAML and a starting checkpoint from the folder of a Hugging Face model.
 
-The model is the folder's own, to the last setting. Its tokenizer must be the one that the data was prepared with.
+The model has every setting of the folder's. The data must have been prepared with the folder's tokenizer.
 """
 
 import os
@@ -24,7 +24,7 @@ from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, printable
 
 OPTIMIZER = {"name": "decoupled_adamw", "lr": 5e-5, "betas": [0.9, 0.95], "weight_decay": 0.0}
-"""The rate is the default of transformers' own Trainer."""
+"""Optimizer for training on. The rate is the default of transformers' Trainer."""
 BATCH_SIZE = 32
 MIN_BATCHES = 20
 """Fewest batches in an epoch. Where there would be fewer, the batch is made smaller."""

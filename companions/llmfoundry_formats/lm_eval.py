@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks its tasks of a checkpoint as it is, with our scorer and no export.
+"""lm-evaluation-harness on a checkpoint, with our scorer and without an export.
 
 python -m llmfoundry_formats.lm_eval --model llmfoundry_lite --model_args run=runs/mpt-1b --tasks arc_easy
 composer -n 8 -m llmfoundry_formats.lm_eval --model llmfoundry_lite --model_args run=runs/mpt-1b --tasks arc_easy

@@ -28,7 +28,7 @@ DECISIVE_OPTIONS = (
     *("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "sliding_window", "qk_ln", "qk_norm"),
 )
-"""Keys of config.json that change logits. transformers ignores those that a model's class does not declare."""
+"""Keys of config.json that change logits. transformers ignores any that a model's class does not declare."""
 FAULTS = {
     "missing_keys": "lacks weights of its model",  # transformers would draw them at random
     "unexpected_keys": "has weights that its model has no place for",

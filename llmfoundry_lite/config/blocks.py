@@ -26,7 +26,7 @@ class Block:
     describe: Callable[[Any], str]
     """Function that returns the end of the dry run's first line."""
     folder_key: str
-    """The field that names this launch's own folder within the run's."""
+    """Name of the field that gives this launch a folder of its own within the run's."""
 
 
 @cache

@@ -233,7 +233,7 @@ NICKNAMES = {
 
 
 def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
-    """Say what was probably meant, or what is valid."""
+    """Suggest the key that was probably meant, or list the valid ones."""
     full, word = join(path, name), NICKNAMES.get(name, name)
     everywhere = [other for other in _every_key() if other != full]  # without a training's key in an evaluation
     if path:

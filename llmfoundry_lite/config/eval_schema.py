@@ -25,8 +25,8 @@ class TaskConfig:
     """Numbers of examples. Each gives a result of its own."""
     fewshot_random_seed: int = 1234
     fewshot_fixed: bool = False
-    """The same examples for every item, instead of a choice that depends on (seed, item) alone. They come from the
-    first items of the file, which are then not evaluated."""
+    """Show the same examples for every item, instead of choosing them by (seed, item). They are the first items of the
+    file, which are then not evaluated."""
     prompt_string: str = ""
     """Text before everything else, once."""
     example_delimiter: str = "\n"
@@ -41,8 +41,8 @@ class TaskConfig:
     """separate: context and answer are tokenised apart, as in LLM Foundry. joint: together, then divided, as in
     lm-evaluation-harness. Default: the evaluation's."""
     metric: str | None = setting(None, choices=METRICS)
-    """The metric of the task in tables and averages: acc_per_token, acc (summed) or acc_norm (per character). Default:
-    acc_per_token where there are choices, as in LLM Foundry. All three are in the results."""
+    """Metric of the task in tables and averages: acc_per_token, acc (summed) or acc_norm (per character). Default:
+    acc_per_token for tasks with choices, as in LLM Foundry. The results have all three."""
     has_categories: bool = False
     """Treat each value of the column `category` as a task of its own, as LLM Foundry does. An item's examples come from
     its category. The score is the mean of the categories' scores, which are in the results too."""
@@ -73,7 +73,7 @@ class Benchmark:
     """The task's label."""
     num_fewshot: int
     random_baseline: float = setting(REQUIRED, must_be("a number from 0 to less than 1", lambda value: 0 <= value < 1))
-    """The accuracy that chance gives, below 1."""
+    """Accuracy of guessing, below 1."""
 
     @property
     def task(self) -> str:
@@ -132,7 +132,7 @@ class EvalConfig:
     eval_gauntlet: GauntletConfig | None = setting(None, written=GauntletConfig | str | None)
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
     skip_missing_tasks: bool = False
-    """Leave out, by name, tasks whose data file is not there, instead of refusing the evaluation."""
+    """Leave out tasks whose data file is missing, and name them, instead of refusing the evaluation."""
     results_folder: str = setting("results", must_be("a folder of this machine", lambda value: "://" not in value))
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = "evals"

@@ -34,7 +34,7 @@ def _read_table() -> tuple[dict[str, dict[str, str]], dict[str, list[Any]]]:
 
 _SECTIONS, HARMLESS = _read_table()
 WITHOUT_EFFECT, EVAL_WITHOUT_EFFECT = _SECTIONS["without effect"], _SECTIONS["without effect in an evaluation"]
-"""Key -> why it is ignored, which a note says. `*` stands for the loaders."""
+"""Key -> why it is ignored, for the note about it. `*` stands for the loaders."""
 LEFT_OUT, EVAL_LEFT_OUT = _SECTIONS["left out"], _SECTIONS["left out in an evaluation"]
 """Key -> what to use instead, which the error names."""
 

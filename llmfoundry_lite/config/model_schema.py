@@ -102,11 +102,11 @@ class AttentionConfig:
     alibi: bool = False
     """Use linear distance biases instead of learned positions."""
     alibi_bias_max: int = setting(8, POSITIVE)
-    """The steepest slope is 2**-(alibi_bias_max / heads)."""
+    """Number that sets ALiBi's steepest slope, 2**-(alibi_bias_max / heads)."""
     rope: bool = False
     """Use rotary positions instead of learned ones."""
     rope_theta: float = setting(10_000, POSITIVE)
-    """The longest wavelength is 2 * pi * theta tokens."""
+    """Base of the rotary frequencies: the longest wavelength is 2 * pi * theta tokens."""
     rope_impl: str = setting("dail", choices="dail hf")
     """LLM Foundry's two implementations. Here they compute the same; only hf reads rope_hf_config."""
     rope_hf_config: RopeScaling = setting(RopeScaling)
@@ -184,7 +184,7 @@ class InitConfig:
     init_std: float | None = setting(None, POSITIVE)
     """Standard deviation of baseline_, which needs it."""
     init_gain: float = setting(0.0, NON_NEGATIVE)
-    """kaiming's negative slope, xavier's gain (0 stands for 1)."""
+    """Negative slope for kaiming, or gain for xavier (0 stands for 1)."""
 
     def problems(self) -> Iterator[str]:
         if self.name == "baseline_" and self.init_std is None:

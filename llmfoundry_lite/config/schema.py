@@ -329,7 +329,7 @@ class CallbacksConfig:
     lr_monitor: NoOptions | None = None
     memory_monitor: NoOptions | None = None
     runtime_estimator: NoOptions | None = None
-    """These three are always on; naming them is allowed."""
+    """This callback and the two above are always on; naming them is allowed."""
     profiler: ProfilerConfig | None = None
     hf_checkpointer: HFCheckpointerConfig | None = None
     generate_callback: GenerateConfig | None = None

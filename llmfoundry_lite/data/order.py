@@ -89,7 +89,7 @@ class SampleOrder:
 
     @property
     def max_units(self) -> int:
-        """Upper limit of the units in an epoch: shards, each as often as it is read."""
+        """Upper limit of the units in an epoch: each shard counts as often as it is read."""
         return sum(
             len(sizes) * -(-choose // max(int(np.sum(sizes)), 1))
             for sizes, choose in zip(self.shard_sizes_per_stream, self.choose_per_stream, strict=True)

@@ -15,7 +15,7 @@ MAX_VOCAB_SIZE = 1 << 24
 """Limit of token ids where the vocabulary is not known."""
 
 PAD_TOKEN = -100
-"""Stands where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
+"""Value where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
 
 
 class Tokenizer(Protocol):

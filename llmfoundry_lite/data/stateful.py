@@ -1,6 +1,6 @@
 """The elastic order of samples for any training loop: a loader that knows its place.
 
-`order.py` decides which samples come when, `dataset.py` reads them, and `loader.py` makes batches. `StatefulLoader`
+`order.py` decides the order of samples, `dataset.py` reads them, and `loader.py` makes batches. `StatefulLoader`
 adds the place, as torchdata's and torchtitan's loaders have it: `state_dict()` and `load_state_dict()`.
 """
 

@@ -303,7 +303,7 @@ def part_name(name: str) -> str:
 
 
 def _remove_left_parts(folder: str) -> None:
-    """Remove interrupted downloads: those that nothing has been written to for a day."""
+    """Remove interrupted downloads, which have not been written to for a day."""
     for entry in os.scandir(folder):
         if PART_NAME.fullmatch(entry.name):
             with suppress(FileNotFoundError):

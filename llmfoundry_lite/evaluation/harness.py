@@ -61,7 +61,7 @@ def evaluate(
 ) -> Results:
     """Ask all `tasks`, or those that `files` does not have yet.
 
-    With `on_nothing`, a task of which no item can be asked is left out, and `on_nothing` is called with the reason.
+    With `on_nothing`, a task without any item that can be asked is left out, and `on_nothing` gets the reason.
 
     All ranks must call this. All get the same Results; rank 0 writes. `share` is (rank, number of ranks) for dividing
     the items, where several ranks compute as one.

@@ -199,7 +199,7 @@ class _Part(NamedTuple):
 def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntlet:
     """Score a model's results: `tasks` has `arc_easy/3-shot` -> its record.
 
-    A task's score is its accuracy, less what chance gives, over what is left above chance: (a - b) / (1 - b). A
+    A task's score is its accuracy above chance, relative to the highest one possible: (a - b) / (1 - b). A
     category is the weighted mean of its tasks; an average is the mean of its categories. As in LLM Foundry, a category
     that lacks a task is left out, and so is an average without categories.
     """

@@ -82,7 +82,7 @@ class Unit:
     content: tuple[Any, ...] | None = field(default=None, repr=False)
     """Lines as bytes, or texts, with a Bad for each that cannot be read."""
     modules: tuple[str, ...] = ()
-    """For the standard library: the top-level module of each file. Files that are not UTF-8 are then left out."""
+    """Top-level module of each file, for the standard library, whose files that are not UTF-8 are left out."""
 
     def digest(self) -> str:
         """Return a name for the unit, which is the same in every launch, and different for any other unit."""
@@ -101,7 +101,7 @@ class Unit:
 
 @dataclass(slots=True)
 class Skipped:
-    """The documents of a unit that were left out."""
+    """Record of a unit's documents that were left out."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """Reason in SKIP_REASONS -> number of documents."""
