@@ -36,7 +36,11 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "callbacks.kill_loss_spike",
     ),
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
-    "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
+    "llmfoundry_layouts": (
+        "pp_config.pipeline_parallel_degree",
+        "fsdp_config.sharding_strategy: ZERO_1",
+        "memory of a pipeline's ranks",
+    ),
 }
 """Package -> its commands, blocks, readers and builders: what a missing one is asked for."""
 SLOTS = ("commands", "blocks", "readers", "builders")
