@@ -26,6 +26,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "llmfoundry_formats": (
         "init",
         "causal models of other types",
+        "folders of GPT-2, Llama, Mistral and Qwen",
         "checkpoints of Composer and DCP",
         "pytorch_model.bin",
         "hf:// data sets of tasks",

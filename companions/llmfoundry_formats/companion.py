@@ -8,6 +8,7 @@ COMPANION = Companion(
     readers={
         "checkpoints of Composer and DCP": "llmfoundry_formats.checkpoints:import_pickled",
         "causal models of other types": "llmfoundry_formats.plain_models:open_plain",
+        "folders of GPT-2, Llama, Mistral and Qwen": "llmfoundry_formats.layouts:find_layout",
         "pytorch_model.bin": "llmfoundry_formats.pickles:read_weights_file",
         "hf:// data sets of tasks": "llmfoundry_formats.hub_tasks:read_hub",
         "logs of lm-eval and Inspect": "llmfoundry_formats.logs:load_logs",

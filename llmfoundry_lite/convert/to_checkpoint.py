@@ -7,7 +7,7 @@
     import_checkpoint("step-1000", "imported/llama", trust_pickle=True)         torchtitan, or any other user of DCP
 
 Only weights are imported. A position in the data or an optimizer's state means nothing without its run. The last three
-kinds are pickles, and a companion reads them.
+kinds are pickles. A companion reads them, and folders of other types than MPT.
 """
 
 import json

@@ -33,7 +33,7 @@ from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import check_no_adapter
-from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
+from llmfoundry_lite.convert.huggingface import KINDS, import_model, layout_named, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -182,21 +182,19 @@ def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement)
     kind = hf_config.get("model_type")
     if not isinstance(kind, str):
         raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
-    if kind in LAYOUTS:
-        check_keys(hf_config, LAYOUTS[kind], str(folder))
+    if kind in KINDS:
+        check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))
         load = partial(_load_folder, folder)
     elif at.shard is not None:
         raise DataError(
-            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; "
+            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(KINDS)}; "
             "set fsdp=false"
         )
     else:
         try:
             load = companions.find("readers", "causal models of other types")(folder)
         except ConfigError as error:
-            raise DataError(
-                f"models: {where}: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; {error}"
-            ) from error
+            raise DataError(f"models: {where}: its model_type is {kind!r}, not {', '.join(KINDS)}; {error}") from error
     found = load_tokenizer(tokenizer or folder)
     own = _own_tokenizer(folder) if tokenizer else None
     if own is not None and own.fingerprint != found.fingerprint:
