@@ -11,6 +11,9 @@ COMPANION = Companion(
         "folders of GPT-2, Llama, Mistral and Qwen": "llmfoundry_formats.layouts:find_layout",
         "pytorch_model.bin": "llmfoundry_formats.pickles:read_weights_file",
         "hf:// data sets of tasks": "llmfoundry_formats.hub_tasks:read_hub",
+        "hf: data sets of text": "llmfoundry_formats.hub_texts:open_hub",
+        "rows of CSV, parquet and arrow": "llmfoundry_formats.tables:cut_table",
+        "rows of parquet and arrow": "llmfoundry_formats.tables:read_table",
         "logs of lm-eval and Inspect": "llmfoundry_formats.logs:load_logs",
     },
     builders={
