@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_formats.hub_folders import without_magic
 from llmfoundry_lite.errors import DataError, one_line
-from llmfoundry_lite.files import without_magic
 from llmfoundry_lite.prepare.documents import Unit, text_of_row
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import (

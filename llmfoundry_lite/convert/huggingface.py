@@ -163,7 +163,7 @@ def from_hugging_face(
     is_mpt = layout is MPT_LAYOUT
     sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout_sources(config, layout)
     embedding = next(name for name, source in sources.items() if source.names == ("transformer.wte.weight",))
-    state = _without_tied_head(state, embedding, config, where)
+    state = without_tied_head(state, embedding, config, where)
     check_tensors(state, layout_shapes(config, sources), where)
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in our_shapes(config)}
     for name, source in sources.items():
@@ -172,14 +172,7 @@ def from_hugging_face(
     return config, {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
 
 
-def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> dict[str, torch.Tensor]:
-    """Return tensors under MPT's names, less those that repeat others. Raises ExportError, naming what does not fit."""
-    weights = _without_tied_head(state, "transformer.wte.weight", config, where)
-    check_tensors(weights, our_shapes(config), where)
-    return weights
-
-
-def _without_tied_head(
+def without_tied_head(
     state: Mapping[str, torch.Tensor], embedding: str, config: ModelConfig, where: str
 ) -> dict[str, torch.Tensor]:
     """Remove the output embedding where it is the input's: old files hold it twice. Raises ExportError."""

@@ -123,7 +123,8 @@ def find_subject(
     """
     at = Placement(DTYPES[precision], device, shard)
     if where.startswith("hf:"):
-        return _find_folder(where, _fetch(where.removeprefix("hf:")), tokenizer, at)
+        fetch = companions.find("readers", "hf: models to evaluate")
+        return _find_folder(where, fetch(where.removeprefix("hf:")), tokenizer, at)
     if "://" not in where and not Path(where).exists():
         raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
     if "://" not in where and (Path(where) / "config.json").is_file():
@@ -227,25 +228,6 @@ def _identify(folder: Path) -> str:
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     return f"files:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _fetch(name: str) -> Path:
-    """Download what is read here from the Hub, not all that a repository may hold, such as ONNX or GGUF."""
-    if Path(name).is_dir():
-        return Path(name)
-    import huggingface_hub
-
-    def fetch(*weights: str) -> Path:
-        patterns = ["*.json", "*.txt", "*.model", *weights]  # configuration and tokenizer
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
-
-    try:
-        folder = fetch("model.safetensors", "model-*.safetensors")
-        if not any(folder.glob("model*.safetensors")):  # older models have pickles alone
-            folder = fetch("pytorch_model.bin", "pytorch_model-*.bin")
-        return folder
-    except Exception as error:  # whatever the Hub or the network raise
-        raise DataError(f"models: hf:{name} cannot be had: {(str(error) or repr(error)).splitlines()[0]}") from error
 
 
 def _build_empty(config: ModelConfig, at: Placement) -> MPT:

@@ -1,8 +1,5 @@
 """A folder of our model types -> the model that is there, or a refusal: never another, and never a folder's code."""
 
-import io
-import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,10 +9,8 @@ from safetensors.torch import load_file, save_file
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
-from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.models import TreeModel
-from tests.helpers.folders import OWN_CODE, VOCAB, load, refusal, write_foundry
+from tests.helpers.folders import VOCAB, load, refusal, write_foundry
 from tests.helpers.models import normal_model
 
 CPU = torch.device("cpu")
@@ -95,20 +90,6 @@ def test_two_sets_of_weights_or_an_adapter_beside_them_are_refused(tmp_path, tok
     assert f"{min(tensors)} is in {last.name} and in another file" in refusal(folder)
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "gpt2"}')
     assert "adapter_config.json says that an adapter belongs to the model, which is not read here" in refusal(folder)
-
-
-def test_a_tokenizers_own_code_is_never_run(folder, tmp_path, monkeypatch):
-    (folder / "mine.py").write_text(OWN_CODE.format(path=str(tmp_path / "ran")))
-    (folder / "tokenizer.json").rename(folder / "vocab.json")
-    tokens = {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer": ["mine.MyTokenizer", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "eos_token": "<|endoftext|>"}))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 99))
-    with pytest.raises(DataError) as error:
-        load_tokenizer(folder)
-    assert str(error.value) == (
-        f"tokenizer {folder} needs code of its own, which is not run; expected a folder with a tokenizer.json"
-    )
-    assert not (tmp_path / "ran").exists()
 
 
 def test_another_type_names_the_companion_that_runs_it(folder, monkeypatch):
