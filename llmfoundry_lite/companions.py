@@ -36,7 +36,12 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "callbacks.kill_loss_spike",
     ),
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
-    "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
+    "llmfoundry_layouts": (
+        "tp_config.tensor_parallel_degree",
+        "cp_config.context_parallel_degree",
+        "pp_config.pipeline_parallel_degree",
+        "fsdp_config.sharding_strategy: ZERO_1",
+    ),
 }
 """Package -> its commands, blocks, readers and builders: what a missing one is asked for."""
 SLOTS = ("commands", "blocks", "readers", "builders")

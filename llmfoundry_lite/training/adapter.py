@@ -14,7 +14,6 @@ from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.models.dropout import row_keys
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.exact import ExactSums, round_loss
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels, row_weights
@@ -31,7 +30,7 @@ class LanguageModel(ComposerModel):
         model: torch.nn.Module,
         precision: Precision,
         separator: int | None = None,
-        context: Context | None = None,
+        context: Any = None,
         sum_loss: Callable[..., torch.Tensor] = cross_entropy_sum,
         *,
         separator_begins: bool = False,
@@ -41,7 +40,7 @@ class LanguageModel(ComposerModel):
         self.model: Any = model
         self.sum_loss = sum_loss
         self.context = context
-        """The ranks that divide each sample's tokens, if any do."""
+        """The ranks that divide each sample's tokens, from a companion's builder of `cp_config`; None where none do."""
         self.precision = precision
         self.separator = separator
         """The token that ends a document, if documents in a sample are not to see each other."""

@@ -27,7 +27,6 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.parallel.context import build_context
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
@@ -165,7 +164,10 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         "sums": ExactSums() if config.exact_sums else None,
     }
     separator, begins = find_separator(config)
-    context = build_context(config.context, layout, device_type) if layout.context > 1 else None
+    context = None
+    if layout.context > 1:
+        build_context = companions.find("builders", "cp_config.context_parallel_degree")
+        context = build_context(config.context, layout, device_type)
     compiled = torch.compile(log_p_and_gradient, **(config.compile_config or {})) if config.fuses_loss else None
     loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled)
     if config.exact_sums and config.model.tie_word_embeddings:

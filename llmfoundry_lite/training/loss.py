@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.schema import LOSS_CHUNK_MIB
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.products import multiply
-from llmfoundry_lite.parallel.tensor import divide_vocabulary
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -67,6 +67,7 @@ def cross_entropy_sum(
     """
     part = None
     if isinstance(unembedding_vd, DTensor):
+        divide_vocabulary = companions.find("builders", "tp_config.tensor_parallel_degree: the loss")
         unembedding_vd, part = divide_vocabulary(unembedding_vd)
     return _ChunkedCrossEntropy.apply(  # type: ignore
         *(hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten()),
