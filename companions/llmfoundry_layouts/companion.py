@@ -7,7 +7,7 @@ COMPANION = Companion(
         "tp_config.tensor_parallel_degree": "llmfoundry_layouts.tensor:divide_layers",
         "tp_config.tensor_parallel_degree: the loss": "llmfoundry_layouts.tensor:divide_vocabulary",
         "cp_config.context_parallel_degree": "llmfoundry_layouts.context:build_context",
-        "pp_config.pipeline_parallel_degree": "llmfoundry_layouts.pipeline:build_pipeline",
+        "pp_config.pipeline_parallel_degree": "llmfoundry_layouts.language_model:build_language_model",
         "fsdp_config.sharding_strategy: ZERO_1": "llmfoundry_layouts.zero:share_optimizer",
     },
 )
