@@ -44,6 +44,8 @@ OURS: Mapping[str, tuple[str, ...]] = {
     ),
     "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
     "llmfoundry_layouts": (
+        "tp_config.tensor_parallel_degree",
+        "cp_config.context_parallel_degree",
         "pp_config.pipeline_parallel_degree",
         "fsdp_config.sharding_strategy: ZERO_1",
         "memory of a pipeline's ranks",

@@ -8,7 +8,7 @@ import typer
 from llmfoundry_lite import companions, preflight
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.companions import Companion
-from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 
@@ -55,6 +55,8 @@ def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
+        ("tp_config.tensor_parallel_degree=2", "tp_config.tensor_parallel_degree"),
+        ("cp_config.context_parallel_degree=2", "cp_config.context_parallel_degree"),
         ("pp_config.pipeline_parallel_degree=2", "pp_config.pipeline_parallel_degree"),
         ("fsdp_config.sharding_strategy=ZERO_1", "fsdp_config.sharding_strategy: ZERO_1"),
         ("callbacks.early_stopper={monitor: loss, dataloader_label: eval}", "callbacks.early_stopper"),
@@ -64,4 +66,4 @@ def test_a_missing_one_is_named_by_a_dry_run_too(monkeypatch, changes, part):
     config = load_train_config(["mpt-125m", changes]).config
     monkeypatch.setattr(companions, "list_missing", lambda: [part])
     with pytest.raises(ConfigError, match=rf"^{part}: needs the companion llmfoundry_(layouts|formats)$"):
-        preflight.check(config, Layout(pipeline=config.pipeline.pipeline_parallel_degree), must_exist=False)
+        preflight.check(config, layout_of(config, 2), must_exist=False)
