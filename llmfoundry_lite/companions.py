@@ -35,7 +35,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "callbacks.early_stopper",
         "callbacks.kill_loss_spike",
     ),
-    "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
+    "llmfoundry_ops": ("train -n", "watch", "relay", "relay.jsonl"),
     "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
 }
 """Package -> its commands, blocks, readers and builders: what a missing one is asked for."""
