@@ -42,7 +42,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "callbacks.early_stopper",
         "callbacks.kill_loss_spike",
     ),
-    "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
+    "llmfoundry_ops": ("train -n", "watch", "relay", "relay.jsonl"),
     "llmfoundry_layouts": (
         "tp_config.tensor_parallel_degree",
         "cp_config.context_parallel_degree",
