@@ -29,9 +29,16 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "commands": ("init",),
         "readers": (
             "causal models of other types",
+            "folders of GPT-2, Llama, Mistral and Qwen",
             "checkpoints of Composer and DCP",
             "pytorch_model.bin",
+            "tokenizers without tokenizer.json",
             "hf:// data sets of tasks",
+            "hf: data sets of text",
+            "hf: models to import",
+            "hf: models to evaluate",
+            "rows of CSV, parquet and arrow",
+            "rows of parquet and arrow",
             "logs of lm-eval and Inspect",
         ),
         "builders": (
@@ -41,8 +48,16 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "callbacks.kill_loss_spike",
         ),
     },
-    "llmfoundry_ops": {"commands": ("train -n", "relay"), "readers": ("relay.jsonl",)},
-    "llmfoundry_layouts": {"builders": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1")},
+    "llmfoundry_ops": {"commands": ("train -n", "watch", "relay"), "readers": ("relay.jsonl",)},
+    "llmfoundry_layouts": {
+        "builders": (
+            "tp_config.tensor_parallel_degree",
+            "cp_config.context_parallel_degree",
+            "pp_config.pipeline_parallel_degree",
+            "fsdp_config.sharding_strategy: ZERO_1",
+            "memory of a pipeline's ranks",
+        )
+    },
 }
 """Package -> slot -> names of its parts, so that an error can name a companion that is not here."""
 SOURCE = Path(__file__).parents[1] / "companions"
