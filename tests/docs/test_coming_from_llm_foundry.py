@@ -69,12 +69,13 @@ def test_metrics_have_the_names_of_the_code():
     theirs.remove("LanguagePerplexity")
     renamed = {key: name.format(optimizer="DecoupledAdamW") for key, (name, _) in FOUNDRY_NAMES.items()}
     named = dict(zip(ours, theirs, strict=True))
+    assert (metric_of := Prepared.metric.fget) is not None
     of_tasks = {key: named.pop(key) for key in ours if key.startswith("eval/icl/")}
     assert named == renamed
     assert {name.rpartition("/")[2] for name in of_tasks.values()} == THEIR_METRICS
     for kind, (key, name) in zip(("multiple_choice", "language_modeling", "generation"), of_tasks.items(), strict=True):
         task = SimpleNamespace(kind=kind, config=SimpleNamespace(metric=None))
-        assert key.rpartition("/")[2] == Prepared.metric.fget(task)
+        assert key.rpartition("/")[2] == metric_of(task)
         assert key.split("/")[2:-1] == name.split("/")[1:-1] and name.startswith("metrics/")
 
 
