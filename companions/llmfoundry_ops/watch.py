@@ -4,7 +4,6 @@ llmfoundry-lite watch runs/mpt-1b
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.launch.log_lines import console_line
+from llmfoundry_lite.report import tables
 from llmfoundry_lite.report.runs import LiveRun
 
 PIPE_SECONDS = 10.0
@@ -31,7 +31,7 @@ def watch(
 
     A terminal has one line, written anew at each look; a file or pipe gets one whenever the run has moved on.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = console or tables.console()
     run, shown = LiveRun(folder), None
     run.look()
     with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:

@@ -28,16 +28,14 @@ from llmfoundry_lite.checkpoint.store import (
 from llmfoundry_lite.errors import CheckpointError, printable
 
 checkpoint = typer.Typer(
-    help="Portable checkpoints: list, verify, compare, convert, prune.",
+    help="List, verify, compare, convert and prune portable checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 Where = Annotated[str, typer.Argument(help="A checkpoint (…/ba200), a folder of checkpoints, or a run directory.")]
-PIPE_WIDTH = 160
-"""Columns of a table that goes to a file, where nothing says how wide a line may be."""
 PROGRESS_BYTES = 1 << 28
-"""Less is verified before a bar could be read."""
+"""Size below which a checkpoint is verified without a bar."""
 
 
 # ----------------------------------------------------------------------------------- paths -> checkpoints
@@ -154,7 +152,7 @@ def segment_row(segment: Any) -> tuple[str, ...]:
 def verify(where: Where) -> None:
     """Hash every byte. Exit code 2, and the file's and tensor's name, if one is not what was written.
 
-    Of a folder or a run, its newest checkpoint.
+    The newest checkpoint of a folder or a run is verified.
     """
     if is_checkpoint(where):
         found = open_checkpoint(where)
@@ -203,14 +201,14 @@ def diff_checkpoints(a: Where, b: Where) -> None:
 def export(
     where: Where,
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="Write fp32 or bf16.")] = "fp32",
     tokenizer: Annotated[
-        str | None, typer.Option(help="Where the run's tokenizer lies now, or none to leave it out.")
+        str | None, typer.Option(help="Take the run's tokenizer from there; none leaves it out.")
     ] = None,
 ) -> None:
-    """Write the weights in a layout that plain transformers loads. As safetensors, with the tokenizer.
+    """Write weights that plain transformers loads, as safetensors.
 
-    The tokenizer must be the one that the model was trained with: the manifest has its fingerprint.
+    The tokenizer goes with them: the one that the model was trained with, by its fingerprint in the manifest.
     """
     found = find(where)
     check_outside_checkpoints(out)
@@ -253,7 +251,7 @@ def import_weights(
     ] = False,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="The YAML it was trained with, if the checkpoint does not say what model it is."),
+        typer.Option(help="Read the YAML it was trained with, if the checkpoint does not say what model it is."),
     ] = None,
 ) -> None:
     """Make a portable checkpoint of weights from elsewhere.
@@ -294,7 +292,7 @@ def import_weights(
 def consolidate_checkpoint(
     where: Where,
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
-    everything: Annotated[bool, typer.Option(help="The optimizer's state too.")] = False,
+    everything: Annotated[bool, typer.Option(help="Write the optimizer's state too.")] = False,
 ) -> None:
     """Write all shards as one safetensors file."""
     found = find(where)
@@ -309,11 +307,11 @@ def consolidate_checkpoint(
 @checkpoint.command("prune")
 def prune(
     where: Where,
-    keep: Annotated[int, typer.Option(min=1, help="The newest so many stay.")],
+    keep: Annotated[int, typer.Option(min=1, help="Keep so many of the newest.")],
     keep_every: Annotated[
-        int | None, typer.Option(min=1, help="And every one whose batch is a multiple of this.")
+        int | None, typer.Option(min=1, help="Keep those too whose batch is a multiple of this.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
 ) -> None:
     """Remove old checkpoints; never the newest one that is whole. Every byte of that one is hashed first."""
     store, candidates = find_some(where)
@@ -348,12 +346,9 @@ def verify_visibly(found: Checkpoint) -> None:
 
 
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    from rich.console import Console
+    from llmfoundry_lite.report.tables import Table, console
 
-    from llmfoundry_lite.report.tables import Table
-
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    Table("", columns, rows, right).print(console)
+    Table("", columns, rows, right).print(console())
 
 
 def print_lines(lines: dict[str, str | None]) -> None:

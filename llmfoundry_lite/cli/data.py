@@ -11,7 +11,6 @@ from llmfoundry_lite.files import check_is_path
 
 TEXT_CHARACTERS = 48
 """How much of a row's text stands in the table of rows."""
-WIDTH = 160
 
 data = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -19,11 +18,11 @@ data = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=T
 # A parameter for each option: typer makes the command from them.
 @data.command("prepare")
 def data_prepare(
-    out: Annotated[Path, typer.Option(help="Folder to write: train, val, tokenizer, summary.json.")],
+    out: Annotated[Path, typer.Option(help="Write train, val, tokenizer and summary.json into this folder.")],
     tokenizer: Annotated[
-        str, typer.Option(help="A Hub name, a folder, or train:32768 to train one of so many tokens.")
+        str, typer.Option(help="Take it from a Hub name or a folder, or train one of so many tokens: train:32768.")
     ],
-    max_seq_len: Annotated[int, typer.Option(help="Tokens of a sample, such as 2048.")],
+    max_seq_len: Annotated[int, typer.Option(help="Cut samples of so many tokens, such as 2048.")],
     sources: Annotated[
         list[str] | None,
         typer.Argument(
@@ -31,27 +30,25 @@ def data_prepare(
             help="Files, folders and globs of txt, md, jsonl, csv, tsv or parquet; hf:NAME; python-stdlib.",
         ),
     ] = None,
-    source: Annotated[list[str] | None, typer.Option(help="A source, as the arguments are; repeat for others.")] = None,
+    source: Annotated[list[str] | None, typer.Option(help="Read a source; repeat for others.")] = None,
     text_key: Annotated[
         list[str] | None,
-        typer.Option(help="Field or column of the text, such as meta.text; repeat to join several [text]."),
+        typer.Option(help="Take text from this field or column, such as meta.text; repeat to join several [text]."),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split to read of a Hub data set, or of a saved one.")] = "train",
-    encoding: Annotated[
-        str | None, typer.Option(help="Encoding of text, JSON lines and CSV: latin-1, … [utf-8]")
-    ] = None,
+    split: Annotated[str, typer.Option(help="Read this split of a Hub data set, or of a saved one.")] = "train",
+    encoding: Annotated[str | None, typer.Option(help="Decode text, JSON lines and CSV so: latin-1, … [utf-8]")] = None,
     val_fraction: Annotated[
-        float | None, typer.Option(help="Share of documents held out for validation [0.005; python-stdlib: 0.05].")
+        float | None, typer.Option(help="Hold out this share of documents for validation [0.005; python-stdlib: 0.05].")
     ] = None,
-    num_workers: Annotated[int | None, typer.Option(min=1, help="Processes [one per core].")] = None,
+    num_workers: Annotated[int | None, typer.Option(min=1, help="Start so many processes [one per core].")] = None,
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option(help="Stop at a document that cannot be read, or skip and count it.")
     ] = "stop",
     max_lost_text: Annotated[
-        float, typer.Option(min=0, max=1, help="Most of the text, as a share, that the tokenizer may lose.")
+        float, typer.Option(min=0, max=1, help="Let the tokenizer lose this share of the text at most.")
     ] = 0.01,
-    size_limit: Annotated[int, typer.Option(help="Most bytes of a shard.")] = 64 * 1024 * 1024,
-    compression: Annotated[str | None, typer.Option(help="Compression of shards: zstd, zstd:9, gz, … [none]")] = None,
+    size_limit: Annotated[int, typer.Option(help="Write at most so many bytes into a shard.")] = 64 * 1024 * 1024,
+    compression: Annotated[str | None, typer.Option(help="Compress shards: zstd, zstd:9, gz, … [none]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in --out.")] = False,
 ) -> None:
     """Turn text into tokenised MDS shards, from which a run trains. Killed and started again, it carries on."""
@@ -91,26 +88,24 @@ def data_prepare(
 @data.command("show")
 def data_show(
     where: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints.")],
-    batch: Annotated[int, typer.Option(min=1, help="Its number in the log; the first is 1.")],
+    batch: Annotated[int, typer.Option(min=1, help="Show the batch of this number in the log; the first is 1.")],
     changes: Annotated[
         list[str] | None,
         typer.Argument(metavar="[key=value ...]", help="Where the data is now: train_loader.dataset.local=…"),
     ] = None,
-    rows: Annotated[bool, typer.Option("--rows", help="The whole text of each row.")] = False,
+    rows: Annotated[bool, typer.Option("--rows", help="Show the whole text of each row.")] = False,
     loss: Annotated[
-        bool, typer.Option("--loss", help="The loss of each row, in fp32, by the newest checkpoint.")
+        bool, typer.Option("--loss", help="Show the loss of each row, in fp32, by the newest checkpoint.")
     ] = False,
-    checkpoint: Annotated[str | None, typer.Option(help="Another checkpoint for --loss.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Compute --loss by another checkpoint.")] = None,
 ) -> None:
     """Show the rows of a batch: their place, text and loss.
 
     They are read again, in the order that the run had. Their digest must be the one in the log. Folders that the run
     recorded are only read. Name a remote to download from it: train_loader.dataset.remote=…
     """
-    from rich.console import Console
-
     from llmfoundry_lite.report.batch import compute_losses, read_batch
-    from llmfoundry_lite.report.tables import Table
+    from llmfoundry_lite.report.tables import Table, console
 
     found = read_batch(where, batch, changes or ())
     by = "as in the log" if found.logged_digest else "the log has none of this batch"
@@ -137,7 +132,7 @@ def data_show(
     if not rows:
         short = [[*facts, " ".join(text.split())[:TEXT_CHARACTERS]] for *facts, text in table]
         right = [0, *range(3, len(columns))]
-        Table("", [*columns, "begins"], short, right).print(Console(width=WIDTH, highlight=False), keeps_words=True)
+        Table("", [*columns, "begins"], short, right).print(console())
         return
     for *facts, text in table:
         named = ", ".join(f"{name} {fact}" for name, fact in zip(columns, facts, strict=True) if fact)

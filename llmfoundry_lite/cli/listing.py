@@ -32,7 +32,7 @@ SIZES = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def list_command(
-    kind: Annotated[str | None, typer.Argument(metavar="KIND", help=f"{either(list(KINDS))} [all].")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="KIND", help=f"List {either(list(KINDS))} [all].")] = None,
 ) -> None:
     """List the YAML files and tasks that come with the package.
 

@@ -14,8 +14,8 @@ from llmfoundry_lite.files import check_answer_replaceable
 def refuse_beside(
     context: typer.Context, option: str, why: str, *, only: Collection[str] = (), but: Collection[str] = ()
 ) -> None:
-    """Raise ConfigError, which says `why`, where the command line gives a parameter that means nothing beside `option`:
-    one of `only`, or, where that is empty, any that is not in `but`."""
+    """Raise ConfigError with `why` where the command line gives a parameter that means nothing beside `option`: one of
+    `only`, or if that is empty, any that is not in `but`."""
     given = [
         _words(context, parameter)
         for parameter in context.command.params

@@ -11,25 +11,25 @@ from llmfoundry_lite.errors import UserError, printable
 
 def report_runs(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or URLs of such.")],
-    out: Annotated[Path | None, out_folder("The folder for figure, report.md and report.json [the run].")] = None,
+    out: Annotated[Path | None, out_folder("Write figure and report into this folder [the run].")] = None,
     price: Annotated[
-        list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Of a device-hour; repeat for other devices.")
+        list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Price a device-hour; repeat for other devices.")
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="What a sample of text starts with; repeat for others [words of the validation data]."),
+        typer.Option(help="Start a sample of text with this; repeat for others [words of the validation data]."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the samples; 0 takes the likeliest token.")] = 0.7,
-    top_k: Annotated[int, typer.Option(min=1, help="Samples are drawn among the k likeliest tokens.")] = 40,
-    form: Annotated[Literal["png", "pdf", "svg"], typer.Option("--format", help="Of the figure.")] = "png",
+    temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 takes the likeliest.")] = 0.7,
+    top_k: Annotated[int, typer.Option(min=1, help="Draw samples among the k likeliest tokens.")] = 40,
+    form: Annotated[Literal["png", "pdf", "svg"], typer.Option("--format", help="Choose the figure's format.")] = "png",
     x: Annotated[
-        Literal["batch", "tokens", "flops"], typer.Option("--x", help="What stands along the figure.")
+        Literal["batch", "tokens", "flops"], typer.Option("--x", help="Choose what stands along the figure.")
     ] = "batch",
     smooth: Annotated[
-        int | None, typer.Option(min=1, help="Batches in the running mean; 1: none [9, or a fiftieth of many].")
+        int | None, typer.Option(min=1, help="Average so many batches; 1 draws no mean [9, or a fiftieth of many].")
     ] = None,
     with_csv: Annotated[
-        bool, typer.Option("--csv", help="Also write report.csv: a row for each batch and run, repeats removed.")
+        bool, typer.Option("--csv", help="Write report.csv too: a row for each batch and run, repeats removed.")
     ] = False,
 ) -> None:
     """Show runs: losses, launches, what they took, a sample, a plot. Several runs are also compared, batch by batch."""
@@ -44,15 +44,17 @@ def compare_results(
     results: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RESULT...", help="Ours, or logs of lm-eval or Inspect. The first is what others are against."
+            metavar="RESULT...", help="Our results, or logs of lm-eval or Inspect. Others are compared with the first."
         ),
     ],
-    out: Annotated[Path | None, out_folder("A folder for compare.md, .json and .png.")] = None,
-    all_metrics: Annotated[bool, typer.Option("--all-metrics", help="Not only each task's main one.")] = False,
-    skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave it out; repeat for others.")] = None,
+    out: Annotated[Path | None, out_folder("Write compare.md, .json and .png into this folder.")] = None,
+    all_metrics: Annotated[
+        bool, typer.Option("--all-metrics", help="Compare every metric, not only the main one.")
+    ] = False,
+    skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave a task out; repeat for others.")] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="FIELD", help="In logs of other tools, the field that related rows share."),
+        typer.Option(metavar="FIELD", help="Take rows with an equal field as related, in logs of other tools."),
     ] = None,
 ) -> None:
     """Compare models item by item: differences, intervals, tests. It also says when nothing can be told."""

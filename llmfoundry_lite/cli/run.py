@@ -1,5 +1,6 @@
 """Commands that run a model: `train`, `eval`, `generate`, `replay`."""
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -16,11 +17,11 @@ from llmfoundry_lite.errors import EXIT_DIFFERS, EXIT_DONE, ConfigError, UserErr
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """The rest of the line is the program's own, `--help` and `--dry-run` included."""
 
-Ranks = Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Processes on this machine.")]
+Ranks = Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Start so many processes on this machine.")]
 Restarts = Annotated[
-    int | None, typer.Option("--max-restarts", min=0, help="After ranks that died or froze [3 with -n; else none].")
+    int | None, typer.Option("--max-restarts", min=0, help="Restart dead or frozen ranks so often [3 with -n].")
 ]
-LogDir = Annotated[Path | None, typer.Option(help="With -n: for rank1.txt, … [logs in the run's folder].")]
+LogDir = Annotated[Path | None, typer.Option(help="Write rank1.txt, … here, with -n [logs in the run's folder].")]
 
 
 def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = None, log_dir: LogDir = None) -> None:
@@ -70,14 +71,14 @@ def _run_here(module: str, main: Callable[[Sequence[str]], None], arguments: lis
 
 
 def generate(
-    where: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|FOLDER", help="Also hf:NAME.")],
-    prompt: Annotated[str | None, typer.Option(help="What the text starts with [asked for, again and again].")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Among the k likeliest.")] = 50,
-    top_p: Annotated[float | None, typer.Option(min=1e-9, max=1, help="Among the likeliest with this sum.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
-    tokenizer: Annotated[str | None, typer.Option(help="A folder or Hub name [the model's own].")] = None,
+    where: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|FOLDER", help="Where the model lies, or hf:NAME.")],
+    prompt: Annotated[str | None, typer.Option(help="Start the text with this [asked for, again and again].")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Write so many tokens at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 takes the likeliest.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k likeliest.")] = 50,
+    top_p: Annotated[float | None, typer.Option(min=1e-9, max=1, help="Draw from the likeliest with this sum.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed the draws: an equal seed writes an equal text.")] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="Use this one, a folder or Hub name [the model's own].")] = None,
 ) -> None:
     """Write text with a model, token by token."""
     import torch
@@ -104,22 +105,16 @@ def generate(
         return
     if sys.stdin.isatty():
         print("a prompt a line; an empty one or Ctrl-D ends", file=sys.stderr)
-    while line := _next_line():
-        answer(line)
-
-
-def _next_line() -> str:
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return ""
+    with contextlib.suppress(EOFError):
+        while line := input("> " if sys.stdin.isatty() else ""):
+            answer(line)
 
 
 def replay_command(
     where: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints.")],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[baN..baM] [key=value ...]", help="States; and what differs here, such as folders."),
+        typer.Argument(metavar="[baN..baM] [key=value ...]", help="Between which states, and what differs here."),
     ] = None,
     num_ranks: Ranks = 1,
     trust_code: Annotated[

@@ -15,6 +15,8 @@ Record = dict[str, Any]
 METRICS = "metrics.jsonl"
 SAVED = "checkpoint/bytes"
 """Key in the record of the batch after which a save was found to be published."""
+POSITIONS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
+"""Unit of a duration -> key of how many are done."""
 MAX_NUMBER = 2**128
 """Above the range of fp32."""
 
@@ -69,11 +71,10 @@ def merge_logs(here: bytes, carried: bytes) -> list[bytes]:
 
 def console_line(record: Record, max_duration: Duration) -> str:
     """Write a record as `batch 20/800 · loss 4.1234 · …`."""
-    total = f"/{int(max_duration.value)}" if max_duration.unit == "ba" else ""
-    parts = [f"batch {record['batch']}{total}"]
-    if max_duration.unit != "ba":
-        key = {"ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}[max_duration.unit]
-        parts.append(f"{record.get(key, 0)}/{max_duration}")
+    key, batch = POSITIONS[max_duration.unit], f"batch {record['batch']}"
+    parts = [
+        f"{batch}/{int(max_duration.value)}" if key == "batch" else f"{batch} · {record.get(key, 0)}/{max_duration}"
+    ]
     for key, form in (
         ("loss/train/total", "loss {:.4f}"),
         *((f"eval/{label}/loss", f"validation {label} {{:.4f}}") for label in validation_losses(record) if label),

@@ -52,10 +52,10 @@ class Row:
     """A sample of a batch."""
 
     stream: str
-    """Its name in `streams`; of a single data set, its folder."""
+    """Name in `streams`, or the folder of a single data set."""
     shard: str
     sample: int
-    """Place in the shard."""
+    """Index in the shard."""
     tokens_t: NDArray[np.int64]
     """Without padding."""
 
@@ -70,13 +70,13 @@ class Batch:
     rows: list[Row]
     digest: str
     logged_digest: str | None
-    """Equal to `digest`; None: the log has none of this batch."""
+    """The log's digest, which equals `digest`; None where the log has none."""
     tokenizer: Tokenizer | None
-    """None: it is not on this machine."""
+    """None where it is not on this machine."""
     separator: Separator | None
     """The token between documents, as far as it is known."""
     checkpoint: str | None
-    """The run's newest."""
+    """URL of the run's newest checkpoint."""
 
     def text(self, row: Row) -> str:
         if self.tokenizer is None:

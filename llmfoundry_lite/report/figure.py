@@ -55,7 +55,7 @@ class Axis:
     def place(self, batches: Any) -> Any:
         """Return the place of each batch. Batches without a total are interpolated, from 0 where the run began.
 
-        Dead branches go on at the run's mean pace after its last batch.
+        Batches after the last one, of dead branches, are placed by the run's mean pace.
         """
         if self.batches is None or self.totals is None:
             return batches
@@ -90,9 +90,9 @@ class Curve:
     eval_batches: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     eval_losses: Floats = field(default_factory=lambda: np.empty(0))
     not_finite: Sequence[int] = ()
-    """Batches to mark."""
+    """Batches whose loss was not finite."""
     dead: Sequence[tuple[Ints, Floats]] = ()
-    """Batches and losses of branches that no later state comes from."""
+    """Batches and losses of branches that a later launch voided."""
     changes: Sequence[tuple[int, str]] = ()
     """The first batch with other settings, and which."""
     axis: Axis = Axis()

@@ -99,7 +99,7 @@ def find_logged(log: Log) -> list[Launch]:
 
 
 def find_recorded(run: Run) -> list[Recorded]:
-    """Return each launch in launches.jsonl. One that never began has only its end."""
+    """Return each launch in launches.jsonl. A launch that never began has only an end."""
     recorded: list[Recorded] = []
     begun: int | None = None
     for event in run.launches:

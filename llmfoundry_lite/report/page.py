@@ -11,7 +11,7 @@ from typing import Any
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.launches import MIN_FAILURES
 from llmfoundry_lite.report.segments import changes_of, short_precision
-from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
+from llmfoundry_lite.report.tables import Table, console, markdown_list, markdown_text
 
 Facts = dict[str, Any]
 
@@ -173,7 +173,8 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
     lines += ["time is that of training, evaluation and saves, without start-up"]
     if any(fact["mfu"] is None for fact in facts):
         lines.append("a device whose peak is not known has no MFU and no rated energy")
-    lines += explain_energy(facts)
+    sources = {fact["energy_source"] for fact in facts}
+    lines += [f"{source}: {meaning}" for source, meaning in ENERGY.items() if source in sources]
     if with_cost:
         lines.append("cost is devices x time x the price given")
     table = Table(
@@ -186,6 +187,10 @@ def segments(run: Facts, *, with_cost: bool) -> Section:
 
 
 RESOURCES = ("time", "kWh", "J/token", "cost", "cost/M tokens")
+ENERGY = {
+    "rated": "kWh at the board's rated power: devices alone, at full draw all the time",
+    "measured": "kWh by the devices' counters; of CPUs, packages and DRAM with all that runs there",
+}
 
 
 def resources(fact: Facts) -> tuple[str, ...]:
@@ -193,17 +198,6 @@ def resources(fact: Facts) -> tuple[str, ...]:
     energy = f"{small(fact['energy_kwh'])} {fact['energy_source'] or ''}".rstrip()
     each = small(fact["joules_per_token"]), small(fact["cost"]), small(fact["cost_per_million_tokens"])
     return clock(fact["hours"]), energy, *each
-
-
-def explain_energy(facts: Sequence[Facts]) -> list[str]:
-    """Say where energies come from."""
-    sources = " ".join(fact["energy_source"] or "" for fact in facts)
-    lines = []
-    if "rated" in sources:
-        lines.append("rated: kWh at the board's rated power: devices alone, at full draw all the time")
-    if "measured" in sources:
-        lines.append("measured: kWh by the devices' counters; of CPUs, packages and DRAM with all that runs there")
-    return lines
 
 
 def comparisons(facts: Sequence[Facts]) -> Section:
@@ -300,21 +294,18 @@ def clock(hours: float | None) -> str:
 # --------------------------------------------------------------------------------------------------- renderings
 
 
-def print_sections(sections: Sequence[Section], width: int | None) -> None:
-    """Print sections on the console; `width` is its columns where it is no terminal."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(width=width, highlight=False)
+def print_sections(sections: Sequence[Section]) -> None:
+    """Print sections on standard output."""
+    output = console()
     for section in sections:
-        console.print(f"[bold]{escape(printable(section.table.title))}[/bold]")
+        output.print(printable(section.table.title), markup=False, style="bold")
         if section.table.rows:
-            section.table.print(console, keeps_words=True)
+            section.table.print(output)
         for line in section.lines:
-            console.print(printable(line), markup=False)
+            output.print(printable(line), markup=False)
         if section.text:
-            console.print(printable(section.text, keep="\n"), markup=False, soft_wrap=True)
-        console.print()
+            output.print(printable(section.text, keep="\n"), markup=False, soft_wrap=True)
+        output.print()
 
 
 def markdown(sections: Sequence[Section]) -> str:

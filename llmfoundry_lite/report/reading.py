@@ -100,7 +100,7 @@ class Log(Rows):
     """metrics.jsonl in order of batch: batches that the newest state comes from, the last line of each."""
 
     num_launches: int
-    """Including launches whose every batch was lost."""
+    """Number of launches, including those whose every batch was lost."""
     digest: list[str | None]
     validation: Floats
     """The loss of the first of eval_loaders."""
@@ -130,9 +130,9 @@ class Run:
     saved_in: str | None
     """Folder of its checkpoints; None where the recorded one is not opened."""
     segments_from: str | None
-    """The checkpoint whose manifest has them."""
+    """URL of the newest checkpoint, whose manifest has `segments`."""
     state_digest: str | None
-    """The one in that manifest."""
+    """Digest of that checkpoint's state."""
     launches: list[Record]
     """Lines of launches.jsonl: only launches that ran here."""
     notes: list[str]
@@ -218,7 +218,7 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
 
 
 def what_to_give(instead_of: Path | None) -> str:
-    """Say what is a run. A folder whose folders are runs, as islands have one each, names the one with most batches."""
+    """Say what to give instead. In a folder of runs, such as those of islands, name the one with the longest log."""
     logs = [] if instead_of is None else instead_of.glob(f"*/{METRICS}")
     found = sorted(logs, key=lambda path: (-path.stat().st_size, path))
     if not found:
@@ -263,8 +263,8 @@ def config_of(run: Run) -> TrainConfig:
 def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None, opens: Collection[str]) -> str | None:
     """Return the configuration's `save_folder`, else the run directory's own, wherever that was moved to.
 
-    A recorded URL counts if its protocol is one that `opens`, or if it lies in the run's own. None if it does not count
-    and the run directory has no checkpoints.
+    A recorded URL is taken if its protocol is in `opens`, or if it lies inside the run's own URL. None if it is not
+    taken and the run directory has no checkpoints.
     """
     own = folder.child("checkpoints")
     recorded = str((config or {}).get("save_folder") or own.url)
@@ -329,7 +329,7 @@ class Line(NamedTuple):
 
     @property
     def training(self) -> tuple[int, int, float | None]:
-        """Identify the training of a batch: equal in a line that was written again to add to it, clock included."""
+        """Identify one training of a batch. A line that adds to an earlier one has the same."""
         return self.batch, self.launch_in_file, self.clock
 
 
@@ -386,7 +386,7 @@ def parse_log(lines: list[bytes]) -> Log:
 
 
 def add_numbers(columns: dict[str, "array[float]"], index: int, record: Record) -> None:
-    """Add the numbers of line `index`. Columns grow as far as the last line that has a number of theirs."""
+    """Add the numbers of line `index`. A column ends at the last line that has its number."""
     for name, value in record.items():
         is_number = value is None or isinstance(value, int | float)  # null was not finite
         if is_number and (name in columns or len(columns) < MAX_NAMES):
@@ -396,7 +396,7 @@ def add_numbers(columns: dict[str, "array[float]"], index: int, record: Record) 
 
 
 def columns_of(lines: list[Line], columns: dict[str, "array[float]"]) -> dict[str, NDArray[Any]]:
-    """Take the numbers of some lines."""
+    """Return the columns of some lines."""
     at = np.array([line.index for line in lines], np.int64)
     found: dict[str, NDArray[Any]] = {"batch": np.array([line.batch for line in lines], np.int64)}
     found["launch"] = np.array([line.launch for line in lines], np.int64)

@@ -10,7 +10,6 @@ set a run names, if that is on this disk; asks nothing of the training code.
 
 import csv
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -35,8 +34,6 @@ if TYPE_CHECKING:  # a report without samples needs no torch
 AXES = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
 TAIL = 20
 """Batches over which the last training loss is a mean."""
-PIPE_WIDTH = 160
-"""Columns of a line that goes to a file."""
 NUM_PROMPTS, PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 3, 96, 3, 30
 LOOK_BACK_PARAMETERS = 50_000_000
 """Parameters of a model, at most, whose earlier texts are shown beside its last."""
@@ -91,7 +88,7 @@ def report(
     if relay is not None:
         relay.plot(folder / facts["relay_figure"], title=runs[0].name)
     sections = build_sections(facts, relays)
-    print_sections(sections, None if sys.stdout.isatty() else PIPE_WIDTH)
+    print_sections(sections)
     (folder / "report.md").write_text(mask_credentials(markdown(sections)), encoding="utf-8")
     (folder / "report.json").write_text(mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     if facts["relay_figure"]:

@@ -14,11 +14,9 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import CheckpointError, DataError
-from llmfoundry_lite.launch.log_lines import Record, number_of, read_lines, validation_losses
+from llmfoundry_lite.launch.log_lines import POSITIONS, Record, number_of, read_lines, validation_losses
 from llmfoundry_lite.launch.status import STATUS, read_status
 from llmfoundry_lite.report.reading import LOSS, METRICS, folder_of_checkpoints, read_config, what_to_give
-
-UNITS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
 
 
 class LiveRun:
@@ -101,7 +99,7 @@ class LiveRun:
             return 1.0
         if self.max_duration is None:
             return None
-        key = UNITS[self.max_duration.unit]
+        key = POSITIONS[self.max_duration.unit]
         done = self.batch if key == "batch" else self.last.get(key, 0)
         return min(1.0, done / float(self.max_duration.value))
 

@@ -172,7 +172,7 @@ def unused_prices(runs: Sequence[Run], prices: Mapping[str, float]) -> list[str]
 def spans_of(facts: Sequence[Facts]) -> list[Span]:
     """Return the spans that the figure shades: neighbours of one kind are merged.
 
-    A label is `8 x H100-80GB · FULL_SHARD · amp_bf16 PURE`, and what tells kinds with equal ones apart.
+    A label is `8 x H100-80GB · FULL_SHARD · amp_bf16 PURE`, with details where two kinds would share one.
     """
     bases = [base_label(fact) for fact in facts]
     details = [
@@ -206,8 +206,12 @@ def base_label(fact: Facts) -> str:
         return "since the last save"
     rows = [row.name for row in ACCELERATORS.values() if re.fullmatch(row.pattern, fact["device"] or "")]
     device = rows[0] if len(rows) == 1 else fact["device"] or fact["vendor"]
-    device = "cpu" if fact["vendor"] == "cpu" else device
-    words = [device, fact["sharding"], short_precision(fact["precision"]), fact["sync"]]
+    words = [
+        "cpu" if fact["vendor"] == "cpu" else device,
+        fact["sharding"],
+        short_precision(fact["precision"]),
+        fact["sync"],
+    ]
     return f"{fact['num_devices'] or '?'} x {' · '.join(filter(None, words))}"
 
 

@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import re
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ if TYPE_CHECKING:  # a tenth of a second, for what prints Markdown alone
     from rich.console import Console
 
 from llmfoundry_lite.errors import printable
+
+PIPE_WIDTH = 160
+"""Columns of a line that goes to a file or pipe, where nothing says how wide it may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +28,16 @@ class Table:
     right: Collection[int] | None = None
     """Columns set to the right; None: all but the first."""
     num_keys: int = 1
-    """The first so many columns say which row it is. The others were measured."""
+    """Leading columns that identify a row. The others were measured."""
 
     def is_right(self, column: int) -> bool:
         return column > 0 if self.right is None else column in self.right
 
-    def print(self, console: "Console", *, keeps_words: bool = False, unbroken: Collection[int] | None = None) -> None:
-        """Print the rows without the title.
+    def print(self, console: "Console", unbroken: Collection[int] | None = None) -> None:
+        """Print the rows without the title, in long lines rather than with a word or number cut in two.
 
-        `keeps_words` prefers a long line to a word or number cut in two. With `unbroken`, cells may have several lines,
-        columns stand close together, and those named in it are never folded.
+        With `unbroken`, cells may have several lines, columns stand close together, and those named in it alone are
+        never folded.
         """
         from rich import box
         from rich.console import Console
@@ -49,11 +53,11 @@ class Table:
                 justify="right" if self.is_right(i) else "left",
                 overflow="fold",
                 no_wrap=i in (unbroken or ()),
-                min_width=max(map(len, words), default=0) if keeps_words else None,
+                min_width=max(map(len, words), default=0) if unbroken is None else None,
             )
         for row in self.rows:
             table.add_row(*(Text(printable(cell, keep=keep)) for cell in row))
-        if keeps_words:
+        if unbroken is None:
             # Rich's measure leaves out the padding at the edges.
             least = Console(width=1000).measure(table).minimum + len(self.columns)
             console = console if least <= console.width else Console(width=least, file=console.file, highlight=False)
@@ -76,7 +80,7 @@ class Table:
             if number:
                 console.print()
             columns, *rows = [[cells[i] for i in (0, *block)] for cells in (self.columns, *self.rows)]
-            Table("", columns, rows).print(console, unbroken=block and range(1, len(block) + 1))
+            Table("", columns, rows).print(console, block and range(1, len(block) + 1))
 
     def markdown(self) -> list[str]:
         """Return the lines of a Markdown table, without the title."""
@@ -93,6 +97,13 @@ class Table:
         facts = asdict(self)
         del facts["right"]
         return facts
+
+
+def console() -> "Console":
+    """Return standard output as a console: as wide as its terminal, or PIPE_WIDTH."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def markdown_list(texts: Sequence[str]) -> list[str]:

@@ -20,8 +20,8 @@ SCRIPT = """
 import json, sys
 import llmfoundry_lite as lf
 config = json.loads(sys.argv[1])
-run = lf.train(config, run_folder="runs/two", **{"optimizer.lr": 1e-5})
-found = lf.evaluate("words.yaml", models={"two": run}, results_folder="two")
+run = lf.train(config, run_folder=sys.argv[2] + "/two", **{"optimizer.lr": 1e-5})
+found = lf.evaluate("words.yaml", models={"two": run}, results_folder=sys.argv[2])
 print(run, found["two"].tasks["words/0-shot"]["n"], flush=True)
 """
 
@@ -32,20 +32,20 @@ def settings(here, **changes):
 
 
 def test_ranks_of_a_launcher_train_and_evaluate_one_run(here, tmp_path):
-    """The data of each batch are those of one rank."""
+    """The data of each batch are those of one rank. The examples' folder is left as it was."""
     (tmp_path / "train.py").write_text(SCRIPT)
     two = settings(here, global_train_batch_size=8)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     said = subprocess.run(
-        [*launcher, str(tmp_path / "train.py"), json.dumps(two)],
+        [*launcher, str(tmp_path / "train.py"), json.dumps(two), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=300,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/companions", "OMP_NUM_THREADS": "1"},
     )
     assert said.returncode == 0, said.stderr
-    assert said.stdout.count("<runs/two: batches 1 to 2> 2") == 2
-    assert lf.read_run("runs/two").log.digest == lf.read_run("runs/tiny").log.digest[:2]
+    assert said.stdout.count(f"<{tmp_path}/two: batches 1 to 2> 2") == 2
+    assert lf.read_run(tmp_path / "two").log.digest == lf.read_run("runs/tiny").log.digest[:2]
 
 
 def test_a_program_s_signals_and_process_group_are_as_they_were(here, tmp_path):

@@ -178,7 +178,7 @@ def show(console: Console, *parts: Table | Sequence[str] | str) -> None:
     for part in parts:
         if isinstance(part, Table):
             console.print(f"\n{part.title}", markup=False, style="italic")
-            part.print(console, keeps_words=True)
+            part.print(console)
         elif not isinstance(part, str):
             for note in part:
                 console.print(note, markup=False)
