@@ -20,7 +20,7 @@ import yaml
 
 from benchmarks import Log, last_lines, with_root
 from llmfoundry_lite.errors import UserError
-from llmfoundry_ops.journal import read_legs
+from llmfoundry_ops.journal import read_allocations
 
 INSTRUCTION_SETS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -69,7 +69,7 @@ class Leg:
     seconds_to_restore: float | None = None
     """From the command to the line that names the checkpoint it carries on from; None without one."""
     seconds_to_first_batch: float | None = None
-    """None of a relay's legs, which nobody watches."""
+    """None for a relay's allocations, whose output is not watched."""
     seconds: float
     exit_code: int | None
 
@@ -149,30 +149,30 @@ class Workshop:
 
         Raises UserError with the end of its output when it does not end well.
         """
-        places = {}
+        sites = {}
         for cluster in self.clusters:
             hidden = [f"-u {variable}" for variable in sorted(os.environ.keys() - environment_for(cluster).keys())]
             shown = [f"{variable}={value}" for variable, value in cluster.environment.items()]
             launch = ["env", *hidden, *shown, *command_for(cluster, name, "{arguments}")]
-            places[cluster.letter] = {"launch": " ".join(launch)}
-        relay = {"run": f"runs/{name}", "policy": {"every": f"{every}ba"}, "places": places}
+            sites[cluster.letter] = {"launch": " ".join(launch)}
+        relay = {"run": f"runs/{name}", "policy": {"every": f"{every}ba"}, "sites": sites}
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(relay, sort_keys=False))
         command = [sys.executable, "-m", "llmfoundry_lite", "relay", f"{name}.yaml"]
         environment = with_root(WANDB_MODE="disabled")
         result = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
-        legs = read_legs(self.run_folder(name))
-        if result.returncode != 0 or any(leg.ended not in ("done", "stopped") for leg in legs):
+        allocations = read_allocations(self.run_folder(name))
+        if result.returncode != 0 or any(one.ended not in ("done", "stopped") for one in allocations):
             words = last_lines(result.stdout + result.stderr)
             raise UserError(f"{' '.join(command)}: exit code {result.returncode}\n{words}")
         return [
             Leg(
-                cluster=leg.place,
-                first_batch=leg.from_batch + 1,
-                last_batch=leg.to_batch or 0,
-                seconds=(leg.over or leg.began) - leg.began,
-                exit_code=leg.code,
+                cluster=one.site,
+                first_batch=one.from_batch + 1,
+                last_batch=one.to_batch or 0,
+                seconds=(one.over or one.began) - one.began,
+                exit_code=one.code,
             )
-            for leg in legs
+            for one in allocations
         ]
 
 

@@ -73,13 +73,13 @@ def test_batches_with_local_steps_are_a_span_of_their_own_by_name(tmp_path):
     assert "3-4: local steps, every 100" in (tmp_path / "run/report.md").read_text()
 
 
-def test_a_relay_s_run_names_the_companion_that_tells_of_places(tmp_path, monkeypatch):
+def test_a_relay_s_run_names_the_companion_that_tells_of_sites(tmp_path, monkeypatch):
     where = switching(tmp_path / "run")
     (tmp_path / "run/relay.jsonl").touch()
     monkeypatch.setattr(companions, "find_spec", lambda name: None)
     (facts,) = report([where])["runs"]
     assert facts["relay"] is None
-    assert facts["notes"][-1] == "no places and no legs: relay.jsonl: needs the companion llmfoundry_ops"
+    assert facts["notes"][-1] == "no sites and no allocations: relay.jsonl: needs the companion llmfoundry_ops"
 
 
 def test_names_and_samples_stay_text_in_markdown():

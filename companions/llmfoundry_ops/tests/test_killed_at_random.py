@@ -20,7 +20,7 @@ import yaml
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_ops import processes
-from llmfoundry_ops.journal import read_legs
+from llmfoundry_ops.journal import read_allocations
 from llmfoundry_ops.relay import FOLDER
 from tests.helpers.launch import ROOT, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -48,11 +48,11 @@ class Experiment:
         changes = {"max_duration": f"{num_batches}ba", "save_interval": "5ba", "save_num_checkpoints_to_keep": 3}
         self.config = tiny_config(data, **changes)
         write_config(folder / "run.yaml", self.config)
-        places = {}
+        sites = {}
         for name, overlay in OVERLAYS.items():
             write_config(folder / f"{name}.yaml", {"overlay": "hardware", **overlay})
-            places[name] = {"launch": f"{LAUNCHERS[name]} run.yaml {name}.yaml {{arguments}}", "price": 3600.0}
-        relay = {"run": "runs/tiny", "policy": {"every": f"{every}ba"}, "places": places, "rest": "0.2s"}
+            sites[name] = {"launch": f"{LAUNCHERS[name]} run.yaml {name}.yaml {{arguments}}", "price": 3600.0}
+        relay = {"run": "runs/tiny", "policy": {"every": f"{every}ba"}, "sites": sites, "rest": "0.2s"}
         (folder / "relay.yaml").write_text(yaml.safe_dump(relay))
         self.output = (folder / "relay.txt").open("ab")
         self.relay = self.begin()
@@ -65,10 +65,10 @@ class Experiment:
 
     def of_launch(self) -> list[psutil.Process]:
         """The oldest first: a shell, its launcher, what that has begun."""
-        legs = read_legs(self.run)
-        if not legs or legs[-1].over is not None:
+        allocations = read_allocations(self.run)
+        if not allocations or allocations[-1].over is not None:
             return []
-        return processes.find((self.run / FOLDER / f"{legs[-1].number}.code").resolve())
+        return processes.find((self.run / FOLDER / f"{allocations[-1].number}.code").resolve())
 
     def strike(self, victim: str) -> bool:
         """Whether there was one."""
@@ -103,13 +103,15 @@ class Experiment:
         segments = open_checkpoint(self.run / f"checkpoints/ba{num_batches}").manifest.segments
         assert [segments[0].first_batch, segments[-1].last_batch] == [1, num_batches]
         assert all(b.first_batch == a.last_batch + 1 for a, b in itertools.pairwise(segments))
-        legs = read_legs(self.run)
-        assert all(leg.over is not None for leg in legs) and legs[-1].ended == "done"
+        allocations = read_allocations(self.run)
+        assert all(one.over is not None for one in allocations) and allocations[-1].ended == "done"
         trained = (self.run / "metrics.jsonl").read_bytes().count(b"\n")
         kinds = ", ".join(f"{number} of a {victim}" for victim, number in sorted(self.faults.items()))
-        ends = ", ".join(f"{number} {ended}" for ended, number in sorted(Counter(leg.ended for leg in legs).items()))
+        ends = ", ".join(
+            f"{number} {ended}" for ended, number in sorted(Counter(one.ended for one in allocations).items())
+        )
         return (
-            f"{self.faults.total()} kills ({kinds}), {len(legs)} legs ({ends}): {num_batches} batches, "
+            f"{self.faults.total()} kills ({kinds}), {len(allocations)} allocations ({ends}): {num_batches} batches, "
             f"{trained - num_batches} trained again, all digests equal, losses at most {apart:.1e} nats apart"
         )
 

@@ -15,7 +15,7 @@ import yaml
 from composer.core import Callback
 
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_ops.journal import read_legs
+from llmfoundry_ops.journal import read_allocations
 from tests.helpers.launch import PATHS, ROOT, train
 from tests.helpers.signals import wait_until_told
 from tests.helpers.slurm import NODES, Slurm, SlurmWithQos, needs_slurm, needs_slurmdbd
@@ -225,12 +225,12 @@ def test_a_step_that_is_killed_ends_the_job_and_its_last_save_stands(slurm, fold
 @pytest.mark.long
 def test_a_relay_goes_from_a_partition_that_preempts_to_another(slurm, folder, config, expected):
     write_config(folder / "tiny.yaml", {**config, "callbacks": LEAVE})
-    places = {}
+    sites = {}
     for partition in ("low", "all"):
         words = ("--wait", "--no-requeue", f"--job-name=relay-{partition}", f"--partition={partition}", "--nodes=2")
         launch = " ".join(("sbatch", *words, *ON_A_NODE, SCRIPT, "tiny.yaml", "{arguments}"))
-        places[partition] = {"launch": launch, "leave": f"scancel --signal=USR1 --name=relay-{partition}"}
-    relay = {"run": "runs/tiny", "policy": "on_preemption", "places": places, "rest": "0.1s"}
+        sites[partition] = {"launch": launch, "leave": f"scancel --signal=USR1 --name=relay-{partition}"}
+    relay = {"run": "runs/tiny", "policy": "on_preemption", "sites": sites, "rest": "0.1s"}
     (folder / "relay.yaml").write_text(yaml.safe_dump(relay, sort_keys=False))
     command = [sys.executable, "-m", "llmfoundry_lite", "relay", "relay.yaml"]
     with subprocess.Popen(command, cwd=folder, env=slurm.environment, stdout=subprocess.PIPE, text=True) as process:
@@ -242,7 +242,7 @@ def test_a_relay_goes_from_a_partition_that_preempts_to_another(slurm, folder, c
             process.kill()
     slurm.run("scancel", other)
     assert process.returncode == 0, output
-    assert [(leg.place, leg.ended) for leg in read_legs(folder / "runs/tiny")] == [
+    assert [(one.site, one.ended) for one in read_allocations(folder / "runs/tiny")] == [
         ("low", "preempted"),
         ("all", "done"),
     ]
