@@ -183,7 +183,7 @@ class Shop:
         computing = max(sum(record.get("islands/compute_seconds", 0.0) for record in records) for records in batches)
 
         def waited(record: dict[str, Any]) -> float:
-            return record["islands/exchange_seconds"] + record["islands/verdict_seconds"]
+            return record["islands/exchange_seconds"] + record["islands/decision_seconds"]
 
         rounds = [same for same in zip(*batches, strict=True) if "islands/exchange_seconds" in same[0]]
         exchanges = [min(map(waited, same)) for same in rounds]

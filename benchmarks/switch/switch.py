@@ -486,7 +486,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         found += f"distance of two neighbouring fp32 numbers, {report['band'][-1]:.1e} nats"
     notes = [
         found,
-        f"switched by one relay: {len(report['legs'][SWITCHING])} allocations of `llmfoundry-lite relay {SWITCHING}.yaml`",
+        f"switched by one relay: {len(report['legs'][SWITCHING])} allocations of "
+        f"`llmfoundry-lite relay {SWITCHING}.yaml`",
         f"data: {len(digests)} digests for {batches} batches in all runs together that should have the same",
     ]
     if report["leave_one_out"]:

@@ -326,7 +326,7 @@ class World:
         if self.asked_by is not None and not self.processes:
             return Outcome(EXIT_PREEMPTED)
         codes = [process.code or EXIT_DONE for process in self.processes.values()]
-        code = EXIT_BUG if self.is_server_gone else verdict(codes)
+        code = EXIT_BUG if self.is_server_gone else launch_code(codes)
         if code == EXIT_BUG and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
             return Outcome(EXIT_PREEMPTED, *self._first, was_killed=True)
         return Outcome(code, *self._first)
@@ -356,7 +356,7 @@ class World:
             process.code = message.code
             if message.code != EXIT_DONE:
                 self._blame(describe_end(process.rank, message.code), process.rank)
-                self._end_by = min(self._end_by, now + GRACE_SECONDS[verdict([message.code])])
+                self._end_by = min(self._end_by, now + GRACE_SECONDS[launch_code([message.code])])
         elif ready or self.server_has_ended():
             self.is_server_gone = True
             self._blame("the process that starts the ranks has ended", None)
@@ -393,7 +393,7 @@ def log_of(logs: Path, rank: int) -> Path:
     return logs / f"rank{rank}.txt"
 
 
-def verdict(codes: Iterable[int]) -> int:
+def launch_code(codes: Iterable[int]) -> int:
     """Return the launch's exit code for its ranks' codes; negative ones are signals."""
     known = {code if code in (EXIT_DONE, *GRACE_SECONDS) else EXIT_BUG for code in codes}
     return next((code for code in GRACE_SECONDS if code in known), EXIT_DONE)

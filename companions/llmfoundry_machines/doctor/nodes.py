@@ -243,7 +243,7 @@ def bounce(values: torch.Tensor, begins: bool, other: int, repeats: int) -> tupl
     return min(seconds[1:]), buffer
 
 
-# -------------------------------------------------------------------------------------------------------- verdicts
+# -------------------------------------------------------------------------------------------------------- findings
 
 
 def judge_versions(members: Sequence[Member]) -> Finding:

@@ -18,8 +18,8 @@ from llmfoundry_ops.launcher import (
     Program,
     Restarts,
     World,
+    launch_code,
     make_room_for_logs,
-    verdict,
 )
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, open_channel, receive, send
 from tests.helpers.launch import ROOT
@@ -85,7 +85,7 @@ def launched(tmp_path):
     ],
 )
 def test_a_launch_has_one_exit_code_of_its_ranks(codes, expected):
-    assert verdict(codes) == expected
+    assert launch_code(codes) == expected
 
 
 def test_rank_0_speaks_on_the_screen_and_the_others_into_their_files(launched):
