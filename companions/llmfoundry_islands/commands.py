@@ -21,8 +21,8 @@ def coordinate(
 ) -> None:
     """Decide who trains which rows and which batches count.
 
-    Until Ctrl-C. No tensors pass through here. Islands prove the secret in LLMFOUNDRY_LITE_ISLANDS_TOKEN, and so does
-    this.
+    Runs until Ctrl-C. No tensors pass through it. Islands and coordinator prove to each other that they know the secret
+    in LLMFOUNDRY_LITE_ISLANDS_TOKEN.
     """
     from llmfoundry_islands.coordination.messages import find_token, parse_address
     from llmfoundry_islands.coordination.serve import serve

@@ -70,11 +70,11 @@ class Program(NamedTuple):
     """The program of every rank."""
 
     module: str
-    """Its `main(arguments)`."""
+    """Name of the module whose `main(arguments)` a rank runs."""
     imports: str
     """The module that takes long to import, which the server does once for all ranks."""
     packages: tuple[str, ...] = ()
-    """Packages to import before it, lean."""
+    """Packages to import before that module, by `import_lean`."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Restarts:
     progress: Any
     num_restarts: int = 0
     has_progressed: bool = False
-    """Since the launch began."""
+    """Whether there was progress since the launch began."""
     num_in_vain: int = 0
     failing_since: float | None = None
 
@@ -123,7 +123,7 @@ class Launcher:
     num_ranks: int
     max_restarts: int
     logs: Path
-    """Folder of rank1.txt, rank2.txt, …, of all tries; rank1.before.txt is of the launch before."""
+    """Folder of rank1.txt, rank2.txt, …, which cover all tries; rank1.before.txt is from the launch before."""
     progress: Callable[[], Any] = lambda: None
     """Returns any value that changes with the program's progress."""
     retry_seconds: float = 0.0
@@ -161,7 +161,7 @@ class Launcher:
                 else:
                     number = f"restart {restarts.num_restarts} of {self.max_restarts}"
                     say(f"{outcome.culprit}; {number}{when}, from the newest save")
-                # Where nothing had begun yet, a run that is there already is still to be refused.
+                # If nothing has begun yet, a run that exists already must still be refused.
                 if restarts.num_restarts or restarts.has_progressed:
                     again = ["autoresume=true"]
                 self._ending.sleep(pause)
@@ -257,7 +257,7 @@ class Process:
     heard_at: float
     """Monotonic time of its last sign of life."""
     cpu_seconds: float = 0.0
-    """CPU time that it had used by then."""
+    """CPU time that it had used at its last sign of life."""
     code: int | None = None
     """None: it runs."""
 
@@ -269,9 +269,9 @@ class Outcome:
     culprit: str = ""
     """The first thing that went wrong."""
     rank: int | None = None
-    """The rank that it went wrong on, if there is one."""
+    """The rank on which that went wrong, if it was one."""
     was_killed: bool = False
-    """It was asked to leave and could not, as a frozen rank cannot."""
+    """It was asked to leave and could not, such as a frozen rank."""
 
 
 @dataclass
@@ -363,7 +363,7 @@ class World:
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
-        was_stopped_myself = now - self._looked_at > SILENCE_SECONDS / 2  # Ctrl-Z, and some time later `fg`
+        was_stopped_myself = now - self._looked_at > SILENCE_SECONDS / 2  # by Ctrl-Z, until `fg`
         self._looked_at = now
         for process in self._alive():
             if was_stopped_myself:
@@ -372,10 +372,10 @@ class World:
             if silence < BEAT_SECONDS:
                 continue
             used = cpu_seconds(process.pid)
-            if used > process.cpu_seconds:  # since its last beat; or something long holds the interpreter's lock
+            if used > process.cpu_seconds:  # it computes, though something holds the interpreter's lock
                 process.cpu_seconds, process.heard_at = used, now
             elif silence >= SILENCE_SECONDS and not is_running(process.pid):
-                self.is_server_gone = True  # or it would have told
+                self.is_server_gone = True  # else it would have reported that
                 self._blame("the process that starts the ranks is frozen: it does not tell of one that has ended", None)
                 return
             elif silence >= SILENCE_SECONDS:
@@ -384,7 +384,7 @@ class World:
                 self._end_by = now
 
     def _blame(self, what: str, rank: int | None) -> None:
-        """Note the first fault, which causes the others."""
+        """Note the first fault, which has caused the others."""
         if not self._first[0]:
             self._first = (what, rank)
 

@@ -48,15 +48,15 @@ T = TypeVar("T")
 LOCK, FOLDER = "relay.lock", "relay"
 MAX_REST_SECONDS = 3600.0
 MAX_PAUSE_SECONDS = 300.0
-"""Between looks at a folder that cannot be read or written now."""
+"""Longest pause between looks at a folder that cannot be read or written now."""
 LOOK_SECONDS = 1.0
-"""Between looks at what outlives its launcher."""
+"""Pause between looks at processes that outlive their launcher."""
 KILL_SECONDS = 90.0
 """Time for ranks that have lost their launcher to save and leave."""
 ANSWER_SECONDS = 60.0
 """Time for a site's `leave` or `status`."""
 TAIL_BYTES = 1 << 16
-"""End of a launch's output in which its last line is looked for."""
+"""Bytes at the end of a launch's output that are searched for its last line."""
 NOT_FOUND = (126, 127)
 """A shell's codes for a command that cannot be run, or is not there."""
 PERMANENT_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
@@ -82,7 +82,9 @@ def run(relay: Relay) -> int:
             with runner.locked():
                 return runner.run()
     except GivenUp as error:
-        with contextlib.suppress(OSError, ConfigError):  # by the journal: the checkpoints may be what cannot be read
+        with contextlib.suppress(
+            OSError, ConfigError
+        ):  # reads the journal, since it may be the checkpoints that cannot be read
             if any(one.to_batch or one.from_batch for one in read_allocations(relay.folder)):
                 error.exit_code = EXIT_PREEMPTED
         raise
@@ -335,7 +337,7 @@ class Runner:
             self.ending.sleep(LOOK_SECONDS)
 
     def _wait_for_remote(self, allocation: Allocation, has_asked: bool) -> None:
-        """Wait for a launch on another machine, by its status.json. It may go on though ssh has lost it, or though the
+        """Wait for a launch on another machine, by its status.json. It may go on after ssh has lost it, or after the
         relay was started again elsewhere. One that has not written its status yet may still begin."""
         site, is_mine = self.relay.sites[allocation.site], allocation.host == socket.gethostname()
         may_begin = processes.exit_code(self._code_file(allocation)) is None and (not is_mine or site.leave is not None)
@@ -365,7 +367,7 @@ class Runner:
         if code in NOT_FOUND and any(
             one.site == allocation.site and one.code == EXIT_DONE for one in self._allocations()
         ):
-            ended = FAILED  # it was there: a disk may come back
+            ended = FAILED  # the save existed: its disk may come back
         if reason is None and ended in (FAILED, REFUSED):
             reason = f"exit code {code}: {last_line(tail_of(self._output(allocation)))}"
         batch = self._newest_batch()

@@ -63,12 +63,12 @@ def hold(run: Run, allocation: Allocation, start: float) -> dict[str, Any]:
         "number": allocation.number,
         "site": allocation.site,
         "first_batch": allocation.from_batch + 1,
-        "last_batch": last_batch,  # before the first one if nothing came of it
+        "last_batch": last_batch,  # one before `first_batch` if nothing was trained
         "began_hours": (allocation.began - start) / 3600,
         "hours": hours,
         "training_hours": float(np.nansum(run.log.numbers(SECONDS)[here])) / 3600,
         "cost": None if allocation.price is None else allocation.price * hours,
-        "ended": allocation.ended,  # None: it runs
+        "ended": allocation.ended,  # None: it still runs
         "reason": allocation.reason,
     }
 

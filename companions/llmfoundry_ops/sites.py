@@ -26,9 +26,9 @@ from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
 ARGUMENTS = "{arguments}"
-"""Placeholder for the relay's arguments in a launch command, at whose end a pipe, a comment or ssh may be."""
+"""Placeholder for the relay's arguments in a launch command, which may end with a pipe, a comment or ssh's quote."""
 FAR = ("ssh", "sbatch", "salloc", "sky", "kubectl")
-"""Programs whose end here leaves the run going elsewhere, or takes it down without a save."""
+"""Programs whose end here leaves the run going elsewhere, or ends it without a save."""
 ON_PREEMPTION = "on_preemption"
 
 
@@ -152,7 +152,7 @@ def _problem_of_command(command: str) -> str | None:
         return f"{command!r} is not a shell command: {(lines or ['sh cannot read it'])[0]}"
     is_other = re.compile(r"exec|\w+=[^$`(]*").fullmatch
     program = next((word for word in words_of(command) if not is_other(word)), "")
-    if re.fullmatch(r"[\w./+~:-]+", program):  # others take a shell to tell
+    if re.fullmatch(r"[\w./+~:-]+", program):  # only a shell can tell for others
         known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
         if known.returncode != 0:
             return f"{program}: command not found; install it, or give its path"
@@ -177,5 +177,5 @@ def words_of(command: str) -> list[str]:
     lexer.whitespace_split = True
     try:
         return list(lexer)
-    except ValueError:  # a here-document may have a quote that is none
+    except ValueError:  # a quote in a here-document may be plain text
         return command.split()

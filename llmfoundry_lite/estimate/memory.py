@@ -35,13 +35,13 @@ ROUNDING = 1 / 300
 GATHER_BYTES = 1 << 27
 """Bytes of parameters that ZeRO-1 gathers at a time after a step."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
-"""Numbers for each parameter that it needs during its step; torch's fused AdamW needs none."""
+"""Scratch numbers for each parameter during an optimizer's step; torch's fused AdamW needs none."""
 
 
 def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accelerator | None = None) -> MemoryEstimate:
-    """Estimate a run on devices that are divided so; of a pipeline, its fullest stage.
+    """Estimate one device of a run with this layout; of a pipeline, its fullest stage.
 
-    Without `device` libraries take the most that they do on any.
+    Without `device`, libraries are assumed to take the most that they take on any.
     """
     if layout.pipeline == 1:
         moments = estimate_moments(Portion(config, layout)).values()
@@ -54,14 +54,14 @@ def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accele
 
 
 def as_on_cpu(config: TrainConfig) -> TrainConfig:
-    """Name an attention as a CPU computes it, where no kernel does without a bias; estimates are of GPUs otherwise."""
+    """Name an attention as a CPU computes it, where every kernel needs a bias. Other estimates are for GPUs."""
     return replace(config, model=replace(config.model, attn_config=replace(config.model.attn_config, attn_impl="sdpa")))
 
 
 def estimate_stages(
     config: TrainConfig, layout: Layout, device: Accelerator | None = None
 ) -> list[tuple[list[Stage], MemoryEstimate]]:
-    """Estimate a device of each rank of a pipeline: its stages, and the most while it plays its schedule."""
+    """Estimate each rank of a pipeline. Returns its stages, and its memory at the peak of the schedule."""
     return [
         (stages, _estimate_rank(config, layout, rank, stages, device))
         for rank, stages in enumerate(stages_of(config.model, config.pipeline))
@@ -73,7 +73,7 @@ def _fullest(estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
 
 
 def _add_the_rest(p: Portion, estimate: MemoryEstimate, device: Accelerator | None) -> MemoryEstimate:
-    """Take the optimizer's step if that needs more; add workspaces, token ids and what is small."""
+    """Take the optimizer's step instead if it needs more; add workspaces, token ids and small tensors."""
     share_bytes = estimate.parameters_bytes
     num_owners = p.layout.of_parameters.replicate if p.shares_optimizer else 1
     estimate = replace(estimate, optimizer_bytes=-(-estimate.optimizer_bytes // num_owners))
@@ -98,31 +98,31 @@ def _add_the_rest(p: Portion, estimate: MemoryEstimate, device: Accelerator | No
 
 
 class _Chunk(NamedTuple):
-    """Bytes of one stage of a rank that may have several."""
+    """Bytes of one of a rank's stages."""
 
     kept: int
     """Kept for a microbatch from its forward pass to its backward pass."""
     in_forward: int
-    """More than that, in the forward pass: the loss."""
+    """Needed beside `kept` in the forward pass, for the loss."""
     early: int
-    """More than what is kept, when the backward pass begins."""
+    """Needed beside `kept` when the backward pass begins."""
     late: int
-    """Held for the microbatch when the backward pass ends, without its activations."""
+    """Held for the microbatch at the end of the backward pass, when its activations are freed."""
     apart: int
-    """Kept from the gradient of the inputs to that of the weights, if they are computed apart."""
+    """Kept between the pass for gradients of inputs and the one for weights, if they are separate."""
     gradients: int
-    """Whole, in the type in which they are summed."""
+    """Whole gradients, in the dtype in which they are summed."""
     loose: int
-    """Gradients of the weights, computed apart, until the next backward pass adds them to the sum."""
+    """Gradients from a separate pass for weights, until the next backward pass adds them to the sum."""
     num_blocks: int
 
 
 def _estimate_rank(
     config: TrainConfig, layout: Layout, rank: int, stages: list[Stage], device: Accelerator | None
 ) -> MemoryEstimate:
-    """Estimate a rank of a pipeline. Gradients wait whole for the end of the schedule, and with them the parameters.
+    """Estimate a rank of a pipeline. Gradients and parameters stay whole until the schedule ends.
 
-    There are buffers for what all microbatches send and receive.
+    Send and receive buffers exist for all microbatches.
     """
     pipeline, whole = config.pipeline, Portion(config, layout)
     num_microbatches = -(-whole.device_batch_size // whole.microbatch_size)
@@ -150,7 +150,7 @@ def _estimate_rank(
 
 
 def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> tuple[int, int]:
-    """Return bytes of activations and of gradients at the moment when both together are the most."""
+    """Return bytes of activations and of gradients at the moment when their sum is largest."""
     held = 0
     summed, loose = dict.fromkeys(chunks, 0), dict.fromkeys(chunks, 0)
     peak = 0, 0
@@ -161,8 +161,8 @@ def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> t
             moments = [(held + chunk.in_forward, gradients)]
         elif is_apart and run and kind == "B":
             held += chunk.apart
-            # Block by block, the 16-bit gradients of the weights are added to the sum in fp32 now. If such passes of
-            # a run follow each other, rehearsals still hold as much of them as one pass gives.
+            # Block by block, the 16-bit gradients of the weights are now added to the fp32 sum. If such passes of a run
+            # follow each other, the gradients of one pass stay allocated, as rehearsals show.
             still_there = chunk.loose if summed[run] and not loose[run] else 0
             unsummed = gradients - loose[run] * max(0, chunk.num_blocks - 4) // chunk.num_blocks
             moments = [(held + chunk.early + still_there, unsummed)]
@@ -184,7 +184,7 @@ def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> t
 
 
 def _portion_of(whole: Portion, stages: list[Stage]) -> Portion:
-    """Return the part of a rank, or of a stage."""
+    """Return the portion of the model in these stages: a rank's, or only one."""
     model, is_first, is_last = whole.model, stages[0].is_first, stages[-1].is_last
     part = replace(
         model,
@@ -197,7 +197,7 @@ def _portion_of(whole: Portion, stages: list[Stage]) -> Portion:
 
 
 def _copies_bytes(portion: Portion) -> int:
-    """Count bytes of `unsharded_bytes` in the loss that one microbatch's forward pass has cast."""
+    """Count those of the loss's `unsharded_bytes` that the forward pass of one microbatch has cast."""
     return autocast_copies(portion) if portion.has_fsdp else estimate_moments(portion)["in_loss"].unsharded_bytes
 
 
@@ -216,10 +216,10 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
     sent_bytes, hidden_bytes = _sent_bytes(p), p.num_tokens * d * p.stream_bytes
     kept_bytes = in_loss.activations_bytes
     if not stage.is_first and (p.fsdp.activation_checkpointing or model.norm_type.startswith("low_precision_")):
-        kept_bytes -= sent_bytes  # its input is in the buffer that has received it
+        kept_bytes -= sent_bytes  # the input stays in its receive buffer
     if not stage.is_last:
         kept_bytes -= hidden_bytes  # no last norm, but what is sent
-    # Autograd keeps each microbatch's copies in 16 bits.
+    # Autograd keeps the 16-bit copies of each microbatch.
     kept_bytes += _copies_bytes(p)
     late_bytes = at_end.activations_bytes
     # Gradients of inputs wait here until they are sent.
@@ -229,7 +229,7 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
         loss_bytes = p.embedding * FP32_BYTES + hidden_bytes
         in_forward_bytes += in_loss.logits_bytes - loss_bytes
         kept_bytes += loss_bytes
-        # Its gradient is scaled, and computed with; if that runs twice, not in its place.
+        # The embedding's gradient is scaled in place, unless the backward pass is apart and needs it twice.
         early_bytes = max(early_bytes - loss_bytes, p.embedding * FP32_BYTES * is_apart)
         early_bytes += moments["at_first_block"].logits_bytes
     if stage.is_first:
@@ -239,7 +239,7 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
         # The outputs of products and norms.
         width = (p.num_up * model.ffn_dim + model.q_dim + 2 * model.kv_dim) // p.layout.tensor
         apart_bytes = model.n_layers * (hidden_bytes // d * width + 4 * sent_bytes)
-        if not stage.is_first:  # of the microbatch before, until Python has forgotten it
+        if not stage.is_first:  # the microbatch before, until Python frees it
             early_bytes += apart_bytes // model.n_layers
         if p.has_fsdp and not p.is_fp32:
             loose_bytes = in_loss.gradients_bytes // 2

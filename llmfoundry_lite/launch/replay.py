@@ -51,7 +51,7 @@ MAX_BAND = {"fp32": 1e-4}
 """Precision -> largest relative difference of a loss that other kernels explain."""
 MAX_BAND_16_BITS = 1e-2
 NORM_FACTOR = 10
-"""The norm of a gradient may differ by this times as much."""
+"""The norm of a gradient may differ this many times as much as a loss."""
 MAX_RATE_DIFFERENCE = 1e-9
 
 
@@ -61,7 +61,7 @@ class ReplayPlan:
 
     where: str
     config: dict[str, Any]
-    """The run's, as it trained these batches."""
+    """The run's configuration while it trained these batches."""
     start: Checkpoint | None
     """None: the replay starts at batch 1, from the seed."""
     first_batch: int
@@ -84,7 +84,7 @@ class Misfit(NamedTuple):
     def relative(self) -> float:
         """Return the relative difference of two numbers; infinite for anything else."""
         there, here = number_of(self.there), number_of(self.here)
-        if there is None or here is None or there == here:  # the last: as numbers that fp32 holds
+        if there is None or here is None or there == here:  # the last: equal as fp32
             return float("inf")
         return abs(there - here) / max(abs(there), abs(here))
 
@@ -268,7 +268,7 @@ def _check_tokenizer(plan: ReplayPlan, config: TrainConfig) -> None:
 
 
 def for_a_replay(error: UserError) -> UserError:
-    """Replace advice to prepare data again or to change the run by what a replay takes."""
+    """Replace advice to prepare data again or to change the run by advice that a replay can follow."""
     text = str(error)
     if not isinstance(error, DataError) and not text.startswith("model.vocab_size"):
         return error

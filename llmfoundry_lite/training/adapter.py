@@ -48,7 +48,7 @@ class LanguageModel(ComposerModel):
         self.separator_begins = separator_begins
         """The separator is a document's first token instead."""
         self.by_rows = by_rows
-        """Each row of a training batch that has a loss has the same weight, not each token. It counts as full."""
+        """In training, each row that has a loss has the same weight, that of a full row, instead of each token."""
         self.drop_seed: int | None = None
         """Seed of this batch's dropout, where the residual stream is dropped."""
         self.sums: ExactSums | None = None
@@ -86,8 +86,8 @@ class LanguageModel(ComposerModel):
         return row_keys(tokens_bt, self.drop_seed) if self.training and self.drop_seed is not None else None
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the sum of the loss in nats, and the number of tokens it is the sum over. Ranks that divide the
-        samples each return their part times their number: the mean is the samples' loss."""
+        """Return the sum of the loss in nats, and the number of tokens it is the sum over. Each of n ranks that divide
+        the samples returns n times its part, so that the mean over them is the samples' loss."""
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
         num_tokens = (labels_bt != IGNORED).sum()
@@ -128,8 +128,8 @@ class LanguageModel(ComposerModel):
 
 
 class PipelinedLanguageModel(LanguageModel):
-    """The stages of a pipeline that this rank has, from a companion's builder of `pp_config`. Losses are where the last
-    stage is, 0 elsewhere."""
+    """The stages of a pipeline that this rank has, from a companion's builder of `pp_config`. Only the rank of the last
+    stage has losses; others have 0."""
 
     def __init__(self, model: Any, *arguments: Any, **options: Any):
         super().__init__(model, *arguments, **options)
@@ -158,7 +158,7 @@ class PipelinedLanguageModel(LanguageModel):
 
     def train_on(self, batch: dict[str, torch.Tensor], num_samples: int, share: float) -> torch.Tensor:
         """Add up the gradient of a batch, in m microbatches of so many samples. Returns their weighted losses: [m], or
-        [0] where the last stage is not.
+        [0] without the last stage.
 
         `share` is what a data rank has of the global batch on average, in tokens with a loss or in samples. A batch
         that is too small for a number of microbatches that the schedule takes is filled up with rows of padding.

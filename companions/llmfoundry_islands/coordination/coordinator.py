@@ -39,7 +39,7 @@ MAX_SILENCES = 2
 SECONDS_TO_BE_WHOLE = 30.0
 """Time between the first and the last hello of an island. A later rank counts as frozen."""
 MAX_TRIED = 10
-"""Where all islands together cannot divide a batch, every combination of so many of the fastest is tried."""
+"""If all islands together cannot divide a batch, every combination of this many of the fastest is tried."""
 MAX_PAST = 1000
 """Ended launches that are remembered."""
 MAX_TICK_SECONDS = 1.0
@@ -217,7 +217,7 @@ class Coordinator:
         self.ticked_at = now
         for island in list(self.islands.values()):
             if self.islands.get(island.name) is not island:
-                continue  # the loss of one before has ended it too
+                continue  # the loss of an island before it has ended it too
             silent = [rank for rank, time in island.received_at.items() if now - time > self.silence_seconds]
             if silent:
                 self._evict(island.name, f"rank {silent[0]} of {island.name} is silent")
@@ -230,7 +230,7 @@ class Coordinator:
 
     def _prepare(self, island: Island, message: Message, now: float) -> None:
         if island.name not in self.members or message["epoch"] != self.epoch:
-            return  # of an earlier view
+            return  # a report of an earlier view
         if message["batch"] != self.batch:
             raise BadMessageError(f"{island.name} prepares batch {message['batch']}, not {self.batch}")
         island.prepared = message
@@ -290,7 +290,7 @@ class Coordinator:
     def _next_view(self, drifted: list[str]) -> tuple[Message | None, list[str]]:
         """Return the view from the next batch on, None if it stays; and members left out to make a batch divisible.
 
-        Leaving islands go, waiting ones come in, rows move. Drifted islands get the leader's state like joiners.
+        Leaving islands go, waiting ones join, and rows may move. Drifted islands get the leader's state, as joiners do.
         """
         staying = [name for name in self.members if not self.islands[name].is_leaving]
         if not staying:
@@ -437,7 +437,7 @@ class Coordinator:
         tried = sorted(members, key=lambda name: -rates[name])[:MAX_TRIED]
         choices = [choice for count in range(1, len(tried) + 1) for choice in combinations(tried, count)]
         choices.sort(key=lambda c: (any(self.islands[n].has_state for n in c), sum(rates[n] for n in c)), reverse=True)
-        return sorted(next(choice for choice in choices if self._can_divide(choice)))  # each island can alone
+        return sorted(next(choice for choice in choices if self._can_divide(choice)))  # each island can divide it alone
 
     def _can_divide(self, names: Sequence[str]) -> bool:
         return not self._why_not(names)
@@ -459,7 +459,7 @@ class Coordinator:
         return {one.name: _pace(one.facts, rate) for one, rate in paces}
 
     def _links(self) -> dict[str, float]:
-        """Return the rates of the members' links; alike until all are measured."""
+        """Return the rates of the members' links; all equal until all are measured."""
         rates = {name: self.islands[name].link.value for name in self.members}
         return {name: rate if rate and all(rates.values()) else 1.0 for name, rate in rates.items()}
 
@@ -476,7 +476,7 @@ class Coordinator:
                 one.link.add(float(one.prepared["link"]))
 
     def _check_for_stall(self, now: float) -> None:
-        """Fail the batch if all members exchange and no byte moves: a link is dead, its two ends are not."""
+        """Fail the batch if all members exchange and no byte moves: a link is dead while both its ends live."""
         reports = [report for name in self.members for report in self.islands[name].phases.values()]
         size = sum(self.islands[name].size for name in self.members)
         phases = {phase for phase, _ in reports}

@@ -78,7 +78,7 @@ class Islands(Partners):
         self.summing: Summing | None = None
         """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""
         self.num_bytes = 0
-        """Sent and received by this island for the last batch."""
+        """Bytes sent and received by this island for the last batch."""
         self.weights = ""
         """Digest of the weights if this batch compares them; else empty."""
         self.tokens_elsewhere = 0
@@ -168,7 +168,7 @@ class Islands(Partners):
             decision = self.member.receive_decision()
             if isinstance(decision, Lost):
                 decision = {"kind": "lost", "lost": list(decision)}
-        # A loss or norm may be no finite number.
+        # A loss or norm may not be finite.
         decision = decode_value(broadcast_json(encode_value(decision)))
         return Lost(*decision["lost"]) if decision["kind"] == "lost" else decision
 
@@ -278,8 +278,8 @@ class Islands(Partners):
     # -------------------------------------------------------------------------------------------------- the batch
 
     def begin_batch(self) -> None:
-        """Start the clock of this island's pace, which excludes an evaluation or a save before the batch. Await other
-        islands' gradients."""
+        """Start the clock of this island's pace, which excludes an evaluation or a save before the batch. Then wait for
+        other islands' gradients."""
         self.began_at = now()
         self.weight = self.run.counts.weight(by_tokens=self.by_tokens)
         label, self.num_bytes_before = self.run.batch * LABELS_PER_BATCH, self.exchange.num_bytes
@@ -419,7 +419,7 @@ class Islands(Partners):
 
 
 def now() -> float:
-    """Return the time after the device has finished: an island's rows follow from its speed."""
+    """Return the time after the device has finished, from which an island's speed and so its rows follow."""
     devices.finish()
     return time.monotonic()
 

@@ -53,7 +53,7 @@ class LocalIslands(Islands):
         self.is_whole = not self.streams
         """This round ends with an exchange of all weights, for which nothing leaves early."""
         self.is_alike = True
-        """The last outer step was one of all weights."""
+        """The last outer step was of all weights."""
         self.round = Round()
         self.round_batch_indices: dict[str, range] = {}
         """Rows of all islands until the round ends."""
@@ -70,7 +70,7 @@ class LocalIslands(Islands):
         self.num_lost_samples = self.num_samples_again = 0
 
     def enter(self, run: RunHandle) -> None:
-        """Also raises ConfigError for more fragments than parameters."""
+        """Join the run as `Islands.enter` does. Also raises ConfigError for more fragments than parameters."""
         super().enter(run)
         self.outer.take_over()
         self._begin_round()
@@ -174,7 +174,7 @@ class LocalIslands(Islands):
         """Exchange changes until the coordinator commits the round, and take the outer step."""
         began_at = time.monotonic()
         if is_whole and self.departure is not None:  # the run ends: what travels is in the whole change, too
-            self.member.phase = "exchange"  # or nobody would find that its link is dead
+            self.member.phase = "exchange"  # else nobody would notice that its link is dead
             self.departure.swap.wait()
             self.departure = None
         departure = self.departure or self._depart(is_whole=is_whole)
@@ -264,7 +264,7 @@ class LocalIslands(Islands):
             self.outer.show_momentum()
         self.lost = self._begin_next_view()
         if self.lost is None and self.next_view is None and decision["next"] and self.name in self.view.joiners:
-            self.outer.take_over()  # its weights had drifted
+            self.outer.take_over()  # this island's weights had drifted
         batch_indices = self.round_batch_indices
         self._begin_round()
         self._share_lost(batch_indices, trained, steps)
@@ -309,7 +309,7 @@ class LocalIslands(Islands):
         decision = self._next_decision()
         while not isinstance(decision, Lost):
             if decision["kind"] == "view":
-                self.view = View.of(decision)  # for its leader
+                self.view = View.of(decision)  # `leader` may have changed
             decision = self._next_decision()
         self._end_alone(decision)
 

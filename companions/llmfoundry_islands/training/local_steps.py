@@ -34,7 +34,7 @@ class Round:
     loss_sum: float = 0.0
     """Losses of the batches, each times its weight."""
     again: int = 0
-    """Samples that the round before has lost."""
+    """Samples that the round before had lost, trained again."""
     seconds: float = 0.0
     """Time of computing."""
 
@@ -86,7 +86,7 @@ class Again(NamedTuple):
 
     batch_indices: Sequence[int] = ()
     back: int = 0
-    """So many batches ago."""
+    """How many batches ago."""
 
 
 def share_lost(
