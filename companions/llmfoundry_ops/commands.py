@@ -27,7 +27,7 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
 
 
 def relay_command(
-    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="The run, its sites, and when it moves.")],
+    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="Read the run, its sites, and when it moves.")],
 ) -> None:
     """Move a run between sites until it is done. It moves every so many batches, or when a site preempts it.
 
