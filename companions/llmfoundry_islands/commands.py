@@ -17,9 +17,7 @@ def coordinate(
     listen: Annotated[str, typer.Option(help="Listen for islands at host:port.")] = "127.0.0.1:7070",
     num_islands: Annotated[int, typer.Option("--islands", min=1, help="Begin when so many islands are here.")] = 2,
     until_alone: Annotated[bool, typer.Option("--until-alone", help="End when no island is left.")] = False,
-    silence: Annotated[
-        float, typer.Option(min=1.0, help="Leave out an island that is silent for so many seconds.")
-    ] = 4.0,
+    silence: Annotated[float, typer.Option(min=1.0, help="Leave out islands silent for so many seconds.")] = 4.0,
 ) -> None:
     """Decide who trains which rows and which batches count.
 

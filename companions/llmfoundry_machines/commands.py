@@ -91,7 +91,7 @@ def bench_compare(
 def bench_profile(
     arguments: Annotated[
         list[str],
-        typer.Argument(help="Read traces of callbacks.profiler, or run RUN.yaml [HARDWARE.yaml] [key=value ...]."),
+        typer.Argument(help="Read callbacks.profiler's traces, or run RUN.yaml [HARDWARE.yaml] [key=value]."),
     ],
     num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Start a run on so many ranks.")] = 1,
     active: Annotated[int, typer.Option(min=1, help="Trace so many batches of a run.")] = 3,
@@ -140,9 +140,7 @@ def bench_block(
 
 @bench.command("seqlen")
 def bench_seqlen(
-    lengths: Annotated[
-        str, typer.Option(help="Measure these numbers of tokens in a sample, with commas.")
-    ] = "1024,2048,4096,8192,16384,65536",
+    lengths: Annotated[str, typer.Option(help="Measure these lengths, in tokens.")] = "1024,2048,4096,8192,16384,65536",
     dtypes: LayerDtypes = "bf16",
     batch_size: Annotated[int, typer.Option(min=1, help="Set the samples.")] = 1,
     attention: LayerAttention = "",
@@ -201,9 +199,7 @@ def bench_accumulation(
 
 @bench.command("memory")
 def bench_memory(
-    models: Annotated[
-        str, typer.Option(help="Measure these training runs, by name, with commas.")
-    ] = "mpt-125m,mpt-350m,mpt-1b",
+    models: Annotated[str, typer.Option(help="Measure these training runs, by name.")] = "mpt-125m,mpt-350m,mpt-1b",
     minutes: Minutes = 3,
     most: Annotated[int, typer.Option(min=1, help="Set the most samples in a microbatch.")] = 8,
     out: Annotated[Path | None, out_folder("Also write memory.json and .md to this folder.")] = None,
@@ -222,15 +218,9 @@ def doctor_command(
     context: typer.Context,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings there too, for fleets.")] = None,
     folder: Annotated[Path, typer.Option(help="Check the folder where checkpoints will go.")] = Path("."),
-    num_ranks: Annotated[
-        int | None, typer.Option(min=1, help="Run collectives on so many ranks [one per device; CPU: 2].")
-    ] = None,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Check this machine and not its links, in a launch too.")
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure less of everything: under 10 s without a GPU.")
-    ] = False,
+    num_ranks: Annotated[int | None, typer.Option(min=1, help="Run so many ranks [one per device; CPU: 2].")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Check this machine alone, in a launch too.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure less: under 10 s without a GPU.")] = False,
 ) -> None:
     """Check this machine before a run is trusted to it. Exit code 2 when something failed.
 

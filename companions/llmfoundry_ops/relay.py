@@ -82,9 +82,7 @@ def run(relay: Relay) -> int:
             with runner.locked():
                 return runner.run()
     except GivenUp as error:
-        with contextlib.suppress(
-            OSError, ConfigError
-        ):  # reads the journal, since it may be the checkpoints that cannot be read
+        with contextlib.suppress(OSError, ConfigError):  # by the journal, as checkpoints may be unreadable
             if any(one.to_batch or one.from_batch for one in read_allocations(relay.folder)):
                 error.exit_code = EXIT_PREEMPTED
         raise

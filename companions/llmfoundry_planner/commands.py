@@ -29,53 +29,31 @@ class PlanOptions:
     hardware: Annotated[
         str, typer.Option(help="Name the device: h100, a100-40gb, mi250, …; several, h100,mi300x, make one table.")
     ] = ""
-    devices: Annotated[
-        str, typer.Option(help="Set the devices in all nodes; several counts, 64,128, make one table.")
-    ] = ""
-    check: Annotated[
-        str | None, typer.Option(help="Compare a finished run's rates with the predicted ones instead.")
-    ] = None
+    devices: Annotated[str, typer.Option(help="Set the devices of all nodes; several, 64,128, make one table.")] = ""
+    check: Annotated[str | None, typer.Option(help="Compare a finished run's rates with the predicted.")] = None
     per_node: Annotated[int | None, typer.Option(min=1, help="Set the devices of a node [as it is sold].")] = None
-    link: Annotated[
-        float | None, typer.Option(min=0.001, help="Set GB/s of a device to others of its node [as sold].")
-    ] = None
-    adapter: Annotated[float | None, typer.Option(min=0.001, help="Set Gbit/s of a node to other nodes [as sold].")] = (
-        None
-    )
+    link: Annotated[float | None, typer.Option(min=0.001, help="Set a device's GB/s within its node [as sold].")] = None
+    adapter: Annotated[float | None, typer.Option(min=0.001, help="Set a node's Gbit/s to others [as sold].")] = None
     efficiency: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1, help="Set the share of the peak that matrix products reach [fitted]."),
+        float | None, typer.Option(min=0.01, max=1, help="Set the peak's share that matrix products reach [fitted].")
     ] = None
     calibrate: Annotated[
         str,
-        typer.Option(
-            help="Use reports measured on such devices: mfu.json,scaling.json of `bench`, of `doctor --json`."
-        ),
+        typer.Option(help="Use reports from such devices: mfu.json,scaling.json of `bench`, of `doctor --json`."),
     ] = ""
-    pipeline: Annotated[
-        int | None, typer.Option(min=1, help="Set the stages of a pipeline [the run's, else searched].")
-    ] = None
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Set the stages [the run's, else searched].")] = None
     schedule: Annotated[
         str | None, typer.Option(help="Choose, with --pipeline, gpipe, 1f1b, interleaved, zero_bubble or zbv [1f1b].")
     ] = None
-    virtual: Annotated[
-        int | None, typer.Option(min=1, help="Set, with --pipeline, the runs of blocks on a device.")
-    ] = None
+    virtual: Annotated[int | None, typer.Option(min=1, help="Set a device's runs of blocks, with --pipeline.")] = None
     tokens: Annotated[float | None, typer.Option(min=1, help="Set the tokens of the run [its max_duration].")] = None
-    price: Annotated[
-        float | None, typer.Option(min=0, help="Add the cost, at these dollars for a device and hour.")
-    ] = None
+    price: Annotated[float | None, typer.Option(min=0, help="Add the cost, at these dollars a device-hour.")] = None
     mtbf: Annotated[float | None, typer.Option(min=1, help="Set the device-hours between failures [50000].")] = None
     stall: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Set the seconds that a save holds training up, as `report` measures them."),
+        float | None, typer.Option(min=0.001, help="Set the seconds that a save stalls training, as in `report`.")
     ] = None
-    join: Annotated[str | None, typer.Option(help="Add a second cluster that trains along, as HARDWARE:DEVICES.")] = (
-        None
-    )
-    wan: Annotated[
-        float | None, typer.Option(min=0.001, help="Set, with --join, Gbit/s between the clusters [10].")
-    ] = None
+    join: Annotated[str | None, typer.Option(help="Add a second cluster, HARDWARE:DEVICES.")] = None
+    wan: Annotated[float | None, typer.Option(min=0.001, help="Set the clusters' Gbit/s, with --join [10].")] = None
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="Set a batch's samples for each device [the run's batch, whatever the devices]."),
@@ -213,9 +191,7 @@ def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int]
 
 def fabric_command(
     nodes: Annotated[int, typer.Option(min=1, help="Set the number of machines with devices.")],
-    storage: Annotated[
-        int, typer.Option(min=0, help="Set the number of storage servers; each has an adapter in every zone.")
-    ] = 0,
+    storage: Annotated[int, typer.Option(min=0, help="Add storage servers, with an adapter in every zone.")] = 0,
     per_node: Annotated[int, typer.Option(min=1, help="Set the devices of a node.")] = 8,
     ports: Annotated[int, typer.Option(min=4, help="Set the ports of a switch.")] = 40,
     zones: Annotated[int, typer.Option(min=1, help="Set the number of fat trees, joined by a switch each.")] = 2,
@@ -223,8 +199,7 @@ def fabric_command(
     switch_watts: Annotated[float | None, typer.Option(min=0, help="Set the watts that a switch draws.")] = None,
     message: Annotated[float, typer.Option(min=1, help="Set the MiB of an all-reduce.")] = 186,
 ) -> None:
-    """Count switches, price and power of a cluster's network. Also tells what an all-reduce can reach. All by
-    arithmetic."""
+    """Count switches, price and power of a cluster's network. Computes an all-reduce's limit too."""
     from llmfoundry_lite.errors import ConfigError
     from llmfoundry_lite.hardware import MIB
     from llmfoundry_planner.plan.fabric import describe
@@ -260,8 +235,7 @@ def rehearse_command(
         bool, typer.Option("--all-kinds", help="Rehearse the first and the last rank of each stage, in turn.")
     ] = False,
     batches: Annotated[
-        int,
-        typer.Option(min=2, help="Measure the memory of so many; the optimizer's state is there from the second on."),
+        int, typer.Option(min=2, help="Measure so many; the optimizer's state is there from the second on.")
     ] = 2,
     searches: Annotated[
         bool, typer.Option("--search", help="Find, by rehearsing, the largest microbatch that fits.")

@@ -43,8 +43,7 @@ class Leases:
 
     def acquire(self, *, at_least: int, steal_from_live_writer: bool = False) -> Lease:
         """Claim the next number. Raises CheckpointError if the holder still runs on this machine, unless the lease is
-        to be stolen; OSError if the disk fails. Only this creates the folder: if it is missing later, it has
-        vanished."""
+        to be stolen; OSError of the disk. Only this creates the folder: if it is missing later, it has vanished."""
         holder = self.holder()
         if holder is not None and not steal_from_live_writer and is_other_live_process(holder.owner):
             raise CheckpointError(

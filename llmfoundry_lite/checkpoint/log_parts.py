@@ -50,10 +50,8 @@ def _read_part(folder: Folder, part: LogPart) -> bytes:
 
 
 def write_log(store: CheckpointStore, save_id: str, content: bytes, before: tuple[LogPart, ...]) -> tuple[LogPart, ...]:
-    """Write the end of `content` that the parts `before` lack, and return all parts. Raises OSError.
-
-    A new part absorbs the parts before it that are no longer than itself, so a million lines take at most twenty parts.
-    """
+    """Write the end of `content` that the parts `before` lack, and return all parts. Raises OSError. A new part absorbs
+    those before it that are no longer than itself, so a million lines take at most twenty."""
     kept: list[LogPart] = []
     end = 0
     for part in before:

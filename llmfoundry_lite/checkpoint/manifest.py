@@ -76,8 +76,8 @@ class Segment:
     precision: str | None = None
     attention: str | None = None
     reduction: str | None = None
-    """When gradients are summed over devices: `each microbatch` or `each batch`. `each batch, exactly` means exact
-    sums, for which the moment does not matter."""
+    """When devices sum gradients: `each microbatch`, `each batch` or, for exact sums at any time, `each batch,
+    exactly`."""
     compile_config: dict[str, Any] | None = None
     """None: not compiled."""
     num_threads: int | None = None

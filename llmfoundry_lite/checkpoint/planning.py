@@ -228,11 +228,9 @@ def in_row_order(sharding: Sharding, runs: Runs, num_rows: int) -> Sharding:
 
 
 def cut_order(mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], dim: int) -> list[int]:
-    """Return the mesh dimensions that cut a dimension of a tensor, in the order in which they cut.
-
-    They cut from left to right, but a strided one cuts after those to its right that together cut as many ways as its
-    factor says. FSDP2 over tensor parallelism makes such placements.
-    """
+    """Return the mesh dimensions that cut a tensor's dimension, in the order in which they cut: from left to right. But
+    a strided one cuts after those to its right that together cut as many ways as its factor says. FSDP2 over tensor
+    parallelism makes such placements."""
     order: list[int] = []
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]

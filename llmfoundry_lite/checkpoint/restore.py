@@ -136,10 +136,8 @@ def _load_together(
 
 
 def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
-    """Return this rank's error or, on a rank 0 that has none, its decision on files that others could not read.
-
-    Rank 0 verifies such files itself: either the checkpoint is at fault, or that rank's node, which is named.
-    """
+    """Return this rank's error or, on a rank 0 that has none, its decision on files that others could not read. It
+    verifies them itself: either the checkpoint is at fault, or that rank's node, which is named."""
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.all_reduce_max([int(is_unsound)])):
         return error

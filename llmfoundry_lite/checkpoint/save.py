@@ -118,8 +118,8 @@ class Saver:
         """Whether rank 0 has one; the same on all ranks."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[LogPart, ...] = ()
-        """On rank 0: the parts of the last save's log; before the first save, those of the checkpoint in this store
-        that the run carries on from."""
+        """On rank 0: the last save's log; at first that of the checkpoint in this store that the run carries on
+        from."""
         self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._signature: Any = None
@@ -363,10 +363,8 @@ def file_name(rank: int) -> str:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is nan or infinite, in one pass without a copy.
-
-    The sum shows either, in half the time of minimum and maximum. These decide where the sum may have overflowed.
-    """
+    """Return whether no value is nan or infinite, in one pass without a copy. The sum shows either, in half the time of
+    minimum and maximum. These decide where the sum may have overflowed."""
     if not tensor.is_floating_point():
         return True
     if tensor.element_size() == 1:

@@ -292,8 +292,7 @@ def write_optimizer(
 
 
 def _write_number(slot: str, number: Mapping[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """Return a slot's number. As in Optimizer.load_state_dict, only fused or capturable ones have `step` on the
-    device."""
+    """Return a slot's number; `step` is on the device for fused or capturable optimizers only, as torch does."""
     if "dtype" not in number:
         return number["value"]
     on_device = slot != "step" or group.get("fused") or group.get("capturable")

@@ -112,13 +112,8 @@ class SampleOrder:
         for sizes in self.shard_sizes_per_stream:
             digest.update(np.array([len(sizes)], "<i8").tobytes())
             digest.update(np.asarray(sizes, "<i8").tobytes())
-        settings = [
-            self.batch_size,
-            self.seed,
-            self.shuffle,
-            self.drop_last,
-            self.window_samples if self.shuffle else 0,
-        ]
+        window_samples = self.window_samples if self.shuffle else 0
+        settings = [self.batch_size, self.seed, self.shuffle, self.drop_last, window_samples]
         digest.update(np.array([*self.choose_per_stream, *settings], "<i8").tobytes())
         return digest.hexdigest()
 
@@ -241,11 +236,9 @@ def share_of_worker(
     torch's DataLoader takes batches from its workers in turn, beginning with worker 0; hence the stride.
     """
     assert order.batch_size % world_size == 0
-    num_per_rank = order.batch_size // world_size
-    batch_indices = range(rank * num_per_rank, (rank + 1) * num_per_rank)
-    return batch_indices, range(
-        first_batch + worker, order.num_batches if num_batches is None else num_batches, num_workers
-    )
+    size = order.batch_size // world_size
+    steps = range(first_batch + worker, order.num_batches if num_batches is None else num_batches, num_workers)
+    return range(rank * size, (rank + 1) * size), steps
 
 
 def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array, Int64Array]:

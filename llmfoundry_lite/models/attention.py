@@ -34,9 +34,8 @@ FLEX_BLOCK = 128
 """Queries or keys in a block of FlexAttention's mask (torch's default)."""
 
 FLEX_SHAPES = 64
-"""Limit of compiled shapes. torch compiles a dimension of size 1 separately, and one that has changed for any size.
-That concerns rows, queries, keys and their blocks, with and without a gradient. `auto`, an evaluation and decoding
-reached 9."""
+"""Limit of compiled shapes. torch compiles apart a size of 1, and for any size what has changed: rows, queries, keys,
+their blocks, with and without a gradient. `auto`, an evaluation and decoding reached 9."""
 
 FLASH_HEAD_DIM = 256
 """The widest head that flash-attn's kernels support, by its README."""

@@ -38,8 +38,7 @@ class ExactSums:
         module.register_forward_pre_hook(self._prepare)
 
     def begin(self, parameters: Iterable[nn.Parameter], num_microbatches: int) -> None:
-        """Begin a batch of `num_microbatches` over all ranks. Parameters, which have no gradients, accept float64
-        ones."""
+        """Begin a batch of `num_microbatches` over all ranks: parameters without a gradient accept one in float64."""
         self._largest = []
         self.largest_element = min(SHIFT / 3, LARGEST_SUM / max(num_microbatches, 1))
         for parameter in parameters:

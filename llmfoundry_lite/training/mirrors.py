@@ -26,8 +26,7 @@ FOUNDRY_NAMES = {
     "time/remaining_seconds": ("time/remaining_estimate", 3600),
     "eval/loss": ("metrics/eval/LanguageCrossEntropy", 1),
 }
-"""Our name of a metric -> LLM Foundry's, and how many of our units make one of its. Other metrics have the same
-name."""
+"""Our name of a metric -> LLM Foundry's, and how many of our units make one of its. Others have one name."""
 OPTIMIZERS = {"decoupled_adamw": "DecoupledAdamW", "decoupled_lionw": "DecoupledLionW"}
 
 
@@ -116,8 +115,7 @@ class ProgressBar(Mirror):
 
 
 class TensorboardMirror(Mirror):
-    """TensorBoard's files, with every step once: a launch voids what an earlier one wrote for batches that it trains
-    again."""
+    """TensorBoard, every step once: a launch voids what an earlier one wrote for batches that it trains again."""
 
     def __init__(self, config: TensorboardConfig, run_folder: Path):
         self.folder = config.log_dir or str(run_folder / "tensorboard")
@@ -180,9 +178,9 @@ class WandbMirror(Mirror):
         self.lost: list[Record] = []
 
     def begin(self, log: Path, missed: list[Record]) -> None:
-        """Find the records that wandb lacks. Online, the server knows its next step. Offline, each launch's files begin
-        with all that this machine has logged; another machine's files have what was trained there. `wandb sync` takes
-        each step once."""
+        """Find the records that wandb lacks. A server knows its next step. Offline, a launch's files begin with all
+        that this machine has logged; another machine's have what was trained there. `wandb sync` takes each step
+        once."""
         self.last_step = self.run.step - 1
         elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
         records = (record for _, record in read_lines(log.read_bytes() if log.exists() else b""))

@@ -299,8 +299,8 @@ REPORT: Fields = {
 }
 """Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
 gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell.
-`again`: samples that were lost and trained again. `asks_for_whole`: the island has to save, so the next exchange should
-be of all weights."""
+`again`: lost samples that it trained. `asks_for_whole`: it has to save, so the next exchange should be of all
+weights."""
 TENSORS: Fields = {"kinds": dict_of(list_of(is_text)), "optimizer": is_tree}
 OTHERS: Fields = {"scalars": is_tree, "segments": lambda value: isinstance(value, list) and is_tree(value)}
 STATE: Fields = {"epoch": is_count, "state": record({**TENSORS, **OTHERS})}

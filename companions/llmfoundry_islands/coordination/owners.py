@@ -1,8 +1,7 @@
 """Division of the sum over islands: which island adds up which rows of the gradient. No torch, no sockets.
 
-In an all-to-all exchange each of n islands sends its gradient n - 1 times. With owners it sends each row to the island
-that owns it, which adds up and sends the sum back. An island that owns the share f of N bytes sends and receives N (1 +
-(n - 2) f).
+All to all, each of n islands sends its gradient n - 1 times. With owners it sends each row to the row's owner, which
+adds up and sends the sum back. An island that owns the share f of N bytes sends and receives N (1 + (n - 2) f).
 """
 
 import math

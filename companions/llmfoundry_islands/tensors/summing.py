@@ -118,8 +118,7 @@ class Summing:
             thread.start()
 
     def put(self, name: str, piece: torch.Tensor) -> None:
-        """Pass this rank's piece of a gradient, which is final. Any thread may call it; queued kernels may still
-        compute the piece."""
+        """Pass this rank's piece of a final gradient, from any thread. Queued kernels may still compute it."""
         number = self._numbers[name]
         with self._lock:
             parts = self._parts[number]

@@ -312,8 +312,8 @@ class Islands(Partners):
             self.member.send({**place, **counts, "seconds": seconds, "weights": self.weights, **report})
         self.member.phase = "wait"
         decision = self._receive_decision()
-        while decision["epoch"] < self.view.epoch or (
-            decision["kind"] == "view" and decision["epoch"] == self.view.epoch
+        while (epoch := decision["epoch"]) < self.view.epoch or (
+            decision["kind"] == "view" and epoch == self.view.epoch
         ):
             decision = self._receive_decision()
         self.member.phase = "compute"

@@ -90,16 +90,11 @@ class Again(NamedTuple):
 
 
 def share_lost(
-    lost: Sequence[int], view_batch_indices: Mapping[str, range], data_ranks: Mapping[str, int]
+    lost: Sequence[int], all_rows: Mapping[str, range], data_ranks: Mapping[str, int]
 ) -> dict[str, list[int]]:
-    """Divide lost rows among islands in proportion to their own, in multiples of their data ranks.
-
-    Where that does not come out even, the first island that can takes all. Returns nothing if none can.
-    """
-    paces = {
-        name: Pace(data_ranks[name], 1, float(len(indices)), data_ranks[name])
-        for name, indices in view_batch_indices.items()
-    }
+    """Divide lost rows among islands in proportion to their own, in multiples of their data ranks. If that does not
+    come out even, the first island that can takes all. Returns nothing if none can."""
+    paces = {name: Pace(data_ranks[name], 1, float(len(rows)), data_ranks[name]) for name, rows in all_rows.items()}
     for names in (list(paces), *([name] for name in paces)):
         with suppress(ConfigError):
             shares = divide(len(lost), {name: paces[name] for name in names})

@@ -25,8 +25,7 @@ class OuterWeights:
     """This rank's part of the weights, by parameter, in fragments that are exchanged in turn."""
 
     def __init__(self, sync: SyncConfig, held: HeldParts, optimizer: torch.optim.Optimizer):
-        """Set up without weights, until `begin` or `take_over`. Every rank must call it together. Raises
-        ConfigError."""
+        """Set up, as yet without weights. Every rank must call it together. Raises ConfigError."""
         self.sync, self.held, self.optimizer = sync, held, optimizer
         sizes: dict[str, int] = {}
         for own in all_gather_distinct({name: parameter.numel() for name, parameter in held.parameters.items()}):

@@ -112,8 +112,7 @@ def take_turns(
 def within_minutes(
     minutes: float, cases: Iterable[tuple[str, T]], console: Console, left_out: list[str]
 ) -> Iterator[tuple[T, float]]:
-    """Yield each case, after its name is printed, and the seconds left. Names of cases for which no time is left go to
-    `left_out`."""
+    """Yield each case, after its name is printed, and the seconds left. Cases that get no time go to `left_out`."""
     deadline = time.monotonic() + 60 * minutes
     for name, case in cases:
         if (left := deadline - time.monotonic()) > 0:

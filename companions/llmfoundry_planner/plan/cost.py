@@ -22,8 +22,7 @@ MAX_LOST_SHARE = 0.99
 
 
 def save_seconds(memory: MemoryEstimate) -> float:
-    """Return the time that a save holds training up: a device copies its share of parameters and of the optimizer's
-    state."""
+    """Return the time that a save stalls training: a device copies its share of parameters and optimizer state."""
     return max(MIN_SAVE_SECONDS, (memory.parameters_bytes + memory.optimizer_bytes) / COPY_BYTES_PER_SECOND)
 
 
@@ -51,8 +50,7 @@ def cost_of(
     save_seconds: float,
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
 ) -> Cost:
-    """Return the cost of a run. `save_seconds`: time that a save holds training up. Raises ConfigError if failures
-    leave no time to train."""
+    """Return a run's cost; saves stall it by `save_seconds`. Raises ConfigError if failures leave no time to train."""
     between = device_hours_between_failures / num_devices * 3600
     every = suggest_save_interval(save_seconds, between)
     lost = lost_share(every, save_seconds, between, RESTART_SECONDS)
