@@ -38,7 +38,7 @@ from benchmarks import Log, last_lines, wait_for, with_root
 from benchmarks.islands.launches import SECRET
 from benchmarks.islands.links import Links, set_links
 from benchmarks.switch.band import judge, read_series
-from benchmarks.switch.legs import NO_GPU
+from benchmarks.switch.workshop import NO_GPU
 from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.ranks.rank import rendezvous

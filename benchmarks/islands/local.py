@@ -27,8 +27,8 @@ from benchmarks.islands.faults import Keeper
 from benchmarks.islands.launches import coordinated
 from benchmarks.islands.links import set_links
 from benchmarks.switch.figure import COLOURS, QUIET
-from benchmarks.switch.legs import Workshop
 from benchmarks.switch.switch import configuration, prepare_data
+from benchmarks.switch.workshop import Workshop
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters

@@ -126,7 +126,7 @@ def test_stops_cost_a_node_few_shards_twice():
     A batch index that reads b batches in order of its shards, shuffled within blocks of w samples, touches at most
     (b + 2 w) / shard size + 2 of them: downloads follow what is read, however often the layout changes.
     """
-    size, batches_per_leg, window = 500, 500, BATCH_SIZE * 100
+    size, batches_per_launch, window = 500, 500, BATCH_SIZE * 100
     order = SampleOrder(
         shard_sizes_per_stream=[[size] * 1920],
         choose_per_stream=[size * 1920],
@@ -135,8 +135,8 @@ def test_stops_cost_a_node_few_shards_twice():
         shuffle=True,
         window_samples=window,
     )
-    for first_batch, num_nodes in zip(range(0, order.num_batches, batches_per_leg), itertools.cycle([8, 2, 64, 3])):
-        steps = range(first_batch, min(first_batch + batches_per_leg, order.num_batches))
+    for first_batch, num_nodes in zip(range(0, order.num_batches, batches_per_launch), itertools.cycle([8, 2, 64, 3])):
+        steps = range(first_batch, min(first_batch + batches_per_launch, order.num_batches))
         ids = order.epoch(0).sample_ids(range(BATCH_SIZE), steps)
         indices_per_node = BATCH_SIZE // num_nodes
         for node in range(num_nodes):

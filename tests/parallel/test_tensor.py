@@ -31,7 +31,7 @@ from llmfoundry_lite.training.monitor import DropoutSeed
 from llmfoundry_lite.training.optimizers import local
 from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
-from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
+from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_launches
 from tests.helpers.plans import estimate_memory
 from tests.helpers.resave import resave_into
 from tests.helpers.runs import losses, run, saves
@@ -64,12 +64,12 @@ def divisible(data: Path, **changes: Any) -> dict[str, Any]:
 def test_a_run_is_the_same_divided_or_not_and_changes_over_at_any_checkpoint(tmp_path, data):
     config = divisible(data, max_duration="6ba", eval_interval="3ba", model__vocab_size=97)
     run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
-    said = run_in_legs(tmp_path, config, [(4, OVER_TWO), (4, {}), (4, OVER_FOUR)], batches_of_leg=2)
+    said = run_in_launches(tmp_path, config, [(4, OVER_TWO), (4, {}), (4, OVER_FOUR)], batches_per_launch=2)
     assert "tensor parallel degree 2 -> none" in said[1].output
     assert "tensor parallel degree none -> 4" in said[2].output
-    assert_same_run(tmp_path, "legs", "whole")
+    assert_same_run(tmp_path, "moved", "whole")
     assert not any(d.num_different for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
-    segments = open_checkpoint(saves(tmp_path, "legs") / "ba6").manifest.segments
+    segments = open_checkpoint(saves(tmp_path, "moved") / "ba6").manifest.segments
     assert [segment.tensor_parallel_degree for segment in segments] == [2, None, 4]
 
 

@@ -1,4 +1,4 @@
-"""`llmfoundry-lite report` on run directories written by hand; one real run in legs is at the end."""
+"""`llmfoundry-lite report` on run directories written by hand; one real run in several launches is at the end."""
 
 import csv
 import json

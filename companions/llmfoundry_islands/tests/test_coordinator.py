@@ -139,7 +139,7 @@ def test_a_batch_counts_when_all_have_prepared_it(play):
 
 
 def test_an_exchange_that_failed_for_one_fails_for_all_and_a_batch_that_counts_ends_a_row_of_failures(play):
-    """Long after, one more exchange that fails is the first of another row, and evicts nobody."""
+    """An exchange that fails long after begins another row of failures, and evicts nobody."""
     for number in (1, 2):
         play.prepare("a", ok=False)
         play.prepare("b")
@@ -371,7 +371,7 @@ def test_islands_of_two_runs_are_refused(play, facts, reason):
 
 
 def come_as_stages(play, name, second):
-    """Of 6 elements the first stage has the embedding, and the second that too and a block."""
+    """Let an island join in two stages of 6 elements: the first has the embedding, the second that and a block."""
     embedding = {"wte": [[0, 0], [3, 2]]}
     for rank, boxes in enumerate((embedding, {**embedding, "0": [[0], [second]]})):
         play.come(name, 2, ranks=[rank], boxes=boxes, data_ranks=1)
@@ -552,7 +552,7 @@ def test_ranks_of_an_island_that_differ_in_rows_are_refused():
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_an_island_on_another_host_that_listens_on_loopback_is_refused(order):
-    """The address that an island has when it says none."""
+    """Loopback is the address of an island that names none."""
     play, host_of = Play(), {"a": "10.0.0.1", "b": "10.0.0.2"}
     address_of = {"a": ["10.0.0.1", 7], "b": ["127.0.0.1", 8]}
     for name in order:
@@ -585,7 +585,7 @@ def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
     play.come("a", 2, launch="1", ranks=[0])
     play.come("a", 2, launch="2")
     assert play.coordinator.members == ["a"]
-    for launch in ("1", "0"):  # one that was here, and one of which nobody had come
+    for launch in ("1", "0"):  # one that has been here, and one whose ranks never came
         play.coordinator.hello(late, play.hello("a", rank=1, size=2, launch=launch), play.now)
         play.listen()
         assert play.received["a", 1][-1]["kind"] == "evicted"

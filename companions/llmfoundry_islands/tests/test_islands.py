@@ -15,12 +15,12 @@ from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.training.agreement import Upcoming
 
 SECONDS = 0.2
-"""A device needs these for a batch, after the host has sent it all."""
+"""Time that a device needs for a batch, after the host has launched all of it."""
 
 
 @pytest.fixture
 def device_behind_the_host(monkeypatch):
-    """As a GPU: kernels take no time to launch, and are done when somebody waits for them."""
+    """Behave like a GPU: kernels launch at once, and end when somebody waits for them."""
     busy_until = [0.0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(max(0.0, busy_until[0] - time.monotonic())))

@@ -71,7 +71,7 @@ def test_a_link_that_goes_dead_is_noticed_by_the_rank(tmp_path, impatient, dead)
 @in_a_process
 @pytest.mark.parametrize("sends_hello", [True, False])
 def test_a_frozen_coordinator_is_noticed(tmp_path, impatient, sends_hello):
-    """Before hello too: ranks build their model then."""
+    """Before `hello` too, while ranks build their model."""
     with coordination(tmp_path, num_islands=2) as running:
         one = Member(("127.0.0.1", running.port), SECRET.encode(), "a")
         if sends_hello:
@@ -121,7 +121,7 @@ def test_a_coordinator_whose_log_is_lost_goes_on(log):
 
 
 def count_beats(port, most):
-    """Of the coordinator, by a connection of its own; four come in a second."""
+    """Count the coordinator's heartbeats on a connection of its own; four come in a second."""
     with dial(("127.0.0.1", port), SECRET.encode()) as connection:
         return sum(receive(connection)["kind"] == "beat" for _ in range(most))
 
@@ -140,7 +140,8 @@ class Hashable(SimpleNamespace):
 
 
 def attend(server, *heard: bytes) -> list[bytes]:
-    """One connection that says `heard` and then nothing, without sockets: what the server writes to it."""
+    """Serve one connection without sockets, which says `heard` and then nothing. Returns what the server writes to
+    it."""
     import asyncio
 
     async def talk():
@@ -177,7 +178,7 @@ def test_a_stranger_is_closed_greeted_by_nobody_and_the_coordinator_notes_its_en
     server, lost = unstarted(), []
     server.coordinator.greet = lambda number: pytest.fail("greeted")  # type: ignore[method-assign]
     server.coordinator.lose = lambda number: lost.append(number)  # type: ignore[method-assign]
-    assert len(attend(server, said)) == 1  # its own question
+    assert len(attend(server, said)) == 1  # its challenge alone
     assert words in capsys.readouterr().out
     assert lost == [0] and not server.attended
 

@@ -60,7 +60,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
+class Launch:
     """One launch, from its command to its end."""
 
     cluster: str
@@ -96,7 +96,7 @@ class Workshop:
         """Return the last record of each batch."""
         return Log(self.run_folder(name) / "metrics.jsonl").last_of_each_batch()
 
-    def launch(self, name: str, cluster: Cluster, *arguments: str) -> Leg:
+    def launch(self, name: str, cluster: Cluster, *arguments: str) -> Launch:
         """`llmfoundry-lite train -n … run.yaml <cluster>.yaml run_name=<name> …`, to its end.
 
         Raises UserError with the end of its output when it does not end well.
@@ -134,7 +134,7 @@ class Workshop:
         ended = json.loads(status.read_text())["status"] if status.exists() else "nothing"
         if ended not in ("done", "stopped") or first_batch_at is None:
             raise UserError(f"{' '.join(command)}: exit code {code}\n{''.join(lines[-20:])}")
-        return Leg(
+        return Launch(
             cluster=cluster.letter,
             first_batch=batches[0],
             last_batch=batches[-1],
@@ -144,7 +144,7 @@ class Workshop:
             exit_code=code,
         )
 
-    def relay(self, name: str, every: int) -> list[Leg]:
+    def relay(self, name: str, every: int) -> list[Launch]:
         """`llmfoundry-lite relay <name>.yaml`: the same launches in turn, `every` batches each, to the run's end.
 
         Raises UserError with the end of its output when it does not end well.
@@ -165,7 +165,7 @@ class Workshop:
             words = last_lines(result.stdout + result.stderr)
             raise UserError(f"{' '.join(command)}: exit code {result.returncode}\n{words}")
         return [
-            Leg(
+            Launch(
                 cluster=one.site,
                 first_batch=one.from_batch + 1,
                 last_batch=one.to_batch or 0,
