@@ -82,7 +82,7 @@ FAMILY["norm over heads, clamped"] = {"qk_ln": True, "clip_qkv": 1.0}
 
 
 def compare(kind: str, degree: int, tensor: int, attn_impl: str, names: list[str], options: dict[str, Any]) -> None:
-    """On each rank: of every model, the loss and the gradient of divided samples beside those of whole ones."""
+    """Compare, on each rank and for every model, loss and gradient of divided samples with those of whole ones."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     sys.modules["flash_attn"] = flash_attn
@@ -194,7 +194,7 @@ def test_a_rank_that_gathers_plain_rows_has_no_bias_over_their_length(rank):
 
 
 def count_exchanges() -> None:
-    """What a group exchanges for attention, beside the formula."""
+    """Compare what a group exchanges for attention with the formula."""
     dist.init_process_group("gloo")
     config = replace(BASE, attn_config=AttentionConfig(**ATTENTION["rope, grouped"]))
     for kind, recomputing in itertools.product(("heads", "gather"), (False, True, "selective")):

@@ -201,7 +201,8 @@ def assert_same_gradient(divided: Any, whole: Any) -> None:
 
 
 def compare_vocabularies() -> None:
-    """Of a model whose vocabulary two ranks divide, and of one that both have: loss, gradient, logits, text."""
+    """Compare loss, gradient, logits and text of a model whose vocabulary two ranks divide with those of a whole
+    one."""
     dist.init_process_group("gloo")
     tokens_bt = torch.randint(97, (9, 32), generator=torch.Generator().manual_seed(3))
     for is_tied in (True, False):
@@ -228,7 +229,7 @@ def test_two_ranks_divide_any_vocabulary(tmp_path):
 
 
 def compare_streams() -> None:
-    """Of a whole stream and a divided one: loss, gradient, and the bytes that are exchanged beside the formula."""
+    """Compare a whole stream with a divided one: loss, gradient, and exchanged bytes with the formula."""
     dist.init_process_group("gloo")
     tokens_bt = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(3))
     stream_bytes, logit_bytes = 4 * 32 * SMALL.d_model * 4, 2 * 2 * 4 * 32 * 4
@@ -307,7 +308,7 @@ def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else(sequence
 
 
 def compare_heads() -> None:
-    """On each rank of one group, with all heads alike: what its heads say."""
+    """Check what the heads of each rank in a group give, with all heads alike."""
     dist.init_process_group("gloo")
     model = build_divided(2, replace(SMALL, attn_config=replace(SMALL.attn_config, attn_pdrop=0.5)))
     heads: list[torch.Tensor] = []

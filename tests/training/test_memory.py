@@ -71,7 +71,7 @@ def choose(limit, device_batch_size, num_slots=0, fits=1000, buffers=0):
 
 
 def sizes_tried(limit, device_batch_size, num_slots=0, fits=1000, buffers=0, *, has_state=False):
-    """In order; the last is the one chosen."""
+    """Return the sizes that were tried, in order; the last is the one chosen."""
     meter = LinearMeter(limit, buffers)
     model = Measured(meter, fits)
     optimizer = torch.optim.AdamW(model.parameters())

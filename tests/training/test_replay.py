@@ -35,7 +35,7 @@ class OtherRate(Callback):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a run of 6 batches on one rank, saved every 2."""
+    """Return a folder with a run of 6 batches on one rank, saved every 2."""
     folder = tmp_path_factory.mktemp("runs")
     write_data(folder / "data")
     run(folder, config(folder), RUN)
@@ -60,14 +60,14 @@ def replay(folder, states=None, num_ranks=1, where=RUN, env=None) -> Outcome:
 
 
 def forget_ranks(monkeypatch):
-    """So that what the command sets goes with the test."""
+    """Undo after the test what the command sets."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 def copy_of_run(folder, name):
-    """A copy to tamper with."""
+    """Return a copy to tamper with."""
     shutil.copytree(folder / "runs" / RUN, folder / "runs" / name)
     return saves(folder, name)
 

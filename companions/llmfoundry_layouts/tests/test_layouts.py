@@ -13,8 +13,8 @@ from tests.helpers.runs import carry_on, losses, metrics, run, saves
 from tests.helpers.tiny import build_tokenizer, tiny_config, values, write_data
 
 BF16_LOSS, BF16_NORM = 4e-3, 6e-2
-"""Relative tolerances. Layouts add up in other orders, which bf16 rounds differently. One rank's run differs as much if
-its products are computed in tiles."""
+"""Relative tolerances. Layouts add up in other orders, which bf16 rounds differently; these span what repeats of one
+rank's run in tiles give."""
 NUM_BATCHES = 20
 
 PARTS: dict[str, dict[str, Any]] = {

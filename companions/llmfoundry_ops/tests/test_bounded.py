@@ -21,5 +21,5 @@ def test_no_reader_waits_for_a_pipe_or_ends_in_a_traceback(tmp_path):
 
 
 def test_files_that_others_wrote_are_read_through_one_door():
-    """The launcher reads its own ranks' logs, `processes` what its own shell has written."""
+    """Exempt are files of our own: the launcher reads its ranks' logs, `processes` what its shell has written."""
     assert find_whole_reads(Path(companion.__file__).parent) == {"launcher.py", "processes.py"}

@@ -34,7 +34,7 @@ OVERLAYS = {
 }
 LAUNCHERS = {"a": f"{TRAIN} -n 2", "b": TRAIN, "c": f"{COMPOSER} -n 2 {ROOT}/scripts/train.py"}
 VICTIMS = ("relay", "launch", "process")
-"""All processes of a launch, as when its machine goes; or one of them: shell, launcher, server or rank."""
+"""What is killed: the relay; all processes of a launch, as when its machine goes; or one process of a launch."""
 
 
 class Experiment:
@@ -64,14 +64,14 @@ class Experiment:
         return subprocess.Popen(command, cwd=self.folder, env=environment, **pipes)
 
     def of_launch(self) -> list[psutil.Process]:
-        """The oldest first: a shell, its launcher, what that has begun."""
+        """Return a launch's processes, the oldest first: a shell, its launcher, what that has begun."""
         allocations = read_allocations(self.run)
         if not allocations or allocations[-1].over is not None:
             return []
         return processes.find((self.run / FOLDER / f"{allocations[-1].number}.code").resolve())
 
     def strike(self, victim: str) -> bool:
-        """Whether there was one."""
+        """Kill a victim. Return whether there was one."""
         if victim == "relay":
             self.relay.kill()
             self.relay.wait()
@@ -89,7 +89,7 @@ class Experiment:
         assert self.relay.wait(seconds) == 0, (self.folder / "relay.txt").read_text()
 
     def check(self, num_batches: int, tmp_path: Path) -> str:
-        """Against the run that nobody moved. Returns what happened, in a line."""
+        """Compare with the run that was never moved. Return what happened, in a line."""
         train(["run.yaml", "run_name=whole"], self.folder).check()
         moved, whole = read_metrics(self.run), read_metrics(self.folder / "runs/whole")
         assert [record["batch"] for record in moved] == list(range(1, num_batches + 1))

@@ -42,8 +42,8 @@ def in_folder(tmp_path, monkeypatch):
 
 
 def write(sites, policy: str | dict[str, Any] = "on_preemption", **more):
-    """relay.yaml, of sites by name: a launch command, or a whole block. A command that does not say where arguments go
-    gets them at its end."""
+    """Write relay.yaml for sites by name, each a launch command or a whole block. A command that does not say where
+    arguments go gets them at its end."""
     blocks = {name: dict(site) if isinstance(site, dict) else {"launch": site} for name, site in sites.items()}
     for block in blocks.values():
         if "{arguments}" not in block["launch"]:
@@ -58,7 +58,7 @@ def relay(sites, policy: str | dict[str, Any] = "on_preemption", **more):
 
 
 def begin() -> subprocess.Popen[Any]:
-    """The relay as users start it."""
+    """Begin the relay as users do."""
     command = [sys.executable, "-m", "llmfoundry_lite", "relay", "relay.yaml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATHS}, **pipes)
@@ -126,7 +126,7 @@ def allocation(site, ended, turn=0, from_batch=0, to_batch=0, over=100.0):
 
 
 def begin_allocation(site, turn=0, host=None):
-    """As a relay does right before it launches, of which nothing more is known here."""
+    """Write what a relay writes right before it launches."""
     Path("runs/x").mkdir(parents=True, exist_ok=True)
     begun = {"turn": turn, "began": time.time(), "from_batch": 0, "price": None, "status_before": None}
     append(Path("runs/x"), number=1, site=site, host=host or socket.gethostname(), **begun)
@@ -341,7 +341,7 @@ def test_a_relay_that_is_asked_to_leave_asks_its_site_and_waits_for_the_save(sit
 @pytest.mark.slow
 @pytest.mark.fault
 def test_ranks_that_outlive_their_launcher_are_asked_to_leave_before_the_next_site_begins():
-    """As composer's do when it is killed."""
+    """Composer's ranks do so when it is killed."""
     launch = f"sh -c '{SLOW} site=a & echo $$ > launcher; wait'"
     write({"a": launch, "b": f"{TRAINER} 0 site=b"})
     process = begin()
@@ -393,7 +393,7 @@ RUNNING = {"status": "running", "batch": 3, "reason": None}
 
 
 def far_site(*answers: Any, **more: str) -> dict[str, str]:
-    """A site whose status.json says one thing after another; the last one stays."""
+    """Return a site whose status.json gives these answers in turn; the last one stays."""
     for number, answer in enumerate(answers):
         Path(f"{number}.json").write_text(json.dumps(answer) if answer else "")
     last = len(answers) - 1
@@ -404,7 +404,7 @@ def far_site(*answers: Any, **more: str) -> dict[str, str]:
 @pytest.mark.fault
 @pytest.mark.parametrize("answers", [(RUNNING, PREEMPTED), ("", RUNNING, PREEMPTED)])
 def test_a_launch_that_a_relay_on_another_machine_began_is_waited_for_and_not_asked_to_leave(answers):
-    """Also one that has not yet written its status: it imports and reads data for minutes."""
+    """A launch that has not written its status yet is waited for too: it imports and reads data for minutes."""
     begin_allocation("far", host="another")
     assert relay({"far": far_site(*answers), "here": f"{TRAINER} 10"}) == 0
     assert [(one.site, one.ended) for one in allocations()] == [("far", "preempted"), ("here", "done")]
@@ -429,7 +429,7 @@ def test_a_status_that_cannot_be_read_for_a_moment_does_not_end_a_launch():
 
 @pytest.mark.fault
 def test_a_site_that_does_not_answer_holds_the_relay_up_for_a_while_only(monkeypatch, capsys):
-    """And what such a command leaves behind, such as an ssh that keeps its connection, is not waited for."""
+    """A process that such a command leaves behind, such as an ssh that keeps its connection, is not waited for."""
     ask, left_behind = processes.ask, Path("left-behind")
 
     def ask_briefly(command, seconds):
@@ -471,7 +471,7 @@ def test_the_last_line_of_a_long_output_is_found_in_its_tail(capsys):
 @pytest.mark.fault
 @pytest.mark.parametrize(("name", "ended"), [("relay/1-a.txt", ["lost", "done"]), (JOURNAL, ["done"])])
 def test_a_run_folder_that_cannot_be_used_any_more_is_said_and_mended(name, ended):
-    """As a full disk, or one that has become read-only. (Root may write all, so a folder stands in the way.)"""
+    """This stands for a disk that is full or read-only. Root may write everything, so a folder stands in the way."""
     in_the_way = Path("runs/x", name)
     in_the_way.mkdir(parents=True)
     with pytest.raises(UserError, match=rf"run: runs/x/{name}: Is a directory; when that is mended, start the re"):
@@ -491,7 +491,7 @@ def test_the_run_is_not_touched_while_a_launch_that_no_relay_began_runs():
 
 
 class Answers:
-    """Of a bucket: errors for the first looks at it, then what there is."""
+    """Answers of a bucket: errors for the first looks at it, then its content."""
 
     def __init__(self, monkeypatch, *errors):
         self.errors, self.real, self.num_looks = list(errors), relay_module.CheckpointStore, 0
@@ -513,7 +513,7 @@ EXPIRED.__cause__.response = {"Error": {"Code": "ExpiredToken"}}  # type: ignore
 @pytest.mark.fault
 @pytest.mark.parametrize("errors", [(SLOW_DOWN, SLOW_DOWN), (EXPIRED,), (None, PermissionError("Access Denied"))])
 def test_a_bucket_that_cannot_be_read_for_a_while_is_waited_for(monkeypatch, capsys, errors):
-    """At the start too."""
+    """The relay waits at its start, too."""
     answers = Answers(monkeypatch, *errors)
     assert relay({"a": f"{TRAINER} 10"}, {"every": "10ba"}) == 0
     assert "relay: s3://b: cannot be listed; looking again in 0.1 s\n" in capsys.readouterr().out
@@ -588,7 +588,7 @@ def test_a_command_that_was_there_before_may_come_back():
 
 @pytest.mark.fault
 def test_a_folder_that_looks_newest_and_holds_no_checkpoint_does_not_make_the_relay_crawl(capsys):
-    """What an interrupted `rm -r` leaves. Each allocation would be a batch long."""
+    """An interrupted `rm -r` leaves such a folder. Each allocation would last only one batch."""
     Path("runs/x/checkpoints/ba999").mkdir(parents=True)
     Path("runs/x/checkpoints/ba999/shard-00000.safetensors").touch()
     assert relay({"a": f"{TRAINER} 30", "b": f"{TRAINER} 30"}, {"every": "10ba"}) == 0

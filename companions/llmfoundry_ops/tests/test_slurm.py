@@ -87,7 +87,7 @@ def test_a_requeued_task_of_an_array_comes_back_alone(slurm, folder):
 
 
 def test_ranks_have_what_the_script_has_where_sbatch_hands_on_nothing(slurm, folder):
-    """Some sites' default; srun would hand on nothing either, not even PATH."""
+    """Some centres have this default; srun would then hand on nothing either, not even PATH."""
     write_program(folder, "import os; open('told.txt', 'w').write(os.environ['PATH'])")
     job = slurm.submit(*ONE_TASK, "--export=NONE", SCRIPT, cwd=folder)
     slurm.wait(lambda: slurm.show(job)["JobState"] in ("COMPLETED", "FAILED"))
@@ -120,7 +120,7 @@ def test_a_heterogeneous_step_of_unlike_nodes_is_refused(slurm, folder):
 
 
 def test_a_cluster_ends_with_the_process_that_has_it(tmp_path):
-    """However that dies, and with the jobs."""
+    """It ends however that process dies, and so do the jobs."""
     program = (
         "import os, signal, sys, pathlib, tests.helpers.slurm as helper\n"
         "slurm = helper.Slurm(pathlib.Path(sys.argv[1])).__enter__()\n"
@@ -162,7 +162,7 @@ def test_ranks_meet_on_rank_0_s_node(slurm, folder):
 
 
 def test_a_relay_s_site_ends_when_its_job_ends(slurm, folder):
-    """And a job of the scripts' own name is not asked to leave in its stead."""
+    """A job with the scripts' own name is not asked to leave instead."""
     write_program(folder, TRAINS)
     other = slurm.submit("-n1", "--job-name=llmfoundry-lite", "--wrap", "srun sleep 600", cwd=folder)
     job = f"sbatch --wait --no-requeue --job-name=x-relay {' '.join(ONE_TASK)} {SCRIPT} {{arguments}}"

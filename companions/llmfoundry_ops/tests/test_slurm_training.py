@@ -29,7 +29,8 @@ LEAVES_AT, LAST = 5, 12
 
 
 class Leave(Callback):
-    """In one batch of the first launch ranks wait until they are asked to leave: where a run leaves is no chance."""
+    """In one batch of the first launch, ranks wait until they are asked to leave, so that the batch is always the
+    same."""
 
     def batch_start(self, state, logger):
         there = Path(f"there-{state.run_name}-{this_rank().rank}")
@@ -54,7 +55,7 @@ def config(data):
 
 @pytest.fixture(scope="module")
 def expected(config, tmp_path_factory):
-    """What the run logs on two ranks when nothing happens to it."""
+    """Return the log of the run on two ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("whole")
     train([write_config(folder / "tiny.yaml", config)], folder, 2).check()
     return read_metrics(folder / "runs/tiny")
@@ -89,14 +90,14 @@ def output_of(folder: Path, job: str) -> str:
 
 
 def assert_close(run: Path, expected: list[dict]) -> None:
-    """On other ranks: the same data, and losses that agree."""
+    """Check that a run on other ranks has the same data, and losses that agree."""
     records = read_metrics(run)
     assert values(records, "data/digest") == values(expected, "data/digest")
     assert values(records, "loss/train/total") == pytest.approx(values(expected, "loss/train/total"), abs=1e-4)
 
 
 def submit(slurm: Slurm, folder: Path, config: dict, *options: str) -> str:
-    """A job on two nodes, one rank on each."""
+    """Submit a job on two nodes, one rank on each."""
     write_config(folder / "tiny.yaml", config)
     return slurm.submit(*options, "--nodes=2", *ON_A_NODE, SCRIPT, "tiny.yaml", cwd=folder)
 

@@ -366,7 +366,7 @@ def test_ranks_whose_clocks_are_an_hour_apart_are_warned_of():
     [(die, 10 * Machine().limit_seconds, "rank 1 was killed by SIGKILL"), (hang, 4, "")],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_check_in_time(fault, limit_seconds, words):
-    """A rank that dies ends it long before the limit, which is shorter here."""
+    """A death ends the check long before its limit; a hang ends it at the limit, here 4 s."""
     found = examine_collectives(fault, ranks_limit_seconds=limit_seconds)
     assert list(found) == [collectives.READY, collectives.CLOCKS]
     detail = found[collectives.CLOCKS].detail
