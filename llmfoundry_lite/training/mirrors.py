@@ -178,8 +178,7 @@ class WandbMirror(Mirror):
 
     def begin(self, log: Path, missed: list[Record]) -> None:
         """Find the records that wandb lacks. A server knows its next step. Offline, a launch's files begin with all
-        that this machine has logged; another machine's have what was trained there. `wandb sync` takes each step
-        once."""
+        that this machine has logged, another machine's have what it trained; `wandb sync` takes each step once."""
         self.last_step = self.run.step - 1
         elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
         records = (record for _, record in read_lines(log.read_bytes() if log.exists() else b""))

@@ -223,7 +223,7 @@ class Preemption:
 
 
 def age_of_launch() -> float:
-    """Return its seconds, restarts of ranks included: torchrun's agent, which restarts them, is their parent."""
+    """Return the seconds of the launch, restarts of ranks included: torchrun's agent, their parent, restarts them."""
     if LAUNCHED_AT in os.environ:
         return max(0.0, uptime() - float(os.environ[LAUNCHED_AT]))
     return age_seconds(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
