@@ -27,7 +27,7 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
     return Launcher(program, num_ranks, max_restarts, logs, batch, parse_seconds(config.retry_for)).run(arguments)
 
 
-def watch_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
+def watch_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="Watch a run on this disk.")]) -> None:
     """Show a run live, until it ends. Batch, loss, rate, remaining time, last checkpoint; Ctrl-C leaves it alone."""
     from llmfoundry_ops.watch import watch
 
