@@ -90,7 +90,7 @@ def measure_mixing() -> dict[str, list[float]]:
 
 
 def variance_over_binomial(domains_bl: NDArray[np.int64]) -> float:
-    """Variance of how often each domain is in a batch [batches, lanes], the mean over domains."""
+    """Variance of how often each domain is in a batch [batches, batch size], the mean over domains."""
     batch_size, ratios = domains_bl.shape[1], []
     for domain in np.unique(domains_bl):
         share = float((domains_bl == domain).mean())
@@ -102,7 +102,7 @@ def our_batches(window_samples: int, epoch: int = 0) -> NDArray[np.int64]:
     order = SampleOrder(
         shard_sizes_per_stream=[_shard_sizes()],
         choose_per_stream=[int(_shard_sizes().sum())],
-        num_lanes=BATCH_SIZE,
+        batch_size=BATCH_SIZE,
         seed=9176,
         shuffle=True,
         window_samples=window_samples,
@@ -111,7 +111,7 @@ def our_batches(window_samples: int, epoch: int = 0) -> NDArray[np.int64]:
 
 
 def streaming_batches(algorithm: str, num_canonical_nodes: int, window_samples: int) -> NDArray[np.int64]:
-    """Batches of StreamingDataset on one node of 8 ranks, with a loader worker each [batches, lanes]."""
+    """Batches of StreamingDataset on one node of 8 ranks, with a loader worker each [batches, batch size]."""
     from streaming.base.partition import get_partitions
     from streaming.base.shuffle import get_shuffle
 
@@ -166,7 +166,7 @@ def write_index(folder: Path, num_shards: int) -> None:
     order = SampleOrder(
         shard_sizes_per_stream=[np.full(num_shards, samples_per_shard)],
         choose_per_stream=[num_shards * samples_per_shard],
-        num_lanes=SCALE_BATCH,
+        batch_size=SCALE_BATCH,
         seed=9176,
         shuffle=True,
     )

@@ -1,4 +1,4 @@
-"""Random faults of ranks, islands, links, the scribe and the coordinator while three islands train one run.
+"""Random faults of ranks, islands, links, the leader and the coordinator while three islands train one run.
 
     python -m benchmarks islands-faults --out results                   some 9 minutes on two busy cores
     python -m benchmarks islands-faults --way exact --out results       with exact sums, held against one world's bits
@@ -38,7 +38,7 @@ from benchmarks import Log, last_lines, wait_for, with_root
 from benchmarks.islands.launches import SECRET
 from benchmarks.islands.links import Links, set_links
 from benchmarks.switch.band import judge, read_series
-from benchmarks.switch.legs import NO_GPU
+from benchmarks.switch.workshop import NO_GPU
 from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.ranks.rank import rendezvous
@@ -81,8 +81,8 @@ SHARE_WHOLE = 0.8
 SAVE_EVERY = 10
 
 KILL, KILL_ISLAND, FREEZE = "a rank killed", "an island killed", "a rank frozen"
-KILL_SCRIBE, KILL_SAVING = "the scribe killed", "the scribe killed as it saves"
-FREEZE_SCRIBE = "the scribe frozen"
+KILL_LEADER, KILL_SAVING = "the leader killed", "the leader killed as it saves"
+FREEZE_LEADER = "the leader frozen"
 KILL_COORDINATOR, FREEZE_COORDINATOR = "the coordinator killed", "the coordinator frozen"
 ONE_WAY, ALL_WAYS = "an island's way to the coordinator half-open", "every way to the coordinator half-open"
 CUT, FREEZE_LINKS, HALF_LINKS, SLOW_LINKS = "links cut", "links frozen", "links half-open", "links slowed to 4 Mbit/s"
@@ -90,9 +90,9 @@ SHARES = {
     KILL: 6,
     KILL_ISLAND: 5,
     FREEZE: 5,
-    KILL_SCRIBE: 4,
+    KILL_LEADER: 4,
     KILL_SAVING: 3,
-    FREEZE_SCRIBE: 4,
+    FREEZE_LEADER: 4,
     KILL_COORDINATOR: 4,
     FREEZE_COORDINATOR: 4,
     ONE_WAY: 4,
@@ -263,12 +263,12 @@ class Scene:
         self.coordinator.wait()
 
     def last_view(self) -> tuple[list[str], str]:
-        """Return members and scribe."""
+        """Return members and leader."""
         lines = [line for line in self.said.read_text().splitlines() if "; " in line and line.endswith(" saves")]
         if not lines:
             return [], ""
-        rows, scribe = lines[-1].split(": ", 1)[1].rsplit("; ", 1)
-        return [part.split()[0] for part in rows.split(", ")], scribe.split()[0]
+        rows, leader = lines[-1].split(": ", 1)[1].rsplit("; ", 1)
+        return [part.split()[0] for part in rows.split(", ")], leader.split()[0]
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
@@ -297,8 +297,8 @@ class Scene:
     # ----------------------------------------------------------------------------------------------------- the faults
 
     def disturb(self, kind: str, chance: random.Random) -> Fault:
-        members, scribe = self.last_view()
-        name = scribe if kind in (KILL_SCRIBE, KILL_SAVING, FREEZE_SCRIBE) else chance.choice(list(SIZES))
+        members, leader = self.last_view()
+        name = leader if kind in (KILL_LEADER, KILL_SAVING, FREEZE_LEADER) else chance.choice(list(SIZES))
         keeper = self.keepers[name]
         if kind == KILL_SAVING:
             self.wait_for(lambda: self.is_saving(keeper), LAUNCH_SECONDS, "a save")
@@ -324,7 +324,7 @@ class Scene:
             ranks = keeper.ranks()
             whole = kind in (KILL_ISLAND, KILL_SAVING)
             for pid in ranks if whole else [chance.choice(ranks)] if ranks else []:
-                self.signal(pid, freeze=kind in (FREEZE, FREEZE_SCRIBE))
+                self.signal(pid, freeze=kind in (FREEZE, FREEZE_LEADER))
         others_left = kind not in WITHOUT_COORDINATOR and (kind in BETWEEN_ISLANDS or bool(set(members) - {name}))
         gone: dict[str, float] = {}
         on_at: float | None = None

@@ -27,7 +27,6 @@ from benchmarks.islands.launches import Islands, last_batch, running
 from benchmarks.islands.wrong import DIES_AT
 from benchmarks.switch import band
 from benchmarks.switch.band import read_series
-from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Workshop, probe
 from benchmarks.switch.switch import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -39,6 +38,7 @@ from benchmarks.switch.switch import (
     rows_of_verdicts,
     table_of_clusters,
 )
+from benchmarks.switch.workshop import INSTRUCTION_SETS, NO_GPU, Cluster, Workshop, probe
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, open_console, show, tabulate, tell

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT, Log, kill_with_children, last_lines, wait_for, with_root
-from benchmarks.switch.legs import Cluster, Workshop, environment_for
+from benchmarks.switch.workshop import Cluster, Workshop, environment_for
 from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import UserError
 

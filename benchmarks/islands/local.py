@@ -27,8 +27,8 @@ from benchmarks.islands.faults import Keeper
 from benchmarks.islands.launches import coordinated
 from benchmarks.islands.links import set_links
 from benchmarks.switch.figure import COLOURS, QUIET
-from benchmarks.switch.legs import Workshop
 from benchmarks.switch.switch import configuration, prepare_data
+from benchmarks.switch.workshop import Workshop
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters
@@ -183,7 +183,7 @@ class Shop:
         computing = max(sum(record.get("islands/compute_seconds", 0.0) for record in records) for records in batches)
 
         def waited(record: dict[str, Any]) -> float:
-            return record["islands/exchange_seconds"] + record["islands/verdict_seconds"]
+            return record["islands/exchange_seconds"] + record["islands/decision_seconds"]
 
         rounds = [same for same in zip(*batches, strict=True) if "islands/exchange_seconds" in same[0]]
         exchanges = [min(map(waited, same)) for same in rounds]

@@ -19,10 +19,10 @@ def plot_ladder(report: dict[str, Any], path: Path) -> None:
             batches, means = np.array(one["losses"]).T
             tokens = batches * one["tokens"] / one["batches"]
             curves.plot(tokens, means, color=color(i), linewidth=1.4, label=f"{one['parameters']:,} parameters")
-            at = np.searchsorted(batches, [last for last, _ in one["places"][:-1]])
+            at = np.searchsorted(batches, [last for last, _ in one["sites"][:-1]])
             curves.plot(tokens[at], means[at], "|", color="#222222", markersize=13, markeredgewidth=1.6, zorder=5)
             law.plot(one["parameters"], one["bits"], "o", color=color(i), markersize=7, zorder=4)
-        curves.plot([], [], "|", color="#222222", markersize=11, label="moves to another place")
+        curves.plot([], [], "|", color="#222222", markersize=11, label="moves to another site")
         law.plot([], [], "o", color=grey, label="measured")
         for one in filter(lambda one: one["predicted"], runs):
             found, label = one["predicted"], "predicted, 95 % interval" if one is runs[-1] else None

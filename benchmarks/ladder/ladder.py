@@ -3,7 +3,7 @@
     python -m benchmarks ladder --keep FOLDER --out docs/measurements
     python -m benchmarks ladder --keep FOLDER --sizes 80x3,128x4,208x5,320x8    0.3 to 10 M parameters
 
-Each size is trained on 20 tokens a parameter and moves between unlike places (see `plan`). The learning rate is tuned
+Each size is trained on 20 tokens a parameter and moves between unlike sites (see `plan`). The learning rate is tuned
 at the second size, as the first is too short a run. Every size with three smaller ones is predicted by their law before
 it is trained; FOLDER keeps that, and all runs. Called again, the benchmark goes on where it stopped.
 """
@@ -107,7 +107,7 @@ def run(
 
 
 def tune(keep: Path, shape: Shape, lr: float) -> float:
-    """Train a size at this rate, in one place, and return its last validation loss."""
+    """Train a size at this rate, at one site, and return its last validation loss."""
     name = f"{shape}-rate-{lr:g}"
     plan.train(keep, shape, lr, name=name)
     return records_of(keep, name)[shape.num_batches]["eval/loss"]
@@ -171,7 +171,7 @@ def describe_run(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str
         "tokens": shape.num_batches * plan.BATCH * plan.SEQ_LEN,
         "hours": seconds / 3600,
         "fastest": float(np.quantile([r["throughput/tokens_per_sec"] for r in records.values()], 0.95)),
-        "places": [(segment.last_batch, place_of(segment)) for segment in read_run(keep / "runs" / name).segments],
+        "sites": [(segment.last_batch, site_of(segment)) for segment in read_run(keep / "runs" / name).segments],
         "losses": [(float(batches.mean()) + 1, round(losses[batches].mean(), 4)) for batches in stretches],
         "validation": {batch: r["eval/loss"] for batch, r in sorted(records.items()) if "eval/loss" in r},
         "bits": task["bits_per_byte"],
@@ -180,7 +180,7 @@ def describe_run(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str
     }
 
 
-def place_of(segment: Segment) -> str:
+def site_of(segment: Segment) -> str:
     isa = segment.environment.get("ATEN_CPU_CAPABILITY", "").upper()
     return " ".join(filter(None, (f"{segment.world_size} x", segment.sharding, isa)))
 
@@ -254,7 +254,7 @@ def tables_of_runs(report: dict[str, Any]) -> list[Table]:
         ("embedding", lambda row: f"{row['embedding'] / row['parameters']:.0%}"),
         ("tokens", lambda row: f"{row['tokens'] / 1e6:.1f} M"),
         ("batches", "{batches:,}"),
-        ("up to which batch where", lambda row: "; ".join(f"{last:,} on {place}" for last, place in row["places"])),
+        ("up to which batch where", lambda row: "; ".join(f"{last:,} on {site}" for last, site in row["sites"])),
         ("hours", "{hours:.2f}"),
         ("tokens/s", lambda row: f"{row['tokens'] / row['hours'] / 3600:,.0f}"),
         ("validation, nats per token", lambda row: f"{[*row['validation'].values()][-1]:.3f}"),

@@ -1,4 +1,4 @@
-"""Sizes of the ladder, and the launches that train one. The YAML files beside this one are the run and its places."""
+"""Sizes of the ladder, and the launches that train one. The YAML files beside this one are the run and its sites."""
 
 import re
 import subprocess
@@ -15,8 +15,8 @@ TOKENS_PER_PARAMETER = 20
 BATCH, SEQ_LEN, VOCAB_SIZE, HEAD = 8, 256, 1024, 16
 NUM_SAVES = 20
 NUM_RANKS = {"A": 1, "B": 2, "C": 1}
-LEGS = (("A", 0.7), ("B", 0.8), ("C", 1.0))
-"""Launches of a run: place, and the share of the batches after which it stops."""
+LAUNCHES = (("A", 0.7), ("B", 0.8), ("C", 1.0))
+"""Launches of a run: site, and the share of the batches after which it stops."""
 
 
 class Shape(NamedTuple):
@@ -51,28 +51,28 @@ def parse_shapes(sizes: Sequence[str]) -> list[Shape]:
     return shapes
 
 
-def legs_of(num_batches: int, done: int = 0) -> list[tuple[str, int, int]]:
-    """Return (place, first batch, last batch) of the launches that are left of a run after batch `done`."""
-    ends = [0, *(round(share * num_batches) for _, share in LEGS)]
-    legs = [(place, max(ends[i], done) + 1, ends[i + 1]) for i, (place, _) in enumerate(LEGS)]
-    return [leg for leg in legs if leg[1] <= leg[2]]
+def launches_of(num_batches: int, done: int = 0) -> list[tuple[str, int, int]]:
+    """Return (site, first batch, last batch) of the launches that are left of a run after batch `done`."""
+    ends = [0, *(round(share * num_batches) for _, share in LAUNCHES)]
+    launches = [(site, max(ends[i], done) + 1, ends[i + 1]) for i, (site, _) in enumerate(LAUNCHES)]
+    return [launch for launch in launches if launch[1] <= launch[2]]
 
 
 def train(keep: Path, shape: Shape, lr: float, *, name: str = "", seed: int = 17) -> None:
-    """Train a run to its end, from wherever an earlier call left it. One with a `name` stays in one place.
+    """Train a run to its end, from wherever an earlier call left it. One with a `name` stays at one site.
 
     Raises UserError with the end of a launch's output when it fails.
     """
     folder, batches = keep / "runs" / (name or str(shape)), shape.num_batches
     options = [f"{key}={value}" for key, value in options_of(shape, lr, seed, folder.name).items()]
     saved = [int(path.name[2:]) for path in folder.glob("checkpoints/ba*") if path.name[2:].isdigit()]
-    legs = legs_of(batches, max(saved, default=0))
-    for place, first, last in [("A", legs[0][1], batches)] if name and legs else legs:
-        files = [str(HERE / "run.yaml"), str(HERE / f"{place}.yaml")]
-        command = ["train", "-n", str(NUM_RANKS[place]), *files, f"stop_after={last - first + 1}ba"]
+    launches = launches_of(batches, max(saved, default=0))
+    for site, first, last in [("A", launches[0][1], batches)] if name and launches else launches:
+        files = [str(HERE / "run.yaml"), str(HERE / f"{site}.yaml")]
+        command = ["train", "-n", str(NUM_RANKS[site]), *files, f"stop_after={last - first + 1}ba"]
         output = call(keep, *command, *options)
         if not (folder / "checkpoints" / f"ba{last}").exists():
-            raise UserError(f"{folder.name} at {place}: {last_lines(output)}")
+            raise UserError(f"{folder.name} at {site}: {last_lines(output)}")
 
 
 def options_of(shape: Shape, lr: float, seed: int, name: str) -> dict[str, Any]:

@@ -30,11 +30,11 @@ def plot_switch(names: Mapping[str, str], report: dict[str, Any], path: Path) ->
             f"cluster {letter} alone\n{ranks}, {cluster['sharding']}, {cluster['instructions']}", fontsize=10
         )
     axes = panels[2]
-    for leg in report["legs"]["switching"]:
-        axes.axvspan(leg["first_batch"] - 0.5, leg["last_batch"] + 0.5, color=colours[leg["cluster"]], alpha=0.16, lw=0)
-        style: dict[str, Any] = {"ha": "center", "va": "top", "color": colours[leg["cluster"]], "weight": "bold"}
-        middle = (leg["first_batch"] + leg["last_batch"]) / 2
-        axes.text(middle, 0.97, leg["cluster"], transform=axes.get_xaxis_transform(), **style)
+    for one in report["launches"]["switching"]:
+        axes.axvspan(one["first_batch"] - 0.5, one["last_batch"] + 0.5, color=colours[one["cluster"]], alpha=0.16, lw=0)
+        style: dict[str, Any] = {"ha": "center", "va": "top", "color": colours[one["cluster"]], "weight": "bold"}
+        middle = (one["first_batch"] + one["last_batch"]) / 2
+        axes.text(middle, 0.97, one["cluster"], transform=axes.get_xaxis_transform(), **style)
     _draw_losses(axes, report["switching"], INK)
     same = report["verdicts"]["switching"]["first_other_digest"] is None
     axes.set_title(

@@ -5,8 +5,8 @@
     python -m benchmarks switch --layouts              the "clusters" divide the run differently, and nothing else
     python -m benchmarks switch --exact-sums           so too, and every run must have each bit of the others
 
-A small MPT is trained on each cluster (see `legs`) without interruption, through the real launcher; then once switching
-every few batches, moved by a relay from one file. What the switching run did is held against the band that the
+A small MPT is trained on each cluster (see `workshop`) without interruption, through the real launcher; then once
+switching every few batches, moved by a relay from one file. The switching run is compared with the band that the
 uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see `tamper`): it must
 notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
 
@@ -38,7 +38,7 @@ from benchmarks import wait_for
 from benchmarks.switch import band, tamper
 from benchmarks.switch.band import Series, Verdict, leave_one_out, read_series
 from benchmarks.switch.figure import plot_switch
-from benchmarks.switch.legs import INSTRUCTION_SETS, NO_GPU, Cluster, Leg, Machine, Workshop, probe
+from benchmarks.switch.workshop import INSTRUCTION_SETS, NO_GPU, Cluster, Launch, Machine, Workshop, probe
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.tables import Table
@@ -135,7 +135,7 @@ def run(
 
         relay_ended = threading.Event()
 
-        def train(name: str) -> list[Leg]:
+        def train(name: str) -> list[Launch]:
             if name in CONTROLS:
                 lost = partial(UserError, f"{SWITCHING}: ended before it saved batch {at}")
                 wait_for(checkpoint(shop, at).is_dir, math.inf, lost, relay_ended.is_set)
@@ -159,7 +159,7 @@ def run(
 
         with ThreadPoolExecutor(jobs) as pool:
             names = [SWITCHING, *map(alone, clusters), *nudged, *changed, *controls]
-            legs = dict(zip(names, pool.map(train, names), strict=True))
+            launches = dict(zip(names, pool.map(train, names), strict=True))
         late = () if is_low or untimed else (every, *LATE_BATCHES)
         resumes = [launch_late(shop, native, at, after, data) for after in late]
         report = conditions | {
@@ -184,8 +184,8 @@ def run(
             "other_tensors": [
                 name for name in controls if tensors_of(shop, name, at) != tensors_of(shop, SWITCHING, at)
             ],
-            "legs": {name: [dataclasses.asdict(leg) for leg in launched] for name, launched in legs.items()},
-            "resumes": [{"after_batch": leg.first_batch - 1, **dataclasses.asdict(leg)} for leg in resumes],
+            "launches": {name: [dataclasses.asdict(one) for one in launched] for name, launched in launches.items()},
+            "resumes": [{"after_batch": one.first_batch - 1, **dataclasses.asdict(one)} for one in resumes],
         }
     evaluate(report)
     write(report, out)
@@ -350,7 +350,7 @@ def prepare_data(data: Path) -> None:
     prepare(request, data, show_progress=True)
 
 
-def launch_control(shop: Workshop, name: str, cluster: Cluster, at: int, num_batches: int) -> Leg:
+def launch_control(shop: Workshop, name: str, cluster: Cluster, at: int, num_batches: int) -> Launch:
     """Carry on from the switching run's checkpoint, changed, to the end."""
     _, change = CONTROLS[name]
     # The schedule is a function of the batch and is not saved, so it is the run that is tampered with here.
@@ -359,7 +359,7 @@ def launch_control(shop: Workshop, name: str, cluster: Cluster, at: int, num_bat
     return shop.launch(name, cluster, *(shifted if name == "schedule" else []))
 
 
-def launch_late(shop: Workshop, cluster: Cluster, at: int, batch: int, data: Path) -> Leg:
+def launch_late(shop: Workshop, cluster: Cluster, at: int, batch: int, data: Path) -> Launch:
     """Train one batch after batch `batch`, from a checkpoint that is set to it."""
     index = json.loads((data / "train" / "index.json").read_text())
     batches_in_epoch = sum(shard["samples"] for shard in index["shards"]) // GLOBAL_BATCH
@@ -486,7 +486,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         found += f"distance of two neighbouring fp32 numbers, {report['band'][-1]:.1e} nats"
     notes = [
         found,
-        f"switched by one relay: {len(report['legs'][SWITCHING])} legs of `llmfoundry-lite relay {SWITCHING}.yaml`",
+        f"switched by one relay: {len(report['launches'][SWITCHING])} allocations of "
+        f"`llmfoundry-lite relay {SWITCHING}.yaml`",
         f"data: {len(digests)} digests for {batches} batches in all runs together that should have the same",
     ]
     if report["leave_one_out"]:

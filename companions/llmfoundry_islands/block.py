@@ -21,13 +21,13 @@ class SyncConfig:
     momentum: float = setting(0.9, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1))
     """Nesterov momentum of the outer steps."""
     dtype: str = setting("fp32", choices="fp32 bf16 int8")
-    """Numbers that travel. What rounding drops is added to the next exchange, unless the island dies before."""
+    """Type of numbers that travel. The next exchange adds what rounding drops, unless the island dies before."""
     fragments: int = setting(1, POSITIVE)
     """Parts of the weights that are exchanged in turn, each once in `every` batches."""
     delay: str | int = span("0ba", ("ba",), may_be_zero=True)
     """Batches that islands compute while a fragment travels."""
     alpha: float = setting(0.5, must_be("0 <= alpha < 1", lambda value: 0 <= value < 1))
-    """Where a delayed fragment arrives: weight of the island's own, trained in the meantime, beside all islands'."""
+    """Weight of the island's own fragment, trained in the meantime, beside the mean that arrives after a delay."""
     lost_rows: str = setting("drop", choices="drop retrain")
     """Rows of an island that dies in a round: lost, or trained by the others in the next round."""
 

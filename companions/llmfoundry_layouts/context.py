@@ -116,8 +116,8 @@ class HeadsMask(Mask):
 def _exchange(x_n: Tensor, group: str, size: int) -> Tensor:
     """Exchange parts: part i of the first dimension goes to rank i.
 
-    The result has been waited for. torch's functional collectives return tensors that have not, and with one sample all
-    three parts stay views of such a tensor: the compiler, and so FlexAttention, fails on them.
+    Waits for the result. torch's functional collectives return tensors that are still awaited. With one sample all
+    three parts stay views of such a tensor, on which the compiler, and so FlexAttention, fails.
     """
     return exchange.wait_tensor(exchange.all_to_all_single(x_n.contiguous(), [1] * size, [1] * size, group))
 

@@ -32,7 +32,7 @@ def build_language_model(
 
 
 class PipelinedLanguageModel(LanguageModel):
-    """The stages of a pipeline that this rank has. Losses are where the last stage is, 0 elsewhere."""
+    """The stages of a pipeline that this rank has. Only the rank of the last stage has losses; others have 0."""
 
     def __init__(self, model: Any, *arguments: Any, **options: Any):
         super().__init__(model, *arguments, **options)
@@ -61,7 +61,7 @@ class PipelinedLanguageModel(LanguageModel):
 
     def train_on(self, batch: dict[str, torch.Tensor], num_samples: int, share: float) -> torch.Tensor:
         """Add up the gradient of a batch, in m microbatches of so many samples. Returns their weighted losses: [m], or
-        [0] where the last stage is not.
+        [0] without the last stage.
 
         `share`: see `weight_of_loss`. A batch that is too small for a number of microbatches that the schedule takes is
         filled up with rows of padding.

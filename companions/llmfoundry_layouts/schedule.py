@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 
 def few_rounds(num_stages: int, num_microbatches: int, rounds: int = 4) -> int:
-    """Return so many microbatches that a schedule only repeats itself with more of them."""
+    """Return a number of microbatches beyond which a schedule only repeats itself."""
     num_rounds = max(1, num_microbatches // num_stages)
     return min(num_microbatches, num_microbatches // num_rounds * rounds)
 
 
 class Pass(NamedTuple):
     kind: str
-    """F; B, the gradient of the inputs, or of everything if the schedule has no W; W, of the weights."""
+    """F: forward. B: gradient of the inputs, or of everything if the schedule has no W. W: gradient of the weights."""
     run: int
-    """Run of blocks, counted through the model."""
+    """Index of the run of blocks, counted through the whole model."""
     microbatch: int
 
 
@@ -58,7 +58,7 @@ def order_of(schedule: str, rank: int, num_stages: int, num_microbatches: int, n
 def _order_of_zbv(rank: int, num_stages: int, num_microbatches: int) -> list[Pass]:
     """Order by Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": device r has runs r and 2p - 1 - r."""
     here, back = rank, 2 * num_stages - 1 - rank
-    count = max(num_microbatches, 2 * num_stages - 1)  # of fewer, those that are not there are left out
+    count = max(num_microbatches, 2 * num_stages - 1)  # with fewer, passes of those that are absent are left out
     order: list[Pass] = []
     done: Counter[tuple[str, int]] = Counter()
 

@@ -15,31 +15,31 @@ from llmfoundry_lite.hardware import Accelerator
 
 
 class _Chunk(NamedTuple):
-    """Bytes of one stage of a rank that may have several."""
+    """Bytes of one of a rank's stages."""
 
     kept: int
     """Kept for a microbatch from its forward pass to its backward pass."""
     in_forward: int
-    """More than that, in the forward pass: the loss."""
+    """Needed beside `kept` in the forward pass, for the loss."""
     early: int
-    """More than what is kept, when the backward pass begins."""
+    """Needed beside `kept` when the backward pass begins."""
     late: int
-    """Held for the microbatch when the backward pass ends, without its activations."""
+    """Held for the microbatch at the end of the backward pass, when its activations are freed."""
     apart: int
-    """Kept from the gradient of the inputs to that of the weights, if they are computed apart."""
+    """Kept between the pass for gradients of inputs and the one for weights, if they are separate."""
     gradients: int
-    """Whole, in the type in which they are summed."""
+    """Whole gradients, in the dtype in which they are summed."""
     loose: int
-    """Gradients of the weights, computed apart, until the next backward pass adds them to the sum."""
+    """Gradients from a separate pass for weights, until the next backward pass adds them to the sum."""
     num_blocks: int
 
 
 def estimate_rank(
     config: TrainConfig, layout: Layout, rank: int, stages: list[Stage], device: Accelerator | None
 ) -> MemoryEstimate:
-    """Estimate a rank of a pipeline. Gradients wait whole for the end of the schedule, and with them the parameters.
+    """Estimate a rank of a pipeline. Gradients and parameters stay whole until the schedule ends.
 
-    There are buffers for what all microbatches send and receive.
+    Send and receive buffers exist for all microbatches.
     """
     pipeline, whole = config.pipeline, Portion(config, layout)
     num_microbatches = -(-whole.device_batch_size // whole.microbatch_size)
@@ -67,7 +67,7 @@ def estimate_rank(
 
 
 def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> tuple[int, int]:
-    """Return bytes of activations and of gradients at the moment when both together are the most."""
+    """Return bytes of activations and of gradients at the moment when their sum is largest."""
     held = 0
     summed, loose = dict.fromkeys(chunks, 0), dict.fromkeys(chunks, 0)
     peak = 0, 0
@@ -78,8 +78,8 @@ def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> t
             moments = [(held + chunk.in_forward, gradients)]
         elif is_apart and run and kind == "B":
             held += chunk.apart
-            # Block by block, the 16-bit gradients of the weights are added to the sum in fp32 now. If such passes of
-            # a run follow each other, rehearsals still hold as much of them as one pass gives.
+            # Block by block, the 16-bit gradients of the weights are now added to the fp32 sum. If such passes of a run
+            # follow each other, the gradients of one pass stay allocated, as rehearsals show.
             still_there = chunk.loose if summed[run] and not loose[run] else 0
             unsummed = gradients - loose[run] * max(0, chunk.num_blocks - 4) // chunk.num_blocks
             moments = [(held + chunk.early + still_there, unsummed)]
@@ -101,7 +101,7 @@ def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> t
 
 
 def _portion_of(whole: Portion, stages: list[Stage]) -> Portion:
-    """Return the part of a rank, or of a stage."""
+    """Return the portion of the model in these stages: a rank's, or only one."""
     model, is_first, is_last = whole.model, stages[0].is_first, stages[-1].is_last
     part = replace(
         model,
@@ -114,7 +114,7 @@ def _portion_of(whole: Portion, stages: list[Stage]) -> Portion:
 
 
 def _copies_bytes(portion: Portion) -> int:
-    """Count bytes of `unsharded_bytes` in the loss that one microbatch's forward pass has cast."""
+    """Count those of the loss's `unsharded_bytes` that the forward pass of one microbatch has cast."""
     return autocast_copies(portion) if portion.has_fsdp else estimate_moments(portion)["in_loss"].unsharded_bytes
 
 
@@ -133,10 +133,10 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
     sent_bytes, hidden_bytes = _sent_bytes(p), p.num_tokens * d * p.stream_bytes
     kept_bytes = in_loss.activations_bytes
     if not stage.is_first and (p.fsdp.activation_checkpointing or model.norm_type.startswith("low_precision_")):
-        kept_bytes -= sent_bytes  # its input is in the buffer that has received it
+        kept_bytes -= sent_bytes  # the input stays in its receive buffer
     if not stage.is_last:
         kept_bytes -= hidden_bytes  # no last norm, but what is sent
-    # Autograd keeps each microbatch's copies in 16 bits.
+    # Autograd keeps the 16-bit copies of each microbatch.
     kept_bytes += _copies_bytes(p)
     late_bytes = at_end.activations_bytes
     # Gradients of inputs wait here until they are sent.
@@ -146,7 +146,7 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
         loss_bytes = p.embedding * FP32_BYTES + hidden_bytes
         in_forward_bytes += in_loss.logits_bytes - loss_bytes
         kept_bytes += loss_bytes
-        # Its gradient is scaled, and computed with; if that runs twice, not in its place.
+        # The embedding's gradient is scaled in place, unless the backward pass is apart and needs it twice.
         early_bytes = max(early_bytes - loss_bytes, p.embedding * FP32_BYTES * is_apart)
         early_bytes += moments["at_first_block"].logits_bytes
     if stage.is_first:
@@ -156,7 +156,7 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
         # The outputs of products and norms.
         width = (p.num_up * model.ffn_dim + model.q_dim + 2 * model.kv_dim) // p.layout.tensor
         apart_bytes = model.n_layers * (hidden_bytes // d * width + 4 * sent_bytes)
-        if not stage.is_first:  # of the microbatch before, until Python has forgotten it
+        if not stage.is_first:  # the microbatch before, until Python frees it
             early_bytes += apart_bytes // model.n_layers
         if p.has_fsdp and not p.is_fp32:
             loose_bytes = in_loss.gradients_bytes // 2

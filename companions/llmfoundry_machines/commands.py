@@ -12,33 +12,33 @@ from llmfoundry_lite.errors import ConfigError
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
-Shape = Annotated[str, typer.Option(help="tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b or 7b.")]
-Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
-SampleTokens = Annotated[int, typer.Option(min=2, help="Tokens in a sample.")]
+Shape = Annotated[str, typer.Option(help="Choose tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b or 7b.")]
+Dtype = Annotated[str, typer.Option(help="Choose fp32 or bf16.")]
+SampleTokens = Annotated[int, typer.Option(min=2, help="Set the tokens in a sample.")]
 Minutes = Annotated[float, typer.Option(help="Begin nothing after this long.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value for the runs.")]
-LayerDtypes = Annotated[str, typer.Option(help="Of fp32, fp16, bf16.")]
-LayerAttention = Annotated[str, typer.Option(help="Implementations [all that this device has].")]
-LayerWidth = Annotated[int, typer.Option(min=1, help="Of the residual stream.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Set key=value for the runs.")]
+LayerDtypes = Annotated[str, typer.Option(help="Choose among fp32, fp16, bf16.")]
+LayerAttention = Annotated[str, typer.Option(help="Choose implementations [all that this device has].")]
+LayerWidth = Annotated[int, typer.Option(min=1, help="Set the width of the residual stream.")]
 LayerHeads = Annotated[int, typer.Option(min=1)]
-LayerRepeats = Annotated[int, typer.Option(min=1, help="Timed, after one that is not.")]
+LayerRepeats = Annotated[int, typer.Option(min=1, help="Time so many repeats, after one that is not timed.")]
 
 
 @bench.command("mfu")
 def bench_mfu(
     shapes: Annotated[
-        str, typer.Option(help="Of tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b, 7b.")
+        str, typer.Option(help="Choose among tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b, 7b.")
     ] = "125m,350m,1b,3b,7b",
-    seq_len: Annotated[int, typer.Option(help="Tokens in a sample.")] = 2048,
-    batch_size: Annotated[int, typer.Option(help="Samples in a batch; how many at a time is found out.")] = 16,
-    num_steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    seq_len: Annotated[int, typer.Option(help="Set the tokens in a sample.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Set the samples in a batch; how many at a time is found out.")] = 16,
+    num_steps: Annotated[int, typer.Option(help="Time so many steps.")] = 3,
     minutes: Minutes = 60,
     out: Annotated[Path | None, out_folder("Also write mfu.json and mfu.md to this folder.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the Trainer.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Set key=value for the Trainer.")] = None,
 ) -> None:
     """Measure model FLOPs utilisation of one device in bf16.
 
-    Shapes, attention, compiled or not, beside a plain step.
+    Varies shapes, attention and compilation, beside a plain step.
     """
     from llmfoundry_machines.bench.mfu import run
 
@@ -49,20 +49,20 @@ def bench_mfu(
 @bench.command("scaling")
 def bench_scaling(
     context: typer.Context,
-    devices: Annotated[str, typer.Option(help="Counts on this machine, with commas.")] = "1,2",
-    runs: Annotated[str, typer.Option(help="Instead: finished runs, with commas. Nothing is started.")] = "",
+    devices: Annotated[str, typer.Option(help="Launch on these numbers of devices, with commas.")] = "1,2",
+    runs: Annotated[str, typer.Option(help="Tabulate finished runs instead, with commas. Nothing is started.")] = "",
     shape: Shape = "125m",
     seq_len: SampleTokens = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of all devices, in strong scaling.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Set the samples of all devices, in strong scaling.")] = 64,
     dtype: Dtype = "bf16",
-    num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each launch.")] = 5,
-    num_rounds: Annotated[int, typer.Option(min=1, help="How often the launches take turns.")] = 2,
+    num_steps: Annotated[int, typer.Option(min=1, help="Time so many steps of each launch.")] = 5,
+    num_rounds: Annotated[int, typer.Option(min=1, help="Set how often the launches take turns.")] = 2,
     out: Annotated[Path | None, out_folder("Also write scaling.json, .md and .png to this folder.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Measure speed-up, efficiency and MFU over counts of devices.
 
-    At a fixed batch (strong) and at a fixed share of it (weak).
+    Keeps the batch fixed (strong), and then each device's share of it (weak).
     """
     if runs:
         refuse_beside(context, "--runs", "finished runs say what they were, nothing is launched", but=("out",))
@@ -77,8 +77,8 @@ def bench_scaling(
 
 @bench.command("compare")
 def bench_compare(
-    first: Annotated[Path, typer.Argument(help="The JSON that a bench wrote with --out.")],
-    second: Annotated[Path, typer.Argument(help="The same bench's of another machine, or another torch.")],
+    first: Annotated[Path, typer.Argument(help="Read the JSON that a bench wrote with --out.")],
+    second: Annotated[Path, typer.Argument(help="Read that of the same bench on another machine, or another torch.")],
     out: Annotated[Path | None, out_folder("Also write compare-BENCH.json and .md to this folder.")] = None,
 ) -> None:
     """Compare two machines or two software stacks. Refuses what cannot be compared, and says why."""
@@ -90,15 +90,16 @@ def bench_compare(
 @bench.command("profile")
 def bench_profile(
     arguments: Annotated[
-        list[str], typer.Argument(help="Traces of callbacks.profiler; or RUN.yaml [HARDWARE.yaml] [key=value ...].")
+        list[str],
+        typer.Argument(help="Read callbacks.profiler's traces, or run RUN.yaml [HARDWARE.yaml] [key=value]."),
     ],
-    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Of a run.")] = 1,
-    active: Annotated[int, typer.Option(min=1, help="Batches of a run that are traced.")] = 3,
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Start a run on so many ranks.")] = 1,
+    active: Annotated[int, typer.Option(min=1, help="Trace so many batches of a run.")] = 3,
     out: Annotated[Path | None, out_folder("Also write profile.json, .md and a run's traces here.")] = None,
 ) -> None:
     """Show where a step's time goes, from a trace.
 
-    One table that adds up. Given a run, a few of its batches are traced.
+    Prints one table that adds up. Given a run, traces a few of its batches.
     """
     from llmfoundry_machines.bench.profile import run
 
@@ -107,9 +108,9 @@ def bench_profile(
 
 @bench.command("block")
 def bench_block(
-    batches: Annotated[str, typer.Option(help="Samples, with commas.")] = "8,16,32,64",
+    batches: Annotated[str, typer.Option(help="Measure these numbers of samples, with commas.")] = "8,16,32,64",
     dtypes: LayerDtypes = "fp32,fp16,bf16",
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 1024,
+    seq_len: Annotated[int, typer.Option(min=1, help="Set the tokens in a sample.")] = 1024,
     attention: LayerAttention = "",
     width: LayerWidth = 1600,
     heads: LayerHeads = 25,
@@ -119,7 +120,7 @@ def bench_block(
 ) -> None:
     """Measure one transformer layer, forward and backward.
 
-    GPT-2 XL's by default, in each dtype, batch and attention.
+    Takes GPT-2 XL's by default, in each dtype, batch and attention.
     """
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.block import run
@@ -139,12 +140,12 @@ def bench_block(
 
 @bench.command("seqlen")
 def bench_seqlen(
-    lengths: Annotated[str, typer.Option(help="Tokens in a sample, with commas.")] = "1024,2048,4096,8192,16384,65536",
+    lengths: Annotated[str, typer.Option(help="Measure these lengths, in tokens.")] = "1024,2048,4096,8192,16384,65536",
     dtypes: LayerDtypes = "bf16",
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Set the samples.")] = 1,
     attention: LayerAttention = "",
     devices: Annotated[
-        str, typer.Option(help="Counts that divide each sample, with commas [one, and all that there are].")
+        str, typer.Option(help="Divide each sample among these numbers, with commas [one, and all that there are].")
     ] = "",
     width: LayerWidth = 1600,
     heads: LayerHeads = 25,
@@ -154,7 +155,7 @@ def bench_seqlen(
 ) -> None:
     """Measure the same layer over lengths of a sample.
 
-    1K to 64K tokens, also divided where one device is too small.
+    Takes 1K to 64K tokens, also divided where one device is too small.
     """
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.block import all_devices, run
@@ -175,19 +176,19 @@ def bench_seqlen(
 
 @bench.command("accumulation")
 def bench_accumulation(
-    microbatches: Annotated[str, typer.Option(help="Counts, with commas.")] = "1,2,4,8,16,32,64",
+    microbatches: Annotated[str, typer.Option(help="Measure these counts, with commas.")] = "1,2,4,8,16,32,64",
     shape: Shape = "125m",
     seq_len: SampleTokens = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Set the samples of a step.")] = 64,
     dtype: Dtype = "bf16",
-    num_steps: Annotated[int, typer.Option(min=1, help="Timed steps of each process.")] = 3,
-    num_rounds: Annotated[int, typer.Option(min=1, help="How often the processes take turns.")] = 1,
+    num_steps: Annotated[int, typer.Option(min=1, help="Time so many steps of each process.")] = 3,
+    num_rounds: Annotated[int, typer.Option(min=1, help="Set how often the processes take turns.")] = 1,
     out: Annotated[Path | None, out_folder("Also write accumulation.json, .md and .png here.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Measure one batch in 1 to 64 microbatches.
 
-    Through the Trainer: what they cost, and the memory that they save.
+    Uses the Trainer. Shows what microbatches cost, and the memory that they save.
     """
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.accumulation import run
@@ -198,14 +199,14 @@ def bench_accumulation(
 
 @bench.command("memory")
 def bench_memory(
-    models: Annotated[str, typer.Option(help="Names of training runs, with commas.")] = "mpt-125m,mpt-350m,mpt-1b",
+    models: Annotated[str, typer.Option(help="Measure these training runs, by name.")] = "mpt-125m,mpt-350m,mpt-1b",
     minutes: Minutes = 3,
-    most: Annotated[int, typer.Option(min=1, help="Samples in a microbatch, at most.")] = 8,
+    most: Annotated[int, typer.Option(min=1, help="Set the most samples in a microbatch.")] = 8,
     out: Annotated[Path | None, out_folder("Also write memory.json and .md to this folder.")] = None,
 ) -> None:
     """Measure memory of real runs on this GPU.
 
-    Beside the rehearsal and the estimate.
+    Shows it beside the rehearsal and the estimate.
     """
     companions.require("commands", "rehearse")
     from llmfoundry_machines.bench.memory import run
@@ -216,14 +217,14 @@ def bench_memory(
 def doctor_command(
     context: typer.Context,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings there too, for fleets.")] = None,
-    folder: Annotated[Path, typer.Option(help="Where checkpoints will go.")] = Path("."),
-    num_ranks: Annotated[int | None, typer.Option(min=1, help="Of the collectives [one per device; CPU: 2].")] = None,
-    alone: Annotated[bool, typer.Option("--alone", help="In a launch too: this machine, and not its links.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: under 10 s without a GPU.")] = False,
+    folder: Annotated[Path, typer.Option(help="Check the folder where checkpoints will go.")] = Path("."),
+    num_ranks: Annotated[int | None, typer.Option(min=1, help="Run so many ranks [one per device; CPU: 2].")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Check this machine alone, in a launch too.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure less: under 10 s without a GPU.")] = False,
 ) -> None:
     """Check this machine before a run is trusted to it. Exit code 2 when something failed.
 
-    Under torchrun or srun, all nodes together: each pair's link, each node's rate, clocks and versions.
+    Under torchrun or srun, checks all nodes together: each pair's link, each node's rate, clocks and versions.
     """
     from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
     from llmfoundry_machines.doctor.examine import doctor, leave_without_waiting

@@ -27,7 +27,7 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
     return Launcher(program, num_ranks, max_restarts, logs, batch, parse_seconds(config.retry_for)).run(arguments)
 
 
-def watch_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
+def watch_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="Watch a run on this disk.")]) -> None:
     """Show a run live, until it ends. Batch, loss, rate, remaining time, last checkpoint; Ctrl-C leaves it alone."""
     from llmfoundry_ops.watch import watch
 
@@ -36,15 +36,15 @@ def watch_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run
 
 
 def relay_command(
-    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="The run, its places, and when it moves.")],
+    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="Read the run, its sites, and when it moves.")],
 ) -> None:
-    """Move a run between places until it is done. It moves every so many batches, or when a place preempts it.
+    """Move a run between sites until it is done. It moves every so many batches, or when a site preempts it.
 
     May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
     """
     from llmfoundry_lite.ranks.output import ignore_output_errors
-    from llmfoundry_ops.places import load_relay
     from llmfoundry_ops.relay import run
+    from llmfoundry_ops.sites import load_relay
 
     ignore_output_errors()
     raise typer.Exit(run(load_relay(path)))

@@ -1,9 +1,10 @@
-"""relay.jsonl in the run directory: which place had the run, from when to when, and how that ended. Append-only.
+"""relay.jsonl in the run directory: which site had the run, from when to when, and how that ended. Append-only.
 
-    {"number": 3, "place": "mi250", "turn": 1, "began": 1700000000.0, "from_batch": 400, "host": "login", …}
+    {"number": 3, "site": "mi250", "turn": 1, "began": 1700000000.0, "from_batch": 400, "host": "login", …}
     {"number": 3, "over": 1700003600.0, "to_batch": 600, "code": 0, "ended": "stopped", "reason": null}
 
-A leg is one launch at one place: a line when it is about to begin, and another of the same number when it has ended.
+An allocation is one launch at one site. It has a line when it is about to begin, and another of the same number when it
+has ended.
 """
 
 import json
@@ -17,16 +18,16 @@ from llmfoundry_lite.errors import ConfigError, mask_credentials
 
 JOURNAL = "relay.jsonl"
 DONE, STOPPED, PREEMPTED, FAILED, REFUSED, LOST = "done", "stopped", "preempted", "failed", "refused", "lost"
-"""Ends of a leg. `refused` is exit code 2, or a command that is not there; a `lost` launch left no exit code."""
+"""Ends of an allocation. `refused` is exit code 2 or a missing command; a `lost` launch left no exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
+class Allocation:
     number: int
     """From 1 on."""
-    place: str
+    site: str
     turn: int
-    """Index in the order of places."""
+    """Index in the order of sites."""
     began: float
     """Seconds since 1970."""
     from_batch: int
@@ -34,7 +35,7 @@ class Leg:
     host: str
     """The machine of the relay that began it."""
     price: float | None = None
-    """Price of an hour of the place."""
+    """Price of an hour of the site."""
     status_before: dict[str, Any] | None = None
     """status.json as it was then."""
     over: float | None = None
@@ -56,12 +57,12 @@ class Leg:
         return self.is_early and (self.to_batch or 0) <= self.from_batch
 
 
-BEGUN = {"number", "place", "turn", "began", "from_batch", "host"}
-"""Keys that the first line of every leg has."""
+BEGUN = {"number", "site", "turn", "began", "from_batch", "host"}
+"""Keys that the first line of every allocation has."""
 
 
-def read_legs(folder: Path) -> list[Leg]:
-    """Return the legs in order, without lines that a crash has cut off.
+def read_allocations(folder: Path) -> list[Allocation]:
+    """Return the allocations in order, without lines that a crash has cut off.
 
     Raises OSError where the file cannot be read, and ConfigError for a whole line that is not the relay's: without it,
     its launch might be launched again.
@@ -71,21 +72,21 @@ def read_legs(folder: Path) -> list[Leg]:
     except FileNotFoundError:
         return []
     events: dict[int, dict[str, Any]] = {}
-    for place, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if problem := _problem_of(event):
-            raise ConfigError(f"{folder / JOURNAL}: line {place}: {problem}; mend the line, or remove it")
+            raise ConfigError(f"{folder / JOURNAL}: line {number}: {problem}; mend the line, or remove it")
         events[event["number"]] = events.get(event["number"], {}) | event
-    return [Leg(**event) for event in events.values() if event.keys() >= BEGUN]  # else nothing was begun
+    return [Allocation(**event) for event in events.values() if event.keys() >= BEGUN]  # else nothing was begun
 
 
 def _problem_of(event: Any) -> str | None:
     if not isinstance(event, dict) or "number" not in event:
-        return "expected a block with the number of a leg"
-    hints = get_type_hints(Leg)
+        return "expected a block with the number of an allocation"
+    hints = get_type_hints(Allocation)
     for key, value in event.items():
         if key not in hints:
             return f"{key}: unknown key"

@@ -70,11 +70,11 @@ class Program(NamedTuple):
     """The program of every rank."""
 
     module: str
-    """Its `main(arguments)`."""
+    """Name of the module whose `main(arguments)` a rank runs."""
     imports: str
     """The module that takes long to import, which the server does once for all ranks."""
     packages: tuple[str, ...] = ()
-    """Packages to import before it, lean."""
+    """Packages to import before that module, by `import_lean`."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Restarts:
     progress: Any
     num_restarts: int = 0
     has_progressed: bool = False
-    """Since the launch began."""
+    """Whether there was progress since the launch began."""
     num_in_vain: int = 0
     failing_since: float | None = None
 
@@ -123,7 +123,7 @@ class Launcher:
     num_ranks: int
     max_restarts: int
     logs: Path
-    """Folder of rank1.txt, rank2.txt, …, of all tries; rank1.before.txt is of the launch before."""
+    """Folder of rank1.txt, rank2.txt, …, which cover all tries; rank1.before.txt is from the launch before."""
     progress: Callable[[], Any] = lambda: None
     """Returns any value that changes with the program's progress."""
     retry_seconds: float = 0.0
@@ -161,7 +161,7 @@ class Launcher:
                 else:
                     number = f"restart {restarts.num_restarts} of {self.max_restarts}"
                     say(f"{outcome.culprit}; {number}{when}, from the newest save")
-                # Where nothing had begun yet, a run that is there already is still to be refused.
+                # If nothing has begun yet, a run that exists already must still be refused.
                 if restarts.num_restarts or restarts.has_progressed:
                     again = ["autoresume=true"]
                 self._ending.sleep(pause)
@@ -257,7 +257,7 @@ class Process:
     heard_at: float
     """Monotonic time of its last sign of life."""
     cpu_seconds: float = 0.0
-    """CPU time that it had used by then."""
+    """CPU time that it had used at its last sign of life."""
     code: int | None = None
     """None: it runs."""
 
@@ -269,9 +269,9 @@ class Outcome:
     culprit: str = ""
     """The first thing that went wrong."""
     rank: int | None = None
-    """The rank that it went wrong on, if there is one."""
+    """The rank on which that went wrong, if it was one."""
     was_killed: bool = False
-    """It was asked to leave and could not, as a frozen rank cannot."""
+    """It was asked to leave and could not, such as a frozen rank."""
 
 
 @dataclass
@@ -326,7 +326,7 @@ class World:
         if self.asked_by is not None and not self.processes:
             return Outcome(EXIT_PREEMPTED)
         codes = [process.code or EXIT_DONE for process in self.processes.values()]
-        code = EXIT_BUG if self.is_server_gone else verdict(codes)
+        code = EXIT_BUG if self.is_server_gone else launch_code(codes)
         if code == EXIT_BUG and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
             return Outcome(EXIT_PREEMPTED, *self._first, was_killed=True)
         return Outcome(code, *self._first)
@@ -356,14 +356,14 @@ class World:
             process.code = message.code
             if message.code != EXIT_DONE:
                 self._blame(describe_end(process.rank, message.code), process.rank)
-                self._end_by = min(self._end_by, now + GRACE_SECONDS[verdict([message.code])])
+                self._end_by = min(self._end_by, now + GRACE_SECONDS[launch_code([message.code])])
         elif ready or self.server_has_ended():
             self.is_server_gone = True
             self._blame("the process that starts the ranks has ended", None)
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
-        was_stopped_myself = now - self._looked_at > SILENCE_SECONDS / 2  # Ctrl-Z, and some time later `fg`
+        was_stopped_myself = now - self._looked_at > SILENCE_SECONDS / 2  # by Ctrl-Z, until `fg`
         self._looked_at = now
         for process in self._alive():
             if was_stopped_myself:
@@ -372,10 +372,10 @@ class World:
             if silence < BEAT_SECONDS:
                 continue
             used = cpu_seconds(process.pid)
-            if used > process.cpu_seconds:  # since its last beat; or something long holds the interpreter's lock
+            if used > process.cpu_seconds:  # it computes, though something holds the interpreter's lock
                 process.cpu_seconds, process.heard_at = used, now
             elif silence >= SILENCE_SECONDS and not is_running(process.pid):
-                self.is_server_gone = True  # or it would have told
+                self.is_server_gone = True  # else it would have reported that
                 self._blame("the process that starts the ranks is frozen: it does not tell of one that has ended", None)
                 return
             elif silence >= SILENCE_SECONDS:
@@ -384,7 +384,7 @@ class World:
                 self._end_by = now
 
     def _blame(self, what: str, rank: int | None) -> None:
-        """Note the first fault, which causes the others."""
+        """Note the first fault, which has caused the others."""
         if not self._first[0]:
             self._first = (what, rank)
 
@@ -393,7 +393,7 @@ def log_of(logs: Path, rank: int) -> Path:
     return logs / f"rank{rank}.txt"
 
 
-def verdict(codes: Iterable[int]) -> int:
+def launch_code(codes: Iterable[int]) -> int:
     """Return the launch's exit code for its ranks' codes; negative ones are signals."""
     known = {code if code in (EXIT_DONE, *GRACE_SECONDS) else EXIT_BUG for code in codes}
     return next((code for code in GRACE_SECONDS if code in known), EXIT_DONE)

@@ -36,8 +36,8 @@ class Answer(NamedTuple):
 def ask(command: str, seconds: float) -> Answer:
     """Run a short command, such as one that reads another machine's file.
 
-    It has a session of its own: Ctrl-C is for the relay. Output goes to files, as what the command leaves behind, such
-    as an ssh that keeps a connection, would hold a pipe open.
+    It has a session of its own: Ctrl-C is for the relay. Output goes to files, because a process that the command
+    leaves behind, such as an ssh that keeps a connection, would hold a pipe open.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(

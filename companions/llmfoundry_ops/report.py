@@ -1,9 +1,9 @@
-"""The legs of a relay in `llmfoundry-lite report`, by its journal.
+"""The allocations of a relay in `llmfoundry-lite report`, by its journal.
 
 held            from the launch to its end, start-up and saves included
-training        `time/batch_seconds` of the batches that count, those up to the save at which a leg ended
+training        `time/batch_seconds` of the batches that count, those up to the save at which an allocation ended
 utilisation     training over held
-cost            hours held x the place's price, if relay.yaml names one
+cost            hours held x the site's price, if relay.yaml names one
 """
 
 import time
@@ -19,7 +19,7 @@ from llmfoundry_lite.report.figure import clean, color, stack, write
 from llmfoundry_lite.report.page import MAX_LAUNCHES, Section, clock, ending, shown, small, span
 from llmfoundry_lite.report.reading import SECONDS, Run
 from llmfoundry_lite.report.tables import Table
-from llmfoundry_ops.journal import Leg, read_legs
+from llmfoundry_ops.journal import Allocation, read_allocations
 
 
 @dataclass(frozen=True)
@@ -29,56 +29,56 @@ class Relay:
     facts: dict[str, Any]
 
     def sections(self, name: str, figure: str | None) -> list[Section]:
-        return [places(name, self.facts), time_line(name, self.facts["legs"], figure)]
+        return [sites(name, self.facts), time_line(name, self.facts["allocations"], figure)]
 
     def plot(self, path: Path, title: str) -> None:
-        plot(path, self.facts["legs"], title=title)
+        plot(path, self.facts["allocations"], title=title)
 
 
 def describe_relay(run: Run) -> Relay | None:
     """Return None for a run that no relay has moved."""
-    legs = read_legs(run.folder.path_here) if run.folder.path_here is not None else []
-    if not legs:
+    allocations = read_allocations(run.folder.path_here) if run.folder.path_here is not None else []
+    if not allocations:
         return None
-    held = [hold(run, leg, legs[0].began) for leg in legs]
-    places = dict.fromkeys(leg.place for leg in legs)
-    last = max(leg["began_hours"] + leg["hours"] for leg in held)
+    held = [hold(run, one, allocations[0].began) for one in allocations]
+    sites = dict.fromkeys(one.site for one in allocations)
+    last = max(one["began_hours"] + one["hours"] for one in held)
     facts = {
-        "legs": held,
-        "places": [{"place": place, **sums([leg for leg in held if leg["place"] == place])} for place in places],
+        "allocations": held,
+        "sites": [{"site": site, **sums([one for one in held if one["site"] == site])} for site in sites],
         "total": sums(held),
         "hours": last,
-        "idle_hours": max(0.0, last - sum(leg["hours"] for leg in held)),
+        "idle_hours": max(0.0, last - sum(one["hours"] for one in held)),
     }
     return Relay(facts)
 
 
-def hold(run: Run, leg: Leg, start: float) -> dict[str, Any]:
-    over = leg.over if leg.over is not None else max(time.time(), leg.began)
-    newest = int(run.log.batch[-1]) if leg.to_batch is None else leg.to_batch
-    last_batch = max(newest, leg.from_batch)
-    here = run.log.within(leg.from_batch + 1, last_batch)
-    hours = max(0.0, over - leg.began) / 3600  # a clock may have been set back
+def hold(run: Run, allocation: Allocation, start: float) -> dict[str, Any]:
+    over = allocation.over if allocation.over is not None else max(time.time(), allocation.began)
+    newest = int(run.log.batch[-1]) if allocation.to_batch is None else allocation.to_batch
+    last_batch = max(newest, allocation.from_batch)
+    here = run.log.within(allocation.from_batch + 1, last_batch)
+    hours = max(0.0, over - allocation.began) / 3600  # a clock may have been set back
     return {
-        "number": leg.number,
-        "place": leg.place,
-        "first_batch": leg.from_batch + 1,
-        "last_batch": last_batch,  # before the first one if nothing came of it
-        "began_hours": (leg.began - start) / 3600,
+        "number": allocation.number,
+        "site": allocation.site,
+        "first_batch": allocation.from_batch + 1,
+        "last_batch": last_batch,  # one before `first_batch` if nothing was trained
+        "began_hours": (allocation.began - start) / 3600,
         "hours": hours,
         "training_hours": float(np.nansum(run.log.numbers(SECONDS)[here])) / 3600,
-        "cost": None if leg.price is None else leg.price * hours,
-        "ended": leg.ended,  # None: it runs
-        "reason": leg.reason,
+        "cost": None if allocation.price is None else allocation.price * hours,
+        "ended": allocation.ended,  # None: it still runs
+        "reason": allocation.reason,
     }
 
 
-def sums(legs: list[dict[str, Any]]) -> dict[str, Any]:
-    costs = [leg["cost"] for leg in legs]
-    hours, training_hours = (sum(leg[key] for leg in legs) for key in ("hours", "training_hours"))
+def sums(allocations: list[dict[str, Any]]) -> dict[str, Any]:
+    costs = [one["cost"] for one in allocations]
+    hours, training_hours = (sum(one[key] for one in allocations) for key in ("hours", "training_hours"))
     return {
-        "num_legs": len(legs),
-        "batches": sum(leg["last_batch"] - leg["first_batch"] + 1 for leg in legs),
+        "num_allocations": len(allocations),
+        "batches": sum(one["last_batch"] - one["first_batch"] + 1 for one in allocations),
         "hours": hours,
         "training_hours": training_hours,
         "utilisation": training_hours / hours if hours else None,
@@ -86,56 +86,60 @@ def sums(legs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def places(name: str, facts: dict[str, Any]) -> Section:
-    """Show what each place of a relay contributed."""
+def sites(name: str, facts: dict[str, Any]) -> Section:
+    """Show what each site of a relay contributed."""
     rows = [
         (
-            *(part["place"], shown(part["num_legs"]), shown(part["batches"])),
+            *(part["site"], shown(part["num_allocations"]), shown(part["batches"])),
             *(clock(part["hours"]), clock(part["training_hours"])),
             *(shown(part["utilisation"], "{:.0%}"), small(part["cost"])),
         )
-        for part in (*facts["places"], {"place": "total", **facts["total"]})
+        for part in (*facts["sites"], {"site": "total", **facts["total"]})
     ]
     lines = [
-        f"in {clock(facts['hours'])} from the first launch on; no place had the run for {clock(facts['idle_hours'])}",
+        f"in {clock(facts['hours'])} from the first launch on; no site had the run for {clock(facts['idle_hours'])}",
         "utilisation is the time of batches that count over the time held, start-up and saves included",
     ]
-    if any(part["cost"] is not None for part in facts["places"]):
+    if any(part["cost"] is not None for part in facts["sites"]):
         lines.append("cost is the time held x the price in relay.yaml")
-    columns = ("place", "legs", "batches", "held", "training", "utilisation", "cost")
-    return Section(Table(f"Places of {name}", columns, rows), lines)
+    columns = ("site", "allocations", "batches", "held", "training", "utilisation", "cost")
+    return Section(Table(f"Sites of {name}", columns, rows), lines)
 
 
-def time_line(name: str, legs: Sequence[dict[str, Any]], figure: str | None) -> Section:
-    """Show the legs of a relay in order of time."""
+def time_line(name: str, allocations: Sequence[dict[str, Any]], figure: str | None) -> Section:
+    """Show the allocations of a relay in order of time."""
     rows = [
         (
-            *(f"{leg['number']}", leg["place"], span(leg["first_batch"], leg["last_batch"])),
-            *(clock(leg["began_hours"]), clock(leg["hours"]), ending(leg["ended"] or "running", leg["reason"])),
+            *(f"{allocation['number']}", allocation["site"], span(allocation["first_batch"], allocation["last_batch"])),
+            *(
+                clock(allocation["began_hours"]),
+                clock(allocation["hours"]),
+                ending(allocation["ended"] or "running", allocation["reason"]),
+            ),
         )
-        for leg in legs[-MAX_LAUNCHES:]
+        for allocation in allocations[-MAX_LAUNCHES:]
     ]
-    more = len(legs) - len(rows)
-    lines = [f"the {more:,} legs before are in report.json"] if more else []
-    columns = ("leg", "place", "batches", "began", "held", "ended")
+    more = len(allocations) - len(rows)
+    lines = [f"the {more:,} allocations before are in report.json"] if more else []
+    columns = ("allocation", "site", "batches", "began", "held", "ended")
     table = Table(f"Time line of {name}", columns, rows, (0, 2, 3, 4))
     return Section(table, lines, figure=f"![time line]({figure})" if figure else "")
 
 
-def plot(path: Path, legs: Sequence[dict[str, Any]], *, title: str) -> None:
-    """Plot batches over hours since the first leg began, and below which place had the run."""
-    places = list(dict.fromkeys(leg["place"] for leg in legs))
-    is_long = max(leg["began_hours"] + leg["hours"] for leg in legs) >= 1
+def plot(path: Path, allocations: Sequence[dict[str, Any]], *, title: str) -> None:
+    """Plot batches over hours since the first allocation began, and below which site had the run."""
+    sites = list(dict.fromkeys(one["site"] for one in allocations))
+    is_long = max(one["began_hours"] + one["hours"] for one in allocations) >= 1
     unit, per_hour = ("hours", 1) if is_long else ("seconds", 3600)
-    figure, (progress, rows) = stack((3, 0.4 * len(places) + 0.4), (8, 3.4 + 0.4 * len(places)), sharex=True)
-    for leg in legs:
-        start, end = leg["began_hours"] * per_hour, (leg["began_hours"] + leg["hours"]) * per_hour
-        number = places.index(leg["place"])
+    figure, (progress, rows) = stack((3, 0.4 * len(sites) + 0.4), (8, 3.4 + 0.4 * len(sites)), sharex=True)
+    for allocation in allocations:
+        start, end = allocation["began_hours"] * per_hour, (allocation["began_hours"] + allocation["hours"]) * per_hour
+        number = sites.index(allocation["site"])
         look = {"color": color(number), "linewidth": 2.2, "solid_capstyle": "butt"}
-        progress.plot([start, end], [leg["first_batch"] - 1, leg["last_batch"]], **look)
+        progress.plot([start, end], [allocation["first_batch"] - 1, allocation["last_batch"]], **look)
         rows.barh(number, end - start, left=start, color=color(number), height=0.7)
     progress.set_ylabel("batch")
-    rows.set_yticks(range(len(places)), list(map(printable, places)))
+    rows.set_yticks(range(len(sites)), list(map(printable, sites)))
     rows.invert_yaxis()
     rows.set_xlabel(f"{unit} since the first launch")
     clean([progress])

@@ -29,7 +29,7 @@ from llmfoundry_lite.training.lean_imports import import_lean, no_collection
 
 BEAT_SECONDS = 1.0
 MESSAGE_BYTES = 1 << 20
-"""More than Linux sends in one packet by default: too long arguments are an error of the sender."""
+"""More than Linux sends in one packet by default, so that the sender fails for arguments that are too long."""
 PR_SET_PDEATHSIG = 1
 """A constant of Linux's <sys/prctl.h>."""
 
@@ -117,7 +117,7 @@ def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when its parent ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we could ask
+    if os.getppid() != parent:  # the parent ended before this call
         os._exit(1)
 
 
@@ -154,7 +154,7 @@ def serve(channel: socket.socket) -> Start:
 def become(start: Start, channel: socket.socket) -> None:
     """Make this process rank `start.rank`: set environment, heartbeat and output."""
     os.environ.update(start.environment)
-    # First, as a busy disk may take longer to make a file than a silent rank is waited for.
+    # First, because a busy disk may take longer to make a file than a rank may be silent.
     threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()
     if start.output is not None:
         Path(start.output).parent.mkdir(parents=True, exist_ok=True)

@@ -24,45 +24,41 @@ class PlanOptions:
     """Arguments of `plan`."""
 
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="RUN.yaml or its name [HARDWARE.yaml] [key=value ...]")
+        list[str] | None, typer.Argument(help="Plan RUN.yaml, or a run by its name [HARDWARE.yaml] [key=value ...].")
     ] = None
     hardware: Annotated[
-        str, typer.Option(help="Device: h100, a100-40gb, mi250, …; several, h100,mi300x, make one table.")
+        str, typer.Option(help="Name the device: h100, a100-40gb, mi250, …; several, h100,mi300x, make one table.")
     ] = ""
-    devices: Annotated[str, typer.Option(help="Devices in all nodes; several counts, 64,128, make one table.")] = ""
-    check: Annotated[str | None, typer.Option(help="Instead: a finished run, its rates beside the predicted ones.")] = (
-        None
-    )
-    per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node [as it is sold].")] = None
-    link: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a device to others of its node [as sold].")] = (
-        None
-    )
-    adapter: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of a node to other nodes [as sold].")] = None
+    devices: Annotated[str, typer.Option(help="Set the devices of all nodes; several, 64,128, make one table.")] = ""
+    check: Annotated[str | None, typer.Option(help="Compare a finished run's rates with the predicted.")] = None
+    per_node: Annotated[int | None, typer.Option(min=1, help="Set the devices of a node [as it is sold].")] = None
+    link: Annotated[float | None, typer.Option(min=0.001, help="Set a device's GB/s within its node [as sold].")] = None
+    adapter: Annotated[float | None, typer.Option(min=0.001, help="Set a node's Gbit/s to others [as sold].")] = None
     efficiency: Annotated[
-        float | None, typer.Option(min=0.01, max=1, help="Share of the peak that matrix products reach [fitted].")
+        float | None, typer.Option(min=0.01, max=1, help="Set the peak's share that matrix products reach [fitted].")
     ] = None
     calibrate: Annotated[
         str,
-        typer.Option(help="Reports measured on such devices: mfu.json,scaling.json of `bench`, of `doctor --json`."),
+        typer.Option(help="Use reports from such devices: mfu.json,scaling.json of `bench`, of `doctor --json`."),
     ] = ""
-    pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline [the run's, else searched].")] = None
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Set the stages [the run's, else searched].")] = None
     schedule: Annotated[
-        str | None, typer.Option(help="With --pipeline: gpipe, 1f1b, interleaved, zero_bubble, zbv [1f1b].")
+        str | None, typer.Option(help="Choose, with --pipeline, gpipe, 1f1b, interleaved, zero_bubble or zbv [1f1b].")
     ] = None
-    virtual: Annotated[int | None, typer.Option(min=1, help="With --pipeline: runs of blocks on a device.")] = None
-    tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run [its max_duration].")] = None
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars for a device and hour: adds the cost.")] = None
-    mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures [50000].")] = None
+    virtual: Annotated[int | None, typer.Option(min=1, help="Set a device's runs of blocks, with --pipeline.")] = None
+    tokens: Annotated[float | None, typer.Option(min=1, help="Set the tokens of the run [its max_duration].")] = None
+    price: Annotated[float | None, typer.Option(min=0, help="Add the cost, at these dollars a device-hour.")] = None
+    mtbf: Annotated[float | None, typer.Option(min=1, help="Set the device-hours between failures [50000].")] = None
     stall: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds that a save holds training up, as `report` measures it.")
+        float | None, typer.Option(min=0.001, help="Set the seconds that a save stalls training, as in `report`.")
     ] = None
-    join: Annotated[str | None, typer.Option(help="HARDWARE:DEVICES of a second cluster that trains along.")] = None
-    wan: Annotated[float | None, typer.Option(min=0.001, help="With --join: Gbit/s between the clusters [10].")] = None
+    join: Annotated[str | None, typer.Option(help="Add a second cluster, HARDWARE:DEVICES.")] = None
+    wan: Annotated[float | None, typer.Option(min=0.001, help="Set the clusters' Gbit/s, with --join [10].")] = None
     samples: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples of a batch for each device [the run's batch, whatever the devices]."),
+        typer.Option(min=1, help="Set a batch's samples for each device [the run's batch, whatever the devices]."),
     ] = None
-    top: Annotated[int, typer.Option(min=1, help="Number of layouts that are shown.")] = 5
+    top: Annotated[int, typer.Option(min=1, help="Show this many layouts.")] = 5
     write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
 
@@ -194,16 +190,16 @@ def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int]
 
 
 def fabric_command(
-    nodes: Annotated[int, typer.Option(min=1, help="Machines with devices.")],
-    storage: Annotated[int, typer.Option(min=0, help="Storage servers; each has an adapter in every zone.")] = 0,
-    per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
-    ports: Annotated[int, typer.Option(min=4, help="Of a switch.")] = 40,
-    zones: Annotated[int, typer.Option(min=1, help="Fat trees, joined by a switch each.")] = 2,
-    switch_price: Annotated[float | None, typer.Option(min=0, help="Dollars for a switch.")] = None,
-    switch_watts: Annotated[float | None, typer.Option(min=0, help="That a switch draws.")] = None,
-    message: Annotated[float, typer.Option(min=1, help="MiB of an all-reduce.")] = 186,
+    nodes: Annotated[int, typer.Option(min=1, help="Set the number of machines with devices.")],
+    storage: Annotated[int, typer.Option(min=0, help="Add storage servers, with an adapter in every zone.")] = 0,
+    per_node: Annotated[int, typer.Option(min=1, help="Set the devices of a node.")] = 8,
+    ports: Annotated[int, typer.Option(min=4, help="Set the ports of a switch.")] = 40,
+    zones: Annotated[int, typer.Option(min=1, help="Set the number of fat trees, joined by a switch each.")] = 2,
+    switch_price: Annotated[float | None, typer.Option(min=0, help="Set the dollars for a switch.")] = None,
+    switch_watts: Annotated[float | None, typer.Option(min=0, help="Set the watts that a switch draws.")] = None,
+    message: Annotated[float, typer.Option(min=1, help="Set the MiB of an all-reduce.")] = 186,
 ) -> None:
-    """Count switches, price and power of a cluster's network. Also what an all-reduce can reach; by arithmetic."""
+    """Count switches, price and power of a cluster's network. Computes an all-reduce's limit too."""
     from llmfoundry_lite.errors import ConfigError
     from llmfoundry_lite.hardware import MIB
     from llmfoundry_planner.plan.fabric import describe
@@ -229,22 +225,22 @@ def fabric_command(
 
 def rehearse_command(
     context: typer.Context,
-    arguments: Annotated[list[str], typer.Argument(help="RUN.yaml HARDWARE.yaml [key=value ...]")],
-    devices: Annotated[int, typer.Option(min=1, help="Devices of the run, in all nodes.")],
-    per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
+    arguments: Annotated[list[str], typer.Argument(help="Rehearse RUN.yaml with HARDWARE.yaml [key=value ...].")],
+    devices: Annotated[int, typer.Option(min=1, help="Set the devices of the run, in all nodes.")],
+    per_node: Annotated[int, typer.Option(min=1, help="Set the devices of a node.")] = 8,
     rank: Annotated[
-        int | None, typer.Option(help="Which of them is rehearsed. By default the first one of each stage.")
+        int | None, typer.Option(help="Rehearse only this rank [the first one of each stage, in turn].")
     ] = None,
     all_kinds: Annotated[
-        bool, typer.Option("--all-kinds", help="The first and the last rank of each stage, in turn.")
+        bool, typer.Option("--all-kinds", help="Rehearse the first and the last rank of each stage, in turn.")
     ] = False,
     batches: Annotated[
-        int, typer.Option(min=2, help="Whose memory is measured; the optimizer's state is there from the second on.")
+        int, typer.Option(min=2, help="Measure so many; the optimizer's state is there from the second on.")
     ] = 2,
     searches: Annotated[
-        bool, typer.Option("--search", help="Instead: find the largest microbatch that fits, by rehearsing.")
+        bool, typer.Option("--search", help="Find, by rehearsing, the largest microbatch that fits.")
     ] = False,
-    hardware: Annotated[str | None, typer.Option(help="The device, if no YAML is named after it.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Name the device, if no YAML is named after it.")] = None,
 ) -> None:
     """Run a rank's real training code on devices that are not there. Memory, FLOPs and collectives are measured.
 

@@ -92,7 +92,7 @@ def epoch_of(name: str) -> int:
 
 
 class RenameCommits:
-    """Commits on a disk: what has a checkpoint's name is whole.
+    """Commits on a disk: a folder that has a checkpoint's name is complete.
 
     A second save of a batch first renames the old one to `.replaced-<save_id>`, then itself into place. After a crash
     between the two, the old one is still read as that batch's checkpoint.
@@ -118,7 +118,7 @@ class RenameCommits:
         self.root.child(DRAFT + save_id).put(MANIFEST, raw)
         name, replaced, is_replaced = committed_name(save_id), REPLACED + save_id, False
         check()
-        with contextlib.suppress(FileNotFoundError):  # not there, or removed by a prune since it was
+        with contextlib.suppress(FileNotFoundError):  # absent, or removed by a prune since it was listed
             self.root.rename(name, replaced)
             is_replaced = True
         try:
@@ -139,7 +139,7 @@ class RenameCommits:
         return ""
 
     def remove(self, name: str, save_id: str) -> None:
-        """Remove a save, not another that has its name by now. Where the name is a link, the link goes."""
+        """Remove a save, unless another save has its name by now. If the name is a link, remove only the link."""
         folder = self.root.child(name)
         if MANIFEST in folder.names() and head_of(folder).save_id != save_id:
             return
@@ -158,7 +158,7 @@ class RenameCommits:
         self.clear_litter(has_lease=True)
 
     def clear_litter(self, *, has_lease: bool) -> None:
-        """Finish removals; under a lease, of replaced saves too."""
+        """Finish interrupted removals; under a lease, remove replaced saves too."""
         for name in self.root.names():
             if name.startswith(DELETING):
                 self._remove_or_put_back(name)
@@ -176,8 +176,8 @@ class RenameCommits:
         return [moved for name, moved in found.items() if name not in names]
 
     def _remove_or_put_back(self, name: str) -> None:
-        """Remove what `remove` has moved away. If another save had taken the name just before, put that one back. The
-        name has the save_id that was meant, so that after a crash the next launch can do the same."""
+        """Remove the save that `remove` has moved away, or put it back if it is another save that had just taken the
+        name. The new name has the save_id that was meant, so that after a crash the next launch can do the same."""
         doomed, save = self.root.child(name), SAVE_ID.search(name)
         if save is None:
             return
@@ -226,9 +226,9 @@ class PutCommits:
             return
         self.on_phase("mid-prune")
         names = folder.names()
-        if MANIFEST in names:  # of a save that has come meanwhile: what is right in here may be that one's
+        if MANIFEST in names:  # a newer save's: files directly in this folder may be part of it
             names = [] if head_of(folder).save_id == save_id else [save_id]
-        for child in names:  # files right in here were copied from a local disk
+        for child in names:  # files directly in this folder were copied from a local disk
             if child == save_id or not SAVE_ID.fullmatch(child):
                 folder.child(child).remove_all()
 
@@ -250,7 +250,7 @@ class PutCommits:
             place = path.partition("/")[0]
             return (COMMITTED.fullmatch(place) is not None or place == LOG) and epoch_of(path) < epoch
 
-        with contextlib.suppress(OSError):  # the right to list uploads is one of its own
+        with contextlib.suppress(OSError):  # listing uploads needs a permission of its own
             self.root.abort_uploads(is_dead)
 
     def clear_litter(self, *, has_lease: bool) -> None:

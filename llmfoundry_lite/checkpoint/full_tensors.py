@@ -28,10 +28,10 @@ class Difference(NamedTuple):
 
     name: str
     note: str
-    """"", or why values were not compared: only in one, other shape."""
+    """Why values were not compared (only in one, other shape); else empty."""
     num_different: int = 0
     max_absolute: float = 0.0
-    """nan when one is nan where the other is not."""
+    """NaN if an element is NaN in one tensor only."""
     max_relative: float = 0.0
     """The largest |a - b| / max(|a|, |b|)."""
 
@@ -71,7 +71,7 @@ def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Differenc
     """Return the largest differences of two tensors of one shape; `note` is passed on."""
     if a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
         return Difference(name, note)
-    exactly = (a == b) if a.dtype == b.dtype else True  # two large whole numbers may be one as doubles
+    exactly = (a == b) if a.dtype == b.dtype else True  # different large integers may be equal as float64
     a, b = a.double(), b.double()
     same = ((a == b) & exactly) | (a.isnan() & b.isnan())
     if bool(same.all()):
@@ -127,7 +127,7 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
     except OSError as error:
         raise CheckpointError(f"{path}: not written: {error.strerror or error}") from error
     finally:
-        with contextlib.suppress(OSError):  # of a disk that is read-only, also where there is no draft
+        with contextlib.suppress(OSError):  # a read-only disk raises even if there is no draft
             draft.unlink(missing_ok=True)
     return path
 

@@ -15,7 +15,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-"""dtypes in safetensors' spelling."""
+"""dtype, as safetensors spells it -> bytes of an element."""
 
 Extra = dict[str, Any]
 """Fields that a later release has added, as JSON. They are written again."""
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name inside the safetensors file."""
+        """The chunk's name inside the safetensors file."""
         return f"{self.tensor}@{','.join(map(str, self.offset))}"
 
     @property
@@ -49,10 +49,10 @@ class Grid:
     """The chunks of a tensor, for tensors that are cut alike."""
 
     chunks: tuple[int | tuple[int, ...], ...]
-    """For each of the first dimensions: the length of chunks, of which the last may be short; 0: not cut; a tuple:
-    where it is cut. Further dimensions are not cut."""
+    """How each of the first dimensions is cut: a number is the length of a chunk, of which the last may be shorter; 0
+    means not cut; a tuple lists the cuts. Further dimensions are not cut."""
     files: tuple[int, ...]
-    """The file of the first chunk, with `strides`; else that of every chunk, row-major."""
+    """With `strides`, the file of the first chunk; without, the file of every chunk, row-major."""
     strides: tuple[int, ...] | None = None
     """How much the file's number grows with the chunk's index in each dimension of `chunks`."""
     extra: Extra = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Grid:
     def overlapping(
         self, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]
     ) -> Iterator[tuple[int, Box]]:
-        """Yield file and box of the chunks that reach into a box; as much work as there are of them."""
+        """Yield file and box of each chunk that reaches into a box. The work is proportional to their number."""
         if not math.prod(lengths):
             return
         counts = self.counts(shape)
@@ -88,7 +88,7 @@ class Grid:
         )
 
     def has(self, shape: Sequence[int], file: int, box: Box) -> bool:
-        """Return whether this box is a chunk, which this file holds."""
+        """Return whether this box is a chunk that this file holds."""
         offset, _ = box
         is_inside = len(offset) == len(shape) and all(0 <= at < n for at, n in zip(offset, shape, strict=True))
         return is_inside and next(self.overlapping(shape, offset, [1] * len(shape))) == (file, box)

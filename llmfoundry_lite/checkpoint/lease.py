@@ -22,7 +22,7 @@ NUM_KEPT = 8
 """A listing may miss a file created while it is read; with several left it still finds a high number."""
 MAX_BYTES = 1 << 16
 CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(\..*)?")
-"""A claim, or what a kill left of one that was being made."""
+"""File name of a claim, or of a claim whose writer was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Leases:
 
     def acquire(self, *, at_least: int, steal_from_live_writer: bool = False) -> Lease:
         """Claim the next number. Raises CheckpointError if the holder still runs on this machine, unless the lease is
-        to be stolen; OSError of the disk. This alone makes the folder: one that is not there later has vanished."""
+        to be stolen; OSError of the disk. Only this creates the folder: if it is missing later, it has vanished."""
         holder = self.holder()
         if holder is not None and not steal_from_live_writer and is_other_live_process(holder.owner):
             raise CheckpointError(
@@ -63,7 +63,7 @@ class Leases:
                 self.folder.put(_name(epoch), write_json(owner), only_if_new=True)
                 break
             except FileExistsError:
-                at_least = epoch + 1  # a listing may not have it yet, nor ever
+                at_least = epoch + 1  # a listing may show this claim late or never
         for name in self.folder.names():
             claim = CLAIM.fullmatch(name)
             if claim is not None and int(claim[1]) <= epoch - NUM_KEPT:

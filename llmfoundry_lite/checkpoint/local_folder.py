@@ -24,9 +24,9 @@ WRITE: Callable[[int, Any, int], int] = os.pwritev
 """(descriptor, buffers, offset) -> bytes taken; tests put failing disks here."""
 
 DIRECT: int | None = getattr(os, "O_DIRECT", None)
-"""Linux has it: writes past the page cache."""
+"""Flag for writes past the page cache, which Linux has; else None."""
 DIRECT_BYTES = 4096
-"""Memory, offset and length of such a write are multiples of this."""
+"""Memory address, offset and length of such a write must be multiples of this."""
 
 
 class LocalFolder:
@@ -38,7 +38,7 @@ class LocalFolder:
     def __init__(self, path: Path):
         self.path = path
         self.path_here: Path | None = path
-        """Where it lies on this machine; None behind a URL."""
+        """Path on this machine; None behind a URL."""
         self.url = str(path)
 
     def child(self, name: str) -> "LocalFolder":
@@ -48,7 +48,7 @@ class LocalFolder:
         return LocalFolder(self.path.absolute().parent)
 
     def names(self) -> list[str]:
-        """Return the files and folders right in here; none if there is no such folder."""
+        """Return the files and folders directly in this folder; none if it does not exist."""
         try:
             return sorted(_retry(lambda: os.listdir(self.path)))
         except OSError as error:
@@ -57,7 +57,7 @@ class LocalFolder:
             raise
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file right in here, by one listing."""
+        """Return the bytes of each file directly in this folder, from one listing."""
 
         def listed() -> dict[str, int]:
             with os.scandir(self.path) as entries:
@@ -80,7 +80,7 @@ class LocalFolder:
         self.path.mkdir(parents=with_parents, exist_ok=True)
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most `max_bytes` + 1 bytes, so that the caller can tell. Raises FileNotFoundError."""
+        """Return at most `max_bytes` + 1 bytes, to tell the caller if there are more. Raises FileNotFoundError."""
 
         def content() -> bytes:
             with open(self.path / name, "rb", opener=open_regular) as file:
@@ -92,8 +92,8 @@ class LocalFolder:
             raise FileNotFoundError(*error.args) from None
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
-        """Write a file durably, whole or not at all. Raises FileExistsError when it should have been new: then its name
-        is taken first, and the content follows."""
+        """Write a file durably, whole or not at all. With `only_if_new`, claim its name first and write the content
+        after; raises FileExistsError if the name is taken."""
         if only_if_new:
             (self.path / name).touch(exist_ok=False)
         write_atomically(self.path / name, data)
@@ -125,14 +125,14 @@ class LocalFolder:
 
 
 class LocalSink:
-    """A file of which aligned buffers go to the disk past the page cache.
+    """A file whose aligned buffers are written to the disk past the page cache.
 
-    Finding and filling pages of that cache costs a processor more than the rest of a save, and training needs it. The
-    rest goes through the cache, and so does everything where the disk knows no other way.
+    Finding and filling pages of that cache takes more processor time than the rest of a save, and training needs that
+    time. Unaligned bytes go through the cache, and so does everything on a disk without direct writes.
     """
 
     any_order = True
-    """It takes any offset from any thread; else only the next byte."""
+    """Whether writes may have any offset, from any thread; else they must follow each other."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -144,7 +144,7 @@ class LocalSink:
 
     def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
         if self._direct is not None and _is_aligned(offset, buffers):
-            # Not every file system can, nor from all pinned memory; a failing disk fails again below.
+            # Some file systems cannot write directly, or not from pinned memory. A failing disk fails again below.
             with contextlib.suppress(OSError):
                 self._write(self._direct, offset, buffers)
                 return
@@ -156,7 +156,7 @@ class LocalSink:
     def close(self) -> None:
         """Make the file durable."""
         try:
-            os.fsync(self._descriptor)  # of the file, by whichever descriptor it was written
+            os.fsync(self._descriptor)  # syncs the file, whichever descriptor has written it
         finally:
             self.abandon()
 
@@ -167,7 +167,7 @@ class LocalSink:
 
 
 def _is_aligned(offset: int, buffers: Sequence[Buffer]) -> bool:
-    import numpy as np  # a tenth of a second, for commands that read no shard
+    import numpy as np  # takes 0.1 s, which commands that read no shard save
 
     addresses = (np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers)
     return not any(n % DIRECT_BYTES for n in (offset, *map(len, buffers), *addresses))

@@ -17,11 +17,11 @@ class Log(NamedTuple):
     """A run's log as it was read."""
 
     content: bytes | None
-    """None if the checkpoint came without."""
+    """None if the checkpoint has no log."""
     parts: tuple[LogPart, ...]
-    """Those at its beginning that are whole."""
+    """The intact parts at the beginning of the log."""
     notes: list[str]
-    """A line for each part that is not."""
+    """A line for each damaged part."""
 
 
 def read_log(checkpoint: Checkpoint) -> Log:
@@ -50,8 +50,8 @@ def _read_part(folder: Folder, part: LogPart) -> bytes:
 
 
 def write_log(store: CheckpointStore, save_id: str, content: bytes, before: tuple[LogPart, ...]) -> tuple[LogPart, ...]:
-    """Write what the parts `before` lack of `content`, and return all its parts. Raises OSError. A new part takes in
-    the ones before it that are no longer than itself: a million lines are in twenty parts or fewer."""
+    """Write the end of `content` that the parts `before` lack, and return all parts. Raises OSError. A new part absorbs
+    those before it that are no longer than itself, so a million lines take at most twenty."""
     kept: list[LogPart] = []
     end = 0
     for part in before:

@@ -24,13 +24,13 @@ VERSION = 2
 """The major version of the format that this release writes."""
 MANIFEST = "manifest.json"
 DCP_STATE = "torch.distributed.checkpoint"
-"""Key of `scalars` for those who save through DCP: `values` that are no tensors, and `paths` in the nested state
-dict, by name."""
+"""Key of `scalars` in checkpoints that DCP has saved: the `values` that are no tensors, and the `paths` in the nested
+state dict, by name."""
 NO_STATE: dict[str, Any] = {"values": {}, "paths": {}}
 HEAD_BYTES = 4096
 """First bytes of a manifest, which a listing reads."""
 MAX_BYTES = 64 << 20
-"""A hundred times the manifest of MPT-70B on 4,096 ranks. Parsed, so many bytes take 1.6 GB at most."""
+"""Limit of a manifest: a hundred times that of MPT-70B on 4,096 ranks. Parsing so many bytes takes at most 1.6 GB."""
 
 ALGORITHM = "xxh3_128"
 HASH_BYTES = 16
@@ -76,7 +76,8 @@ class Segment:
     precision: str | None = None
     attention: str | None = None
     reduction: str | None = None
-    """`each microbatch` or `each batch`: when gradients are summed over devices; `each batch, exactly`: whenever."""
+    """When devices sum gradients: `each microbatch`, `each batch` or, for exact sums at any time, `each batch,
+    exactly`."""
     compile_config: dict[str, Any] | None = None
     """None: not compiled."""
     num_threads: int | None = None
@@ -154,7 +155,7 @@ class FileRecord:
     algorithm: str = ALGORITHM
     block_bytes: int
     header_bytes: int
-    """Where its tensors begin."""
+    """Bytes before its first tensor."""
     digest: str
     """Hash of its header and its table of hashes, one after the other."""
 
@@ -196,7 +197,7 @@ class Manifest:
     written_at: str | None = None
     """Wall clock, for people; nothing is ever ordered by it."""
     state_digest: str | None = None
-    """Digest of all tensors, however they are divided: see `state_digest.py`. None: of an earlier release."""
+    """Digest of all tensors, however they are divided: see `state_digest.py`. None: saved by an earlier release."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Tokenizer -> its fingerprint, which must not change under a run unasked."""
     config: Any = None
@@ -228,7 +229,7 @@ class Manifest:
 
     @property
     def dcp_state(self) -> dict[str, Any] | None:
-        """The `values` that are no tensors and the `paths` of all, where DCP has saved this."""
+        """The `values` that are no tensors, and all `paths`, if DCP has saved this checkpoint; else None."""
         return self.scalars.get(DCP_STATE)
 
     @property
@@ -249,8 +250,8 @@ class Head(NamedTuple):
 
 
 def read_head(raw: bytes) -> Head | None:
-    """Read a head from a manifest's first HEAD_BYTES. None when all must be decoded to know: another way to write JSON,
-    a newer format, a changed byte. Epoch and batch stand there twice, so that one is noticed."""
+    """Read a head from a manifest's first HEAD_BYTES. Returns None if the whole manifest must be decoded: other JSON
+    formatting, a newer format or a changed byte. Epoch and batch are in it twice, to notice a changed byte."""
     lines = {}
     try:
         for line in raw[:HEAD_BYTES].split(b"\n")[1:-1]:
@@ -394,7 +395,7 @@ def _refuse_newer(raw: bytes, where: str) -> None:
 
 
 def _decode_record(kind: Any, item: Item, needed: Sequence[str] = ()) -> Any:
-    """Read a record of which all fields are `needed`, or by default those without a default."""
+    """Read a record. All fields in `needed` must be there, or by default those without a default value."""
     return kind(**item.fields(kind, needed), extra=item.besides(*(needed or _names(kind))))
 
 

@@ -19,7 +19,7 @@ from llmfoundry_lite.errors import (
 from llmfoundry_lite.retry import first_line
 
 Folder = LocalFolder | RemoteFolder
-"""Their methods are the same, but for what one kind of commit needs. Errors of the system pass through as OSError."""
+"""Both have the same methods, except what one kind of commit needs. Errors of the system pass through as OSError."""
 Source = LocalSource | RemoteSource
 """A file being read, from any thread."""
 
@@ -54,7 +54,7 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         is_s3 = protocol in ("s3", "s3a")
         remedy = "pip install 'llmfoundry-lite[s3]'" if is_s3 else f"install the package it names: {error}"
         raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
-    except Exception as error:  # a protocol that no one knows; a server that some clients connect to at once
+    except Exception as error:  # an unknown protocol, or a client that connects to its server at once
         raise CheckpointError(f"{text}: {first_line(error)}") from error
     return RemoteFolder(RenewingFilesystem(filesystem), path, text.rstrip("/"))
 

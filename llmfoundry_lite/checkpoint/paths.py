@@ -15,7 +15,7 @@ from llmfoundry_lite.files import check_is_path
 
 INSIDE_A_RUN = "checkpoints"
 TOKENIZER = "tokenizer"
-"""Beside the checkpoints of a run: the files of the tokenizer it was trained with."""
+"""Folder beside a run's checkpoints that holds the files of the run's tokenizer."""
 
 
 def folder_of_checkpoints(url: str) -> str:

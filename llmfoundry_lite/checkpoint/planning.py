@@ -27,7 +27,7 @@ from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
 
 NO_ORDERS: Mapping[str, Runs] = {}
-"""Ranks have the rows of every tensor in the tensor's order."""
+"""No reordering: ranks hold the rows of every tensor in the tensor's own order."""
 
 Cut = int | tuple[int, ...]
 Ranks = NDArray[np.int64]
@@ -41,14 +41,13 @@ class SavePlan:
     mine: dict[str, Chunk]
     """Chunks that this rank writes, by key, in the order of its file."""
     first_ranks: list[int]
-    """The first rank with each different table."""
+    """The first rank that has each distinct table."""
     table_of_rank: list[int]
 
 
 def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> SavePlan:
-    """Compare tables by digest: they are the same on all ranks but under pipeline parallelism. From them each rank
-    computes every layout, with the same result. Raises CheckpointError on all ranks for a sharding that is not a
-    grid."""
+    """Compare the ranks' tables by digest; only pipeline parallelism makes them differ. From them every rank computes
+    the same layouts. Raises CheckpointError on all ranks for a sharding that is not a grid."""
     with exchange.raising_on_all_ranks():
         table = describe(tensors, row_orders)
     tables = exchange.all_gather_distinct(table)
@@ -62,8 +61,8 @@ def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) 
 
 
 def describe(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> dict[str, Any]:
-    """Return dtypes, shapes, meshes and placements as JSON; a tensor that is no DTensor is replicated. For a matrix
-    divided by heads, the ranks' row order as well; the layout is that of the parameter's own order."""
+    """Return dtypes, shapes, meshes and placements as JSON; a tensor that is no DTensor is replicated. A matrix divided
+    by heads also has the ranks' row order; its layout is that of the parameter's own order."""
     meshes: dict[int, int] = {}
     described: list[Any] = []
     orders: list[Any] = []
@@ -90,8 +89,8 @@ def describe(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> di
 
 
 def _describe_placement(placement: Any, name: str) -> list[int]:
-    """Return [] replicated, [dim] cut, or [dim, factor] cut after those mesh dimensions to the right that cut `factor`
-    ways."""
+    """Return [] for replicated, [dim] for cut, or [dim, factor] for cut after those mesh dimensions to the right that
+    together cut `factor` ways."""
     if isinstance(placement, _StridedShard):
         return [int(placement.dim), int(placement.split_factor)]
     if isinstance(placement, Shard):
@@ -105,16 +104,16 @@ def _describe_placement(placement: Any, name: str) -> list[int]:
 
 
 class Row(NamedTuple):
-    """A tensor as `describe` has it in a table."""
+    """A tensor's row in a table of `describe`."""
 
     table: int
     dtype: str
     shape: list[int]
     mesh: int | None
-    """Its number among the table's; None: each rank has the whole tensor."""
+    """Index among the table's meshes; None: each rank has the whole tensor."""
     placements: list[list[int]]
     order: int | None
-    """Its number among the table's orders of rows; None: the tensor's own."""
+    """Index among the table's row orders; None: the tensor's own order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class Sharding:
 
 
 def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size: int) -> SavePlan:
-    """Plan for `rank`, from the different tables, each with the ranks that have it."""
+    """Make the plan of `rank` from the distinct tables, each with the ranks that have it."""
     records = lay_out(tables, world_size)
     by_rank = {one: number for number, (_, ranks) in enumerate(tables) for one in ranks}
     table_of_rank = [by_rank[one] for one in range(world_size)]
@@ -137,7 +136,7 @@ def make_plan(tables: Sequence[tuple[Any, Sequence[int]]], rank: int, world_size
 
 
 def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dict[str, TensorRecord]:
-    """Return every tensor's layout, by its name. Of replicas, the one with the fewest bytes so far writes."""
+    """Return every tensor's layout, by its name. Among replicas, the rank with the fewest bytes so far writes."""
     rows: dict[str, list[Row]] = {}
     for number, (table, ranks) in enumerate(tables):
         for name, *described in table["tensors"]:
@@ -214,7 +213,7 @@ def shard_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequence
 
 
 def in_row_order(sharding: Sharding, runs: Runs, num_rows: int) -> Sharding:
-    """Cut rows that ranks have in another order, in runs: the tensor itself has smaller chunks, several on a rank."""
+    """Cut a tensor whose rows ranks hold in another order, `runs`: it has smaller chunks, several on each rank."""
     assert len(sharding.cuts) == 1, "only rows are cut"
     rule, row_bytes = sharding.cuts[0], int(sharding.num_bytes.sum()) // num_rows
     begins = [0, *rule] if isinstance(rule, tuple) else list(range(0, num_rows, rule or num_rows))
@@ -229,9 +228,9 @@ def in_row_order(sharding: Sharding, runs: Runs, num_rows: int) -> Sharding:
 
 
 def cut_order(mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], dim: int) -> list[int]:
-    """Return the mesh dimensions that cut a dimension, the first to cut first: from left to right, but a strided one
-    after those to its right that together cut as many ways as its factor says, as FSDP2 over tensor parallelism
-    does."""
+    """Return the mesh dimensions that cut a tensor's dimension, in the order in which they cut: from left to right. But
+    a strided one cuts after those to its right that together cut as many ways as its factor says. FSDP2 over tensor
+    parallelism makes such placements."""
     order: list[int] = []
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
@@ -270,7 +269,7 @@ def _as_cut(begins: list[int], sizes: list[int], length: int) -> Cut:
 
 
 def _as_grid(cuts: tuple[Cut, ...], holders: Ranks) -> Grid:
-    """Number the files by arithmetic if the ranks grow evenly along each dimension, else by a list."""
+    """Number the files by strides if rank numbers grow evenly along each dimension, else by a list."""
     first = int(holders.flat[0])
     strides, expected = [], np.array(first, np.int64)
     for dim, count in enumerate(holders.shape):
@@ -284,7 +283,7 @@ def _as_grid(cuts: tuple[Cut, ...], holders: Ranks) -> Grid:
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """Return offset and lengths of the box of a tensor that this rank holds; of all of it if it is no DTensor."""
+    """Return offset and lengths of the box of a tensor that this rank holds: the whole tensor if it is no DTensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -296,8 +295,8 @@ def box_of(tensor: torch.Tensor) -> Box:
 
 
 def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[tuple[Box, int]]:
-    """Return the boxes of a tensor that this rank holds, each with its first row's index among those that the rank
-    holds: one, or several if ranks have the rows in another order, in `runs`."""
+    """Return the boxes of a tensor that this rank holds, each with the local index of its first row. There are several
+    if ranks hold the rows in another order, `runs`."""
     offset, lengths = box_of(tensor)
     if runs is None:
         return [((offset, lengths), 0)]
@@ -306,7 +305,7 @@ def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[tuple[Box, int]]:
 
 
 def check_local_tensors(tensors: Tensors) -> None:
-    """Raise CheckpointError unless this rank holds of each tensor the box that the arithmetic says."""
+    """Raise CheckpointError unless this rank's part of each tensor is the box that `box_of` computes."""
     for name, tensor in tensors.items():
         offset, lengths = box_of(tensor)
         held = tuple(local_tensor(tensor).shape)

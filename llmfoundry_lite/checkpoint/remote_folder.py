@@ -123,7 +123,7 @@ class RemoteFolder:
             return
         except (TypeError, NotImplementedError, ValueError):  # a client without conditional put
             pass
-        except OSError as error:  # a server without
+        except OSError as error:  # a server without conditional put
             if error.errno != errno.ENOSYS:
                 raise
         retry_transient_errors(lambda: self.filesystem.pipe_file(path, data))
@@ -139,7 +139,7 @@ class RemoteFolder:
         return retry_transient_errors(lambda: self.filesystem.info(f"{self.path}/{name}")).get("ETag")
 
     def remove_version(self, name: str, version: str | None) -> bool:
-        """Remove a file, but not another version of it: then return False. A server that cannot tell removes any."""
+        """Remove a file if it still has this version; else return False. Servers without versions remove it anyway."""
         if version is not None and hasattr(self.filesystem, "call_s3"):
             bucket, key, _ = self.filesystem.split_path(f"{self.path}/{name}")
             condition = {"Bucket": bucket, "Key": key, "IfMatch": version}
@@ -158,8 +158,8 @@ class RemoteFolder:
         return True
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
-        """Abort unfinished uploads below this folder whose name in it `is_dead`. On S3 alone: what they have sent is
-        kept, and paid for, until then. Other stores drop it after a week."""
+        """Abort unfinished uploads whose name in this folder `is_dead`. Only S3 needs this: it keeps, and bills, what
+        they have sent until they are aborted. Other stores drop it after a week."""
         if not hasattr(self.filesystem, "call_s3"):
             return
         bucket, key, _ = self.filesystem.split_path(self.path)
@@ -182,7 +182,7 @@ class RemoteFolder:
         def removed() -> None:
             with ThreadPoolExecutor(REMOVALS_AT_ONCE, thread_name_prefix="checkpoint-remove") as pool:
                 list(pool.map(self._remove_key, self._find()))
-            for path in sorted(self._find(withdirs=True), key=len, reverse=True):  # not on a store without folders
+            for path in sorted(self._find(withdirs=True), key=len, reverse=True):  # empty on a store without folders
                 self.filesystem.rmdir(path)
 
         retry_transient_errors(removed)
@@ -236,7 +236,7 @@ class RemoteSink:
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(Exception):
-            self._file.closed = True  # or fsspec flushes and completes it when it is garbage
+            self._file.closed = True  # else fsspec completes the upload when the object is collected
         self.filesystem.renew()  # an upload belongs to the file system that began it; the next one begins afresh
 
 

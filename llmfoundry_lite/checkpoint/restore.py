@@ -115,7 +115,7 @@ def _load_together(
     ignore_keys: Sequence[str],
     check: Check,
 ) -> Manifest:
-    """Restore on all ranks. `checkpoint` is given on rank 0; the others get the manifest that rank 0 has read."""
+    """Restore on all ranks. Only rank 0 passes a `checkpoint`; the others get the manifest that rank 0 has read."""
     url = exchange.broadcast_json(checkpoint.url if checkpoint else None)
     raw = exchange.broadcast_bytes(checkpoint.raw if checkpoint else b"")
     with exchange.raising_on_all_ranks():  # one node may lack a package
@@ -136,8 +136,8 @@ def _load_together(
 
 
 def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
-    """Return this rank's error; on rank 0, if it has none, its verdict on files that others could not read. Rank 0
-    verifies such files itself: either the checkpoint is at fault, or that rank's node, which is named."""
+    """Return this rank's error or, on a rank 0 that has none, its decision on files that others could not read. It
+    verifies them itself: either the checkpoint is at fault, or that rank's node, which is named."""
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.all_reduce_max([int(is_unsound)])):
         return error
@@ -265,7 +265,7 @@ class ChunkRead(NamedTuple):
     offset: tuple[int, ...]
     """Within the chunk."""
     target: torch.Tensor
-    """Memory to read it into, of its shape."""
+    """Memory of the part's shape, to read into."""
 
 
 def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Tensors:
@@ -276,7 +276,7 @@ def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str,
 
 
 def read_files(checkpoint: Checkpoint, by_file: Mapping[int, Sequence[ChunkRead]]) -> None:
-    """Read parts of chunks, by the number of the file. Raises UnsoundCheckpointError."""
+    """Read parts of chunks, grouped by the index of their file. Raises UnsoundCheckpointError."""
     at_once = max(min(len(by_file), checkpoint.folder.max_open_files), 1)
     threads = max(NUM_THREADS // at_once, 1)
     with ThreadPoolExecutor(at_once, thread_name_prefix="checkpoint") as pool:
@@ -286,7 +286,7 @@ def read_files(checkpoint: Checkpoint, by_file: Mapping[int, Sequence[ChunkRead]
 def find_reads(
     manifest: Manifest, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS
 ) -> tuple[Tensors, dict[int, list[ChunkRead]]]:
-    """Return memory for the local tensors of `like`, and what to read into it, by the number of the file."""
+    """Return memory for the local tensors of `like`, and the reads that fill it, by the index of the file."""
     staging: Tensors = {}
     by_file: dict[int, list[ChunkRead]] = {}
     for name, tensor in like.items():
@@ -302,7 +302,7 @@ def find_reads(
 
 
 def read_of(chunk: Chunk, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> ChunkRead:
-    """Return what a chunk has of the box of its tensor that `target` is memory for."""
+    """Return the read of a chunk's overlap with a box of its tensor; `target` is the box's memory."""
     within = []
     for dim, (begin, length, its_begin, its_length) in enumerate(
         zip(offset, lengths, chunk.offset, chunk.shape, strict=True)

@@ -40,8 +40,8 @@ from llmfoundry_lite.ranks.codec import decode_value, encode_value
 
 PINNED = "cuda"
 REPORT = struct.Struct("<QQ16s16sQ")
-"""A rank's file: its bytes, its header's bytes, its digest; the digest of all that is not a tensor; and its part of the
-state's digest."""
+"""A rank's report: bytes of its file, bytes of the file's header, the file's digest, the digest of all that is not a
+tensor, and the rank's part of the state's digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class About:
     segments: tuple[Segment, ...] = ()
     scalars: dict[str, Any] = field(default_factory=dict)
     log: Callable[[], bytes] | None = None
-    """The run's log so far, asked for in the background before the manifest is written; None: it does not travel."""
+    """Returns the run's log so far; called in the background before the manifest is written. None: no log is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Saved:
     name: str
     save_id: str
     stall_seconds: float
-    """How long `save` took on this rank, waiting for the one before included."""
+    """Time that `save` took on this rank, including the wait for the save before it."""
     durable_seconds: float
     """From the beginning of `save` until it was known to be published."""
     num_bytes: int
@@ -85,7 +85,7 @@ class Flight:
     started: float
     stall_seconds: float
     task: Future[Any]
-    """Writing this rank's file; then, on rank 0, publishing."""
+    """Writes this rank's file; then, on rank 0, publishes."""
     manifest: Manifest | None = None
     """Without its log; None until all ranks have written."""
 
@@ -118,7 +118,8 @@ class Saver:
         """Whether rank 0 has one; the same on all ranks."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[LogPart, ...] = ()
-        """On rank 0, of the last save; at first, those of the checkpoint of this store that the run carries on from."""
+        """On rank 0: the last save's log; at first that of the checkpoint in this store that the run carries on
+        from."""
         self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._signature: Any = None
@@ -127,9 +128,9 @@ class Saver:
         self._staged_plan: SavePlan | None = None
         """The plan of `_staged`."""
         self._staged: Tensors = {}
-        """By key in the file, in its order."""
+        """Host copies of this rank's chunks by key, in the order of the file."""
         self._content = torch.empty(0, dtype=torch.uint8)
-        """The memory of `_staged`: what the file has after its header."""
+        """Memory of `_staged`: the content of the file after its header."""
         self._flight: Flight | None = None
         if takes_lease:
             self.take_lease()
@@ -144,7 +145,7 @@ class Saver:
         return self._flight is not None and not self._flight.task.done()
 
     def take_lease(self, *, steal_from_live_writer: bool = False) -> None:
-        """Take it on rank 0. Raises CheckpointError on all ranks; see `CheckpointStore.acquire`."""
+        """Take the run's lease on rank 0. Raises CheckpointError on all ranks; see `CheckpointStore.acquire`."""
         with exchange.raising_on_all_ranks():
             if self.rank == 0:
                 self.lease = self.store.acquire(steal_from_live_writer=steal_from_live_writer)
@@ -164,7 +165,7 @@ class Saver:
         self.store.on_phase("planned")
         self._stage(plan, found)
         self._flight = Flight(
-            about=replace(about, scalars=copy.deepcopy(about.scalars)),  # of this moment too, though encoded later
+            about=replace(about, scalars=copy.deepcopy(about.scalars)),  # copied now, because it is encoded later
             plan=plan,
             state=found,
             save_id=save_id,
@@ -187,8 +188,8 @@ class Saver:
     def poll(self, *, all_written: bool | None = None) -> Saved | None:
         """Move the save in flight on. Returns it when it has been published since the last call.
 
-        Every rank must call this at the same batches. `all_written`: no rank `is_writing`, where ranks have told each
-        other already. Raises on all ranks when any could not write; the checkpoints published before are untouched.
+        Every rank must call this at the same batches. `all_written`: no rank `is_writing`, if ranks have exchanged that
+        already. Raises on all ranks when any could not write; the checkpoints published before are untouched.
         """
         flight = self._flight
         if flight is None:
@@ -246,7 +247,7 @@ class Saver:
             size = sum(one.num_bytes for one in plan.mine.values())
             self._staged = {}
             if size != self._content.numel():
-                self._content = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+                self._content = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
                 is_pinned = any(tensor.device.type == PINNED for tensor in found.tensors.values())
                 self._content = aligned_memory(size, is_pinned)
             parts = self._content.split([one.num_bytes for one in plan.mine.values()])
@@ -312,7 +313,7 @@ class Saver:
             for rank, (n, m, digest, *_) in enumerate(reports)
         ]
         optimizer, aliases = flight.state.optimizer, flight.state.aliases
-        if len(plan.first_ranks) > 1:  # ranks have other tensors, each its own groups and steps
+        if len(plan.first_ranks) > 1:  # ranks have different tensors, each with groups and steps of its own
             own = encode_value([optimizer, aliases])
             parts = [decode_value(exchange.broadcast_json(own, source=rank)) for rank in plan.first_ranks]
             optimizer = state.join_optimizers([its_optimizer for its_optimizer, _ in parts])
@@ -346,7 +347,7 @@ class Saver:
 
 
 def _sources(plan: SavePlan, found: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Yield each chunk that this rank writes, and what it holds of it."""
+    """Yield each chunk that this rank writes, and the tensor with its values."""
     for one in plan.mine.values():
         tensor = found.tensors[one.tensor]
         source = local_tensor(tensor)
@@ -362,8 +363,8 @@ def file_name(rank: int) -> str:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is nan or infinite, in one pass without a copy. The sum shows either, in half the time
-    of the extremes. These decide where large numbers may have taken the sum out of range."""
+    """Return whether no value is nan or infinite, in one pass without a copy. The sum shows either, in half the time of
+    minimum and maximum. These decide where the sum may have overflowed."""
     if not tensor.is_floating_point():
         return True
     if tensor.element_size() == 1:
@@ -403,7 +404,7 @@ class _Pages(mmap.mmap):
             self.unpin = partial(runtime.cudaHostUnregister, address)
             return
         with contextlib.suppress(RuntimeError, AssertionError):
-            torch.zeros(1, device=PINNED)  # the next kernel would report the refusal as its own
+            torch.zeros(1, device=PINNED)  # clears the error, which the next kernel would report as its own
 
     def __del__(self) -> None:
         if self.unpin is not None and not sys.is_finalizing():

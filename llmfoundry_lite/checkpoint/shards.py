@@ -24,7 +24,7 @@ from llmfoundry_lite.ranks.codec import write_json
 from llmfoundry_lite.retry import T, retry_on_damage
 
 ALIGNMENT = 4096
-"""Data starts at a multiple of it, and each chunk at one of its item size, so that a file can be mapped."""
+"""Data starts at a multiple of this, and each chunk at one of its item size, so that files can be memory-mapped."""
 BLOCK_BYTES = 1 << 20
 TRANSFER_BYTES = 8 << 20
 """Bytes that one thread writes or reads at a time."""
@@ -43,7 +43,7 @@ class ReadRequest(NamedTuple):
     target: np.ndarray[Any, Any]
     """uint8 [end - begin]"""
     tensor: str
-    """Its name, for messages."""
+    """The tensor's name, for messages."""
 
 
 BlockRange = tuple[int, int]
@@ -54,8 +54,8 @@ BlockRange = tuple[int, int]
 
 
 def file_order(entries: Mapping[str, E]) -> dict[str, E]:
-    """Put wide items first: each chunk then starts at a multiple of its item size without holes, which are not
-    allowed."""
+    """Sort by item size, the largest first: each chunk then starts at a multiple of its item size without gaps, which
+    safetensors forbids."""
     return dict(sorted(entries.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
 
 
@@ -68,7 +68,7 @@ def build_header(entries: Mapping[str, E], metadata: dict[str, str], *, block_by
         header[key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
     start, is_settled = 8, False
     text = b""
-    while not is_settled:  # how long the table is depends on how long the header is that says so
+    while not is_settled:  # the table's length depends on the length of the header that states it
         if block_bytes:
             table = HASH_BYTES * -(-(start + ends[-1]) // block_bytes)
             header[HASHES] = {"dtype": "U8", "shape": [table], "data_offsets": [ends[-1], ends[-1] + table]}
@@ -146,7 +146,7 @@ class Shard:
     def __init__(self, folder: Folder, file: FileRecord, source: Source):
         self.folder, self.file, self.source = folder, file, source
         self.hashes, self.contents = self._read(self._read_header)
-        """Of all blocks, and the first byte of each chunk."""
+        """Hashes of all blocks, and the first byte of each chunk."""
 
     def _read_header(self, source: Source) -> tuple[bytes, dict[Chunk, int]]:
         file = self.file
@@ -163,7 +163,7 @@ class Shard:
         return read_file(self.folder, self.file, read, self.source)
 
     def find(self, chunk: Chunk) -> int:
-        """Return its first byte. Raises DamagedCheckpointError if it is absent or has another dtype or shape."""
+        """Return a chunk's first byte. Raises DamagedCheckpointError if it is absent or has another dtype or shape."""
         if chunk not in self.contents:
             other = next((one for one in self.contents if one.key == chunk.key), None)
             found = "missing" if other is None else f"{other.dtype} {list(other.shape)}"
@@ -194,7 +194,7 @@ class Shard:
         _for_each(read, _split_range(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
 
     def _read_range(self, blocks: BlockRange, requests: Sequence[ReadRequest]) -> None:
-        """Read straight into the targets; into scratch memory what is not requested but must be hashed."""
+        """Read requested bytes into the targets, and others, which must be hashed too, into scratch memory."""
         buffers: list[Buffer] = []
         first, last = blocks
         position = first
@@ -241,8 +241,8 @@ def open_shard(folder: Folder, file: FileRecord) -> Iterator[Shard]:
 def read_file(
     folder: Folder, file: FileRecord | LogPart, read: Callable[[Source], T], opened: Source | None = None
 ) -> T:
-    """Return what `read` finds in a file, which may be `opened` already. Damage counts if it is found a second time,
-    past the cache. Raises UnsoundCheckpointError."""
+    """Return what `read` finds in a file, which may be `opened` already. Damage counts only if a second read, past the
+    cache, finds it again. Raises UnsoundCheckpointError."""
 
     def once(bypass_cache: bool) -> T:
         source = _open_once(folder, file, bypass_cache) if bypass_cache or opened is None else opened
@@ -268,8 +268,8 @@ def verify_file(folder: Folder, file: FileRecord, on_read: Callable[[int], None]
 
 
 def parse_header(raw: bytes, shard: Shard) -> dict[Chunk, int]:
-    """Return the first byte of each chunk by a safetensors header, without the hashes. Raises DamagedCheckpointError
-    unless they lie one after the other, each as long as its shape says."""
+    """Return the first byte of each chunk, as a safetensors header says; the hashes are left out. Raises
+    DamagedCheckpointError unless chunks follow each other without gaps, each as long as its shape says."""
     begins: dict[Chunk, int] = {}
     try:
         if int.from_bytes(raw[:8], "little") != len(raw) - 8:

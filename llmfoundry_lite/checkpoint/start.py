@@ -1,6 +1,6 @@
 """Where a launch starts: at the checkpoint that it carries on from, which must fit its configuration, or at batch 1.
 
-Reads manifests and the log; no torch. `training/checkpointing.py` restores from there, `--dry-run` tells it.
+Reads manifests and the log; no torch. `training/checkpointing.py` restores from there; `--dry-run` prints where.
 """
 
 from pathlib import Path
@@ -38,13 +38,13 @@ class Start(NamedTuple):
     name: str = ""
     """The newest of the run's own checkpoints that can be read; empty: none can."""
     done: dict[str, int] = {}  # noqa: RUF012 - read only
-    """How much that one has trained, by unit; whole epochs."""
+    """Training done at that checkpoint, by unit; epochs are whole."""
 
 
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
     """Raise CheckpointError if the run cannot carry on with another model, tokenizer or batch size. Tensors and the
     place in the data are checked when they are restored."""
-    if manifest.optimizer is None:  # imported
+    if manifest.optimizer is None:  # an imported checkpoint
         raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
     if manifest.config is None or "timestamp" not in manifest.scalars:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
             )
         newest = newest_of(candidates)
         start = Start(is_own=True, url=store.root.url, fingerprints=fingerprints)
-        if newest is None:  # restoring says of each why
+        if newest is None:  # restoring prints the reason for each
             return start
         check_fit(config, fingerprints, newest.manifest)
         at = newest.manifest.timestamp

@@ -72,7 +72,7 @@ def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
 
 
 def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Runs]:
-    """Return tensor -> the `row_order` of its module: of its parameters, and of optimizer slots of their shape."""
+    """Return tensor -> the `row_order` of its module, for parameters and for optimizer slots of their shape."""
     orders: dict[str, tuple[torch.Size, Runs]] = {}
     for prefix, module in model.named_modules():
         order = getattr(module, "row_order", None)
@@ -111,7 +111,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 def _members(model: nn.Module) -> tuple[Named, Named]:
     """Return the parameters, and the buffers that a state dict holds, by one walk over the modules."""
     modules = list(model.named_modules(remove_duplicate=False))
-    for _, module in modules:  # a forward pass without gradients leaves the root's parameters whole, as other tensors
+    for _, module in modules:  # after a forward pass without gradients the root's parameters are other, whole tensors
         if isinstance(module, FSDPModule):
             module.reshard()
     parameters, buffers = [], []
@@ -124,10 +124,10 @@ def _members(model: nn.Module) -> tuple[Named, Named]:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, outside of any graph: training goes on with the same memory."""
+    """Return this rank's part of a tensor, outside of autograd's graph and in the memory that training uses."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():  # or to_local would be a step of autograd's
+    with torch.no_grad():  # else autograd would record to_local
         return tensor.to_local().detach()
 
 
@@ -292,7 +292,7 @@ def write_optimizer(
 
 
 def _write_number(slot: str, number: Mapping[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """Put `step` on the device for fused and capturable optimizers alone, as Optimizer.load_state_dict does."""
+    """Return a slot's number; `step` is on the device for fused or capturable optimizers only, as torch does."""
     if "dtype" not in number:
         return number["value"]
     on_device = slot != "step" or group.get("fused") or group.get("capturable")
@@ -310,7 +310,7 @@ def _allocate(like: torch.Tensor, local: torch.Tensor, device: torch.device) -> 
 
 
 def describe_keys(only_there: set[str], only_here: set[str], limit: int = 3) -> str:
-    """Say in one line how two sets of names differ that should have been one."""
+    """Say in one line how two sets of names differ that should be equal."""
 
     def some(names: set[str]) -> str:
         shown = ", ".join(sorted(names)[:limit])
@@ -325,7 +325,7 @@ def describe_keys(only_there: set[str], only_here: set[str], limit: int = 3) -> 
 
 
 def clean_name(name: str) -> str:
-    """Return a name without what wrappers of modules put in."""
+    """Return a name without the parts that wrapper modules insert."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

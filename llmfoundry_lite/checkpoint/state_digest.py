@@ -17,7 +17,7 @@ Keys = NDArray[np.uint64]
 CHUNK_BYTES = 1 << 18
 """Bytes of whole rows that are multiplied at a time: they stay in a processor's cache."""
 CHUNK_ELEMENTS = 1 << 20
-"""Elements that are multiplied at a time elsewhere."""
+"""Elements that are multiplied at a time on other devices."""
 HALF = np.uint64(32)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> whole numbers of that size."""
@@ -33,7 +33,7 @@ def sum_keyed(
     """Return the sum, modulo 2^64, over a box of a tensor: `values`, that begin at `offset` in the whole of `shape`.
 
     An element's key is the product of one for its index in the first dimension and one for its place in the others.
-    `look` is shown all of `values` in parts, each before it is summed: that brings it into a processor's cache once.
+    `look` is called with each part of `values` before it is summed: the part enters the processor's cache only once.
     """
     if not values.numel():
         return 0
@@ -41,7 +41,7 @@ def sum_keyed(
     if not shape:
         values, offset, shape = values.view(1), (0,), (1,)
     parts = values.view(len(values), -1)
-    if values.element_size() == 8:  # two numbers of 32 bits: the upper bits of 64 would be multiplied out of reach
+    if values.element_size() == 8:  # as two of 32 bits: a product would lose the upper bits
         values = values.view(torch.int32).view(*values.shape, 2)
         offset, shape = (*offset, 0), (*shape, 2)
     lengths = tuple(values.shape)
@@ -53,7 +53,7 @@ def sum_keyed(
         look(parts)
         return _sum_elements(rows, row_keys, column_keys)
     of_pairs = np.ascontiguousarray(column_keys[0::2])
-    of_upper = column_keys[1::2] - (of_pairs << HALF)  # less what it gets within the pair
+    of_upper = column_keys[1::2] - (of_pairs << HALF)  # minus what the pair's product adds
     step, sums = max(1, CHUNK_BYTES // (4 * rows.shape[1])), []
     for part, chunk in zip(parts.split(step), rows.view(torch.int32).split(step), strict=True):
         look(part)
@@ -69,15 +69,15 @@ def format_digest(total: int) -> str:
 def _sum_rows(pairs: Keys, of_pairs: Keys, of_upper: Keys) -> Keys:
     """Return the sum of each row's products [R], of pairs of uint32 [R, C] and keys [C], by two products.
 
-    Two numbers are read as one of 64 bits, for speed. A key reaches only the lower half of the upper one's bits so, up
-    to its sign: two flipped signs would cancel. So the upper number is multiplied once more, alone.
+    For speed, two numbers are read as one of 64 bits. Modulo 2^64, the upper number is then multiplied only modulo
+    2^32, where two flipped signs would cancel. So the upper number is multiplied once more, alone.
     """
-    pairs = np.require(pairs, requirements="A")  # a copy of those that lie askew
+    pairs = np.require(pairs, requirements="A")  # copies unaligned memory
     return np.einsum("rc,c->r", pairs, of_pairs) + np.einsum("rc,c->r", pairs >> HALF, of_upper)
 
 
 def _sum_elements(rows: torch.Tensor, row_keys: Keys, column_keys: Keys) -> int:
-    """Return the same sum of rows [R, C] of any kind, on their device: element by element."""
+    """Return the same sum for rows [R, C] of any dtype, on their device, element by element."""
     size = rows.element_size()
     bits, mask = rows.view(BITS[size]), (1 << 8 * size) - 1
     by_row, by_column = (torch.from_numpy(keys.view(np.int64)).to(rows.device) for keys in (row_keys, column_keys))
@@ -97,7 +97,7 @@ def _places(offset: Sequence[int], lengths: Sequence[int], shape: Sequence[int])
 
 
 def _keys(name: str, places: Keys) -> Keys:
-    """Return an odd number for each place: splitmix64, begun by the name (https://prng.di.unimi.it/splitmix64.c)."""
+    """Return an odd number for each place: splitmix64, seeded by the name (https://prng.di.unimi.it/splitmix64.c)."""
     z = places * np.uint64(0x9E3779B97F4A7C15) + np.uint64(xxhash.xxh3_64_intdigest(name.encode()))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

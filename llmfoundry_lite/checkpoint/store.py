@@ -49,7 +49,7 @@ class Candidate:
     name: str
     folder: Folder
     head: Head | None = None
-    """None: it cannot be read, and its place among the others is not known."""
+    """None: it cannot be read, so its order among the others is not known."""
     found: Checkpoint | CheckpointError | None = None
     """The checkpoint, or why it cannot be read; None until it is asked for."""
 
@@ -96,7 +96,7 @@ class Search(NamedTuple):
 
 
 def refuse_newer(candidates: Sequence[Candidate]) -> None:
-    """Raise NewerFormatError if a newer release has written one of them: carrying on beside it cannot be meant."""
+    """Raise NewerFormatError if a newer release has written one of them: the user cannot mean to carry on beside it."""
     for candidate in candidates:
         if candidate.head is None and isinstance(candidate.error, NewerFormatError):
             raise candidate.error
@@ -140,7 +140,7 @@ class CheckpointStore:
         self.leases = Leases(self.root)
         self.commits = commits_in(self.root, lambda phase: self.on_phase(phase))
         self._logs: dict[str, set[str]] = {}
-        """By save_id, the parts of the log that it has."""
+        """Save_id -> the parts of the log that this save has."""
         self.on_phase = on_phase
         """Called with the name of each step of a save that a crash could fall into; tests crash there."""
 
@@ -237,7 +237,7 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------------- read
 
     def candidates(self) -> list[Candidate]:
-        """Return all checkpoints, newest first; one that cannot be read comes where its name puts it."""
+        """Return all checkpoints, newest first; one that cannot be read is sorted by its name."""
         with _os_errors(f"{self.root.url}: cannot be listed"):
             names = self.commits.names()
             with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-list") as pool:
@@ -246,7 +246,7 @@ class CheckpointStore:
 
     def _candidate(self, name: str) -> Candidate | None:
         folder, expected = self.root.child(name), name_of_batch(name)
-        with contextlib.suppress(OSError):  # which reading all of it will name
+        with contextlib.suppress(OSError):  # reading the whole manifest names the error
             head = read_head(folder.read(MANIFEST, HEAD_BYTES))
             if head is not None and committed_name(head.save_id) == expected:
                 return Candidate(name, folder, head)
@@ -301,7 +301,7 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------------ remove
 
     def remove(self, name: str, save_id: str) -> None:
-        """Remove first what commits a save, then its data; not if another save has its name by now."""
+        """Remove a save, its commit first and then its data; do nothing if another save has its name by now."""
         where = self.root.child(name).url
         with _os_errors(f"{where}: cannot be removed"), contextlib.suppress(FileNotFoundError):
             self.commits.remove(name, save_id)

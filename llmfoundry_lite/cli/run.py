@@ -163,6 +163,6 @@ def replay_command(
         code = run_ranks("llmfoundry_lite.training.replay", [path], num_ranks, logs, finds_modules_here=trust_code)
         if code != EXIT_DONE:
             raise typer.Exit(code)
-        verdict = compare(plan, folder)
-    print(printable(verdict.text))
-    raise typer.Exit(EXIT_DONE if verdict.is_equal else EXIT_DIFFERS)
+        outcome = compare(plan, folder)
+    print(printable(outcome.text))
+    raise typer.Exit(EXIT_DONE if outcome.is_equal else EXIT_DIFFERS)

@@ -90,7 +90,7 @@ class TextDataset(IterableDataset):
             self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type, config.allow_truncation
         )
         self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
-        self._lanes: Sequence[int] | None = None
+        self._batch_indices: Sequence[int] | None = None
         self._again: tuple[Sequence[int], int] = ((), 0)
         self._laid_out: tuple[int, EpochOrder] | None = None
         self._next = (0, 0)
@@ -171,7 +171,7 @@ class TextDataset(IterableDataset):
         order = SampleOrder(
             shard_sizes_per_stream=[self._sizes(i) for i in range(len(choose_per_stream))],
             choose_per_stream=choose_per_stream,
-            num_lanes=self.global_batch_size,
+            batch_size=self.global_batch_size,
             seed=self.config.shuffle_seed,
             shuffle=self.config.shuffle and not self.same_every_epoch,
             drop_last=drop_last,
@@ -180,7 +180,7 @@ class TextDataset(IterableDataset):
         )
         if not order.num_batches:
             raise DataError(
-                f"an epoch of {order.num_samples} samples is smaller than one global batch of {order.num_lanes}; "
+                f"an epoch of {order.num_samples} samples is smaller than one global batch of {order.batch_size}; "
                 "use a smaller batch, more data, or streams that repeat"
             )
         if order.max_units > MAX_UNITS:
@@ -341,13 +341,14 @@ class TextDataset(IterableDataset):
         )
 
     def continue_with(
-        self, lanes: Sequence[int], epoch: int, sample_in_epoch: int, again: Sequence[int] = (), num_back: int = 0
+        self, indices: Sequence[int], epoch: int, sample_in_epoch: int, again: Sequence[int] = (), num_back: int = 0
     ) -> None:
-        """Begin the next iteration at this place, with these lanes instead of an even share of all.
+        """Begin the next iteration at this place, with these batch indices, not with an even share of all.
 
-        Each batch also has the lanes `again` of the batch `num_back` before it, which is in the same epoch.
+        Each batch also has the batch indices `again` of the batch `num_back` before it, which is in the same epoch.
         """
-        self._lanes, self._again, self.device_batch_size = lanes, (again, num_back), len(lanes) + len(again)
+        self._batch_indices, self._again = indices, (again, num_back)
+        self.device_batch_size = len(indices) + len(again)
         self.begin_at(epoch, sample_in_epoch)
 
     def begin_at(self, epoch: int, sample_in_epoch: int) -> None:
@@ -413,7 +414,7 @@ class TextDataset(IterableDataset):
     def _sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
         """Yield this worker's sample ids for the rest of the epoch, computed piece by piece."""
         worker, epoch_order = get_worker_info(), self._lay_out(epoch)
-        lanes, steps = share_of_worker(
+        indices, steps = share_of_worker(
             epoch_order.order,
             rank=self.part,
             world_size=self.num_parts,
@@ -422,13 +423,13 @@ class TextDataset(IterableDataset):
             first_batch=sample_in_epoch // self.global_batch_size,
             num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
         )
-        lanes, (again, num_back) = self._lanes or lanes, self._again
+        indices, (again, num_back) = self._batch_indices or indices, self._again
         # Whole shuffled blocks, as a part of one costs as much; but neither tiny pieces nor huge ones.
         steps_per_block = epoch_order.order.block_samples // steps.step
-        steps_per_piece = min(max(steps_per_block, (1 << 14) // len(lanes), 1), -(-(1 << 20) // len(lanes)))
+        steps_per_piece = min(max(steps_per_block, (1 << 14) // len(indices), 1), -(-(1 << 20) // len(indices)))
         for first in range(0, len(steps), steps_per_piece):
             piece = steps[first : first + steps_per_piece]
-            ids = epoch_order.sample_ids(lanes, piece)
+            ids = epoch_order.sample_ids(indices, piece)
             if again:
                 before = range(piece.start - num_back, piece.stop - num_back, piece.step)
                 ids = np.hstack([ids, epoch_order.sample_ids(again, before)])

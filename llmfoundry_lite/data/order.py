@@ -1,4 +1,4 @@
-"""The order of samples in an epoch, as a pure function of a few integers: streams, shuffling, lanes, remainder.
+"""The order of samples in an epoch, as a pure function of a few integers: streams, shuffling, batches, remainder.
 
 Nodes, ranks, loader workers and files play no part. `dataset.py` asks for the slice that a worker needs.
 
@@ -8,10 +8,10 @@ How an epoch is laid out:
    left of the stream's share (a random subset of the shard, in file order).
 2. The units are permuted and stand one after another in a ring. A random offset turns it, so that each epoch drops
    other samples at its end.
-3. The ring is cut into `num_lanes` contiguous spans, one for each sample of the global batch. A lane therefore reads
-   few shards, one after another, and its rank downloads only those.
-4. Within a lane, blocks of `window_samples // num_lanes` samples are shuffled. Global batch k is the k-th sample of
-   every lane, so at any time the batches are drawn from a window of about `window_samples` samples.
+3. The ring is cut into `batch_size` contiguous spans, one for each batch index: an index within the global batch, from
+   0. A batch index therefore reads few shards, one after another, and its rank downloads only those.
+4. Within a span, blocks of `window_samples // batch_size` samples are shuffled. Global batch k is the k-th sample of
+   every span, so at any time the batches are drawn from a window of about `window_samples` samples.
 
 Without shuffling, the sample with global index g is the g-th in file order, without steps 2 to 4.
 
@@ -61,7 +61,7 @@ class SampleOrder:
     choose_per_stream: Sequence[int]
     """Samples that an epoch takes from each stream, repeats included."""
 
-    num_lanes: int
+    batch_size: int
     """The global batch size: a property of the run, never of the machines it runs on."""
 
     seed: int
@@ -78,7 +78,7 @@ class SampleOrder:
     """Samples that batches are drawn from at any time. A larger window mixes better and reads more shards."""
 
     def __post_init__(self) -> None:
-        assert self.num_lanes > 0 and self.window_samples > 0 and self.seed >= 0
+        assert self.batch_size > 0 and self.window_samples > 0 and self.seed >= 0
         assert len(self.shard_sizes_per_stream) == len(self.choose_per_stream)
         assert self.max_samples is None or not self.shuffle
 
@@ -98,12 +98,12 @@ class SampleOrder:
     @property
     def num_batches(self) -> int:
         """Global batches in an epoch."""
-        return self.num_samples // self.num_lanes if self.drop_last else -(-self.num_samples // self.num_lanes)
+        return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
 
     @property
     def block_samples(self) -> int:
-        """Consecutive samples of one lane that are shuffled together."""
-        return max(1, self.window_samples // self.num_lanes)
+        """Consecutive samples of one span that are shuffled together."""
+        return max(1, self.window_samples // self.batch_size)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -112,7 +112,8 @@ class SampleOrder:
         for sizes in self.shard_sizes_per_stream:
             digest.update(np.array([len(sizes)], "<i8").tobytes())
             digest.update(np.asarray(sizes, "<i8").tobytes())
-        settings = [self.num_lanes, self.seed, self.shuffle, self.drop_last, self.window_samples if self.shuffle else 0]
+        window_samples = self.window_samples if self.shuffle else 0
+        settings = [self.batch_size, self.seed, self.shuffle, self.drop_last, window_samples]
         digest.update(np.array([*self.choose_per_stream, *settings], "<i8").tobytes())
         return digest.hexdigest()
 
@@ -150,53 +151,53 @@ class EpochOrder:
         np.cumsum(unit_sizes, out=self._unit_bounds[1:])
         self._unit_is_partial = unit_sizes < order.shard_sizes[unit_shards]
 
-    def sample_ids(self, lanes: Sequence[int], steps: range) -> Int64Array:
-        """Return the sample ids of lanes at steps: [len(steps), len(lanes)], `NO_SAMPLE` where there is none.
+    def sample_ids(self, batch_indices: Sequence[int], steps: range) -> Int64Array:
+        """Return the ids of samples [len(steps), len(batch_indices)] at steps; `NO_SAMPLE` where there is none.
 
         Computes only these (in shuffled order: the blocks that `steps` touches), in pieces of bounded size. `steps`
         must ascend and stay below `num_batches`.
         """
         if not self.order.shuffle:
-            places = np.asarray(steps, np.int64)[:, None] * self.order.num_lanes + np.asarray(lanes, np.int64)
+            places = np.asarray(steps, np.int64)[:, None] * self.order.batch_size + np.asarray(batch_indices, np.int64)
             exists = places < self.order.num_samples
             return np.where(exists, self._ids_at(np.where(exists, places, 0)), NO_SAMPLE)
 
-        ids_sl = np.empty((len(steps), len(lanes)), np.int64)
+        ids_si = np.empty((len(steps), len(batch_indices)), np.int64)
         block_samples = self.order.block_samples
-        num_lanes_at_once = max(1, _MAX_SLICE_ELEMENTS // block_samples)
-        for first_lane in range(0, len(lanes), num_lanes_at_once):
-            some_lanes = slice(first_lane, first_lane + num_lanes_at_once)
+        num_at_once = max(1, _MAX_SLICE_ELEMENTS // block_samples)
+        for first in range(0, len(batch_indices), num_at_once):
+            some_indices = slice(first, first + num_at_once)
             num_steps_at_once = block_samples * max(
-                1, _MAX_SLICE_ELEMENTS // (block_samples * min(len(lanes), num_lanes_at_once))
+                1, _MAX_SLICE_ELEMENTS // (block_samples * min(len(batch_indices), num_at_once))
             )
             for some_steps in _cut_at_multiples(steps, num_steps_at_once):
-                ids_sl[some_steps, some_lanes] = self._shuffled_ids(lanes[some_lanes], steps[some_steps])
-        return ids_sl
+                ids_si[some_steps, some_indices] = self._shuffled_ids(batch_indices[some_indices], steps[some_steps])
+        return ids_si
 
-    def _shuffled_ids(self, lanes: Sequence[int], steps: range) -> Int64Array:
-        """Shuffle every block that the steps touch (k blocks, b samples in each). Returns [len(steps), len(lanes)]."""
+    def _shuffled_ids(self, batch_indices: Sequence[int], steps: range) -> Int64Array:
+        """Return the ids [len(steps), len(batch_indices)], after shuffling whole blocks (k blocks of b samples)."""
         order, block_samples = self.order, self.order.block_samples
         blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)
 
-        lanes_l = np.asarray(lanes, np.int64)
-        # Begin and end in the ring. Lengths of lanes differ by one sample at most.
-        lane_begins_l, lane_ends_l = (_floor_share(lanes_l + i, order.num_samples, order.num_lanes) for i in (0, 1))
-        begins_lk = lane_begins_l[:, None] + blocks_k * block_samples
-        # Nothing is computed beyond the end of the longest lane: the only block may be a small part of a full one.
-        longest_lane = -(-order.num_samples // order.num_lanes)
-        width = min(block_samples, longest_lane - int(blocks_k[0]) * block_samples)
+        indices_i = np.asarray(batch_indices, np.int64)
+        # Begin and end in the ring. Lengths of spans differ by one sample at most.
+        span_begins_i, span_ends_i = (_floor_share(indices_i + i, order.num_samples, order.batch_size) for i in (0, 1))
+        begins_ik = span_begins_i[:, None] + blocks_k * block_samples
+        # Nothing is computed beyond the end of the longest span: the only block may be a small part of a full one.
+        longest_span = -(-order.num_samples // order.batch_size)
+        width = min(block_samples, longest_span - int(blocks_k[0]) * block_samples)
         places_b = np.arange(width)
-        positions_lkb = begins_lk[:, :, None] + places_b
-        exists_lkb = positions_lkb < lane_ends_l[:, None, None]
+        positions_ikb = begins_ik[:, :, None] + places_b
+        exists_ikb = positions_ikb < span_ends_i[:, None, None]
 
-        bits_lkb = _random_bits(*self._key, _BLOCKS, lanes_l[:, None, None], blocks_k[:, None], places_b)
-        bits_lkb[~exists_lkb] = np.iinfo(np.uint64).max  # sorts behind everything that exists
-        ids_lkb = self._ids_at((positions_lkb + self._ring_offset) % order.num_samples)
-        ids_lkb[~exists_lkb] = NO_SAMPLE
-        ids_lkb = np.take_along_axis(ids_lkb, _permutations(bits_lkb), axis=-1)
+        bits_ikb = _random_bits(*self._key, _BLOCKS, indices_i[:, None, None], blocks_k[:, None], places_b)
+        bits_ikb[~exists_ikb] = np.iinfo(np.uint64).max  # sorts behind everything that exists
+        ids_ikb = self._ids_at((positions_ikb + self._ring_offset) % order.num_samples)
+        ids_ikb[~exists_ikb] = NO_SAMPLE
+        ids_ikb = np.take_along_axis(ids_ikb, _permutations(bits_ikb), axis=-1)
 
         steps_s = np.asarray(steps, np.int64)
-        return ids_lkb[:, steps_s // block_samples - blocks_k[0], steps_s % block_samples].T
+        return ids_ikb[:, steps_s // block_samples - blocks_k[0], steps_s % block_samples].T
 
     def _ids_at(self, positions: Int64Array) -> Int64Array:
         """Return sample ids at positions in the sequence of units; same shape as `positions`."""
@@ -228,16 +229,16 @@ def share_of_worker(
     first_batch: int = 0,
     num_batches: int | None = None,
 ) -> tuple[range, range]:
-    """Return the lanes of a rank and the steps of one of its DataLoader workers, from global batch `first_batch` on.
+    """Return a rank's batch indices and the steps of one of its DataLoader workers, from global batch `first_batch` on.
 
     `num_batches` are those of the epoch, all of the order's by default.
 
     torch's DataLoader takes batches from its workers in turn, beginning with worker 0; hence the stride.
     """
-    assert order.num_lanes % world_size == 0
-    num_lanes_per_rank = order.num_lanes // world_size
-    lanes = range(rank * num_lanes_per_rank, (rank + 1) * num_lanes_per_rank)
-    return lanes, range(first_batch + worker, order.num_batches if num_batches is None else num_batches, num_workers)
+    assert order.batch_size % world_size == 0
+    size = order.batch_size // world_size
+    steps = range(first_batch + worker, order.num_batches if num_batches is None else num_batches, num_workers)
+    return range(rank * size, (rank + 1) * size), steps
 
 
 def _lay_out_units(order: SampleOrder, key: tuple[int, int]) -> tuple[Int64Array, Int64Array]:

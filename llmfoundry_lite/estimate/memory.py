@@ -36,13 +36,13 @@ GATHER_BYTES = 1 << 27
 STAGES = "memory of a pipeline's ranks"
 """Builder: (config, layout, rank, stages, device) -> the estimate of one device of that rank."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
-"""Numbers for each parameter that it needs during its step; torch's fused AdamW needs none."""
+"""Scratch numbers for each parameter during an optimizer's step; torch's fused AdamW needs none."""
 
 
 def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accelerator | None = None) -> MemoryEstimate:
-    """Estimate a run on devices that are divided so; of a pipeline, its fullest stage.
+    """Estimate one device of a run with this layout; of a pipeline, its fullest stage.
 
-    Without `device` libraries take the most that they do on any.
+    Without `device`, libraries are assumed to take the most that they take on any.
     """
     if layout.pipeline == 1:
         moments = estimate_moments(Portion(config, layout)).values()
@@ -56,14 +56,14 @@ def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accele
 
 
 def as_on_cpu(config: TrainConfig) -> TrainConfig:
-    """Name an attention as a CPU computes it, where no kernel does without a bias; estimates are of GPUs otherwise."""
+    """Name an attention as a CPU computes it, where every kernel needs a bias. Other estimates are for GPUs."""
     return replace(config, model=replace(config.model, attn_config=replace(config.model.attn_config, attn_impl="sdpa")))
 
 
 def estimate_stages(
     config: TrainConfig, layout: Layout, device: Accelerator | None = None
 ) -> list[tuple[list[Stage], MemoryEstimate]]:
-    """Estimate a device of each rank of a pipeline: its stages, and the most while it plays its schedule."""
+    """Estimate each rank of a pipeline. Returns its stages, and its memory at the peak of the schedule."""
     estimate_rank = find("builders", STAGES)
     return [
         (stages, estimate_rank(config, layout, rank, stages, device))
@@ -76,7 +76,7 @@ def fullest(estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
 
 
 def add_the_rest(p: Portion, estimate: MemoryEstimate, device: Accelerator | None) -> MemoryEstimate:
-    """Take the optimizer's step if that needs more; add workspaces, token ids and what is small."""
+    """Take the optimizer's step instead if it needs more; add workspaces, token ids and small tensors."""
     share_bytes = estimate.parameters_bytes
     num_owners = p.layout.of_parameters.replicate if p.shares_optimizer else 1
     estimate = replace(estimate, optimizer_bytes=-(-estimate.optimizer_bytes // num_owners))

@@ -47,7 +47,7 @@ class MemoryEstimate:
         held = {name.removesuffix("_bytes"): getattr(self, name) / unit_bytes for name in self.__slots__}
         parts = [f"{name} {size:.2f}" for name, size in held.items()]
         if not self.gradients_bytes:
-            parts[1] = "gradients none yet"  # it holds the most in the loss of its only microbatch
+            parts[1] = "gradients none yet"  # the peak is in the loss of the only microbatch
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
@@ -161,7 +161,7 @@ def _with_fsdp(p: Portion, in_loss: MemoryEstimate, before_bytes: int, early_byt
     num_left = padded_outside if p.reshards else padded
     embedding_gradients_bytes = 2 * embedding_bytes
     if p.config.exact_sums:
-        # Both are added up before there is a buffer for the reduction, and a share of the sum; then one is left.
+        # Both are added up, and one is left, before the reduction's buffer and a share of the sum are allocated.
         later_bytes = (padded_outside - padded_block) * p.reduction_bytes
         if waiting_bytes <= sums_bytes:
             later_bytes += share(shapes_outside(p), p.shard_degree) * p.sum_bytes
@@ -267,11 +267,11 @@ def count_block_per_token(p: Portion) -> int:
     norm_statistics, qk_norm_statistics = (
         (1 if norm.norm_type.endswith("rmsnorm") else 2) * FP32_BYTES for norm in (model, options)
     )
-    # Between its two additions a compiled block keeps what attention gives, and adds it again.
+    # A compiled block keeps attention's output between its two additions, and adds it again.
     other_input = d * p.compute_bytes if p.config.fuses_loss else norm_input
     norms = (norm_input + other_input + 2 * norm_statistics) // p.num_runs + 2 * d * p.compute_bytes
     numbers = 2 * q_dim + 2 * kv_dim
-    numbers += q_dim * (degree > 1)  # what attention gives is rearranged before the matrix that follows
+    numbers += q_dim * (degree > 1)  # attention's output is rearranged before the next matrix
     if p.config.context.kind == "gather":
         # This rank's own keys and values are kept with its queries, if one matrix has made them all.
         numbers += (degree if options.fused_qkv else degree - 1) * 2 * kv_dim

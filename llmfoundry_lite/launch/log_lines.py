@@ -18,7 +18,7 @@ SAVED = "checkpoint/bytes"
 POSITIONS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
 """Unit of a duration -> key of how many are done."""
 MAX_NUMBER = 2**128
-"""Above the range of fp32."""
+"""Limit of numbers, above the range of fp32."""
 
 
 def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
@@ -50,8 +50,8 @@ def validation_losses(record: Record) -> dict[str, Any]:
 
 
 def missing_lines(here: Iterable[bytes], carried: Sequence[bytes]) -> list[bytes]:
-    """Return the lines of a checkpoint's log from the first one on that is not here. Appended, they void the branch
-    that was trained here from that batch on: the checkpoint does not come from it."""
+    """Return the lines of a checkpoint's log from its first line on that is missing here. Appending them voids the
+    batches trained here from there on, from which the checkpoint does not descend."""
     known = set(here)
     first = next((i for i, line in enumerate(carried) if line not in known), len(carried))
     return list(carried[first:])
@@ -59,7 +59,7 @@ def missing_lines(here: Iterable[bytes], carried: Sequence[bytes]) -> list[bytes
 
 def merge_logs(here: bytes, carried: bytes) -> list[bytes]:
     """Return the lines here with the missing ones of the newest checkpoint's log. Lines written here after that
-    checkpoint stay behind it: the run carried on from it here."""
+    checkpoint come after them, because the run carried on from it here."""
     ours = here.splitlines(keepends=True)
     theirs = [line for line, _ in read_lines(carried)]
     missing = missing_lines(ours, theirs)

@@ -16,7 +16,7 @@ from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
 
 CLONE = Path(__file__).parents[2]
-"""The package itself is found in the working directory, where it is a clone that is not installed."""
+"""Folder of the clone, from which ranks import the package if it is not installed."""
 COMPOSER = r"""
 import re, sys
 from composer.cli import launcher

@@ -51,7 +51,7 @@ MAX_BAND = {"fp32": 1e-4}
 """Precision -> largest relative difference of a loss that other kernels explain."""
 MAX_BAND_16_BITS = 1e-2
 NORM_FACTOR = 10
-"""The norm of a gradient may differ by this times as much."""
+"""The norm of a gradient may differ this many times as much as a loss."""
 MAX_RATE_DIFFERENCE = 1e-9
 
 
@@ -61,7 +61,7 @@ class ReplayPlan:
 
     where: str
     config: dict[str, Any]
-    """The run's, as it trained these batches."""
+    """The run's configuration while it trained these batches."""
     start: Checkpoint | None
     """None: the replay starts at batch 1, from the seed."""
     first_batch: int
@@ -84,7 +84,7 @@ class Misfit(NamedTuple):
     def relative(self) -> float:
         """Return the relative difference of two numbers; infinite for anything else."""
         there, here = number_of(self.there), number_of(self.here)
-        if there is None or here is None or there == here:  # the last: as numbers that fp32 holds
+        if there is None or here is None or there == here:  # the last: equal as fp32
             return float("inf")
         return abs(there - here) / max(abs(there), abs(here))
 
@@ -92,7 +92,7 @@ class Misfit(NamedTuple):
         return f"batch {self.batch}: {self.quantity} is {self.here} here and {self.there} in the run"
 
 
-class Verdict(NamedTuple):
+class Outcome(NamedTuple):
     text: str
     is_equal: bool
     """Bit for bit."""
@@ -268,7 +268,7 @@ def _check_tokenizer(plan: ReplayPlan, config: TrainConfig) -> None:
 
 
 def for_a_replay(error: UserError) -> UserError:
-    """Replace advice to prepare data again or to change the run by what a replay takes."""
+    """Replace advice to prepare data again or to change the run by advice that a replay can follow."""
     text = str(error)
     if not isinstance(error, DataError) and not text.startswith("model.vocab_size"):
         return error
@@ -280,11 +280,11 @@ def for_a_replay(error: UserError) -> UserError:
 # --------------------------------------------------------------------------------------------------- what came of it
 
 
-def compare(plan: ReplayPlan, folder: Path) -> Verdict:
+def compare(plan: ReplayPlan, folder: Path) -> Outcome:
     """Compare the records of a replay that has ended well with the run's."""
     begun = json.loads((folder / BEGUN).read_text())
     if other := begun.get("other_data"):
-        return Verdict(f"does not fit: the data is not what the run was trained with: {other}", False)
+        return Outcome(f"does not fit: the data is not what the run was trained with: {other}", False)
     differences, is_exact = begun["differences"], bool(plan.config.get("exact_sums"))
     if begun[DETERMINISTIC] and not plan.config.get(DETERMINISTIC):
         differences.append("deterministic false -> true")
@@ -303,14 +303,14 @@ def compare(plan: ReplayPlan, folder: Path) -> Verdict:
     beside = f"; beside the run: {', '.join(differences)}" if differences else ""
     if not misfits:
         counts = ", ".join(f"{number} of {quantity}" for quantity, number in num_compared.items())
-        return Verdict(f"bit-equal: {counts}{beside}", True)
+        return Outcome(f"bit-equal: {counts}{beside}", True)
     limit = MAX_BAND.get(plan.config.get("precision", ""), MAX_BAND_16_BITS)
     if is_wrong_start or not explained:
-        return Verdict(f"does not fit: {misfits[0]}{beside}", False)
+        return Outcome(f"does not fit: {misfits[0]}{beside}", False)
     limits = {LOSS: limit, NORM: NORM_FACTOR * limit, RATE: MAX_RATE_DIFFERENCE, DATA: 0.0, STATE: float("inf")}
     outside = [misfit for misfit in misfits if not misfit.relative <= limits[misfit.quantity]]
     if outside:
-        return Verdict(f"does not fit: {outside[0]}{beside}", False)
+        return Outcome(f"does not fit: {outside[0]}{beside}", False)
     found = {quantity: [one.relative for one in misfits if one.quantity == quantity] for quantity in (LOSS, NORM, RATE)}
     widths = ", ".join(f"{quantity} within {max(band):.1e}" for quantity, band in found.items() if band)
-    return Verdict(f"within a band: {widths or 'only state/digest differs'}; {', '.join(explained)}", False)
+    return Outcome(f"within a band: {widths or 'only state/digest differs'}; {', '.join(explained)}", False)

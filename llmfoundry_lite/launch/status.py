@@ -31,7 +31,7 @@ LAUNCHES = "launches.jsonl"
 def write_status(
     folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True, **more: Any
 ) -> None:
-    """Write both files, `more` into the first. `reason` of a run that is `running`: why it has been asked to leave."""
+    """Write both files; `more` goes into status.json. The `reason` of a `running` run is why it was asked to leave."""
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": mask_credentials(reason or "") or None}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
@@ -72,10 +72,10 @@ def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> No
 
 @contextlib.contextmanager
 def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
-    """Record why a launch fails in a block before its run is there, in the status of an earlier launch of the run.
+    """Record why the block fails in the status of an earlier launch of the run: this launch has not set its own up yet.
 
-    The first rank to fail on a node does so: it may be alone, and rank 0 is then ended by the launcher. Over several
-    nodes it does so in a new folder too: `srun` ends the ranks of the others, which read here why.
+    The first rank to fail on a node records it: others may not fail, and the launcher then ends rank 0. Over several
+    nodes it writes into a new folder too: `srun` ends the other nodes' ranks, which read the reason there.
     """
     try:
         yield
@@ -92,8 +92,8 @@ def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def hear_of_other_nodes(folder: Path) -> None:
-    """Let this rank, when it is asked to leave, look whether a rank of another node has recorded a failure here. That
-    rank records it before it ends, and `srun` ends the others afterwards: nobody has to wait for the record."""
+    """Make this rank, when it is asked to leave, look here for a failure of a rank on another node. That rank records
+    it before it ends, and `srun` ends the others afterwards, so nobody has to wait for the record."""
     siblings.failure_elsewhere = lambda: failure_on_another_node(folder)
 
 

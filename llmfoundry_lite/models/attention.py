@@ -34,8 +34,8 @@ FLEX_BLOCK = 128
 """Queries or keys in a block of FlexAttention's mask (torch's default)."""
 
 FLEX_SHAPES = 64
-"""Limit of compiled shapes. torch compiles a dimension of 1 apart, and one that has changed for any size: rows,
-queries, keys and their blocks, with a gradient and without. `auto`, an evaluation and decoding reached 9."""
+"""Limit of compiled shapes. torch compiles apart a size of 1, and for any size what has changed: rows, queries, keys,
+their blocks, with and without a gradient. `auto`, an evaluation and decoding reached 9."""
 
 FLASH_HEAD_DIM = 256
 """The widest head that flash-attn's kernels support, by its README."""
@@ -263,7 +263,7 @@ def _blocked(q_bthk, k_bsgk, v_bsgk, mask: Mask, scale, dropout_p) -> Tensor:
 def _flex(q_bthk, k_bsgk, v_bsgk, mask: Mask, scale, dropout_p) -> Tensor:
     assert not dropout_p, "refused when the configuration is checked"
     q_bhtk, k_bgsk, v_bgsk = (x.transpose(1, 2) for x in (q_bthk, k_bsgk, v_bsgk))
-    # Compiled, or it computes all scores. On a CPU it is there to be compared with, and needs no compiler.
+    # Without a compiler it computes all scores. On a CPU it serves comparisons only, and is not compiled.
     compute = _compiled_visibly(flex_attention) if q_bthk.is_cuda else flex_attention
     out_bhtk = compute(
         q_bhtk,

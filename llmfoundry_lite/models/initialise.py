@@ -56,7 +56,7 @@ def draw_range(draw: Draw, seed: int, name: str, start: int, out: np.ndarray, nu
             part = out[max(begin, 0) : begin + BLOCK]
             if part.size == BLOCK:
                 draw(generator, part)
-            else:  # a block is drawn whole: how many numbers are asked for may decide them
+            else:  # draw a whole block: numbers may depend on how many are drawn
                 whole = np.empty(BLOCK, np.float32)
                 draw(generator, whole)
                 skipped = max(-begin, 0)

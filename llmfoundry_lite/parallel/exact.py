@@ -38,7 +38,7 @@ class ExactSums:
         module.register_forward_pre_hook(self._prepare)
 
     def begin(self, parameters: Iterable[nn.Parameter], num_microbatches: int) -> None:
-        """Begin a batch of so many microbatches, of all ranks: parameters, without gradients, take float64."""
+        """Begin a batch of `num_microbatches` over all ranks: parameters without a gradient accept one in float64."""
         self._largest = []
         self.largest_element = min(SHIFT / 3, LARGEST_SUM / max(num_microbatches, 1))
         for parameter in parameters:
@@ -60,7 +60,7 @@ class ExactSums:
     @torch.no_grad()
     def _prepare(self, module: nn.Module, _: Any) -> None:
         if isinstance(module, FSDPModule):
-            # FSDP would round each sum of ranks to the parameters' dtype; without one it leaves them as they are.
+            # FSDP would round each sum over ranks to the parameters' dtype; without a dtype it keeps the sums.
             group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 group._orig_dtype = None
@@ -98,12 +98,12 @@ class _RoundGradient(torch.autograd.Function):
 
 
 def round_tied_gradients(wte: nn.Embedding) -> None:
-    """Round what an embedding adds to a gradient that the unembedding has a part in, possibly on another rank."""
+    """Round the embedding's part of a gradient that it shares with the unembedding, possibly on another rank."""
     wte.forward = lambda tokens_bt: F.embedding(tokens_bt, _RoundGradient.apply(wte.weight))  # type: ignore[method-assign]
 
 
 def round_unembedding(sum_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Do the same for the unembedding: it is the second argument of the loss."""
+    """Round the unembedding's part of that gradient; it is the second argument of the loss."""
 
     def rounded(hidden_btd: Tensor, unembedding_vd: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return sum_loss(hidden_btd, _RoundGradient.apply(unembedding_vd), *arguments, **options)
@@ -123,7 +123,7 @@ LIMB_BITS = 26
 
 
 def is_first_copy(gradient: Tensor | None) -> bool:
-    """Tell whether this rank's part of the gradient is the one that counts, of equal ones on several ranks."""
+    """Return whether this rank's part of the gradient counts; of equal parts on several ranks, one does."""
     if not isinstance(gradient, DTensor):
         return gradient is not None
     place = gradient.device_mesh.get_coordinate()

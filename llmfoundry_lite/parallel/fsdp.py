@@ -74,9 +74,9 @@ def shard_model(
     data_mesh = within_stage(mesh)
     if sums and model.config.tie_word_embeddings and model.stage.is_first:
         round_tied_gradients(model.transformer.wte)
-    # Exact sums see each use of a parameter in its own dtype, which a copy for the block would add up.
+    # Exact sums round each use's gradient by itself; a copy for the whole block would add them up before.
     sees_copies = sums is not None and precision.parameters != torch.float32
-    # What a compiler leaves to be recomputed eagerly would meet the fp32 parameters again.
+    # Eager recomputation of a compiled block would see the fp32 parameters again.
     recomputes_compiled = compile_config is not None and bool(fsdp.activation_checkpointing)
     casts_once = fsdp.plain_on_one_device and "pipeline" not in names_of(mesh) and not recomputes_compiled
     is_plain = (compile_config is None or casts_once) and not fsdp.offload_optimizer and not sees_copies
@@ -113,7 +113,7 @@ def shard_model(
     shard(model, mesh=data_mesh, reshard_after_forward=False)
     modules: list[Any] = [model, *model.transformer.blocks]  # of FSDP
     for module in modules:
-        if sums or precision.loss_scaling:  # no mean over ranks, whose size would follow from their number
+        if sums or precision.loss_scaling:  # no mean over ranks: its size would depend on their number
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if sums:

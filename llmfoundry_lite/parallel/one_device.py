@@ -28,7 +28,7 @@ def prepare_for_one_device(
     """Compile blocks, cast parameters and checkpoint activations. In place.
 
     With `casts_once` call `renew_copies` when a batch begins. torch cannot compile the replacement of parameters, so
-    compiled blocks lie within it. Recomputation replaces them again, which no compiled block bears.
+    compiled blocks lie within it. Recomputation replaces them again, which a compiled block does not allow.
     """
     assert compile_config is None or not fsdp.activation_checkpointing, "`shard_model` keeps FSDP2 for it"
     inside = {module for block in model.transformer.blocks for module in block.modules()}

@@ -1,7 +1,7 @@
 """Typed values <-> JSON, so that every number that is not an array survives a save exactly.
 
-None, bool, str, int, float (nan and infinities too), bytes, list, tuple and dict with str keys. Nothing is guessed: a
-numpy number or a tensor is refused with its place. Plain JSON where JSON is unambiguous;
+It takes None, bool, str, int, float (nan and infinities too), bytes, list, tuple and dict with str keys. Nothing is
+guessed: a numpy number or a tensor is refused with its place. The result is plain JSON where JSON is unambiguous;
 `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$int": "..."}` (beyond 2^53, which other readers would round),
 `{"$bytes": "<base64>"}` and `{"$dict": {...}}` (for a dict whose keys look like these) where it is not.
 """

@@ -84,13 +84,13 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
 
 
 def ignore_signals() -> None:
-    """Ignore signals from now on: this rank ends, and a launcher that asks it to knows of what it is about to say."""
+    """Ignore signals from now on: this rank is ending, and a launcher's signal would only ask for the same."""
     listen(lambda number, frame: None)
 
 
 def checks() -> AbstractContextManager[None]:
-    """Put SIGTERM off until the end of a block that checks what is the same for all ranks: when it comes because
-    another rank has failed, this one fails likewise. After the block, signals raise Preempted."""
+    """Delay SIGTERM until the end of a block whose checks have the same result on all ranks: if it comes because
+    another rank has failed, this one fails with the same error. After the block, signals raise Preempted."""
     return put_off([signal.SIGTERM] if this_rank().world_size > 1 else [], raise_when_interrupted)
 
 
@@ -137,9 +137,9 @@ def raise_when_interrupted() -> None:
 
 @contextmanager
 def ending_in_time(grace_seconds: float, limit_seconds: float, text: str, exit_code: int) -> Iterator[None]:
-    """End the process if it is still in the block, which may wait in C++ for ever: `grace_seconds` after a signal that
-    asks to leave, as Python's handlers do not run there and there is nothing to save yet; and after `limit_seconds`,
-    with a `text`."""
+    """End the process if it stays in the block, which may wait in C++ for ever. It ends `grace_seconds` after a signal
+    that asks to leave: Python's handlers do not run there, and there is nothing to save yet. After `limit_seconds` it
+    ends with a `text`."""
     is_over, (reader, writer) = threading.Event(), os.pipe()
 
     def watch() -> None:
@@ -195,7 +195,7 @@ def announce_preemption(reason: str) -> None:
 
 
 def announced_preemption() -> str:
-    """Return the reason that any rank has announced, or nothing."""
+    """Return the reason that any rank has announced; empty if none has."""
     store = _process_group_store()
     with suppress(RuntimeError):
         return store.compare_set(PREEMPTED, "", "").decode() if store is not None else ""
@@ -296,8 +296,8 @@ def first_error(error: BaseException) -> FirstError:
 
 
 def known_failure() -> FirstError | None:
-    """Return the first failure of another rank, unless a rank has been preempted before: the reason why a launcher ends
-    this one, then."""
+    """Return the first failure of another rank, because of which a launcher ends this one. None if there is none, or a
+    rank was preempted before it."""
     failure = siblings.failure_of_another()
     with suppress(RuntimeError):  # rank 0, which keeps the store, is gone
         if _ask_store(lambda store: store.compare_set(PREEMPTED, "", "").decode(), 1.0):

@@ -23,7 +23,7 @@ Group = dist.ProcessGroup | None
 """None is all ranks, or a process alone."""
 _host_group: Group = None
 
-# torch 2.13 gave it another name and warns of the first.
+# torch 2.13 renamed it and warns when the old name is used.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -115,8 +115,8 @@ def raising_on_all_ranks(kind: type[Exception] = Exception) -> Iterator[None]:
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Return on all ranks if none has an error; otherwise raise on all of them. A rank raises its own error, unless
-    that is a CheckpointError. All others raise the first rank's."""
+    """Raise on all ranks if any has an error. A rank raises its own error, unless that is a CheckpointError; all others
+    raise that of the first rank that has one."""
     if not any(all_reduce_max([0 if error is None else 1])):
         return
     may_pass = isinstance(error, UserError) and error.is_transient

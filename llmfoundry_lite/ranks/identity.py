@@ -35,7 +35,7 @@ def lives(process: dict[str, Any]) -> bool | None:
 
         return psutil.pid_exists(process["pid"]) if is_of_this_host else None
     if boot != boot_id():
-        return False if is_of_this_host else None  # this machine has started again since
+        return False if is_of_this_host else None  # this machine has rebooted since
     if process.get("namespace") != pid_namespace():
         return None
     started = start_ticks(process["pid"])

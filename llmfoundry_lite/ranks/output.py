@@ -39,8 +39,8 @@ def ignore_output_errors() -> None:
 
 
 def open_closed_descriptors() -> None:
-    """Let standard input, output and error that were closed lead nowhere. The next file or socket would have their
-    numbers, and children would write into it."""
+    """Connect closed standard streams to the null device. Otherwise the next file or socket would get their
+    descriptors, and children would write into it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

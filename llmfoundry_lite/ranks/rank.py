@@ -89,7 +89,7 @@ def first_host(node_list: str) -> str:
 
 
 def return_freed_memory() -> None:
-    """Give back what this process has freed, so that for a while what is resident is in use."""
+    """Return freed memory to the system, so that for a while all resident memory is in use."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -29,7 +29,7 @@ MAX_LAUNCHES = 100
 MAX_TEXT = 2000
 LOCK_SECONDS = 2.0
 FILE_BYTES = 1 << 16
-"""At least, filled up with spaces: whoever fails because the disk is full has room for a note."""
+"""Least size of the file, which spaces fill: a rank that fails because the disk is full has room for its note."""
 
 
 class FirstError(NamedTuple):
@@ -60,7 +60,7 @@ def note_end(code: int, text: str = "") -> FirstError:
     with suppress(OSError), _notes() as ranks:
         pid, started, _, noted = ranks.get(str(mine.rank)) or [os.getpid(), None, None, ""]
         if text and not noted:
-            ranks.pop(str(mine.rank), None)  # those that have failed stand in the order in which they did
+            ranks.pop(str(mine.rank), None)  # keeps the ranks in the order in which they failed
         ranks[str(mine.rank)] = [pid, started, code, noted or text[:MAX_TEXT]]
         return next((_read(rank, note) for rank, note in ranks.items() if note[3]), mine)
     return mine if this_rank().local_rank == 0 else mine._replace(rank=mine.rank - this_rank().local_rank, text="")
@@ -108,7 +108,7 @@ def _notes() -> Iterator[dict[str, list[Any]]]:
     if _launch is None:
         raise OSError
     path = Path(tempfile.gettempdir(), f"llmfoundry_lite_ranks_{os.getuid()}.json")
-    with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b") as file, _without_signals():  # whose handlers look here
+    with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b") as file, _without_signals():  # handlers read the file
         _lock(file.fileno())
         launches: dict[str, dict[str, list[Any]]] = {}
         with suppress(ValueError):
@@ -120,7 +120,7 @@ def _notes() -> Iterator[dict[str, list[Any]]]:
         content = json.dumps({key: launches[key] for key in running[-MAX_LAUNCHES:]})
         if content != before:
             file.seek(0)
-            file.write(content.encode().ljust(FILE_BYTES))  # in place, before it is cut: the disk may have become full
+            file.write(content.encode().ljust(FILE_BYTES))  # in place, then cut: the disk may be full by now
             file.truncate()
 
 

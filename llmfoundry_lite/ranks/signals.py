@@ -31,7 +31,7 @@ def listen(handler: Callable[[int, Any], Any]) -> None:
 
 def leave_with_75_when_asked() -> None:
     """Exit with code 75 on a signal that comes while a program still imports, where Python would exit with 143. For
-    programs that the same command carries on.
+    programs that carry on when the same command is run again.
 
     Of several ranks, SIGTERM waits: a launcher sends it when one has failed, and a mistake in the configuration or the
     installation is the same on each. `ranks.ending.checks` ends the wait.
@@ -42,7 +42,7 @@ def leave_with_75_when_asked() -> None:
     if "RANK" in os.environ:  # `srun`'s variables are translated later
         from llmfoundry_lite.ranks import siblings
 
-        siblings.enrol()  # from here on the others notice a death
+        siblings.enrol()  # from here on the other ranks notice if this one dies
 
 
 def leave_now(number: int, frame: Any) -> None:
@@ -50,9 +50,9 @@ def leave_now(number: int, frame: Any) -> None:
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         because = leaving_because(signal.Signals(number).name)
         os.write(2, f"{because} before anything had begun; run the same command again\n".encode())
-    with suppress(KeyError, AttributeError):  # until it is imported nothing has been noted
+    with suppress(KeyError, AttributeError):  # siblings that are not imported yet have no notes
         siblings: Any = sys.modules["llmfoundry_lite.ranks.siblings"]
-        siblings.note_end(EXIT_PREEMPTED)  # or the others would take this rank for a killed one
+        siblings.note_end(EXIT_PREEMPTED)  # else the others would think that this rank was killed
     os._exit(EXIT_PREEMPTED)
 
 
@@ -79,7 +79,7 @@ def put_off(numbers: Sequence[int], then: Callable[[], None]) -> Iterator[None]:
 
 
 def leaving_because(reason: str) -> str:
-    """Write why a process leaves, for the name of a signal or another reason."""
+    """Return the words for why a process leaves, given the name of a signal or another reason."""
     if reason == "SIGINT":
         return "interrupted by Ctrl-C"
     return f"preempted by {reason}" + (" (its terminal has closed)" if reason == "SIGHUP" else "")

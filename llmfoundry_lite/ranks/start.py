@@ -43,13 +43,13 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
                 open_host_group(timeout)
         return
     for name, value in rank_variables(0, 1).items():
-        os.environ.setdefault(name, value)  # Composer and StreamingDataset look there
+        os.environ.setdefault(name, value)  # Composer and StreamingDataset read these
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def loopback_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """Return the options by which the ranks of one node meet on loopback; none where ranks are on several nodes.
-    torch's own store listens on every address. Whoever reaches it can write what ranks read."""
+    torch's own store listens on every address, where others could write what ranks read."""
     here = this_rank()
     if here.local_world_size < here.world_size:
         return {}

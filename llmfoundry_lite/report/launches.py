@@ -139,6 +139,6 @@ def find_relay(run: Run) -> Any:
     if path is None or not (path / JOURNAL).exists():
         return None
     if JOURNAL in companions.list_missing("readers"):
-        run.notes.append(f"no places and no legs: {companions.missing(JOURNAL)}")
+        run.notes.append(f"no sites and no allocations: {companions.missing(JOURNAL)}")
         return None
     return companions.find("readers", JOURNAL)(run)

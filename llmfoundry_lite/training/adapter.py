@@ -44,7 +44,7 @@ class LanguageModel(ComposerModel):
         self.separator_begins = separator_begins
         """The separator is a document's first token instead."""
         self.by_rows = by_rows
-        """Each row of a training batch that has a loss has the same weight, not each token. It counts as full."""
+        """In training, each row that has a loss has the same weight, that of a full row, instead of each token."""
         self.drop_seed: int | None = None
         """Seed of this batch's dropout, where the residual stream is dropped."""
         self.sums: ExactSums | None = None
@@ -82,8 +82,8 @@ class LanguageModel(ComposerModel):
         return row_keys(tokens_bt, self.drop_seed) if self.training and self.drop_seed is not None else None
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the sum of the loss in nats, and the number of tokens it is the sum over. Ranks that divide the
-        samples each return their part times their number: the mean is the samples' loss."""
+        """Return the sum of the loss in nats, and the number of tokens it is the sum over. Each of n ranks that divide
+        the samples returns n times its part, so that the mean over them is the samples' loss."""
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
         num_tokens = (labels_bt != IGNORED).sum()

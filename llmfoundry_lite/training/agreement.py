@@ -59,7 +59,7 @@ class Agreement:
         """No rank was writing at the last sum."""
         self.save_is_due = False
         self.joules: float | None = None
-        """Energy of all devices between the last two ends of batches; None if one of them has no counter."""
+        """Energy of all devices between the last two ends of batches; None if a device has no counter."""
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None
         self._error: Exception | None = None

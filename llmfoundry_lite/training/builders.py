@@ -51,7 +51,7 @@ from llmfoundry_lite.training.trainer import ParallelTrainer
 def build_trainer(
     config: TrainConfig, run: RunFolder, preemption: Preemption, start: Start, partners: Partners
 ) -> tuple[Trainer, Checkpointing]:
-    """Build everything of a run, and restore it: Composer's Trainer does so when it is made."""
+    """Build all objects of a run, and restore it, which Composer's Trainer does when it is made."""
     layout = layout_here(config)
     ranks = layout.data_ranks(this_rank().rank)
     train_data = build_data("train_loader", config.train_loader, config, config.global_train_batch_size, layout)
@@ -232,8 +232,8 @@ def build_optimizer_of(
 def build_evaluators(config: TrainConfig, layout: Layout) -> list[Evaluator]:
     """Build one for each block of validation data, with its label; none where nothing is ever evaluated.
 
-    A subset is of samples, whatever the devices are. Of a user's own loader it is of as many whole batches of
-    `device_eval_batch_size`, which it is given as `device_batch_size`; a batch of another size counts as one too.
+    A subset counts samples, on any devices. From a user's own loader, which gets `device_eval_batch_size` as
+    `device_batch_size`, it takes as many whole batches of that size; a batch of another size counts as one too.
     """
     batch_size, subset = config.eval_batch_size * layout.num_data_ranks, config.eval_subset_samples
     return [

@@ -1,4 +1,4 @@
-"""Composer callback that restores a run from a checkpoint, and has what happens between two batches in its order.
+"""Composer callback that restores a run from a checkpoint, and orders what happens between two batches.
 
 `find_start` chooses the checkpoint and checks its manifest before the model is built. Tensors and the place in the data
 are checked after the lease is taken, which ends another live launch. State is restored at AFTER_LOAD: the model is
@@ -83,7 +83,7 @@ class Checkpointing(Callback):
         self.published_batch = -1
         """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
         self.microbatch_of_run: int | None = None
-        """Its size, where exact sums make it a part of the run that is carried on."""
+        """Size of the run's microbatches, if exact sums require this launch to have the same."""
         self.newest_url: str | None = None
         """The newest checkpoint that this launch has restored or saved."""
         self.in_use: set[str] = set()
@@ -214,8 +214,8 @@ class Checkpointing(Callback):
             self.evaluate_tasks(state, logger)
 
     def evaluates_now(self, state: State, event: Event = Event.BATCH_END) -> bool:
-        """Evaluate right after a batch, so that its numbers stand in that batch's record. Not when the ranks have
-        agreed to leave after this batch: then the next launch does."""
+        """Return whether to evaluate: right after a batch, so that the numbers are in its record. If the ranks have
+        agreed to leave after this batch, the next launch evaluates."""
         return event == Event.BATCH_END and not self.preemption.agreed and is_evaluation_due(self.config, state)
 
     def evaluate_tasks(self, state: State, logger: Logger) -> None:

@@ -81,18 +81,18 @@ class GradientStep:
     scaler: LossScaler | None = None
     reduces_every_microbatch: bool = True
     sums: ExactSums | None = None
-    """Where the gradient does not depend on the number of ranks."""
+    """Set where the gradient does not depend on the number of ranks."""
     full_weight: int = 1
     """With exact sums: tokens with a loss, or samples, of a batch without padding. Each loss is divided by it."""
     weight: int = 1
-    """The same of this batch, of all launches when its gradient is finished."""
+    """The same count for this batch; over all launches when its gradient is finished."""
     num_skipped_batches: int = 0
     agreed: Measured | None = None
     """Measured by `partners` over all launches; None: `finish` measures."""
 
     def begin(self, num_microbatches: int, device: torch.device, *, num_ranks: int = 1) -> None:
-        """Begin a batch. Losses are means over `num_ranks`, so each rank's is that many times its part of the batch's;
-        a scaled gradient is only its part, and FSDP sums it."""
+        """Begin a batch. Losses are means over `num_ranks`, so each rank's is that many times its part of the batch's.
+        A scaled gradient is only the rank's part, which FSDP sums."""
         self.bad_losses = torch.zeros((), device=device)
         self.model.loss_scale = self.scaler.scale / num_ranks if self.scaler else 1.0
         self.num_microbatches_left = num_microbatches
@@ -147,7 +147,7 @@ class GradientStep:
 
     @property
     def scale_of_sums(self) -> float:
-        """1 for a batch without padding."""
+        """Factor of the sums: 1 for a batch without padding."""
         return self.full_weight / max(self.weight, 1)
 
     def measure(self, parameters: list[torch.nn.Parameter], loss: torch.Tensor) -> Measured:
@@ -205,7 +205,7 @@ def measure(
             by_replicas.setdefault(replicas, []).append(gradient)
     for replicas, gradients in by_replicas.items():
         norms = torch.stack(torch._foreach_norm(gradients))
-        total += norms.float().square().sum().to(total.device) / replicas  # offloaded gradients are the host's
+        total += norms.float().square().sum().to(total.device) / replicas  # offloaded gradients are on the host
     sums = torch.stack([total, loss.float(), bad_losses])
     dist.all_reduce(sums)
     squares, loss_sum, num_bad_losses = sums.tolist()
@@ -216,8 +216,8 @@ def measure(
 def measure_exactly(
     parameters: list[torch.nn.Parameter], loss: torch.Tensor, bad_losses: torch.Tensor, num_too_large: torch.Tensor
 ) -> Measured:
-    """Do the same so that no order of summation matters. `parameters` are those that this rank counts. The unit of the
-    squares follows from the largest element on any rank, which takes a collective of its own."""
+    """Measure like `measure`, but independent of any order of summation. `parameters` are those that this rank counts.
+    The unit of the squares follows from the largest element on any rank, which takes a collective of its own."""
     device = bad_losses.device
     gradients = [g for p in parameters if is_first_copy(p.grad) and (g := local(p.grad)).numel()]
     norms = torch._foreach_norm(gradients, math.inf) if gradients else ()

@@ -32,8 +32,8 @@ class InContext:
     ranks: DataRanks
 
     def evaluate(self, state: State, logger: Logger, leave_if_asked: Callable[[State, Logger], None]) -> None:
-        """`leave_if_asked` is called by all ranks together before each batch. It raises Preempted if the launch must
-        leave."""
+        """Run the tasks. All ranks call `leave_if_asked` together before each batch; it raises Preempted if the launch
+        must leave."""
         was_training = self.model.training
         self.model.eval()
         device = cast(torch.device, state.device._device)  # parameters may be offloaded to the host

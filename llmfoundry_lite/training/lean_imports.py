@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 FULL_IMPORTS = "LLMFOUNDRY_LITE_FULL_IMPORTS"
-"""Set in the environment, nothing is left out."""
+"""Environment variable: if it is set, nothing is left out."""
 HEAVY = ("composer", "composer.algorithms", "streaming")
 """Packages that a training process imports lean. Composer imports its algorithms at the first event of a run."""
 LEFT_OUT = ("mcli", "paramiko", "torchvision", "transformers")
@@ -44,7 +44,7 @@ def import_lean(*names: str) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the garbage collector, a fifth of the time: imports make millions of objects and little garbage."""
+    """Pause the garbage collector, which takes a fifth of the time: imports make many objects and little garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -225,7 +225,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, size: int) -> OutOfMemoryError:
-    """Return an error with the memory asked for, the memory available, and advice from `plan`. `when` did it happen."""
+    """Return an error with the memory asked for, the memory available, and advice. `when` names the moment."""
     layout = layout_here(config)
     as_run, is_cpu = replace(config, device_train_microbatch_size=size), devices.device_type() == "cpu"
     estimated = estimate_training_memory(as_on_cpu(as_run) if is_cpu else as_run, layout)

@@ -27,7 +27,7 @@ FOUNDRY_NAMES = {
     "time/remaining_seconds": ("time/remaining_estimate", 3600),
     "eval/loss": ("metrics/eval/LanguageCrossEntropy", 1),
 }
-"""Our name of a metric -> LLM Foundry's, and how many of our units are one of its. The others have one name."""
+"""Our name of a metric -> LLM Foundry's, and how many of our units make one of its. Others have one name."""
 OPTIMIZERS = {"decoupled_adamw": "DecoupledAdamW", "decoupled_lionw": "DecoupledLionW"}
 
 
@@ -44,7 +44,7 @@ def foundry_names(record: Record, optimizer: str) -> Record:
 
 
 class Mirror:
-    """One place. A launch `begin`s, is called with one record after the other, and is `close`d."""
+    """One destination of the log. A launch calls `begin`, then the mirror itself with each record, then `close`."""
 
     named: Callable[[Record], Record] = staticmethod(lambda record: numbers_of(record))
     """A record -> the numbers that are written, by name."""
@@ -61,7 +61,7 @@ class Mirror:
 
 
 def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mirror]:
-    """`progress`: the fraction of the run that is done."""
+    """Build the mirrors of a run. `progress` returns the fraction of the run that is done."""
     folder, max_duration = Path(config.run_folder), Duration.parse(config.max_duration)
     mirrors: list[Mirror] = []
     names = {"ours": numbers_of, "llm_foundry": partial(foundry_names, optimizer=config.optimizer.name)}
@@ -128,7 +128,7 @@ class ProgressBar(Mirror):
 
 
 class TensorboardMirror(Mirror):
-    """Every step once: a launch declares void what an earlier one wrote of the batches that it trains again."""
+    """TensorBoard, every step once: a launch voids what an earlier one wrote for batches that it trains again."""
 
     def __init__(self, config: TensorboardConfig, run_folder: Path):
         self.folder = config.log_dir or str(run_folder / "tensorboard")
@@ -182,7 +182,7 @@ class WandbMirror(Mirror):
             )
         except wandb.Error as error:
             reason = " ".join(str(error).partition("\nConsider")[0].split()).rstrip(".")
-            # wandb says so of a link or a 5xx; any other answer of a server, such as 403, ends it at once.
+            # wandb retries a failed link or a 5xx; any other answer of a server, such as 403, ends it at once.
             cause = TransientError(reason) if "while retrying" in reason else error
             raise ConfigError(
                 f"loggers.wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline, or loggers.wandb=null"
@@ -191,8 +191,8 @@ class WandbMirror(Mirror):
         self.lost: list[Record] = []
 
     def begin(self, log: Path, missed: list[Record]) -> None:
-        """A server knows its next step. Offline, each launch's files begin with all that this machine has logged, and
-        the other machine's files have what was trained there; `wandb sync` takes each step once."""
+        """Find the records that wandb lacks. A server knows its next step. Offline, a launch's files begin with all
+        that this machine has logged, another machine's have what it trained; `wandb sync` takes each step once."""
         self.last_step = self.run.step - 1
         elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
         records = (record for _, record in read_lines(log.read_bytes() if log.exists() else b""))

@@ -33,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Matrix(NamedTuple):
     parameter: Parameter
     heights: tuple[int, ...]
-    """Rows of each of the matrices that it holds, one below the other."""
+    """Rows of each matrix that the parameter holds, one below the other."""
     row_order: Runs | None = None
     """The order in which ranks have the rows, if not in the parameter's."""
 
@@ -63,7 +63,7 @@ def build_muon(
 
 
 class Muon(Optimizer):
-    """State: one moment of a matrix, AdamW's two of any other parameter."""
+    """Muon, with a state of one moment for a matrix, and AdamW's two for any other parameter."""
 
     def __init__(
         self,

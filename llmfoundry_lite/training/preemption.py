@@ -62,9 +62,9 @@ class Preemption:
     reason: int = 0
     agreed: int = 0
     saved: str | None = None
-    """The save that has been published since there is a reason; on rank 0."""
+    """On rank 0: the save that was published after the first reason to leave."""
     has_saved: bool = False
-    """This launch has published a save; on rank 0."""
+    """On rank 0: this launch has published a save."""
     what_stands: Callable[[], str] = lambda: "nothing was trained yet"
     """Says what is left of a run that leaves without a save, where this launch has published none."""
 
@@ -92,7 +92,7 @@ class Preemption:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # A forked child that is terminated must neither survive nor tell its parent's thread.
         os.register_at_fork(after_in_child=_forget)
-        listen(lambda number, frame: None)  # the pipe has it
+        listen(lambda number, frame: None)  # the thread reads it from the pipe
         threading.Thread(target=self._listen, name="preemption", daemon=True).start()
         threading.Thread(target=self._ask, name="preemption-of-others", daemon=True).start()
 
@@ -223,7 +223,7 @@ class Preemption:
 
 
 def age_of_launch() -> float:
-    """Return its seconds, restarts of ranks included. torchrun's agent, which restarts them, is their parent."""
+    """Return the seconds of the launch, restarts of ranks included: torchrun's agent, their parent, restarts them."""
     if LAUNCHED_AT in os.environ:
         return max(0.0, uptime() - float(os.environ[LAUNCHED_AT]))
     return age_seconds(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())

@@ -35,7 +35,7 @@ from llmfoundry_lite.training.train import train
 
 
 class Replay(Partners):
-    """No other launch; and nothing is saved here."""
+    """Partners of a replay: no other launch, and no saves."""
 
     saves_here = False
     takes_lease_at_start = False

@@ -56,12 +56,12 @@ class RunHandle:
         self._dataset: Any = getattr(trainer.state.train_dataloader, "dataset", None)
         self._first_lease: int | None = None
         self.config = saving.config
-        """With what this launch has chosen by itself."""
+        """The configuration, with the values that this launch has chosen by itself."""
         self.model: Any = saving.gradient_step.model.model
         self.optimizer = trainer.state.optimizers[0]
         self.num_data_ranks = saving.agreement.ranks.size
         self.microbatch = int(trainer.state.device_train_microbatch_size or 1)
-        """Samples."""
+        """Samples of a microbatch."""
         self.is_exact = saving.gradient_step.sums is not None
         """Gradients are sums that do not depend on how rows are divided."""
         self.print = saving.print_on_rank_0
@@ -87,7 +87,7 @@ class RunHandle:
 
     @property
     def loss(self) -> float:
-        """The last batch's, as it is logged."""
+        """The last batch's loss, as it is logged."""
         return float(self._state.total_loss_dict[LOSS])
 
     @property
@@ -121,13 +121,13 @@ class RunHandle:
         """Fingerprint of the order of the data."""
         return " ".join(order.fingerprint for order in self._dataset.stages.orders)
 
-    def read(self, lanes: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
-        """Read this rank's share of these rows of every batch, from the next one on; beside them rows `again` of the
-        batch that was `back` batches earlier."""
+    def read(self, batch_indices: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
+        """Read this rank's share of these rows of every batch, from the next one on. Beside them, read rows `again` of
+        the batch that was `back` batches earlier."""
         ranks, stamp, loader = self._agreement.ranks, self._state.timestamp, self.config.train_loader
         mine, earlier = (
             rows[ranks.rank * len(rows) // ranks.size : (ranks.rank + 1) * len(rows) // ranks.size]
-            for rows in (lanes, again)
+            for rows in (batch_indices, again)
         )
         place = self.batch_in_epoch * self._dataset.global_batch_size
         self._dataset.continue_with(mine, int(stamp.epoch), place, earlier, back)
@@ -161,7 +161,7 @@ class RunHandle:
                 parameter.register_post_accumulate_grad_hook(partial(hook, name))
 
     def measure(self, loss: torch.Tensor, weight: int) -> Measured:
-        """Finish and measure the gradient. `loss`: this rank's. `weight`: of the rows in the gradient."""
+        """Finish and measure the gradient. `loss` is this rank's, `weight` that of the rows in the gradient."""
         step, parameters = self._gradient_step, whole_parameters(self.optimizer)
         if step.sums:
             step.weight = weight
@@ -169,7 +169,7 @@ class RunHandle:
         return step.measure(parameters, loss)
 
     def commit(self, measured: Measured, counts: Upcoming) -> None:
-        """Take the batch's numbers over all launches. On every rank, without an exchange."""
+        """Set the batch's numbers to those of all launches. Every rank must call it; ranks exchange nothing."""
         self._gradient_step.agreed, self._agreement.current = measured, counts
 
     def drop_gradient(self) -> None:

@@ -92,10 +92,10 @@ def test_compressors_are_measured_in_bits_per_byte():
 
 
 def test_launches_go_on_where_a_run_stopped_and_each_moves():
-    assert plan.legs_of(100) == [("A", 1, 70), ("B", 71, 80), ("C", 81, 100)]
-    assert plan.legs_of(100, done=75) == [("B", 76, 80), ("C", 81, 100)]
-    assert plan.legs_of(100, done=80) == [("C", 81, 100)]
-    assert plan.legs_of(100, done=100) == []
+    assert plan.launches_of(100) == [("A", 1, 70), ("B", 71, 80), ("C", 81, 100)]
+    assert plan.launches_of(100, done=75) == [("B", 76, 80), ("C", 81, 100)]
+    assert plan.launches_of(100, done=80) == [("C", 81, 100)]
+    assert plan.launches_of(100, done=100) == []
 
 
 def test_a_size_has_the_parameters_that_its_model_has():

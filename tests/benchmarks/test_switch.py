@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.switch import switch, tamper
 from benchmarks.switch.band import Series, Verdict, judge, leave_one_out, measure_band, measure_deviation, measure_pairs
-from benchmarks.switch.legs import INSTRUCTION_SETS, Cluster, Leg, Workshop, probe
+from benchmarks.switch.workshop import INSTRUCTION_SETS, Cluster, Launch, Workshop, probe
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -271,7 +271,7 @@ def forked(shop: Workshop, name, cluster, *arguments):
         ["run.yaml", f"{cluster.letter}.yaml", f"run_name={name}", *arguments], shop.folder, cluster.num_ranks
     ).check()
     batches = [record["batch"] for record in read_metrics(shop.run_folder(name))]
-    return Leg(
+    return Launch(
         cluster=cluster.letter,
         first_batch=batches[0],
         last_batch=batches[-1],
@@ -309,7 +309,7 @@ def test_the_bench_passes_a_sound_run_and_catches_every_control(tmp_path, monkey
     for name in ("moments", "schedule", "steps"):
         assert verdicts[name]["first_other_digest"] is None
         assert verdicts[name]["largest_ratio"] > 2
-    assert [leg["after_batch"] for leg in report["resumes"]] == [6, 10_000, 1_000_000]
+    assert [one["after_batch"] for one in report["resumes"]] == [6, 10_000, 1_000_000]
     again = json.loads((out / "switch.json").read_text())
     switch.evaluate(again)
     assert again["verdicts"] == json.loads(json.dumps(verdicts))
@@ -325,13 +325,13 @@ def test_a_leg_goes_through_the_real_launcher_and_its_overlay_reaches_torch(tmp_
     assert probe(cluster).isa in ("AVX2", "DEFAULT")
     shop = Workshop(folder=tmp_path, config=tiny_config(data, autoresume=True), clusters=[cluster])
     shop.prepare()
-    leg = shop.launch("run", cluster, "stop_after=4ba")
-    assert (leg.first_batch, leg.last_batch, leg.exit_code) == (1, 4, 0)
-    assert leg.seconds_to_restore is None
-    leg = shop.launch("run", cluster)
-    assert (leg.first_batch, leg.last_batch) == (5, 10)
-    assert leg.seconds_to_restore is not None and leg.seconds_to_first_batch is not None
-    assert 0 < leg.seconds_to_restore < leg.seconds_to_first_batch < leg.seconds
+    launch = shop.launch("run", cluster, "stop_after=4ba")
+    assert (launch.first_batch, launch.last_batch, launch.exit_code) == (1, 4, 0)
+    assert launch.seconds_to_restore is None
+    launch = shop.launch("run", cluster)
+    assert (launch.first_batch, launch.last_batch) == (5, 10)
+    assert launch.seconds_to_restore is not None and launch.seconds_to_first_batch is not None
+    assert 0 < launch.seconds_to_restore < launch.seconds_to_first_batch < launch.seconds
     with pytest.raises(UserError, match="max_duration"):
         shop.launch("other", cluster, "max_duration=soon")
 

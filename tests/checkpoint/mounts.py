@@ -19,13 +19,13 @@ class Disk:
         subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=True)
 
     def take_away(self) -> None:
-        """As when the server of a network disk is lost: the folder it was mounted on is there again, empty."""
+        """Unmount the disk, as when a network disk's server is lost: the empty folder below it appears."""
         subprocess.run(["umount", "-l", str(self.path)], check=True)
 
 
 @contextmanager
 def mounted(path: Path, size: str = "64m"):
-    """A tmpfs at `path`; skips the test where none can be mounted."""
+    """Mount a tmpfs at `path`; skip the test where that is impossible."""
     if os.geteuid() or not shutil.which("mount"):
         pytest.skip("mounting a tmpfs needs root")
     path.mkdir()
@@ -43,7 +43,7 @@ CLONE_NEWNS = 0x00020000
 
 
 def need_namespaces() -> None:
-    """Skips the test where `hide` cannot work."""
+    """Skip the test where `hide` cannot work."""
     if os.geteuid() or not shutil.which("unshare"):
         pytest.skip("a mount namespace needs root")
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
@@ -51,7 +51,7 @@ def need_namespaces() -> None:
 
 
 def hide(folder: Path | str) -> None:
-    """From this process and those it starts: an empty disk lies over `folder`, as on a node whose mount failed."""
+    """Hide `folder` from this process and its children below an empty disk, as on a node whose mount failed."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)

@@ -27,7 +27,7 @@ WIDTH = 6
 
 
 class TinyModel(nn.Module):
-    """Tied, frozen, buffered, and with parameters smaller than the world."""
+    """A model with tied and frozen parameters, buffers, and parameters smaller than the world."""
 
     def __init__(self, width: int = WIDTH):
         super().__init__()
@@ -150,7 +150,7 @@ def gradients(model: nn.Module) -> None:
 
 
 def load_all(folder: str, sharding: str, names: list[str], out: str) -> None:
-    """One after the other into the same model, which has been trained meanwhile."""
+    """Load each in turn into the same model, which is trained in between."""
     start()
     model, optimizer = build(sharding, seed=1)
     for name in names:

@@ -95,7 +95,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 STATUS = {"SlowDown": 503, "InternalError": 500, "ExpiredToken": 400, "AccessDenied": 403}
 STATUS |= {"NotImplemented": 501, "ConditionalRequestConflict": 409}
-"""Of HTTP, that S3 sends with a code."""
+"""HTTP status that S3 sends with a code of its own."""
 UNHEARD, ANSWER_LOST, ANSWER_CUT, SLOW = "unheard", "answer lost", "answer cut", "slow"
 """What else may happen to a request: it never arrives; it does, but all or half of the answer is lost; it waits."""
 SLOW_SECONDS = 0.3

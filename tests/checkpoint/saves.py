@@ -11,7 +11,7 @@ from llmfoundry_lite.checkpoint.shards import build_header, write_shard
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease
 
 ROWS = 50_000
-"""Of int64: a few blocks of 64 KiB in each of the two files."""
+"""Rows of int64: a few blocks of 64 KiB in each of the two files."""
 BLOCK_BYTES = 1 << 16
 
 
@@ -20,7 +20,7 @@ def values_of(batch: int) -> np.ndarray:
 
 
 def write_draft(store: CheckpointStore, lease: Lease, batch: int, parent: str | None = None) -> Manifest:
-    """Two shards with half a tensor each."""
+    """Write a draft of two shards with half a tensor each."""
     save_id = store.new_save_id(lease, batch)
     folder, prefix = store.open_draft(save_id)
     files = []
@@ -46,7 +46,7 @@ def save(store: CheckpointStore, lease: Lease, batch: int) -> Checkpoint:
 
 
 def saved(where: str | Path, *batches: int) -> tuple[CheckpointStore, Lease]:
-    """A store in which these batches have been saved under a lease."""
+    """Return a store in which these batches have been saved under a lease."""
     store = CheckpointStore(where)
     lease = store.acquire()
     for batch in batches:

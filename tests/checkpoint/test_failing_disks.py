@@ -22,7 +22,7 @@ pytestmark = pytest.mark.fault
 
 
 def failing(call, error, count=1):
-    """`call`, but the `count`th time it raises."""
+    """Return `call`, changed to raise the `count`th time."""
     calls = itertools.count(1)  # counts for all threads, of which a save has several
 
     def called(*args, **kwargs):
@@ -77,7 +77,7 @@ def test_syncing(tmp_path, count):
 
 @pytest.mark.parametrize("name", ["rename", "open"])
 def test_creating_and_renaming(tmp_path, name):
-    """The draft renamed, the shard created."""
+    """The two calls rename the draft, and create the shard."""
     broken = failing(getattr(os, name), errno.ENOSPC)
     said = save_while_it_fails(tmp_path, lambda p: p.setattr(os, name, broken))
     assert said.endswith("No space left on device")

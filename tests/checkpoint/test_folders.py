@@ -33,7 +33,7 @@ from tests.helpers.bombs import MIB, little_memory
 
 @pytest.fixture
 def is_direct(tmp_path: Path) -> Callable[[int], bool]:
-    """Of a descriptor: it leads past the page cache."""
+    """Return a function that tells whether a descriptor bypasses the page cache."""
     sink = LocalFolder(tmp_path).sink("probe", 0)
     has_direct = sink._direct is not None
     sink.abandon()
@@ -93,7 +93,7 @@ def test_a_disk_that_takes_bytes_neither_way_is_heard_of_and_no_descriptor_stays
 
 
 class ServerFiles(MemoryFileSystem):
-    """As sftp and hdfs have it: the host is not part of the path."""
+    """A file system like sftp's and hdfs's: the host is not part of the path."""
 
     protocol = "server"
     store: ClassVar[dict[str, Any]] = {}
@@ -123,7 +123,7 @@ def test_an_upload_has_no_more_parts_than_s3_takes_and_none_larger(num_bytes: in
 
 
 class NoCredentials(Exception):
-    """As botocore's: neither an OSError nor anything else that could be named here."""
+    """An error like botocore's: neither an OSError nor anything else that can be named here."""
 
 
 def test_what_a_client_raises_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tests.checkpoint.saves import names, save, saved, write_draft
 
 
 def beside_compare(monkeypatch, happen):
-    """`happen` comes between a prune's look at what a name holds and its removal, once."""
+    """Let `happen` run once, between a prune's look at what a name holds and its removal."""
     look, looks = commit.head_of, []
 
     def compared(folder):

@@ -55,7 +55,7 @@ def sound(**changes):
 
 
 def unchecked(**changes):
-    """The JSON a liar would write, checksum and all."""
+    """Return JSON with false contents and a right checksum."""
     content = json.loads(encode(sound()))["manifest"] | changes
     inside = json.dumps(content).encode()
     return manifests._envelope(inside) + inside + b"}\n"

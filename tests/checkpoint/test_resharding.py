@@ -174,7 +174,7 @@ def test_replicated_tensors_are_written_once_and_spread_evenly(tmp_path):
 
 
 def test_tensors_need_not_be_on_every_rank(tmp_path):
-    """As under pipeline parallelism: each stage has its own, and both have the embedding."""
+    """Under pipeline parallelism each stage has its own tensors, and two have the embedding."""
     whole = {"model/embed": torch.randn(12, 4), "model/first": torch.randn(6, 4), "model/last": torch.randn(5, 4)}
     layouts = {"model/embed": None, "model/first": None, "model/last": None}
     absent = {(rank, "model/last" if rank < 2 else "model/first") for rank in range(4)}
@@ -283,7 +283,7 @@ def test_a_few_layouts_describe_many_tensors_on_many_ranks():
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_reads_and_verifies_only_what_it_needs(tmp_path, rank):
-    """At the edges, too, where the files beside it begin."""
+    """That holds at the edges, too, where the neighbouring files begin."""
     whole, shard = {"model/t": torch.randn(64, 4)}, {"model/t": (Shard(0),)}
     checkpoint, _ = save_simulated(tmp_path, whole, shard, (4,))
     for other in {0, 1, 2, 3} - {rank}:

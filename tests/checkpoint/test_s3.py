@@ -281,7 +281,7 @@ def test_dropped_connections_are_retried_or_reported_but_never_damage(connect, s
 
 @pytest.fixture
 def proxy(connect, server, monkeypatch):
-    """Before the server of a new bucket. The client asks once, and waits for nothing."""
+    """Put a proxy before the server of a new bucket. The client asks once, without retries."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     monkeypatch.setattr(retry, "PAUSES_SECONDS", (0.0,) * 3)
@@ -381,7 +381,7 @@ class Saves:
     def __init__(self, url):
         self.url, self.batch, self.newest = url, 0, 0
         self.states = {}
-        """By batch, of every save that was begun: it may stand though its answer was lost."""
+        """Batch -> state of every save that was begun: it may be published though its answer was lost."""
         self.model = torch.nn.Linear(1000, 1000)
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.saver = None

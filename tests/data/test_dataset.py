@@ -49,7 +49,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 def expected_numbers(dataset: TextDataset, epoch: int = 0) -> list[list[int]]:
     order = dataset.order
-    return order.epoch(epoch).sample_ids(range(order.num_lanes), range(order.num_batches)).tolist()
+    return order.epoch(epoch).sample_ids(range(order.batch_size), range(order.num_batches)).tolist()
 
 
 @pytest.fixture
@@ -64,15 +64,15 @@ def shards(tmp_path) -> Path:
 def test_loader_yields_the_global_batches_in_order_epoch_after_epoch(shards, num_workers):
     dataset = open_data(shards)
     loader = build_text_loader(dataset, num_workers=num_workers, persistent_workers=num_workers == 3)
-    assert len(loader) == 8 and dataset.order.num_samples == 8 * dataset.order.num_lanes + 4
+    assert len(loader) == 8 and dataset.order.num_samples == 8 * dataset.order.batch_size + 4
     assert [numbers(loader) for _ in range(3)] == [expected_numbers(dataset, epoch) for epoch in range(3)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_lanes_of_an_earlier_batch_come_beside_those_of_each_batch(shards, num_workers):
+def test_rows_of_an_earlier_batch_come_beside_those_of_each_batch(shards, num_workers):
     dataset = open_data(shards)
-    num_lanes = dataset.order.num_lanes
-    dataset.continue_with(range(2), 0, 3 * num_lanes, [2, num_lanes - 1], 2)
+    batch_size = dataset.order.batch_size
+    dataset.continue_with(range(2), 0, 3 * batch_size, [2, batch_size - 1], 2)
     of_epoch = expected_numbers(dataset)
     expected = [[*of_epoch[i][:2], of_epoch[i - 2][2], of_epoch[i - 2][-1]] for i in range(3, 8)]
     assert numbers(build_text_loader(dataset, num_workers=num_workers)) == expected
@@ -347,7 +347,7 @@ def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downl
     assert seen == expected_numbers(dataset)
     # Files come and go while they are counted here.
     assert largest <= limit + 2 * 2_000 < sum(path.stat().st_size for path in remote.iterdir())
-    # Two lanes, each reading shards one after another: no shard is fetched over and over.
+    # Two batch indices, each reading shards one after another: no shard is fetched over and over.
     assert num_shards <= len(downloads) <= num_shards + 6
 
 
@@ -362,7 +362,7 @@ def test_a_shard_that_is_to_be_read_next_gives_no_room_to_another(tmp_path):
     assert [os.path.exists(cache.path(shard)) for shard in range(5)] == [True, False, True, True, True]
 
 
-def test_a_rank_downloads_only_the_shards_of_its_lanes(tmp_path, downloads, as_rank):
+def test_a_rank_downloads_only_the_shards_of_its_batch_indices(tmp_path, downloads, as_rank):
     remote = write_shards(tmp_path / "remote", num_samples=1_200)
     num_shards, counts = len(list(remote.glob("*.mds"))), []
     for rank in range(4):

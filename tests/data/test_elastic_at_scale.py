@@ -16,7 +16,7 @@ from tests.helpers.data import slices_of_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-NUM_LANES = 192
+BATCH_SIZE = 192
 LAYOUTS = [(1, 1), (1, 3), (2, 1), (3, 4), (2, 8), (3, 8), (4, 8), (6, 8), (8, 8), (64, 1), (1, 64), (16, 4), (12, 8)]
 """(nodes, ranks per node); each divides the 192 samples of the global batch."""
 
@@ -32,7 +32,7 @@ def global_digest(ids_of_ranks: list[np.ndarray]) -> str:
 
 
 def read_leg(order, epoch, first_batch, num_batches, world_size, num_workers):
-    """Per rank: the sample ids of the batches of one leg (of one epoch), [num_batches, lanes of the rank]."""
+    """Per rank: the sample ids of the batches of one launch (of one epoch), [num_batches, rows of the rank]."""
     ids_of_ranks = []
     for rank in range(world_size):
         slices = slices_of_workers(order, epoch, rank, world_size, num_workers, first_batch, num_batches)
@@ -46,12 +46,12 @@ def mixtures(draw):
     sizes = draw(st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=6), min_size=1, max_size=3))
     return SampleOrder(
         shard_sizes_per_stream=sizes,
-        choose_per_stream=[NUM_LANES + draw(st.integers(0, 2 * sum(stream))) for stream in sizes],
-        num_lanes=NUM_LANES,
+        choose_per_stream=[BATCH_SIZE + draw(st.integers(0, 2 * sum(stream))) for stream in sizes],
+        batch_size=BATCH_SIZE,
         seed=draw(st.integers(0, 2**40)),
         shuffle=draw(st.booleans()),
         drop_last=draw(st.booleans()),
-        window_samples=draw(st.sampled_from([NUM_LANES, 1000, 10**6])),
+        window_samples=draw(st.sampled_from([BATCH_SIZE, 1000, 10**6])),
     )
 
 
@@ -59,7 +59,7 @@ def mixtures(draw):
 @given(data=st.data(), order=mixtures())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_any_number_of_stops_on_any_layouts_across_epochs_gives_the_same_digests(data, order):
-    whole = [order.epoch(epoch).sample_ids(range(NUM_LANES), range(order.num_batches)) for epoch in range(3)]
+    whole = [order.epoch(epoch).sample_ids(range(BATCH_SIZE), range(order.num_batches)) for epoch in range(3)]
     expected = [global_digest([ids]) for epoch in whole for ids in epoch]
     found, seen = [], [Counter() for _ in whole]
     while len(found) < len(expected):
@@ -79,16 +79,16 @@ def test_any_number_of_stops_on_any_layouts_across_epochs_gives_the_same_digests
         for counts in seen:
             of_stream = [counts[sample] for sample in range(begin, begin + sum(sizes))]
             assert max(of_stream) <= -(-choose // sum(sizes))  # none more often than the mixture says
-            assert choose - order.num_samples % order.num_lanes <= sum(of_stream) <= choose
+            assert choose - order.num_samples % order.batch_size <= sum(of_stream) <= choose
         begin += sum(sizes)
 
 
 def test_a_skipped_a_repeated_and_a_torn_batch_each_change_the_digests():
     """What the test above would see."""
     order = SampleOrder(
-        shard_sizes_per_stream=[[500, 900]], choose_per_stream=[1400], num_lanes=NUM_LANES, seed=1, shuffle=True
+        shard_sizes_per_stream=[[500, 900]], choose_per_stream=[1400], batch_size=BATCH_SIZE, seed=1, shuffle=True
     )
-    ids = order.epoch(0).sample_ids(range(NUM_LANES), range(order.num_batches))
+    ids = order.epoch(0).sample_ids(range(BATCH_SIZE), range(order.num_batches))
     digests = [global_digest([row]) for row in ids]
     assert len(set(digests)) == len(digests)
     torn = np.concatenate([ids[2][:100], ids[3][100:]])
@@ -97,19 +97,23 @@ def test_a_skipped_a_repeated_and_a_torn_batch_each_change_the_digests():
 
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(8, 8), (2, 8), (64, 1), (3, 8)])
 def test_a_node_needs_its_share_of_the_shards_and_two_more(num_nodes, ranks_per_node):
-    """C4-like: 1,920 shards of 500 samples. A node's lanes are one span of the ring of shards: it reads the shards
+    """C4-like: 1,920 shards of 500 samples. A node's rows are one span of the ring of shards: it reads the shards
     inside, and one at either end that it shares with its neighbour."""
     order = SampleOrder(
-        shard_sizes_per_stream=[[500] * 1920], choose_per_stream=[500 * 1920], num_lanes=NUM_LANES, seed=4, shuffle=True
+        shard_sizes_per_stream=[[500] * 1920],
+        choose_per_stream=[500 * 1920],
+        batch_size=BATCH_SIZE,
+        seed=4,
+        shuffle=True,
     )
     shards_of_nodes = []
     for node in range(num_nodes):
-        lanes = [
+        indices = [
             share_of_worker(order, rank=node * ranks_per_node + local, world_size=num_nodes * ranks_per_node)[0]
             for local in range(ranks_per_node)
         ]
-        of_node = range(lanes[0].start, lanes[-1].stop)
-        assert [lane for part in lanes for lane in part] == list(of_node)
+        of_node = range(indices[0].start, indices[-1].stop)
+        assert [index for part in indices for index in part] == list(of_node)
         ids = order.epoch(1).sample_ids(of_node, range(order.num_batches))
         shards_of_nodes.append(set((ids // 500).ravel().tolist()))
     assert max(map(len, shards_of_nodes)) <= 1920 / num_nodes + 2
@@ -119,26 +123,26 @@ def test_a_node_needs_its_share_of_the_shards_and_two_more(num_nodes, ranks_per_
 def test_stops_cost_a_node_few_shards_twice():
     """Stopped every 500 batches and carried on with other numbers of nodes, whose disks are empty each time.
 
-    A lane that reads b batches in order of its shards, shuffled within blocks of w samples, touches at most
+    A batch index that reads b batches in order of its shards, shuffled within blocks of w samples, touches at most
     (b + 2 w) / shard size + 2 of them: downloads follow what is read, however often the layout changes.
     """
-    size, batches_per_leg, window = 500, 500, NUM_LANES * 100
+    size, batches_per_launch, window = 500, 500, BATCH_SIZE * 100
     order = SampleOrder(
         shard_sizes_per_stream=[[size] * 1920],
         choose_per_stream=[size * 1920],
-        num_lanes=NUM_LANES,
+        batch_size=BATCH_SIZE,
         seed=4,
         shuffle=True,
         window_samples=window,
     )
-    for first_batch, num_nodes in zip(range(0, order.num_batches, batches_per_leg), itertools.cycle([8, 2, 64, 3])):
-        steps = range(first_batch, min(first_batch + batches_per_leg, order.num_batches))
-        ids = order.epoch(0).sample_ids(range(NUM_LANES), steps)
-        lanes_per_node = NUM_LANES // num_nodes
+    for first_batch, num_nodes in zip(range(0, order.num_batches, batches_per_launch), itertools.cycle([8, 2, 64, 3])):
+        steps = range(first_batch, min(first_batch + batches_per_launch, order.num_batches))
+        ids = order.epoch(0).sample_ids(range(BATCH_SIZE), steps)
+        indices_per_node = BATCH_SIZE // num_nodes
         for node in range(num_nodes):
-            shards = np.unique(ids[:, node * lanes_per_node : (node + 1) * lanes_per_node] // size)
-            per_lane = (len(steps) + 2 * window // NUM_LANES) / size + 2
-            assert len(shards) <= lanes_per_node * per_lane
+            shards = np.unique(ids[:, node * indices_per_node : (node + 1) * indices_per_node] // size)
+            per_index = (len(steps) + 2 * window // BATCH_SIZE) / size + 2
+            assert len(shards) <= indices_per_node * per_index
 
 
 # Real data sets -----------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
 from tests.helpers.data import slices_of_workers
 
 
-def make_order(shard_sizes=(40, 7, 1, 52), choose=None, num_lanes=8, seed=17, shuffle=True, **settings) -> SampleOrder:
+def make_order(shard_sizes=(40, 7, 1, 52), choose=None, batch_size=8, seed=17, shuffle=True, **settings) -> SampleOrder:
     return SampleOrder(
         shard_sizes_per_stream=[list(shard_sizes)],
         choose_per_stream=[sum(shard_sizes) if choose is None else choose],
-        num_lanes=num_lanes,
+        batch_size=batch_size,
         seed=seed,
         shuffle=shuffle,
         **settings,
@@ -25,8 +25,8 @@ def make_order(shard_sizes=(40, 7, 1, 52), choose=None, num_lanes=8, seed=17, sh
 
 
 def whole_epoch(order: SampleOrder, epoch: int = 0) -> np.ndarray:
-    """[num_batches, num_lanes]"""
-    return order.epoch(epoch).sample_ids(range(order.num_lanes), range(order.num_batches))
+    """[num_batches, batch_size]"""
+    return order.epoch(epoch).sample_ids(range(order.batch_size), range(order.num_batches))
 
 
 def epoch_as_read(order: SampleOrder, epoch: int, world_size: int, num_workers: int, first_batch: int) -> np.ndarray:
@@ -38,22 +38,22 @@ def epoch_as_read(order: SampleOrder, epoch: int, world_size: int, num_workers: 
         # The DataLoader takes from its workers in turn.
         batches = [next(slices[batch % len(slices)]) for batch in range(num_batches)]
         assert all(next(rest, None) is None for rest in slices)
-        ranks.append(np.stack(batches) if batches else np.empty((0, order.num_lanes // world_size), np.int64))
+        ranks.append(np.stack(batches) if batches else np.empty((0, order.batch_size // world_size), np.int64))
     return np.concatenate(ranks, axis=1)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_holds_every_sample_at_most_once_and_drops_the_remainder(shuffle):
-    order = make_order(num_lanes=8, shuffle=shuffle)
+    order = make_order(batch_size=8, shuffle=shuffle)
     ids = whole_epoch(order).ravel()
-    assert (order.num_batches, order.num_samples % order.num_lanes) == (12, 4)
+    assert (order.num_batches, order.num_samples % order.batch_size) == (12, 4)
     assert len(ids) == len(set(ids)) == 96
     assert set(ids) <= set(range(100))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_without_drop_last_nothing_is_dropped_or_repeated(shuffle):
-    order = make_order(num_lanes=8, shuffle=shuffle, drop_last=False)
+    order = make_order(batch_size=8, shuffle=shuffle, drop_last=False)
     ids = whole_epoch(order)
     assert order.num_batches == 13
     assert sorted(ids[ids != NO_SAMPLE]) == list(range(100))
@@ -61,14 +61,14 @@ def test_without_drop_last_nothing_is_dropped_or_repeated(shuffle):
 
 
 def test_without_shuffling_samples_come_in_file_order():
-    order = make_order(num_lanes=8, shuffle=False, drop_last=False)
+    order = make_order(batch_size=8, shuffle=False, drop_last=False)
     assert whole_epoch(order).ravel().tolist() == [*range(100), *[NO_SAMPLE] * 4]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(4, 4), (3, 8), (1, 1), (1, 3), (6, 8), (2, 6), (12, 1)])
 def test_every_layout_reads_the_same_global_batches(num_nodes, ranks_per_node, num_workers):
-    order = make_order(shard_sizes=[53, 200, 17, 400, 330], num_lanes=48, window_samples=480)
+    order = make_order(shard_sizes=[53, 200, 17, 400, 330], batch_size=48, window_samples=480)
     for epoch, first_batch in [(0, 0), (0, 13), (1, 5), (3, order.num_batches - 1), (2, order.num_batches)]:
         expected = whole_epoch(order, epoch)[first_batch:]
         assert (epoch_as_read(order, epoch, num_nodes * ranks_per_node, num_workers, first_batch) == expected).all()
@@ -80,7 +80,7 @@ def orders(draw):
     return SampleOrder(
         shard_sizes_per_stream=shard_sizes,
         choose_per_stream=[draw(st.integers(0, 3 * sum(sizes))) for sizes in shard_sizes],
-        num_lanes=draw(st.sampled_from([1, 2, 4, 6, 12, 24])),
+        batch_size=draw(st.sampled_from([1, 2, 4, 6, 12, 24])),
         seed=draw(st.integers(0, 2**62)),
         shuffle=draw(st.booleans()),
         drop_last=draw(st.booleans()),
@@ -92,14 +92,14 @@ def orders(draw):
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_any_order_survives_any_world_and_repeats_what_it_should(data, order, epoch, num_workers):
     world_size = data.draw(
-        st.sampled_from([size for size in (1, 2, 3, 4, 6, 8, 12, 24) if order.num_lanes % size == 0])
+        st.sampled_from([size for size in (1, 2, 3, 4, 6, 8, 12, 24) if order.batch_size % size == 0])
     )
     first_batch = data.draw(st.integers(0, order.num_batches))
     ids = whole_epoch(order, epoch)
     assert (epoch_as_read(order, epoch, world_size, num_workers, first_batch) == ids[first_batch:]).all()
 
     counts = Counter(ids[ids != NO_SAMPLE].tolist())
-    num_dropped = order.num_samples % order.num_lanes if order.drop_last else 0
+    num_dropped = order.num_samples % order.batch_size if order.drop_last else 0
     assert counts.total() == order.num_samples - num_dropped
     begin = 0
     for sizes, choose in zip(order.shard_sizes_per_stream, order.choose_per_stream, strict=True):
@@ -115,7 +115,7 @@ def test_any_order_survives_any_world_and_repeats_what_it_should(data, order, ep
 def test_units_add_up_to_what_was_asked_for_at_any_size(data, epoch):
     sizes = data.draw(st.lists(st.integers(1, 10 ** data.draw(st.integers(0, 15))), min_size=1, max_size=8))
     choose = data.draw(st.integers(0, 3 * sum(sizes)))
-    order = make_order(shard_sizes=sizes, choose=choose, num_lanes=data.draw(st.sampled_from([1, 8, 4096])))
+    order = make_order(shard_sizes=sizes, choose=choose, batch_size=data.draw(st.sampled_from([1, 8, 4096])))
     shards, unit_sizes = order_module._lay_out_units(order, (order.seed, epoch))
     assert sum(map(int, unit_sizes)) == choose
     num_repeats, rest = divmod(choose, sum(sizes))
@@ -139,14 +139,14 @@ def test_shares_are_exact_beyond_64_bits(data):
 
 def test_five_thousand_million_samples_and_a_half_are_all_there():
     """Of a partial repeat above 3 thousand million samples, 64 bits used to lose whole shards."""
-    order = make_order(shard_sizes=[50_000] * 100_000, choose=7_500_000_000, num_lanes=65_536, window_samples=1 << 20)
+    order = make_order(shard_sizes=[50_000] * 100_000, choose=7_500_000_000, batch_size=65_536, window_samples=1 << 20)
     assert order.epoch(3)._unit_bounds[-1] == 7_500_000_000
     last = order.epoch(3).sample_ids(range(65_530, 65_536), range(order.num_batches - 1, order.num_batches))
     assert ((last >= 0) & (last < 5_000_000_000)).all()
 
 
 def test_epochs_and_seeds_differ_and_the_dropped_samples_move():
-    order, other = make_order(num_lanes=7, seed=1), make_order(num_lanes=7, seed=2)
+    order, other = make_order(batch_size=7, seed=1), make_order(batch_size=7, seed=2)
     epochs = [whole_epoch(order, epoch) for epoch in range(20)]
     assert len({ids.tobytes() for ids in [*epochs, whole_epoch(other)]}) == 21
     dropped = [set(range(100)) - set(ids.ravel().tolist()) for ids in epochs]
@@ -154,7 +154,7 @@ def test_epochs_and_seeds_differ_and_the_dropped_samples_move():
 
 
 def test_a_slice_does_not_depend_on_what_was_asked_before():
-    order = make_order(num_lanes=8, window_samples=40)
+    order = make_order(batch_size=8, window_samples=40)
     epoch_order = order.epoch(4)
     epoch_order.sample_ids(range(3, 5), range(7, 9))
     assert (epoch_order.sample_ids(range(8), range(12)) == whole_epoch(order, 4)).all()
@@ -164,7 +164,7 @@ def test_a_slice_does_not_depend_on_what_was_asked_before():
 def test_the_order_is_this_one_for_ever():
     """Runs are carried on by later versions of this package, on other machines, with other releases of numpy."""
     order = SampleOrder(
-        shard_sizes_per_stream=[[5, 9], [11]], choose_per_stream=[14, 16], num_lanes=6, seed=9176, shuffle=True
+        shard_sizes_per_stream=[[5, 9], [11]], choose_per_stream=[14, 16], batch_size=6, seed=9176, shuffle=True
     )
     assert whole_epoch(order, 2).tolist() == [
         [17, 1, 2, 11, 12, 14],
@@ -177,7 +177,7 @@ def test_the_order_is_this_one_for_ever():
 
 
 def test_the_order_of_several_blocks_is_this_one_for_ever():
-    order = make_order(shard_sizes=[12, 12, 12], num_lanes=2, seed=9176, window_samples=8)
+    order = make_order(shard_sizes=[12, 12, 12], batch_size=2, seed=9176, window_samples=8)
     assert order.block_samples == 4
     assert whole_epoch(order, 1).T.tolist() == [
         [35, 34, 12, 33, 15, 14, 13, 16, 20, 19, 18, 17, 23, 0, 22, 21, 1, 2],
@@ -185,8 +185,8 @@ def test_the_order_of_several_blocks_is_this_one_for_ever():
     ]
 
 
-def test_every_block_of_every_lane_is_shuffled_in_its_own_way():
-    order = make_order(shard_sizes=[64 * 16], num_lanes=4, window_samples=4 * 16)
+def test_every_block_of_every_batch_index_is_shuffled_in_its_own_way():
+    order = make_order(shard_sizes=[64 * 16], batch_size=4, window_samples=4 * 16)
     places_bn = whole_epoch(order).T.reshape(-1, 16)
     assert len({tuple(np.argsort(block_n)) for block_n in places_bn}) == 64
 
@@ -195,7 +195,7 @@ def test_streams_are_mixed_in_proportion_from_the_first_batch_to_the_last():
     order = SampleOrder(
         shard_sizes_per_stream=[[100] * 60, [100] * 20],
         choose_per_stream=[2_000, 6_000],
-        num_lanes=40,
+        batch_size=40,
         seed=5,
         shuffle=True,
         window_samples=2_000,
@@ -208,14 +208,14 @@ def test_streams_are_mixed_in_proportion_from_the_first_batch_to_the_last():
 
 def test_a_partial_repeat_draws_every_sample_equally_often_over_the_epochs():
     sizes = [1, 1, 2, 30, 6]
-    order = make_order(shard_sizes=sizes, choose=10, num_lanes=1)
+    order = make_order(shard_sizes=sizes, choose=10, batch_size=1)
     counts = Counter(sample for epoch in range(2_000) for sample in whole_epoch(order, epoch).ravel().tolist())
     expected = 2_000 * 10 / sum(sizes)
     assert all(abs(counts[sample] - expected) < 0.15 * expected for sample in range(sum(sizes)))
 
 
 def test_a_shuffled_epoch_looks_random():
-    ids = whole_epoch(make_order(shard_sizes=[500] * 20, num_lanes=10)).ravel()
+    ids = whole_epoch(make_order(shard_sizes=[500] * 20, batch_size=10)).ravel()
     assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 0.05
     assert abs(np.corrcoef(ids, np.arange(len(ids)))[0, 1]) < 0.05
 
@@ -224,20 +224,20 @@ def test_a_worker_of_a_c4_sized_run_needs_little_memory():
     """17 M samples in 4,200 shards, a tenth of C4's, global batch 512, one of 8 workers of one of 8 ranks. All of their
     numbers would be 136 MB."""
     tracemalloc.start()
-    order = make_order(shard_sizes=[4_050] * 4_200, num_lanes=512)
-    lanes, steps = share_of_worker(order, rank=3, world_size=8, worker=2, num_workers=8)
-    ids_sl = order.epoch(1).sample_ids(lanes, steps)
+    order = make_order(shard_sizes=[4_050] * 4_200, batch_size=512)
+    batch_indices, steps = share_of_worker(order, rank=3, world_size=8, worker=2, num_workers=8)
+    ids_si = order.epoch(1).sample_ids(batch_indices, steps)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(np.unique(ids_sl)) == ids_sl.size == len(steps) * 64
-    assert peak_bytes - ids_sl.nbytes < 12e6
+    assert len(np.unique(ids_si)) == ids_si.size == len(steps) * 64
+    assert peak_bytes - ids_si.nbytes < 12e6
 
 
 def test_the_fingerprint_tells_orders_apart():
     orders = [
         make_order(),
         make_order(seed=18),
-        make_order(num_lanes=4),
+        make_order(batch_size=4),
         make_order(choose=99),
         make_order(shuffle=False),
         make_order(window_samples=99),
@@ -252,5 +252,7 @@ def test_the_fingerprint_tells_orders_apart():
 
 @pytest.mark.parametrize(("choose", "num_units"), [(5, 2), (6, 2), (7, 4), (13, 6)])
 def test_an_epoch_has_each_shard_as_often_as_it_is_begun(choose, num_units):
-    order = SampleOrder(shard_sizes_per_stream=[[3, 3]], choose_per_stream=[choose], num_lanes=1, seed=1, shuffle=False)
+    order = SampleOrder(
+        shard_sizes_per_stream=[[3, 3]], choose_per_stream=[choose], batch_size=1, seed=1, shuffle=False
+    )
     assert order.max_units == num_units

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 BATCH = 12
 
 
-def order_of(num_samples: int, num_lanes: int = 2) -> SampleOrder:
+def order_of(num_samples: int, batch_size: int = 2) -> SampleOrder:
     sizes = [[num_samples]]
     return SampleOrder(
-        shard_sizes_per_stream=sizes, choose_per_stream=[num_samples], num_lanes=num_lanes, seed=1, shuffle=True
+        shard_sizes_per_stream=sizes, choose_per_stream=[num_samples], batch_size=batch_size, seed=1, shuffle=True
     )
 
 

@@ -36,20 +36,20 @@ def assert_same_run(
         assert values(ours, key) == pytest.approx(values(theirs, key), rel=relative), key
 
 
-def run_in_legs(
-    folder: Path, config: dict[str, Any], legs: Sequence[tuple[int, dict[str, Any]]], batches_of_leg: int = 1
+def run_in_launches(
+    folder: Path, config: dict[str, Any], launches: Sequence[tuple[int, dict[str, Any]]], batches_per_launch: int = 1
 ) -> list[Launch]:
-    """Run `legs`, each on so many ranks and divided so. Each finds, bit for bit, what the one before it has saved; what
-    the first begins with lies in `begun/0`."""
-    launches = []
-    for number, (num_ranks, changes) in enumerate(legs):
-        found, span = folder / f"begun/{number}", f"{batches_of_leg}ba"
+    """Run `launches`, each on so many ranks and divided so. Each finds, bit for bit, what the one before it has saved;
+    what the first begins with lies in `begun/0`."""
+    outputs = []
+    for number, (num_ranks, changes) in enumerate(launches):
+        found, span = folder / f"begun/{number}", f"{batches_per_launch}ba"
         options = {"stop_after": span, "callbacks": resave_into(found), **changes}
-        launches.append(run(folder, config, "legs", num_ranks, **options))
+        outputs.append(run(folder, config, "moved", num_ranks, **options))
         if number:
-            name = f"ba{batches_of_leg * number}"
-            assert_same_state(saves(folder, "legs") / name, found / name)
-    return launches
+            name = f"ba{batches_per_launch * number}"
+            assert_same_state(saves(folder, "moved") / name, found / name)
+    return outputs
 
 
 def ask_in_context(folder: Path, data: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Short runs in legs, for the tests of resuming."""
+"""Short runs in several launches, for the tests of resuming."""
 
 import json
 import shutil

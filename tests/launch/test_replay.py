@@ -330,7 +330,7 @@ def test_advice_to_change_the_run_becomes_advice_to_give_its_data():
 
 
 def found(its, folder, differences=(), digest=None, deterministic=None, **records):
-    """The verdict of ranks that find what the run recorded, but for `records`: batch5={quantity: value}."""
+    """The outcome of ranks that find what the run recorded, but for `records`: batch5={quantity: value}."""
     folder.mkdir()
     start = its.start.manifest.state_digest if its.start else "seed"
     begun = {"digest": digest or start, "differences": list(differences), "deterministic": deterministic}
@@ -344,8 +344,8 @@ def found(its, folder, differences=(), digest=None, deterministic=None, **record
 
 
 def test_equal_in_every_bit_counts_each_quantity(run, tmp_path):
-    verdict = found(plan(run(), "ba2..ba6"), tmp_path / "out", ["devices 1 -> 2"])
-    assert verdict.is_equal and verdict.text == (
+    outcome = found(plan(run(), "ba2..ba6"), tmp_path / "out", ["devices 1 -> 2"])
+    assert outcome.is_equal and outcome.text == (
         "bit-equal: 4 of data/digest, 4 of lr, 4 of loss/train/total, 4 of grad_norm, 2 of state/digest; beside the "
         "run: devices 1 -> 2"
     )
@@ -379,44 +379,44 @@ def test_equal_in_every_bit_counts_each_quantity(run, tmp_path):
     ],
 )
 def test_a_difference_is_explained_or_it_does_not_fit(run, tmp_path, changes, differences, words):
-    verdict = found(plan(run(), "ba4..ba6"), tmp_path / "out", differences, batch5=changes)
-    assert verdict.is_equal == words.startswith("bit-equal")
-    assert re.match(words, verdict.text), verdict.text
+    outcome = found(plan(run(), "ba4..ba6"), tmp_path / "out", differences, batch5=changes)
+    assert outcome.is_equal == words.startswith("bit-equal")
+    assert re.match(words, outcome.text), outcome.text
 
 
 def test_kernels_whose_digits_vary_explain_a_difference_unless_the_run_had_none(run, tmp_path):
     """As a GPU that trained it with torch's own choice, beside a replay's there."""
     changes = {"batch5": {"loss/train/total": 3.37501}}
-    verdict = found(plan(run(), "ba4..ba6"), tmp_path / "varied", deterministic=True, **changes)
-    assert verdict.text == "within a band: loss/train/total within 3.0e-06; deterministic false -> true"
+    outcome = found(plan(run(), "ba4..ba6"), tmp_path / "varied", deterministic=True, **changes)
+    assert outcome.text == "within a band: loss/train/total within 3.0e-06; deterministic false -> true"
     its = plan(run(deterministic=True), "ba4..ba6")
     assert found(its, tmp_path / "fixed", deterministic=True, **changes).text.startswith("does not fit: batch 5: loss")
 
 
 def test_without_exact_sums_ranks_explain_a_difference(run, tmp_path):
     its = plan(run(exact_sums=False), "ba4..ba6")
-    verdict = found(its, tmp_path / "out", ["devices 1 -> 2"], batch6={"loss/train/total": 3.25001})
-    assert verdict.text == "within a band: loss/train/total within 3.1e-06; devices 1 -> 2" and not verdict.is_equal
+    outcome = found(its, tmp_path / "out", ["devices 1 -> 2"], batch6={"loss/train/total": 3.25001})
+    assert outcome.text == "within a band: loss/train/total within 3.1e-06; devices 1 -> 2" and not outcome.is_equal
 
 
 def test_in_16_bits_the_band_is_wider(run, tmp_path):
     its = plan(run(precision="amp_bf16"), "ba4..ba6")
-    verdict = found(its, tmp_path / "out", ["torch 1 -> 2"], batch5={"loss/train/total": 3.405})
-    assert verdict.text.startswith("within a band: loss/train/total within 8.8e-03"), "of the larger"
-    verdict = found(its, tmp_path / "more", ["torch 1 -> 2"], batch5={"loss/train/total": 3.42})
-    assert verdict.text.startswith("does not fit: batch 5: loss")
+    outcome = found(its, tmp_path / "out", ["torch 1 -> 2"], batch5={"loss/train/total": 3.405})
+    assert outcome.text.startswith("within a band: loss/train/total within 8.8e-03"), "of the larger"
+    outcome = found(its, tmp_path / "more", ["torch 1 -> 2"], batch5={"loss/train/total": 3.42})
+    assert outcome.text.startswith("does not fit: batch 5: loss")
 
 
 def test_another_state_alone_is_within_the_band_of_other_kernels(run, tmp_path):
     its = plan(run(), "ba4..ba6")
-    verdict = found(its, tmp_path / "out", ["torch 1 -> 2"], batch6={"state/digest": "x"})
-    assert verdict.text == "within a band: only state/digest differs; torch 1 -> 2" and not verdict.is_equal
+    outcome = found(its, tmp_path / "out", ["torch 1 -> 2"], batch6={"state/digest": "x"})
+    assert outcome.text == "within a band: only state/digest differs; torch 1 -> 2" and not outcome.is_equal
     assert found(its, tmp_path / "same", batch6={"state/digest": "x"}).text.startswith("does not fit: batch 6: state/")
 
 
 def test_a_start_with_another_state_explains_nothing(run, tmp_path):
-    verdict = found(plan(run(), "ba4..ba6"), tmp_path / "out", ["torch 1 -> 2"], digest="x")
-    assert verdict.text.startswith("does not fit: batch 4: state/digest is x here and ") and not verdict.is_equal
+    outcome = found(plan(run(), "ba4..ba6"), tmp_path / "out", ["torch 1 -> 2"], digest="x")
+    assert outcome.text.startswith("does not fit: batch 4: state/digest is x here and ") and not outcome.is_equal
 
 
 def test_data_that_a_checkpoint_refuses_does_not_fit(run, tmp_path):
@@ -432,8 +432,8 @@ def test_data_that_a_checkpoint_refuses_does_not_fit(run, tmp_path):
 def test_numbers_beyond_a_float_are_compared_too(run, tmp_path):
     records = [record_of(batch, **({"grad_norm": 10**400} if batch == 5 else {})) for batch in range(1, 7)]
     its = plan(run(records=records), "ba4..ba6")
-    verdict = found(its, tmp_path / "out", ["torch 1 -> 2"], batch5={"grad_norm": 1.0})
-    assert verdict.text.startswith("does not fit: batch 5: grad_norm")
+    outcome = found(its, tmp_path / "out", ["torch 1 -> 2"], batch5={"grad_norm": 1.0})
+    assert outcome.text.startswith("does not fit: batch 5: grad_norm")
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def losses(folder, num_ranks, *arguments) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize(
-    ("program", "legs"),
+    ("program", "launches"),
     [
         (PLAIN, [(2, 20), (3, 40)]),
         (TITAN, [(2, 20), (4, 40, 2), (3, 60)]),
@@ -42,14 +42,14 @@ def losses(folder, num_ranks, *arguments) -> list[tuple[int, float]]:
     ],
     ids=["plain torch", "torchtitan", "portable format"],
 )
-def test_a_loop_carries_on_with_other_ranks_as_if_it_had_never_stopped(world, tmp_path, program, legs):
+def test_a_loop_carries_on_with_other_ranks_as_if_it_had_never_stopped(world, tmp_path, program, launches):
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     for folder in (whole, moved):
         folder.mkdir()
         (folder / "loop.py").write_text(program)
         (folder / "data").symlink_to(world / "data")
-    expected = losses(whole, 1, legs[-1][1])
-    found = [line for num_ranks, *arguments in legs for line in losses(moved, num_ranks, *arguments)]
-    assert [batch for batch, _ in found] == list(range(1, legs[-1][1] + 1))
+    expected = losses(whole, 1, launches[-1][1])
+    found = [line for num_ranks, *arguments in launches for line in losses(moved, num_ranks, *arguments)]
+    assert [batch for batch, _ in found] == list(range(1, launches[-1][1] + 1))
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-4)
     assert found[-1][1] < found[0][1] - 0.5

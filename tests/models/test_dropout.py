@@ -58,7 +58,7 @@ def test_parts_of_a_batch_and_of_rows_drop_what_the_whole_drops():
 
 
 def test_a_mask_is_the_same_on_every_machine():
-    """Numbers that another device, compiler or release would have to give too."""
+    """Every other device, compiler and release must give these numbers too."""
     assert row_keys(TOKENS_BT[:2] * 0 + torch.arange(64), 3).tolist() == [ROW_KEY, ROW_KEY]
     keys_bt = place_keys(torch.tensor([ROW_KEY], dtype=torch.int32), POSITIONS_T)
     assert keys_bt[0, :3].tolist() == PLACE_KEYS

@@ -54,7 +54,7 @@ def test_a_model_its_loss_and_all_gradients(name, by_onednn, monkeypatch):
 
 
 def test_the_digits_do_not_depend_on_where_numbers_lie_in_memory(by_onednn):
-    """Or a run could not be repeated to the bit."""
+    """Otherwise a run could not be repeated to the bit."""
     generator = torch.Generator().manual_seed(0)
     a_ni, b_oi = torch.randn(130, 96, generator=generator), torch.randn(200, 96, generator=generator)
     expected = products.multiply(a_ni, b_oi)

@@ -44,7 +44,7 @@ def build(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32"
 
 
 def build_sharded(fsdp: FSDPConfig, config: ModelConfig = SMALL, precision: str = "fp32"):
-    """As on several devices, though there is one."""
+    """Build a model that is sharded as on several devices, though there is one."""
     model = build(fsdp, config)
     other = MPT(config)
     other.load_state_dict(model.state_dict())
@@ -186,7 +186,7 @@ def test_one_device_computes_without_fsdp_what_fsdp_computes(one_rank, precision
 
 
 def train(model, num_batches=2):
-    """Losses of microbatches, and of an evaluation after each step; then all parameters."""
+    """Return losses of microbatches, and of an evaluation after each step; then all parameters."""
     guard = GradientStep(
         model=as_trained(model), on_non_finite="stop", max_skipped_batches=1, reduces_every_microbatch=False
     )

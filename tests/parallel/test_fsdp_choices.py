@@ -18,7 +18,7 @@ SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_siz
 
 
 def told_of_blocks(monkeypatch, strategy, *names, precision=("fp32", "PURE"), sums=None) -> dict[str, Any]:
-    """On a mesh of two devices with those dimensions, without devices."""
+    """Return what FSDP is told of blocks on a mesh of two simulated devices with these dimensions."""
     told: list[dict[str, Any]] = []
 
     def shard(module, **options):

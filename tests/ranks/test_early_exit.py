@@ -60,7 +60,7 @@ def test_a_launcher_in_a_job_of_several_ranks_hears_sigterm(tmp_path):
 
 
 def test_a_program_that_imports_composer_leaves_with_75(tmp_path, data):
-    """Whose own handlers of signals exit with 143."""
+    """Composer's own signal handlers would exit with 143."""
     config = write_config(tmp_path / "run.yaml", tiny_config(data))
     done = run(["-m", "llmfoundry_lite.train", config], tmp_path, signal.SIGTERM, AT="composer.core.engine")
     text = "preempted by SIGTERM before anything had begun; run the same command again\n"
@@ -85,7 +85,7 @@ def test_a_rank_of_several_that_is_preempted_leaves_when_it_has_checked_its_conf
 
 
 def test_a_rank_that_is_killed_while_it_imports_has_failed(tmp_path):
-    """The crash of a library, or the system for want of memory. Its launcher then ends the others."""
+    """A library's crash or lack of memory kills it. Its launcher then ends the others."""
     rank_1 = ONE_OF_TWO | {"RANK": "1", "LOCAL_RANK": "1"}
     killed = run(PROGRAMS["script"], tmp_path, signal.SIGKILL, TMPDIR=str(tmp_path), **rank_1)
     done = run([*PROGRAMS["script"], "--dry-run"], tmp_path, signal.SIGTERM, TMPDIR=str(tmp_path), **ONE_OF_TWO)

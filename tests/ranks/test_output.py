@@ -1,4 +1,4 @@
-"""A process of a launch whose words nobody hears."""
+"""Processes of a launch whose output nobody reads."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def test_words_that_cannot_be_written_change_no_exit_code(closed, code):
 
 @pytest.mark.parametrize("code", [75, 2])
 def test_whoever_reads_the_words_may_end_first(code):
-    """As Ctrl-C ends `| tee` before a rank has saved."""
+    """Ctrl-C ends `| tee` before a rank has saved."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as pipe:

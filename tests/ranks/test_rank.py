@@ -1,4 +1,4 @@
-"""srun's words in torch's, and the steps that are refused."""
+"""srun's variables under torch's names, and the steps that are refused."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_nodes_with_different_numbers_of_tasks_are_refused():
     ids=["cyclic", "cyclic, rank 0", "arbitrary", "cyclic, no list"],
 )
 def test_nodes_whose_ranks_do_not_follow_each_other_are_refused(step, has):
-    """By every rank of the node, though rank 0 of a cyclic step has its own place."""
+    """Every rank of the node refuses, though rank 0 of a cyclic step has the right rank."""
     with pytest.raises(ConfigError) as error:
         adopted(**step)
     assert str(error.value) == (

@@ -66,7 +66,7 @@ def test_ranks_of_one_node_listen_on_loopback_alone(tmp_path):
 
 @pytest.mark.parametrize("local_rank", ["0", "3"])
 def test_ranks_that_see_one_device_each_are_refused(monkeypatch, local_rank):
-    """As under `srun --gpus-per-task=1`: on every rank, though the first would find its device."""
+    """`srun --gpus-per-task=1` does so. Every rank is refused, though the first would find its device."""
     for name, value in {
         "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "4",
@@ -83,7 +83,7 @@ def test_ranks_that_see_one_device_each_are_refused(monkeypatch, local_rank):
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_ranks_of_a_node_share_the_cores_that_they_may_use(monkeypatch, device_type):
-    """With GPUs too: else the check that a save makes takes all cores, in each of 8 ranks."""
+    """That holds with GPUs too: else a save's check would take all cores, in each of 8 ranks."""
     threads = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

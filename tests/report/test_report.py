@@ -1,4 +1,4 @@
-"""`llmfoundry-lite report` on run directories written by hand; one real run in legs is at the end."""
+"""`llmfoundry-lite report` on run directories written by hand; one real run in several launches is at the end."""
 
 import csv
 import json
@@ -74,13 +74,13 @@ def test_batches_with_local_steps_and_changed_settings_are_named(tmp_path):
     assert "- 3-4: local steps, every 100\n" in page and "- from batch 3 on: optimizer.lr 0.1 -&gt; 0.01\n" in page
 
 
-def test_a_relay_s_run_names_the_companion_that_tells_of_places(tmp_path, monkeypatch):
+def test_a_relay_s_run_names_the_companion_that_tells_of_sites(tmp_path, monkeypatch):
     where = switching(tmp_path / "run")
     (tmp_path / "run/relay.jsonl").touch()
     monkeypatch.setattr(companions, "find_spec", lambda name: None)
     (facts,) = report([where])["runs"]
     assert facts["relay"] is None
-    assert facts["notes"][-1] == "no places and no legs: relay.jsonl: needs the companion llmfoundry_ops"
+    assert facts["notes"][-1] == "no sites and no allocations: relay.jsonl: needs the companion llmfoundry_ops"
 
 
 def test_names_and_samples_stay_text_in_markdown():
@@ -462,7 +462,7 @@ def test_an_energy_that_one_batch_lacks_is_rated_not_measured(tmp_path, capsys):
 
 
 @pytest.mark.multiprocess
-def test_a_real_run_in_legs_and_what_travelled_with_its_checkpoints(tmp_path, capsys):
+def test_a_real_run_in_launches_and_what_travelled_with_its_checkpoints(tmp_path, capsys):
     """The second cluster's run directory is gone: its folder of checkpoints alone has all of it."""
     folder = tmp_path / "saves"
     config = tiny_config(write_data(tmp_path / "data"), max_duration="4ba", autoresume=True, save_folder=str(folder))

@@ -52,20 +52,20 @@ def test_on_the_same_ranks_the_losses_after_a_stop_are_bit_equal(tmp_path, data)
 def test_across_worlds_shardings_and_epochs_the_data_is_the_same_and_the_losses_agree(tmp_path, data):
     config = tiny_config(data, autoresume=True, max_duration="130ba", global_train_batch_size=8)
     run(tmp_path, config, "whole")
-    legs = [
+    launches = [
         (1, {"stop_after": "40ba"}),
         (4, {"stop_after": "22ba", "fsdp_config": HYBRID}),  # ends with the epoch's last batch, 62
         (2, {"stop_after": "30ba", "fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}}),
         (2, {"fsdp_config": None, "device_train_microbatch_size": 1}),
     ]
-    for num_ranks, changes in legs:
-        output = run(tmp_path, config, "legs", num_ranks, **changes).output
+    for num_ranks, changes in launches:
+        output = run(tmp_path, config, "moved", num_ranks, **changes).output
     assert "carrying on from" in output
     assert "sharding SHARD_GRAD_OP -> NO_SHARD" in output
-    whole, switched = metrics(tmp_path, "whole"), metrics(tmp_path, "legs")
+    whole, switched = metrics(tmp_path, "whole"), metrics(tmp_path, "moved")
     assert values(switched, "data/digest") == values(whole, "data/digest")
-    assert losses(tmp_path, "legs") == pytest.approx(losses(tmp_path, "whole"), abs=1e-3)
-    segments = open_checkpoint(saves(tmp_path, "legs") / "ba130").manifest.segments
+    assert losses(tmp_path, "moved") == pytest.approx(losses(tmp_path, "whole"), abs=1e-3)
+    segments = open_checkpoint(saves(tmp_path, "moved") / "ba130").manifest.segments
     assert [(s.first_batch, s.last_batch, s.world_size) for s in segments] == [
         *((1, 40, 1), (41, 62, 4), (63, 92, 2), (93, 130, 2))
     ]
@@ -229,7 +229,7 @@ def test_a_subset_for_evaluation_is_of_the_same_samples_on_other_ranks_in_other_
     changes = {"eval_interval": "2ba", "eval_subset_num_batches": 2, "global_train_batch_size": 12}
     config = tiny_config(data, autoresume=True, max_duration="6ba", **changes)
     run(tmp_path, config, "whole")
-    for leg in ((1, "2ba", 4), (2, "2ba", 3), (3, None, 1)):
-        run(tmp_path, config, "moved", leg[0], stop_after=leg[1], device_eval_batch_size=leg[2])
+    for launch in ((1, "2ba", 4), (2, "2ba", 3), (3, None, 1)):
+        run(tmp_path, config, "moved", launch[0], stop_after=launch[1], device_eval_batch_size=launch[2])
     whole, moved = (values(metrics(tmp_path, name), "eval/loss") for name in ("whole", "moved"))
     assert moved == pytest.approx(whole, abs=1e-5) and len(whole) == 3

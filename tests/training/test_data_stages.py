@@ -48,12 +48,12 @@ def test_the_stage_begins_where_the_rate_begins_to_decay(whole, tmp_path, config
 
 
 @pytest.mark.parametrize(
-    ("legs", "num_workers"), [([(3, 2), (10, 1)], 0), ([(6, 1), (10, 2)], 2), ([(8, 4), (10, 2)], 1)]
+    ("launches", "num_workers"), [([(3, 2), (10, 1)], 0), ([(6, 1), (10, 2)], 2), ([(8, 4), (10, 2)], 1)]
 )
-def test_other_ranks_workers_and_stops_read_the_same_batches(whole, tmp_path, config, legs, num_workers):
+def test_other_ranks_workers_and_stops_read_the_same_batches(whole, tmp_path, config, launches, num_workers):
     moved = {**config, "train_loader": {**config["train_loader"], "num_workers": num_workers}}
     begin = 0
-    for end, num_ranks in legs:
+    for end, num_ranks in launches:
         run(tmp_path, moved, "moved", num_ranks, stop_after=f"{end - begin}ba")
         begin = end
     assert digests(metrics(tmp_path, "moved")) == digests(whole)

@@ -71,7 +71,7 @@ def choose(limit, device_batch_size, num_slots=0, fits=1000, buffers=0):
 
 
 def sizes_tried(limit, device_batch_size, num_slots=0, fits=1000, buffers=0, *, has_state=False):
-    """In order; the last is the one chosen."""
+    """Return the sizes that were tried, in order; the last is the one chosen."""
     meter = LinearMeter(limit, buffers)
     model = Measured(meter, fits)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -237,8 +237,8 @@ def test_auto_under_a_budget_trains_the_run_of_the_size_it_has_chosen(tmp_path, 
     for name, size, callbacks in (("auto", "auto", budget), ("fixed", 2, {})):
         config |= {"run_name": name, "device_train_microbatch_size": size, "callbacks": callbacks}
         path = write_config(tmp_path / f"{name}.yaml", config)
-        for leg in (["stop_after=2ba"], []):
-            output = train([path, *leg], tmp_path, num_ranks).check().output
+        for more in (["stop_after=2ba"], []):
+            output = train([path, *more], tmp_path, num_ranks).check().output
             assert ("device_train_microbatch_size: auto is 2: " in output) == (name == "auto")
     runs = [read_metrics(tmp_path / "runs" / name) for name in ("auto", "fixed")]
     for key in ("loss/train/total", "grad_norm", "data/digest"):

@@ -25,7 +25,7 @@ from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz, to_parameter_order, to_rank_order
 from tests.helpers.launch import launch
-from tests.helpers.layouts import run_in_legs
+from tests.helpers.layouts import run_in_launches
 from tests.helpers.runs import metrics, run
 from tests.helpers.tiny import tiny_config, values, write_config, write_data
 
@@ -205,7 +205,7 @@ def test_a_run_changes_its_layout_at_any_checkpoint(tmp_path, data):
         device_train_microbatch_size=2,
     )
     run(tmp_path, config, "whole")
-    legs: list[tuple[int, dict[str, Any]]] = [
+    launches: list[tuple[int, dict[str, Any]]] = [
         (2, {"pp_config": {"pipeline_parallel_degree": 2}}),
         (4, {"pp_config": {"pipeline_parallel_degree": 2, "schedule": "interleaved"}}),
         (1, {}),
@@ -215,8 +215,8 @@ def test_a_run_changes_its_layout_at_any_checkpoint(tmp_path, data):
         (4, {}),
         (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}}),
     ]
-    run_in_legs(tmp_path, config, legs)
-    ours, theirs = metrics(tmp_path, "legs"), metrics(tmp_path, "whole")
+    run_in_launches(tmp_path, config, launches)
+    ours, theirs = metrics(tmp_path, "moved"), metrics(tmp_path, "whole")
     for key in ("loss/train/total", "grad_norm"):
         assert values(ours, key) == pytest.approx(values(theirs, key), rel=1e-5), key
 

@@ -1,4 +1,4 @@
-"""fp32 is fp32: TF32 is computed in where `precision: tf32` asks for it, and then it is said."""
+"""fp32 is fp32: TF32 is used only where `precision: tf32` asks for it, and then it is printed."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ SMALL = ModelConfig(d_model=8, n_heads=2, n_layers=1, max_seq_len=8, vocab_size=
 
 @pytest.fixture
 def flags():
-    """torch's switches, left as they were."""
+    """Restore torch's switches after the test."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     yield lambda: {torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32}
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -1,4 +1,4 @@
-"""An evaluation that had to be left is made up by the next launch, so that a moved run's log lacks nothing."""
+"""A preempted evaluation is run by the next launch, so that a moved run's log lacks nothing."""
 
 import os
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 class SignalInTasks(Signal):
-    """While the tasks are asked after that batch; the rest of them is not asked."""
+    """Sends the signal during the tasks after that batch; the rest of them is not run."""
 
     def fit_start(self, state, logger):
         score, num_scored = in_context.InTraining.score, 0
@@ -32,14 +32,14 @@ class SignalInTasks(Signal):
 
 
 class SignalInManyRows(SignalInEvaluation):
-    """When the first of two loaders has been evaluated."""
+    """Sends the signal when the first of two loaders has been evaluated."""
 
     def is_here(self, state) -> bool:
         return super().is_here(state) and state.dataloader_label == "eval/many"
 
 
 def callback_of(kind, batch):
-    """At the evaluation after `batch`."""
+    """Return the callback for the evaluation after `batch`."""
     return {f"python:{kind.__module__}:{kind.__name__}": {"rank": 1, "batch": batch + 1}}
 
 

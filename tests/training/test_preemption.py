@@ -29,7 +29,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 class SignalThenHang(Signal):
-    """When what was saved two batches before has been published: ranks agree on that after the batch between."""
+    """Sends the signal when the save of two batches before is published, then hangs. Ranks agree on that after the
+    batch between."""
 
     def batch_end(self, state, logger):
         flight = next(c for c in state.callbacks if isinstance(c, Checkpointing)).saver._flight
@@ -45,7 +46,7 @@ class SignalThenHang(Signal):
 
 
 class PressTwiceThenHang(Signal):
-    """Without the two seconds in which a second press would be taken for an echo of the first."""
+    """Presses Ctrl-C twice, then hangs; here no second press counts as an echo of the first."""
 
     def batch_start(self, state, logger):
         if self.is_here(state):
@@ -58,7 +59,7 @@ class PressTwiceThenHang(Signal):
 
 
 class Abort(Signal):
-    """As NCCL's watchdog does with a process whose peer is gone."""
+    """Aborts, as NCCL's watchdog does in a process whose peer is gone."""
 
     def batch_start(self, state, logger):
         if self.is_here(state):
@@ -66,7 +67,7 @@ class Abort(Signal):
 
 
 class SignalThenAbort(Signal):
-    """When rank 0 has heard of it, which asks once a second."""
+    """Aborts when rank 0, which asks once a second, has heard of the signal."""
 
     def batch_start(self, state, logger):
         if int(state.timestamp.batch) + 1 == self.batch:
@@ -85,7 +86,7 @@ class SignalThenAbort(Signal):
 
 
 class HangAtTheEnd(Signal):
-    """When all is saved; wandb, for one, may wait for its server there."""
+    """Hangs when all is saved, where wandb, for one, may wait for its server."""
 
     def close(self, state, logger):
         if int(os.environ["RANK"]) == 0:
@@ -93,7 +94,7 @@ class HangAtTheEnd(Signal):
 
 
 class SignalAtTheStart(Signal):
-    """Before anything has been restored, while the other ranks build their models."""
+    """Sends the signal before anything is restored, while the other ranks build their models."""
 
     def before_load(self, state, logger):
         if int(os.environ["RANK"]) == self.rank:

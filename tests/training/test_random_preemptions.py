@@ -94,7 +94,7 @@ def end_as_a_launcher_does(processes: list[psutil.Process], timeout_seconds: flo
 
 @pytest.fixture
 def run(tmp_path, data):
-    """The function that launches; the data set is a remote one, so that there is a cache to leave things in."""
+    """Return the function that launches. The data set is remote, so that there is a cache to leave things in."""
     dataset = {"remote": str(data), "local": str(tmp_path / "cache"), "split": "train"}
     config = tiny_config(
         data,
@@ -183,13 +183,13 @@ def test_twenty_random_preemptions_leave_the_run_as_it_would_have_been(tmp_path,
 
 
 def tail(output):
-    """Without torch's C++ frames."""
+    """Return the end of an output, without torch's C++ frames."""
     lines = [line for line in output.splitlines() if not line.startswith(("frame #", "Exception raised", "["))]
     return "\n".join(lines[-12:])
 
 
 def written(tmp_path):
-    """The whole lines of the log so far."""
+    """Return the whole lines of the log so far."""
     path = tmp_path / "runs/moved/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -200,7 +200,7 @@ def saved(tmp_path, batch):
 
 
 def final_state(tmp_path, name, part):
-    """All values of the weights, or of one of the optimizer's slots, after the last batch."""
+    """Return all values of the weights, or of a slot of the optimizer, after the last batch."""
     tensors = load_full_tensors(tmp_path / "runs" / name / f"checkpoints/ba{NUM_BATCHES}", prefix="")
     chosen = [key for key in sorted(tensors) if key.startswith(f"{part}/") or key.endswith(f"/{part}")]
     return np.concatenate([tensors[key].flatten().numpy() for key in chosen])

@@ -13,7 +13,7 @@ from llmfoundry_lite.checkpoint.manifest import encode
 from llmfoundry_lite.checkpoint.shards import hash_blocks, hash_buffers
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.launch.replay import Verdict, compare, plan_replay, write_replay
+from llmfoundry_lite.launch.replay import Outcome, compare, plan_replay, write_replay
 from llmfoundry_lite.training.replay import main
 from tests.helpers.launch import launch
 from tests.helpers.runs import run, saves
@@ -35,7 +35,7 @@ class OtherRate(Callback):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a run of 6 batches on one rank, saved every 2."""
+    """Return a folder with a run of 6 batches on one rank, saved every 2."""
     folder = tmp_path_factory.mktemp("runs")
     write_data(folder / "data")
     run(folder, config(folder), RUN)
@@ -49,7 +49,7 @@ def config(folder, **changes):
     return tiny_config(folder / "data", **everything)
 
 
-def replay(folder, states=None, num_ranks=1, where=RUN, env=None) -> Verdict:
+def replay(folder, states=None, num_ranks=1, where=RUN, env=None) -> Outcome:
     """Replay as the command does, with the tests' own launcher."""
     plan = plan_replay(str(folder / "runs" / where), states)
     out = folder / f"replay-{len(list(folder.iterdir()))}"
@@ -60,14 +60,14 @@ def replay(folder, states=None, num_ranks=1, where=RUN, env=None) -> Verdict:
 
 
 def forget_ranks(monkeypatch):
-    """So that what the command sets goes with the test."""
+    """Undo after the test what the command sets."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 def copy_of_run(folder, name):
-    """A copy to tamper with."""
+    """Return a copy to tamper with."""
     shutil.copytree(folder / "runs" / RUN, folder / "runs" / name)
     return saves(folder, name)
 
@@ -78,9 +78,9 @@ def rewrite(checkpoint, **changes):
 
 def test_on_other_ranks_it_is_bit_equal_and_the_run_stays_as_it_is(folder):
     before = {path: path.read_bytes() for path in (folder / "runs" / RUN).rglob("*") if path.is_file()}
-    verdict = replay(folder, "ba3..ba6", 2)
-    assert verdict.is_equal, verdict.text
-    assert verdict.text == (
+    outcome = replay(folder, "ba3..ba6", 2)
+    assert outcome.is_equal, outcome.text
+    assert outcome.text == (
         "bit-equal: 4 of data/digest, 4 of lr, 4 of loss/train/total, 4 of grad_norm, 2 of state/digest; "
         "beside the run: devices 1 -> 2"
     )
@@ -99,20 +99,20 @@ def test_a_flipped_bit_of_a_weight_is_found_though_all_hashes_fit(folder):
     (checkpoint / file.name).write_bytes(raw)
     digest = hash_buffers([bytes(raw[: file.header_bytes]), hashes]).hex()
     rewrite(checkpoint, files=(replace(file, digest=digest),))
-    verdict = replay(folder, None, where="flipped")
-    assert verdict.text.startswith("does not fit: batch 4: state/digest is ") and not verdict.is_equal
+    outcome = replay(folder, None, where="flipped")
+    assert outcome.text.startswith("does not fit: batch 4: state/digest is ") and not outcome.is_equal
 
 
 def test_other_threads_are_named(folder):
-    verdict = replay(folder, "ba4..ba6", env={"OMP_NUM_THREADS": "2"})
-    assert verdict.text.startswith(("bit-equal: ", "within a band: ")) and "threads of a rank 1 -> 2" in verdict.text
+    outcome = replay(folder, "ba4..ba6", env={"OMP_NUM_THREADS": "2"})
+    assert outcome.text.startswith(("bit-equal: ", "within a band: ")) and "threads of a rank 1 -> 2" in outcome.text
 
 
 def test_a_step_of_another_learning_rate_is_found(folder):
     run(folder, config(folder), "faster", env={"OTHER_RATE": "1"})
     assert replay(folder, "ba2..ba4", where="faster").is_equal
-    verdict = replay(folder, "ba4..ba6", where="faster")
-    assert verdict.text.startswith("does not fit: batch 6: loss/train/total is ")
+    outcome = replay(folder, "ba4..ba6", where="faster")
+    assert outcome.text.startswith("does not fit: batch 6: loss/train/total is ")
 
 
 def test_another_seed_is_found(folder):
@@ -120,8 +120,8 @@ def test_another_seed_is_found(folder):
     for checkpoint in saves(folder, "seeded").glob("ba*"):
         manifest = open_checkpoint(checkpoint).manifest
         rewrite(checkpoint, config=manifest.config | {"seed": 17})
-    verdict = replay(folder, "ba0..ba2", where="seeded")
-    assert verdict.text.startswith("does not fit: batch 1: loss/train/total is ")
+    outcome = replay(folder, "ba0..ba2", where="seeded")
+    assert outcome.text.startswith("does not fit: batch 1: loss/train/total is ")
 
 
 def test_a_changed_row_of_data_is_found(folder):
@@ -130,11 +130,11 @@ def test_a_changed_row_of_data_is_found(folder):
         for path, content in kept.items():  # a token of those rows that have it, behind the table of rows
             middle = len(content) // 2
             path.write_bytes(content[:middle] + content[middle:].replace(b"\x05\x00", b"\x06\x00"))
-        verdict = replay(folder, "ba0..ba6")
+        outcome = replay(folder, "ba0..ba6")
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
-    assert verdict.text.startswith("does not fit: batch ") and ": data/digest is " in verdict.text
+    assert outcome.text.startswith("does not fit: batch ") and ": data/digest is " in outcome.text
 
 
 def test_other_data_does_not_fit(folder, monkeypatch, capfd):
@@ -147,16 +147,16 @@ def test_other_data_does_not_fit(folder, monkeypatch, capfd):
 
 def test_without_exact_sums_other_ranks_are_within_a_band(folder):
     run(folder, config(folder, exact_sums=False), "plain")
-    verdict = replay(folder, "ba2..ba6", 2, where="plain")
-    assert verdict.text.startswith("within a band: ") and "devices 1 -> 2" in verdict.text and not verdict.is_equal
+    outcome = replay(folder, "ba2..ba6", 2, where="plain")
+    assert outcome.text.startswith("within a band: ") and "devices 1 -> 2" in outcome.text and not outcome.is_equal
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_in_stages_is_bit_equal_in_stages_and_on_one_rank(folder, num_ranks):
     if not (folder / "runs/stages").exists():
         run(folder, config(folder, pp_config={"pipeline_parallel_degree": 2}), "stages", 2)
-    verdict = replay(folder, "ba2..ba4", num_ranks, where="stages")
-    assert verdict.is_equal and verdict.text.startswith("bit-equal: 2 of data/digest"), verdict.text
+    outcome = replay(folder, "ba2..ba4", num_ranks, where="stages")
+    assert outcome.is_equal and outcome.text.startswith("bit-equal: 2 of data/digest"), outcome.text
 
 
 def test_batches_with_local_steps_are_refused(folder, tmp_path):

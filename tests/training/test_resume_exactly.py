@@ -140,7 +140,7 @@ def test_every_world_and_sharding_takes_up_what_the_one_before_left(tmp_path, da
         model__no_bias=True,
     )
     run(tmp_path, config, "whole")
-    legs = [
+    launches = [
         (1, None),
         (3, {"sharding_strategy": "FULL_SHARD"}),
         (4, HYBRID),
@@ -150,14 +150,14 @@ def test_every_world_and_sharding_takes_up_what_the_one_before_left(tmp_path, da
         (3, {"sharding_strategy": "SHARD_GRAD_OP"}),
         (1, {"sharding_strategy": "FULL_SHARD"}),
     ]
-    for number, (num_ranks, sharding) in enumerate(legs):
+    for number, (num_ranks, sharding) in enumerate(launches):
         resaved = tmp_path / f"resaved/{number}"
         changes = {"stop_after": "2ba", "fsdp_config": sharding, "callbacks": resave_into(resaved)}
-        run(tmp_path, config, "legs", num_ranks, **changes)
+        run(tmp_path, config, "moved", num_ranks, **changes)
         if number:
-            assert_same_state(saves(tmp_path, "legs") / f"ba{2 * number}", resaved / f"ba{2 * number}")
-    assert values(metrics(tmp_path, "legs"), "data/digest") == values(metrics(tmp_path, "whole"), "data/digest")
-    assert losses(tmp_path, "legs") == pytest.approx(losses(tmp_path, "whole"), abs=1e-4)
+            assert_same_state(saves(tmp_path, "moved") / f"ba{2 * number}", resaved / f"ba{2 * number}")
+    assert values(metrics(tmp_path, "moved"), "data/digest") == values(metrics(tmp_path, "whole"), "data/digest")
+    assert losses(tmp_path, "moved") == pytest.approx(losses(tmp_path, "whole"), abs=1e-4)
 
 
 def test_a_run_with_plain_parameters_goes_on_sharded_and_the_other_way_round(tmp_path, data):

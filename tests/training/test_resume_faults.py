@@ -63,7 +63,7 @@ class PoisonMoments(Fault):
 
 
 class KillAtPhase(Callback):
-    """The second time that a save comes to `phase`."""
+    """Kills its process the second time that a save comes to `phase`."""
 
     def __init__(self, phase: str, rank: int | None = None):
         self.phase, self.rank = phase, rank
@@ -93,7 +93,7 @@ def config_for(data, **changes):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data):
-    """The losses of a run on 2 ranks to which nothing happens."""
+    """Return the losses of a run on 2 ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("whole")
     run(folder, config_for(data), "whole", 2)
     return losses(folder, "whole")

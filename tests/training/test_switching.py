@@ -44,15 +44,15 @@ def test_the_curve_goes_from_cluster_to_cluster_with_the_checkpoint(tmp_path, da
     config = tiny_config(data, loggers={"wandb": {}}, **changes)
     environment = {**environment, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
-    def leg(cluster, num_ranks, **more):
+    def launch(cluster, num_ranks, **more):
         cluster.mkdir(exist_ok=True)
         path = write_config(cluster / "tiny.yaml", {**config, **more})
         return train([path], cluster, num_ranks, env=environment).check().output
 
-    leg(here, 2, stop_after="3ba")
-    assert "carrying on from s3://" in leg(there, 1, stop_after="3ba")
+    launch(here, 2, stop_after="3ba")
+    assert "carrying on from s3://" in launch(there, 1, stop_after="3ba")
     assert [record["batch"] for record in read_metrics(there / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
-    leg(here, 2)
+    launch(here, 2)
     records = read_metrics(here / "runs/tiny")
     assert [record["launch"] for record in records] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert len((here / "runs/tiny/metrics.jsonl").read_text().splitlines()) - len(records) <= 2  # rewritten at ends

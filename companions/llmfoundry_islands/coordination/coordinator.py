@@ -39,7 +39,7 @@ MAX_SILENCES = 2
 SECONDS_TO_BE_WHOLE = 30.0
 """Time between the first and the last hello of an island. A later rank counts as frozen."""
 MAX_TRIED = 10
-"""Where all islands together cannot divide a batch, every combination of so many of the fastest is tried."""
+"""If all islands together cannot divide a batch, every combination of this many of the fastest is tried."""
 MAX_PAST = 1000
 """Ended launches that are remembered."""
 MAX_TICK_SECONDS = 1.0
@@ -113,12 +113,12 @@ class Coordinator:
         """Rows of a batch."""
         self.is_over = False
         """A member has finished the run; the others are about to."""
-        self.scribe = ""
-        self.lanes: dict[str, range] = {}
+        self.leader = ""
+        self.batch_indices: dict[str, range] = {}
         self.shares: dict[str, int] = {}
         """Parts of the sum that islands own, see `owners`."""
         self.joiners: list[str] = []
-        """New members of the view, to which the scribe sends its state."""
+        """New members of the view, to which the leader sends its state."""
         self.is_whole = False
         """With local steps: the next exchange is of all weights, as an island has asked that wants to save."""
         self.failing_since: float | None = None
@@ -189,7 +189,7 @@ class Coordinator:
         elif message["kind"] == "prepared":
             self._prepare(island, message, now)
         elif message["kind"] == "state":
-            if message["epoch"] == self.epoch and island.name == self.scribe:
+            if message["epoch"] == self.epoch and island.name == self.leader:
                 for name in self.joiners:
                     self._send(self.islands[name], message, rank_0_only=True)
         elif message["kind"] == "leave":
@@ -217,7 +217,7 @@ class Coordinator:
         self.ticked_at = now
         for island in list(self.islands.values()):
             if self.islands.get(island.name) is not island:
-                continue  # the loss of one before has ended it too
+                continue  # the loss of an island before it has ended it too
             silent = [rank for rank, time in island.received_at.items() if now - time > self.silence_seconds]
             if silent:
                 self._evict(island.name, f"rank {silent[0]} of {island.name} is silent")
@@ -226,11 +226,11 @@ class Coordinator:
                 self._evict(island.name, f"{count} of {island.size} ranks of {island.name} do not come")
         self._check_for_stall(now)
 
-    # ------------------------------------------------------------------------------------------------ the verdict
+    # ------------------------------------------------------------------------------------------------ the decision
 
     def _prepare(self, island: Island, message: Message, now: float) -> None:
         if island.name not in self.members or message["epoch"] != self.epoch:
-            return  # of an earlier view
+            return  # a report of an earlier view
         if message["batch"] != self.batch:
             raise BadMessageError(f"{island.name} prepares batch {message['batch']}, not {self.batch}")
         island.prepared = message
@@ -254,13 +254,13 @@ class Coordinator:
             "batch": self.batch,
             "loss": sum(report["loss"] * (report["weight"] / max(weight, 1)) for report in reports.values()),
             "loss_sum": sum(report["loss"] for report in reports.values()),
-            "norm": reports[self.scribe]["norm"],
+            "norm": reports[self.leader]["norm"],
             "out_of_range": any(report["out_of_range"] for report in reports.values()),
             **{key: sum(report[key] for report in reports.values()) for key in SUMMED},
             "rows": {name: report["samples"] for name, report in reports.items()},
             "drifted": self._drifted(reports),
         }
-        self.batch += reports[self.scribe]["steps"]
+        self.batch += reports[self.leader]["steps"]
         self.failing_since = None
         for one in present:
             one.prepared = None
@@ -279,18 +279,18 @@ class Coordinator:
         return is_last
 
     def _drifted(self, reports: Mapping[str, Message]) -> list[str]:
-        """Return the islands whose weights differed from the scribe's before this batch."""
+        """Return the islands whose weights differed from the leader's before this batch."""
         digests = {name: report["weights"] for name, report in reports.items() if report["weights"]}
-        expected = digests.get(self.scribe)
+        expected = digests.get(self.leader)
         drifted = [name for name, digest in digests.items() if expected and digest != expected]
         if drifted:
-            self.log(f"batch {self.batch + 1}: other weights than {self.scribe}'s on {', '.join(drifted)}")
+            self.log(f"batch {self.batch + 1}: other weights than {self.leader}'s on {', '.join(drifted)}")
         return drifted
 
     def _next_view(self, drifted: list[str]) -> tuple[Message | None, list[str]]:
         """Return the view from the next batch on, None if it stays; and members left out to make a batch divisible.
 
-        Leaving islands go, waiting ones come in, rows move. Drifted islands get the scribe's state like joiners.
+        Leaving islands go, waiting ones join, and rows may move. Drifted islands get the leader's state, as joiners do.
         """
         staying = [name for name in self.members if not self.islands[name].is_leaving]
         if not staying:
@@ -302,7 +302,7 @@ class Coordinator:
             fitting = self._best_choice(staying)
             too_many = [name for name in staying if name not in fitting]
             staying = fitting
-        if self.scribe in staying:
+        if self.leader in staying:
             joiners += [name for name in staying if name in drifted]
             staying = [name for name in staying if name not in drifted]
         if joiners or len(staying) < len(self.members):
@@ -318,7 +318,7 @@ class Coordinator:
             return False
         paces, links = self._paces(self.members), self._links()
         worth = WORTH_MOVING if num_batches >= BATCHES_BETWEEN_MOVES else WORTH_MOVING_SOON
-        if latest_seconds(divide(self.num_rows, paces), paces) <= worth * latest_seconds(self.lanes, paces):
+        if latest_seconds(divide(self.num_rows, paces), paces) <= worth * latest_seconds(self.batch_indices, paces):
             return True
         present = busy_seconds(self.shares, links)
         return num_batches >= BATCHES_BETWEEN_MOVES and (
@@ -332,8 +332,8 @@ class Coordinator:
         if now - self.failing_since < MAX_SILENCES * self.silence_seconds - STALL_SLACK_SECONDS:
             self._repeat(reason)
             return
-        others = [name for name in self.members if name != self.scribe]
-        smallest = min(others or self.members, key=lambda name: len(self.lanes[name]))
+        others = [name for name in self.members if name != self.leader]
+        smallest = min(others or self.members, key=lambda name: len(self.batch_indices[name]))
         self._evict(smallest, f"links of {smallest} are dead")
 
     def _repeat(self, reason: str) -> None:
@@ -354,20 +354,20 @@ class Coordinator:
                 self._introduce(other, to=name)
                 if other not in strangers:
                     self._introduce(name, to=other)
-        if self.scribe not in self.members:
-            self.scribe = min(self.members, key=lambda name: (not self.islands[name].has_state, name))
+        if self.leader not in self.members:
+            self.leader = min(self.members, key=lambda name: (not self.islands[name].has_state, name))
         self.epoch += 1
         self.moved_at = self.batch
         self.progress = (None, math.inf)
         for name in self.members:
             self.islands[name].prepared = None
-        self.lanes = divide(self.num_rows, self._paces(self.members))
-        rows = ", ".join(f"{name} {len(lanes)}" for name, lanes in self.lanes.items())
-        self.log(f"epoch {self.epoch}, batch {self.batch + 1}: {rows}; {self.scribe} saves")
+        self.batch_indices = divide(self.num_rows, self._paces(self.members))
+        rows = ", ".join(f"{name} {len(indices)}" for name, indices in self.batch_indices.items())
+        self.log(f"epoch {self.epoch}, batch {self.batch + 1}: {rows}; {self.leader} saves")
         launches = {name: self.islands[name].launch for name in self.members}
-        donor = self.scribe if joiners else ""
+        source = self.leader if joiners else ""
         self.shares = divide_sum(self._links())
-        who = (launches, self.lanes, self.scribe, donor, joiners, self.shares)
+        who = (launches, self.batch_indices, self.leader, source, joiners, self.shares)
         view = View(self.epoch, self.batch, *who, self.is_whole).as_message()
         for name in strangers:
             self._send(self.islands[name], view)
@@ -387,7 +387,7 @@ class Coordinator:
             return
         self.batch = max(self.islands[name].batch for name in whole)
         first = [name for name in whole if self.islands[name].batch == self.batch]
-        self.scribe = first[0]
+        self.leader = first[0]
         for name in first:
             self.islands[name].has_state = True
         self._view(first, [name for name in whole if name not in first])
@@ -437,7 +437,7 @@ class Coordinator:
         tried = sorted(members, key=lambda name: -rates[name])[:MAX_TRIED]
         choices = [choice for count in range(1, len(tried) + 1) for choice in combinations(tried, count)]
         choices.sort(key=lambda c: (any(self.islands[n].has_state for n in c), sum(rates[n] for n in c)), reverse=True)
-        return sorted(next(choice for choice in choices if self._can_divide(choice)))  # each island can alone
+        return sorted(next(choice for choice in choices if self._can_divide(choice)))  # each island can divide it alone
 
     def _can_divide(self, names: Sequence[str]) -> bool:
         return not self._why_not(names)
@@ -459,7 +459,7 @@ class Coordinator:
         return {one.name: _pace(one.facts, rate) for one, rate in paces}
 
     def _links(self) -> dict[str, float]:
-        """Return the rates of the members' links; alike until all are measured."""
+        """Return the rates of the members' links; all equal until all are measured."""
         rates = {name: self.islands[name].link.value for name in self.members}
         return {name: rate if rate and all(rates.values()) else 1.0 for name, rate in rates.items()}
 
@@ -469,14 +469,14 @@ class Coordinator:
             seconds, steps = float(one.prepared["seconds"]), one.prepared["steps"]
             # Rows of local steps are those of the view in which the first of them began.
             is_round = steps > 1 or one.prepared["again"]
-            rows = one.prepared["samples"] / steps if is_round else len(self.lanes[one.name])
+            rows = one.prepared["samples"] / steps if is_round else len(self.batch_indices[one.name])
             if MIN_BATCH_SECONDS < seconds < math.inf and rows:
                 one.rate.add(rows / seconds)
             if one.prepared["link"] > 0:
                 one.link.add(float(one.prepared["link"]))
 
     def _check_for_stall(self, now: float) -> None:
-        """Fail the batch if all members exchange and no byte moves: a link is dead, its two ends are not."""
+        """Fail the batch if all members exchange and no byte moves: a link is dead while both its ends live."""
         reports = [report for name in self.members for report in self.islands[name].phases.values()]
         size = sum(self.islands[name].size for name in self.members)
         phases = {phase for phase, _ in reports}
@@ -547,7 +547,7 @@ class Coordinator:
         """Start over without members. Evict waiting islands that may lack the newest checkpoint."""
         reason = f"the run has ended after batch {self.batch}" if self.is_over else "no island is left"
         self.log(reason if self.is_over else f"{reason}; the next ones begin at the newest checkpoint")
-        self.scribe, self.lanes, self.is_whole = "", {}, False
+        self.leader, self.batch_indices, self.is_whole = "", {}, False
         self.newest_before_restart = self.newest_connection
         behind = [name for name, one in self.islands.items() if one.batch < self.batch or self.is_over]
         self._send_away(behind, reason)

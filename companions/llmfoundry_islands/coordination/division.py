@@ -11,9 +11,9 @@ from llmfoundry_lite.errors import ConfigError
 SMOOTHING = 0.3
 """The weight of a new measurement."""
 MAX_REACH = 256
-"""Multiples of the islands' steps, of all together, that are tried on each side of the ideal numbers of rows."""
+"""Multiples of their steps, for all islands together, that are tried on each side of the ideal numbers of rows."""
 LARGE_CHANGE = 1.25
-"""A measurement that is off by this factor twice in a row is no noise."""
+"""A measurement that is off by this factor twice in a row is not noise."""
 
 
 @dataclass
@@ -59,10 +59,10 @@ Choice = tuple[float, float, tuple[int, ...]]
 
 
 def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
-    """Return the division whose slowest island is fastest: each island's lanes, in order of names.
+    """Return the division whose slowest island is fastest: each island's batch indices, in order of names.
 
-    Divisions of equal time by microbatches, as where one holds all rows, differ by rows. Every island has rows. Raises
-    ConfigError when no multiples of the islands' steps add up to `num_rows`.
+    Divisions with equal times by microbatches, as where one microbatch holds all rows, are compared by rows. Every
+    island gets rows. Raises ConfigError when no multiples of the islands' steps add up to `num_rows`.
     """
     names = sorted(paces)
     total_rate = sum(pace.rate for pace in paces.values())
@@ -90,15 +90,15 @@ def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
             f"{'data ranks x microbatch, as exact_sums needs,' if is_exact else 'data ranks'} ({steps}); "
             "use another batch size or other numbers of ranks"
         )
-    lanes, begin = {}, 0
+    batch_indices, begin = {}, 0
     for name, rows in zip(names, best[num_rows][-1], strict=True):
-        lanes[name] = range(begin, begin + rows)
+        batch_indices[name] = range(begin, begin + rows)
         begin += rows
-    return lanes
+    return batch_indices
 
 
-def latest_seconds(lanes: Mapping[str, range], paces: Mapping[str, Pace]) -> float:
-    return max(paces[name].seconds(len(rows)) for name, rows in lanes.items())
+def latest_seconds(batch_indices: Mapping[str, range], paces: Mapping[str, Pace]) -> float:
+    return max(paces[name].seconds(len(rows)) for name, rows in batch_indices.items())
 
 
 def _candidates(num_rows: int, pace: Pace, ideal: float, num_islands: int) -> Iterable[int]:

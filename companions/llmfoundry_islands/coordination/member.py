@@ -1,7 +1,7 @@
-"""One rank's connection to the coordinator: its hello, heartbeats and verdicts. No torch.
+"""One rank's connection to the coordinator: its hello, heartbeats and decisions. No torch.
 
 One thread sends heartbeats, another receives. A silent coordinator counts as gone: a frozen process or a dead link
-sends no reset. Rank 0 receives and broadcasts the verdicts of the island. Every rank receives newer views and its
+sends no reset. Rank 0 receives and broadcasts the decisions of the island. Every rank receives newer views and its
 eviction itself, so that none waits for a peer that is gone.
 """
 
@@ -58,11 +58,11 @@ class View(NamedTuple):
     """Number of committed batches."""
     members: dict[str, str]
     """Name -> launch, in order of names."""
-    lanes: dict[str, range]
-    """Name -> the rows of each batch that this island trains on."""
-    scribe: str
+    batch_indices: dict[str, range]
+    """Name -> the rows of each batch that this island trains on, by their index in the batch."""
+    leader: str
     """The island that saves."""
-    donor: str
+    source: str
     """The island that sends its state to the joiners; empty if there are none."""
     joiners: list[str]
     shares: dict[str, int]
@@ -72,12 +72,12 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, message: Message) -> "View":
-        lanes = {name: range(*bounds) for name, bounds in message["lanes"].items()}
-        return cls(**{**{key: message[key] for key in cls._fields}, "lanes": lanes})
+        batch_indices = {name: range(*bounds) for name, bounds in message["batch_indices"].items()}
+        return cls(**{**{key: message[key] for key in cls._fields}, "batch_indices": batch_indices})
 
     def as_message(self) -> Message:
-        lanes = {name: [lanes.start, lanes.stop] for name, lanes in self.lanes.items()}
-        return {"kind": "view", **self._asdict(), "lanes": lanes}
+        bounds = {name: [indices.start, indices.stop] for name, indices in self.batch_indices.items()}
+        return {"kind": "view", **self._asdict(), "batch_indices": bounds}
 
 
 def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, output: Path) -> None:
@@ -165,7 +165,7 @@ class Member:
             threading.Thread(target=work, name="islands", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message. Does nothing if the coordinator is gone: the next `receive_verdict` returns Lost."""
+        """Send a message. Does nothing if the coordinator is gone: the next `receive_decision` returns Lost."""
         with suppress(OSError), self._sending:
             try:
                 raw = pack(message)
@@ -175,12 +175,12 @@ class Member:
                 self._hang_up()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for this rank's first verdict. Returns whether it has arrived."""
+        """Wait up to `seconds` for this rank's first decision. Returns whether it has arrived."""
         with self._news:
             return self._news.wait_for(lambda: self._has_received, seconds)
 
-    def receive_verdict(self) -> Message | Lost:
-        """Wait for the next verdict and return it."""
+    def receive_decision(self) -> Message | Lost:
+        """Wait for the next decision and return it."""
         return self._inbox.get()
 
     def describe(self, name: str, launch: str, timeout: float = 30.0) -> list[Message]:
@@ -251,8 +251,8 @@ class Member:
                 self.on_evicted(lost.reason)
             os._exit(EXIT_PREEMPTED)
 
-    def _put(self, verdict: Message | Lost) -> None:
-        self._inbox.put(verdict)
+    def _put(self, decision: Message | Lost) -> None:
+        self._inbox.put(decision)
         with self._news:
             self._has_received = True
             self._news.notify_all()

@@ -200,7 +200,7 @@ MAX_RANKS = 1 << 20
 MAX_STEPS = 1 << 31
 MAX_DIMENSIONS = 16
 MAX_DEPTH = 100
-"""Nesting of a state, which is passed on as it came: json refuses what is nested deeper than Python calls."""
+"""Limit of a state's nesting. States are passed on as they came, and json fails beyond Python's recursion limit."""
 WEIGHTS = (1e-6, 1e6)
 """Range of `islands.weight`."""
 
@@ -217,7 +217,7 @@ def text(pattern: str) -> Check:
 
 
 def list_of(item: Check, most: int | None = None) -> Check:
-    """Accept tuples too: a message that was not sent has them."""
+    """Return a check for lists of `item`. Tuples pass too: messages that have not been sent yet contain them."""
     return lambda value: (
         isinstance(value, (list, tuple)) and (most is None or len(value) <= most) and all(map(item, value))
     )
@@ -236,7 +236,7 @@ def optional(check: Check) -> Check:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether it is a number; a loss may be infinite, or none at all."""
+    """Return whether it is a number; a loss may be infinite or NaN."""
     return type(value) is float or integer(-MAX_INTEGER, MAX_INTEGER)(value)
 
 
@@ -299,7 +299,8 @@ REPORT: Fields = {
 }
 """Fields of an island's report after an exchange. `ok`: it succeeded. `steps`: batches that it covers, one of a batch's
 gradient; counts are of all of them. `link`: bytes a second that came from other islands; 0 if too few came to tell.
-`again`: samples that had been lost. `asks_for_whole`: it has to save, so the next exchange should be of all weights."""
+`again`: lost samples that it trained. `asks_for_whole`: it has to save, so the next exchange should be of all
+weights."""
 TENSORS: Fields = {"kinds": dict_of(list_of(is_text)), "optimizer": is_tree}
 OTHERS: Fields = {"scalars": is_tree, "segments": lambda value: isinstance(value, list) and is_tree(value)}
 STATE: Fields = {"epoch": is_count, "state": record({**TENSORS, **OTHERS})}
@@ -307,9 +308,9 @@ VIEW: Fields = {
     "epoch": is_count,
     "batch": is_count,
     "members": dict_of(is_launch),
-    "lanes": dict_of(lambda value: list_of(integer(0, MAX_ROWS))(value) and len(value) == 2),
-    "scribe": is_name,
-    "donor": lambda value: value == "" or is_name(value),
+    "batch_indices": dict_of(lambda value: list_of(integer(0, MAX_ROWS))(value) and len(value) == 2),
+    "leader": is_name,
+    "source": lambda value: value == "" or is_name(value),
     "joiners": list_of(is_name),
     "shares": dict_of(is_count),
     "is_whole": is_flag,

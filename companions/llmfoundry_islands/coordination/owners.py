@@ -1,7 +1,7 @@
 """Division of the sum over islands: which island adds up which rows of the gradient. No torch, no sockets.
 
-All to all, each of n islands sends its gradient n - 1 times. With owners it sends each row to the island that owns it,
-which adds up and sends the sum back. An island that owns the share f of N bytes sends and receives N (1 + (n - 2) f).
+All to all, each of n islands sends its gradient n - 1 times. With owners it sends each row to the row's owner, which
+adds up and sends the sum back. An island that owns the share f of N bytes sends and receives N (1 + (n - 2) f).
 """
 
 import math
@@ -16,7 +16,7 @@ def divide_sum(rates: Mapping[str, float]) -> dict[str, int]:
     island's link, or numbers proportional to them.
 
     Links are busy for T = max (1 + (n - 2) f) / rate, and shares add up to 1. No link takes less than 1 / rate: an
-    island on a slow one owns nothing. Two islands swap, and own nothing of each other's: empty.
+    island on a slow one owns nothing. Two islands swap gradients without owners: the result is empty.
     """
     count = len(rates)
     if count < 3:

@@ -37,7 +37,7 @@ TICK_SECONDS = 0.25
 ALONE_SECONDS = 10.0
 """Time without connections after which the coordinator ends: an island may be launched again."""
 MAX_HEARTBEAT_SECONDS = 30.0
-"""Between two heartbeats of a rank that builds its model."""
+"""Longest time between two heartbeats of a rank that builds its model."""
 MAX_BACKLOG_BYTES = 1 << 28
 """Unsent bytes after which a rank that does not read is disconnected."""
 HEARTBEAT = pack({"kind": "beat"})
@@ -158,8 +158,8 @@ class Server:
                 self.fail(error)
 
     def note_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say seldom that no connection can be accepted, after which asyncio pauses for a second. Say nothing of
-        connections that are open at the end, of each of which asyncio would print a traceback."""
+        """Print now and then that no connection can be accepted; asyncio then pauses for a second. Print nothing for
+        connections that are open at the end: asyncio would print a traceback for each."""
         error = context.get("exception")
         if isinstance(error, OSError) and "socket" in context:
             self.remark_on_refusal(describe_refusal(error))

@@ -18,11 +18,11 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Strangers(Generic[T]):
-    """Connections in their handshake. One too many drops the oldest from the host that has most of them, so that
-    a crowd, though patient, keeps no other host out."""
+    """Connections in their handshake. If there are too many, the oldest from the host that has most is dropped, so that
+    no host keeps others out."""
 
     def __init__(self, most: int):
-        """`most`: fewer where half of the files that this process may open are fewer."""
+        """Keep at most `most` connections, or half of the files that this process may open if that is fewer."""
         self.most = max(1, min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
         self._hosts: dict[T, str] = {}
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Strangers(Generic[T]):
 
 
 class Remarks:
-    """Says the first line, then at most one in REMARK_SECONDS, with the number of those left out."""
+    """Prints the first line, then at most one in REMARK_SECONDS, with the number of lines left out."""
 
     def __init__(self, say: Callable[[str], None]):
         self.say = say
@@ -61,5 +61,5 @@ class Remarks:
 
 
 def describe_refusal(error: OSError) -> str:
-    """Say why no connection could be accepted; for one file too many, what to do."""
+    """Say why no connection could be accepted and, if too many files are open, what to do."""
     return f"cannot accept connections: {error.strerror}; those that are open go on; raise `ulimit -n` if it stays so"

@@ -51,15 +51,15 @@ class Part(NamedTuple):
     name: str
     box: Box
     at: int
-    """Its first row's index among those that the rank holds."""
+    """Index of its first row among the rows that the rank holds."""
 
     def of(self, held: torch.Tensor) -> torch.Tensor:
-        """Return its rows of all that the rank holds."""
+        """Return this part's rows of what the rank holds."""
         return held[self.at : self.at + self.box.lengths[0]]
 
 
 def parts_of(name: str, tensor: torch.Tensor, heights: Sequence[int], runs: Runs | None) -> dict[str, Part]:
-    """Return this rank's parts by key: of each of the matrices that a parameter stacks one box, if it holds any of it.
+    """Return this rank's parts by key: one box for each matrix that the parameter stacks, if the rank holds any of it.
 
     `heights`: rows of each matrix. `runs`: the order in which ranks have the rows, if not the parameter's.
     """
@@ -90,7 +90,7 @@ def share_out(boxes_of_ranks: Sequence[Boxes]) -> list[Boxes]:
 
 
 def rows_of(boxes_of_ranks: Sequence[Boxes]) -> dict[str, range]:
-    """Return the rows of each tensor, of which ranks hold boxes."""
+    """Return the range of rows of each tensor, from the boxes that ranks hold."""
     rows: dict[str, range] = {}
     for name, (offset, lengths) in (item for boxes in boxes_of_ranks for item in boxes.items()):
         first, last = offset[0], offset[0] + lengths[0]
@@ -106,7 +106,7 @@ def common_boxes(mine: Boxes, theirs: Boxes) -> Boxes:
 
 
 class Redistribution:
-    """A plan by which the ranks of an island pass each other the boxes that they want, of those that they have.
+    """A plan by which the ranks of an island exchange the boxes that they have for those that they want.
 
     Every rank makes it from the same lists, by rank. Boxes that ranks have do not overlap.
     """
@@ -121,7 +121,7 @@ class Redistribution:
 
     def apply(self, source: Tensors, target: Tensors, dtype: torch.dtype) -> None:
         """Fill `target`, this rank's boxes, from all ranks' `source`. Tensors travel as numbers of `dtype`, on the
-        ranks' devices. Tensors that are in neither stay out. Every rank must call it together."""
+        ranks' devices. Tensors that are in neither are skipped. Every rank must call it together."""
         for name, cut in common_boxes(self.have, self.want).items():
             if name in source and name in target:
                 mine, new = source[name][cut.within(self.have[name])], target[name][cut.within(self.want[name])]

@@ -21,11 +21,11 @@ class Encoded(NamedTuple):
 
     items: torch.Tensor
     scales: torch.Tensor
-    """int8: one fp32 for each row, and one for all of a piece with one dimension. Else empty."""
+    """For int8, one fp32 scale for each row, or one in all for a piece with one dimension. Else empty."""
 
     @property
     def values(self) -> torch.Tensor:
-        """Numbers that every island uses, in fp32. A product is one rounding."""
+        """Numbers that every island uses, in fp32. The product with the scale rounds once."""
         values = self.items.float()
         return values * self.scales.view(-1, *[1] * (values.ndim - 1)) if self.scales.numel() else values
 
@@ -37,12 +37,12 @@ def encode(values: torch.Tensor, dtype: str) -> Encoded:
     rows = values.reshape(_num_scales(values.shape), -1)
     scales = rows.abs().amax(1) / LARGEST
     items = (rows / torch.where(scales > 0, scales, 1.0)[:, None]).round().clamp(-LARGEST, LARGEST)
-    # A row that is not finite has a scale that says so.
+    # A row with a number that is not finite gets a scale that is not finite.
     return Encoded(items.nan_to_num(1.0).to(torch.int8).view(values.shape), scales)
 
 
 def pack(pieces: Boxes, encoded: Mapping[str, Encoded], cuts: Mapping[str, Box]) -> torch.Tensor:
-    """Return a peer's cuts of the pieces as bytes: of each its scales, then its items."""
+    """Return a peer's cuts of the pieces as bytes: for each, its scales and then its items."""
     parts = []
     for name, cut in cuts.items():
         inside, (items, scales) = cut.within(pieces[name]), encoded[name]

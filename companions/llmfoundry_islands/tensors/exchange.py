@@ -40,7 +40,7 @@ MAGIC = b"isle"
 MAX_STRANGERS = 256
 """Simultaneous handshakes. Each has a thread."""
 ACCEPT_PAUSE_SECONDS = 0.5
-"""Between two tries where no connection can be accepted."""
+"""Pause between two tries if no connection can be accepted."""
 MAX_ARRIVED = 4096
 """Connections of peers that no exchange has used yet."""
 
@@ -92,9 +92,8 @@ class Exchange:
     # ------------------------------------------------------------------------------------------------ connections
 
     def meet(self, epoch: int, pieces: Boxes, others: Mapping[str, Ranks]) -> None:
-        """Connect to the ranks of other islands whose pieces overlap this rank's. Of two islands, the later by name
-        dials. If that fails, the first transfer raises the error.
-        """
+        """Connect to the ranks of other islands whose pieces overlap this rank's. Of two islands, the one whose name
+        sorts last dials. If that fails, the first transfer raises the error."""
         self.part()
         with self._news:
             self.epoch = epoch
@@ -234,7 +233,7 @@ class Exchange:
                 run(job)
             except OSError as error:
                 errors.append(error)
-                self.abort(self.epoch + 1)  # or the other threads would wait in vain
+                self.abort(self.epoch + 1)  # else the other threads would wait in vain
 
         self.on_transfer(True)
         threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]

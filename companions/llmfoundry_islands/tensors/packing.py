@@ -28,13 +28,13 @@ Integers = NDArray[np.int64]
 
 
 def most_bytes(count: int) -> int:
-    """Return the most bytes that so many elements take."""
+    """Return the most bytes that `count` elements take."""
     return MAX_WIDTH * count + math.ceil(count / CHUNK)
 
 
 def pack_sums(values: Floats, bits: int) -> bytes:
-    """Pack multiples of 2^-bits. Numbers that exact sums cannot hold become the largest, or NaN: no batch has them that
-    counts."""
+    """Pack multiples of 2^-bits. Numbers that exact sums cannot hold become the largest, or NaN: a batch that has them
+    does not count."""
     packed = []
     for begin in range(0, len(values), PIECE):
         piece, limit = values[begin : begin + PIECE], LARGEST * 2.0**-bits
@@ -74,7 +74,7 @@ def unpack_sums(raw: memoryview, count: int, bits: int) -> Floats:
 
 
 def _blocks(elements: NDArray) -> list[NDArray]:
-    """Divide elements into whole chunks, and a last one that is not whole: views, one row a chunk."""
+    """Divide elements into whole chunks and a shorter last one. Returns views with one row for each chunk."""
     whole = len(elements) // CHUNK * CHUNK
     return [block for block in (elements[:whole].reshape(-1, CHUNK), elements[whole:].reshape(1, -1)) if block.size]
 
@@ -84,7 +84,7 @@ def _split(widths: NDArray, blocks: list[NDArray]) -> list[NDArray]:
 
 
 def _widths(chunks: Integers) -> NDArray:
-    """Return the bytes that each chunk's elements need; 0 for zeros alone."""
+    """Return the bytes that each chunk's elements need; 0 if all are zeros."""
     largest, smallest = chunks.max(axis=1), chunks.min(axis=1)
     widths = 1 + np.searchsorted(LIMITS, np.maximum(largest, ~smallest), side="right")
     return np.where((largest == 0) & (smallest == 0), 0, widths)

@@ -1,8 +1,8 @@
 """Sum of a batch's gradient over islands, while the backward pass that makes it still runs.
 
-The gradient travels in buckets, one for each block and one for each other tensor, as soon as a bucket is whole. Of two
-islands both send theirs and both add up. Of more, each row of a tensor has an owner (`owners`): the others send it
-their rows, it adds up and sends the sums back. Who adds up does so in order of the islands' names, so that the bits are
+The gradient travels in buckets, one for each block and one for each other tensor, as soon as a bucket is whole. Two
+islands send each other theirs, and both add up. With more, each row of a tensor has an owner (`owners`): the others
+send it their rows, it adds up and sends the sums back. Sums are in order of the islands' names, so that the bits are
 the same either way. A background thread copies to the host, packs exact sums and adds up; each peer has a thread that
 sends and one that receives.
 """
@@ -97,7 +97,7 @@ class Summing:
         self.sums: Tensors = {}
         """This rank's pieces of the sum, on the host."""
         self.link_rate = 0.0
-        """Bytes per second that peers' messages took to come, all peers at once; 0: too few."""
+        """Bytes per second at which peers' messages came, all peers at once; 0: too few came to tell."""
         self._numbers = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
         self._parts: list[Tensors] = [{} for _ in plan.buckets]
         self._theirs: list[dict[str, Tensors]] = [{} for _ in plan.buckets]
@@ -118,7 +118,7 @@ class Summing:
             thread.start()
 
     def put(self, name: str, piece: torch.Tensor) -> None:
-        """Pass this rank's piece of a gradient, which is final. Any thread may; queued kernels may still compute it."""
+        """Pass this rank's piece of a final gradient, from any thread. Queued kernels may still compute it."""
         number = self._numbers[name]
         with self._lock:
             parts = self._parts[number]
@@ -162,7 +162,7 @@ class Summing:
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """Note host work: sockets alone are waited for outside of it."""
+        """Note host work. Time outside of such blocks is spent waiting for sockets."""
         self._add_busy(1)
         try:
             yield
@@ -231,7 +231,7 @@ class Summing:
     def _gather(self, number: int, event: Any) -> None:
         """Copy a bucket to the host, and send peers their parts."""
         bucket, parts = self.plan.buckets[number], self._parts[number]
-        if event is not None:  # a stream of its own, or copies would wait for the whole backward pass
+        if event is not None:  # with a stream of its own: else copies would wait for the whole backward pass
             stream = torch.cuda.Stream(next(iter(parts.values())).device)
             stream.wait_event(event)
             with torch.cuda.stream(stream):

@@ -45,7 +45,7 @@ def send_half(exchange, peer, numbers, label, part=0, weight=0.0):
 
 
 class NoteLate(Callback):
-    """Each rank notes which of its pieces of each gradient had not left when its backward pass ended, and all."""
+    """Each rank notes all pieces of each gradient, and those that had not left when its backward pass ended."""
 
     def __init__(self, folder: str):
         wait = summing.Summing.wait
@@ -111,7 +111,7 @@ class Hold(Callback):
 
 
 class Drift(Callback):
-    """After a batch, one weight is another than it should be."""
+    """After a batch, one weight is wrong."""
 
     def __init__(self, batch: int):
         self.batch = batch
@@ -123,7 +123,7 @@ class Drift(Callback):
 
 
 class Cut(Callback):
-    """In some batches the connections between islands end with half of the gradient sent. Once in each."""
+    """In some batches the connections between islands end with half of the gradient sent, once in each batch."""
 
     def __init__(self, batches: list[int]):
         self.batches = set(batches)

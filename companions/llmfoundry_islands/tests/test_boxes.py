@@ -1,4 +1,4 @@
-"""Parts of tensors, and their way from the ranks that have them to those that want them."""
+"""Parts of tensors, and their transfer from the ranks that have them to those that want them."""
 
 import itertools
 import threading
@@ -22,7 +22,7 @@ HEIGHTS = (8, 4, 4)
 
 
 def held_by(rank, whole, runs):
-    """What one of two shards of one of two parts of layers has of a matrix."""
+    """Return the rows of a matrix that a rank holds: one of two shards of one of two parts of the layers."""
     dist.init_process_group("fake", rank=rank, world_size=4, store=dist.HashStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))

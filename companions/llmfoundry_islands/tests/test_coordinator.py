@@ -52,7 +52,7 @@ class Play:
 
     def prepare(self, name, *, weight=100, **changes):
         here = self.coordinator
-        report = {**PREPARED, "epoch": here.epoch, "batch": here.batch, "samples": len(here.lanes[name])}
+        report = {**PREPARED, "epoch": here.epoch, "batch": here.batch, "samples": len(here.batch_indices[name])}
         report |= {"weight": weight, "tokens": weight, "losses": weight, **changes}
         here.receive(self.number(name), report, self.now)
         self.listen()
@@ -88,9 +88,9 @@ def check_division(coordinator):
     """Every row once, in order of names."""
     begin = 0
     for name in coordinator.members:
-        lanes = coordinator.lanes[name]
-        assert lanes.start == begin and len(lanes) > 0 and len(lanes) % coordinator.islands[name].size == 0
-        begin = lanes.stop
+        indices = coordinator.batch_indices[name]
+        assert indices.start == begin and len(indices) > 0 and len(indices) % coordinator.islands[name].size == 0
+        begin = indices.stop
     assert begin == ROWS
 
 
@@ -111,7 +111,10 @@ def test_it_begins_when_all_ranks_of_as_many_islands_as_announced_are_here():
     play.come("a", 2, ranks=[1])
     assert play.coordinator.members == ["a", "b"]
     for who in (("a", 0), ("a", 1), ("b", 0)):
-        assert play.received[who][-1]["lanes"] == {"a": [0, 4], "b": [4, 8]} and play.received[who][-1]["scribe"] == "a"
+        assert (
+            play.received[who][-1]["batch_indices"] == {"a": [0, 4], "b": [4, 8]}
+            and play.received[who][-1]["leader"] == "a"
+        )
     for speaker in ("a", "b"):
         described = [(message.get("name"), message.get("rank")) for message in play.received[speaker, 0]]
         assert described == [("a", 0), ("a", 1), ("b", 0), (None, None)]
@@ -119,7 +122,7 @@ def test_it_begins_when_all_ranks_of_as_many_islands_as_announced_are_here():
 
 
 def test_rows_are_divided_by_the_weights_that_islands_bring(play):
-    assert {name: len(lanes) for name, lanes in play.coordinator.lanes.items()} == {"a": 6, "b": 2}
+    assert {name: len(indices) for name, indices in play.coordinator.batch_indices.items()} == {"a": 6, "b": 2}
 
 
 def test_a_batch_counts_when_all_have_prepared_it(play):
@@ -130,13 +133,13 @@ def test_a_batch_counts_when_all_have_prepared_it(play):
     assert commit["kind"] == "commit" and commit == play.last("b")
     assert commit["loss"] == 3.5 and commit["losses"] == 400 and commit["samples"] == ROWS
     assert commit["digest"] % 2**64 == 2, "the sum of digests wraps around"
-    assert commit["norm"] == 0.5, "the scribe's"
+    assert commit["norm"] == 0.5, "the leader's"
     assert play.coordinator.batch == 1 and commit["next"] is None
     assert play.last("a", 1)["kind"] == "view", "other ranks are told by their own"
 
 
 def test_an_exchange_that_failed_for_one_fails_for_all_and_a_batch_that_counts_ends_a_row_of_failures(play):
-    """Long after, one more exchange that fails is the first of another row, and evicts nobody."""
+    """An exchange that fails long after begins another row of failures, and evicts nobody."""
     for number in (1, 2):
         play.prepare("a", ok=False)
         play.prepare("b")
@@ -169,26 +172,31 @@ def test_rows_of_an_island_that_is_gone_are_divided_among_the_others(play):
     play.lose("a", 1)
     assert play.coordinator.members == ["b"] and play.coordinator.batch == 1
     view = play.last("b")
-    assert view["kind"] == "view" and view["batch"] == 1 and view["lanes"] == {"b": [0, 8]} and view["scribe"] == "b"
+    assert (
+        view["kind"] == "view"
+        and view["batch"] == 1
+        and view["batch_indices"] == {"b": [0, 8]}
+        and view["leader"] == "b"
+    )
     assert play.last("a")["kind"] == "evicted"
     play.prepare("b")
     assert play.coordinator.batch == 2
 
 
-def test_an_island_comes_in_between_two_batches_and_gets_the_scribe_s_state(play):
+def test_an_island_comes_in_between_two_batches_and_gets_the_leader_s_state(play):
     play.batch()
     play.come("c", batch=0)
     assert play.coordinator.members == ["a", "b"]
     play.batch()
     view = play.last("c")
-    assert view["kind"] == "view" and view["batch"] == 2 and view["donor"] == "a" and view["joiners"] == ["c"]
+    assert view["kind"] == "view" and view["batch"] == 2 and view["source"] == "a" and view["joiners"] == ["c"]
     assert play.last("a")["next"] == view
     assert [m["name"] for m in play.received["c", 0] if m["kind"] == "member"] == ["a", "a", "b", "c"]
     assert [m["name"] for m in play.received["b", 0] if m["kind"] == "member"] == ["a", "a", "b", "c"]
     check_division(play.coordinator)
 
 
-def test_the_state_of_the_scribe_reaches_those_that_join(play):
+def test_the_state_of_the_leader_reaches_those_that_join(play):
     play.come("c")
     play.batch()
     play.coordinator.receive(
@@ -201,14 +209,14 @@ def test_the_state_of_the_scribe_reaches_those_that_join(play):
     assert [list(m["state"]["kinds"]) for m in play.received["c", 0] if m["kind"] == "state"] == [["a"]]
 
 
-def test_weights_that_differ_from_the_scribe_s_are_replaced_by_them(play):
+def test_weights_that_differ_from_the_leader_s_are_replaced_by_them(play):
     play.come("c")
     play.batch()
-    for name, weights in (("a", "11"), ("b", "22"), ("c", "")):  # c has just come, and has the scribe's
+    for name, weights in (("a", "11"), ("b", "22"), ("c", "")):  # c has just come, and has the leader's
         play.prepare(name, weights=weights)
     commit = play.last("b")
     assert commit["kind"] == "commit" and commit["drifted"] == ["b"], "the batch counts all the same"
-    assert commit["next"]["donor"] == "a" and commit["next"]["joiners"] == ["b"]
+    assert commit["next"]["source"] == "a" and commit["next"]["joiners"] == ["b"]
     assert play.received["b", 0][-2]["kind"] != "view", "it hears of it once"
 
 
@@ -216,16 +224,16 @@ def test_founders_that_are_behind_join_the_furthest():
     play = Play()
     play.come("a", batch=3)
     play.come("b", batch=7)
-    assert play.coordinator.batch == 7 and play.coordinator.scribe == "b"
+    assert play.coordinator.batch == 7 and play.coordinator.leader == "b"
     view = play.last("a")
-    assert view["donor"] == "b" and view["joiners"] == ["a"]
+    assert view["source"] == "b" and view["joiners"] == ["a"]
 
 
 def test_an_island_that_leaves_has_trained_its_last_batch(play):
     play.prepare("a", leaving=True)
     play.prepare("b")
     view = play.last("b")["next"]
-    assert view["lanes"] == {"b": [0, 8]} and view["scribe"] == "b" and play.last("a")["next"] == view
+    assert view["batch_indices"] == {"b": [0, 8]} and view["leader"] == "b" and play.last("a")["next"] == view
     play.prepare("b")
     assert play.coordinator.members == ["b"], "it does not come back while it leaves"
 
@@ -287,7 +295,7 @@ def test_slow_links_are_not_dead(play):
 
 
 def shares(play):
-    return {name: len(lanes) for name, lanes in play.coordinator.lanes.items()}
+    return {name: len(indices) for name, indices in play.coordinator.batch_indices.items()}
 
 
 def train(play, num_batches, **rates):
@@ -363,7 +371,7 @@ def test_islands_of_two_runs_are_refused(play, facts, reason):
 
 
 def come_as_stages(play, name, second):
-    """Of 6 elements the first stage has the embedding, and the second that too and a block."""
+    """Let an island join in two stages of 6 elements: the first has the embedding, the second that and a block."""
     embedding = {"wte": [[0, 0], [3, 2]]}
     for rank, boxes in enumerate((embedding, {**embedding, "0": [[0], [second]]})):
         play.come(name, 2, ranks=[rank], boxes=boxes, data_ranks=1)
@@ -374,7 +382,7 @@ def test_stages_hold_unlike_tensors_and_count_as_one_data_rank():
     play.come("a", boxes={"wte": [[0, 0], [3, 2]], "0": [[0], [4]]})
     come_as_stages(play, "b", second=4)
     assert play.coordinator.members == ["a", "b"]
-    assert play.last("b", 1)["lanes"] == {"a": [0, 4], "b": [4, 8]}
+    assert play.last("b", 1)["batch_indices"] == {"a": [0, 4], "b": [4, 8]}
 
 
 def test_stages_that_lack_a_part_of_a_tensor_are_refused():
@@ -424,7 +432,7 @@ def test_where_those_left_cannot_divide_the_batch_the_fastest_that_can_carry_on(
     else:
         for name in ("a", "b", "c"):
             play.prepare(name, leaving=name == "c")
-    assert play.coordinator.members == ["b"] and play.coordinator.lanes == {"b": range(12)}
+    assert play.coordinator.members == ["b"] and play.coordinator.batch_indices == {"b": range(12)}
     evicted = [message for message in play.received["a", 3] if message["kind"] == "evicted"]
     assert "12 rows are no sum of multiples of the islands' data ranks (a 4, b 6)" in evicted[0]["reason"]
     before = play.coordinator.batch
@@ -528,9 +536,9 @@ def test_the_rows_of_a_batch_are_the_members_whoever_else_is_here():
     play.come("x", 2, rows=6, ranks=[0])
     play.come("a", 2)
     play.come("b")
-    assert {name: len(lanes) for name, lanes in play.coordinator.lanes.items()} == {"a": 4, "b": 4}
+    assert {name: len(indices) for name, indices in play.coordinator.batch_indices.items()} == {"a": 4, "b": 4}
     play.lose("b")
-    assert play.coordinator.lanes == {"a": range(8)}
+    assert play.coordinator.batch_indices == {"a": range(8)}
     play.come("x", 2, rows=6, ranks=[1])
     assert play.last("x")["kind"] == "refused"
 
@@ -544,7 +552,7 @@ def test_ranks_of_an_island_that_differ_in_rows_are_refused():
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_an_island_on_another_host_that_listens_on_loopback_is_refused(order):
-    """The address that an island has when it says none."""
+    """Loopback is the address of an island that names none."""
     play, host_of = Play(), {"a": "10.0.0.1", "b": "10.0.0.2"}
     address_of = {"a": ["10.0.0.1", 7], "b": ["127.0.0.1", 8]}
     for name in order:
@@ -564,7 +572,7 @@ def test_an_island_of_4096_ranks_comes_in_and_goes():
     play.come("a", batch=1)
     play.come("b", size)
     play.batch()
-    assert play.coordinator.members == ["a", "b"] and len(play.coordinator.lanes["b"]) == size
+    assert play.coordinator.members == ["a", "b"] and len(play.coordinator.batch_indices["b"]) == size
     assert [m["rank"] for m in play.received["a", 0] if m.get("name") == "b"] == list(range(size))
     play.lose("b", 17)
     assert play.coordinator.members == ["a"] and len(play.coordinator.dropped) == size
@@ -577,7 +585,7 @@ def test_a_late_rank_of_an_old_launch_does_not_evict_the_new_one():
     play.come("a", 2, launch="1", ranks=[0])
     play.come("a", 2, launch="2")
     assert play.coordinator.members == ["a"]
-    for launch in ("1", "0"):  # one that was here, and one of which nobody had come
+    for launch in ("1", "0"):  # one that has been here, and one whose ranks never came
         play.coordinator.hello(late, play.hello("a", rank=1, size=2, launch=launch), play.now)
         play.listen()
         assert play.received["a", 1][-1]["kind"] == "evicted"
@@ -694,7 +702,7 @@ def test_whatever_happens_every_batch_counts_once_and_all_rows_are_in_it(seed):
             ]
             assert {m["samples"] for m in commits if m["batch"] == told - 1} == {ROWS}
         check_division(coordinator)
-        assert coordinator.scribe in coordinator.members
+        assert coordinator.leader in coordinator.members
     assert told > 20
 
 
@@ -741,7 +749,7 @@ def test_the_pace_of_local_steps_counts_the_rows_of_the_round_though_a_view_has_
     play.come("a")
     play.come("b")
     play.lose("b")
-    assert len(play.coordinator.lanes["a"]) == ROWS
+    assert len(play.coordinator.batch_indices["a"]) == ROWS
     play.prepare("a", steps=4, samples=4 * ROWS // 2, seconds=1.0)
     assert play.coordinator.islands["a"].rate.value == ROWS / 2
 

@@ -6,7 +6,7 @@ from llmfoundry_lite.errors import ConfigError
 
 def rows(total, **paces):
     whole = {name: Pace(*pace[:3], *(pace[3:] or pace[:1])) for name, pace in paces.items()}
-    return {name: len(lanes) for name, lanes in divide(total, whole).items()}
+    return {name: len(indices) for name, indices in divide(total, whole).items()}
 
 
 def test_rows_follow_the_rates():
@@ -27,17 +27,17 @@ def test_every_island_has_rows():
 
 
 def test_with_exact_sums_microbatches_are_whole_and_lie_where_one_world_has_them():
-    lanes = divide(24, {"a": Pace(2, 3, 1.0, 6), "b": Pace(1, 3, 1.0, 3)})
-    assert {name: (one.start % 3, len(one) % 3) for name, one in lanes.items()} == {"a": (0, 0), "b": (0, 0)}
-    assert {name: len(one) for name, one in lanes.items()} == {"a": 12, "b": 12}
+    batch_indices = divide(24, {"a": Pace(2, 3, 1.0, 6), "b": Pace(1, 3, 1.0, 3)})
+    assert {name: (one.start % 3, len(one) % 3) for name, one in batch_indices.items()} == {"a": (0, 0), "b": (0, 0)}
+    assert {name: len(one) for name, one in batch_indices.items()} == {"a": 12, "b": 12}
     with pytest.raises(ConfigError, match=r"ranks x microbatch, as exact_sums needs, \(a 4, b 4\)"):
         rows(10, a=(2, 2, 1.0, 4), b=(2, 2, 1.0, 4))
 
 
-def test_the_lanes_are_all_of_the_batch_in_order_of_names():
-    lanes = divide(4096, {"b": Pace(8, 4, 5.0, 8), "a": Pace(64, 2, 70.0, 64), "c": Pace(3, 1, 1.0, 3)})
-    assert list(lanes) == ["a", "b", "c"]
-    assert [row for name in lanes for row in lanes[name]] == list(range(4096))
+def test_the_batch_indices_are_all_of_the_batch_in_order_of_names():
+    batch_indices = divide(4096, {"b": Pace(8, 4, 5.0, 8), "a": Pace(64, 2, 70.0, 64), "c": Pace(3, 1, 1.0, 3)})
+    assert list(batch_indices) == ["a", "b", "c"]
+    assert [row for name in batch_indices for row in batch_indices[name]] == list(range(4096))
 
 
 def test_no_division_is_an_error_that_names_the_ranks():

@@ -1,4 +1,4 @@
-"""How changes of weights travel."""
+"""Encoding of changes of weights for the wire."""
 
 import pytest
 import torch

@@ -97,7 +97,7 @@ def test_three_islands_that_own_parts_of_the_sum_train_the_bits_of_one_world(tmp
 
 
 def test_sums_that_travel_in_fp32_are_caught(tmp_path, padded):
-    """By the weights: a loss is rounded, and may be the same by chance."""
+    """They are caught by the weights: a loss is rounded, and may be the same by chance."""
     changes = settings(4)
     _, trained = train_alone(tmp_path, padded, changes)
     changes |= {"callbacks": {"python:llmfoundry_islands.tests.faults:FloatWire": {}}}

@@ -155,7 +155,7 @@ def test_copies_of_an_offloaded_parameter_are_completed_on_their_devices(monkeyp
     sent = []
     monkeypatch.setattr(devices, "device_type", lambda: "meta")
     monkeypatch.setattr(dist, "all_to_all_single", lambda received, flat, *_: sent.append((flat.device, len(flat))))
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda place, values: place)  # nothing comes back from there
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda place, values: place)  # nothing is copied back
     whole = [{"w": WHOLE["blocks.0.w"]}] * 2
     pieces = share_out(whole)
     part = {"w": torch.zeros(3, 3)}

@@ -1,4 +1,4 @@
-"""One fault of every kind while three islands train: the bench itself, which makes its own verdict."""
+"""One fault of every kind while three islands train: the bench itself, which judges its own runs."""
 
 import json
 

@@ -15,12 +15,12 @@ from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.training.agreement import Upcoming
 
 SECONDS = 0.2
-"""A device needs these for a batch, after the host has sent it all."""
+"""Time that a device needs for a batch, after the host has launched all of it."""
 
 
 @pytest.fixture
 def device_behind_the_host(monkeypatch):
-    """As a GPU: kernels take no time to launch, and are done when somebody waits for them."""
+    """Behave like a GPU: kernels launch at once, and end when somebody waits for them."""
     busy_until = [0.0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(max(0.0, busy_until[0] - time.monotonic())))
@@ -44,7 +44,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
         weights="",
         member=SimpleNamespace(send=sent.append, phase="compute"),
         _exchange=lambda *_: {"ok": True},
-        _receive_verdict=lambda: {**view.as_message(), "epoch": 2},
+        _receive_decision=lambda: {**view.as_message(), "epoch": 2},
         _begin_view=lambda *_: None,
     )
     device_behind_the_host[0] = time.monotonic() + SECONDS / 2  # the batch before
@@ -93,7 +93,7 @@ def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody():
         held=SimpleNamespace(pieces_with=lambda _: {}, write_state=lambda *_: phases.append(member.phase)),
         exchange=SimpleNamespace(take=take),
         run=SimpleNamespace(take_over=lambda _: phases.append(member.phase)),
-        _receive_verdict=lambda: {"kind": "state", "state": told},
+        _receive_decision=lambda: {"kind": "state", "state": told},
     )
     islands._receive_state()
     assert phases == ["compute"] * 2

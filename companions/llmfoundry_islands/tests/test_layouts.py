@@ -110,8 +110,8 @@ def test_islands_of_unlike_layouts_train_one_run_though_one_dies(tmp_path, data,
 
 
 def check_left_early(folder, name, num_ranks, settings):
-    """All gradients leave before the backward pass ends; of stages on one device none, and never the tied embeddings
-    of two."""
+    """Check that all gradients leave before the backward pass ends. With stages on one device none leave early; the
+    embeddings that two stages tie never do."""
     for late, pieces in map(json.loads, (folder / f"late-{name}.jsonl").read_text().splitlines()):
         if "pp_config" not in settings:
             assert not late

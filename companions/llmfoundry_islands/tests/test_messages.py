@@ -26,13 +26,13 @@ from llmfoundry_islands.coordination.messages import (
 from llmfoundry_lite.errors import ConfigError
 
 LONE = b'{"kind": "answer", "proof": "\\ud800"}'
-"""Half of a pair: no text, though JSON can say it."""
+"""Half of a surrogate pair: JSON can write it, but it is not valid text."""
 SECRET = b"0123456789abcdef"
 
 
 @pytest.fixture
 def listening():
-    """An end that welcomes one connection after the other; what became of each, in order."""
+    """Listen, and welcome one connection after the other. Yields what became of each, in order."""
     listener, found = socket.create_server(("127.0.0.1", 0)), []
 
     def listen():

@@ -39,18 +39,18 @@ def joined(address, name="a", **facts):
 
 
 def receive_view(one) -> dict:
-    message = one.receive_verdict()
+    message = one.receive_decision()
     assert isinstance(message, dict) and message["kind"] == "view", message
     return message
 
 
-def verdict_of(one):
-    """Return the next verdict, within the deadline."""
+def decision_of(one):
+    """Return the next decision, within the deadline."""
     found = []
-    thread = threading.Thread(target=lambda: found.append(one.receive_verdict()), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(one.receive_decision()), daemon=True)
     thread.start()
     thread.join(60.0)
-    assert found, "no verdict for 60 s"
+    assert found, "no decision for 60 s"
     return found[0]
 
 
@@ -62,7 +62,7 @@ def test_a_link_that_goes_dead_is_noticed_by_the_rank(tmp_path, impatient, dead)
         receive_view(one)
         for way in dead:
             line.is_dead[way].set()
-        assert verdict_of(one) == Lost("the coordinator is silent", "gone")
+        assert decision_of(one) == Lost("the coordinator is silent", "gone")
         if "there" not in dead:
             running.wait_for("rank 0 of a is gone")
         one.close()
@@ -71,14 +71,14 @@ def test_a_link_that_goes_dead_is_noticed_by_the_rank(tmp_path, impatient, dead)
 @in_a_process
 @pytest.mark.parametrize("sends_hello", [True, False])
 def test_a_frozen_coordinator_is_noticed(tmp_path, impatient, sends_hello):
-    """Before hello too: ranks build their model then."""
+    """Before `hello` too, while ranks build their model."""
     with coordination(tmp_path, num_islands=2) as running:
         one = Member(("127.0.0.1", running.port), SECRET.encode(), "a")
         if sends_hello:
             one.send({"kind": "hello", **HELLO})
         running.freeze()
         try:
-            assert verdict_of(one) == Lost("the coordinator is silent", "gone")
+            assert decision_of(one) == Lost("the coordinator is silent", "gone")
         finally:
             running.thaw()
         one.close()
@@ -121,7 +121,7 @@ def test_a_coordinator_whose_log_is_lost_goes_on(log):
 
 
 def count_beats(port, most):
-    """Of the coordinator, by a connection of its own; four come in a second."""
+    """Count the coordinator's heartbeats on a connection of its own; four come in a second."""
     with dial(("127.0.0.1", port), SECRET.encode()) as connection:
         return sum(receive(connection)["kind"] == "beat" for _ in range(most))
 
@@ -140,7 +140,8 @@ class Hashable(SimpleNamespace):
 
 
 def attend(server, *heard: bytes) -> list[bytes]:
-    """One connection that says `heard` and then nothing, without sockets: what the server writes to it."""
+    """Serve one connection without sockets, which says `heard` and then nothing. Returns what the server writes to
+    it."""
     import asyncio
 
     async def talk():
@@ -177,7 +178,7 @@ def test_a_stranger_is_closed_greeted_by_nobody_and_the_coordinator_notes_its_en
     server, lost = unstarted(), []
     server.coordinator.greet = lambda number: pytest.fail("greeted")  # type: ignore[method-assign]
     server.coordinator.lose = lambda number: lost.append(number)  # type: ignore[method-assign]
-    assert len(attend(server, said)) == 1  # its own question
+    assert len(attend(server, said)) == 1  # its challenge alone
     assert words in capsys.readouterr().out
     assert lost == [0] and not server.attended
 
@@ -248,7 +249,7 @@ def test_a_rank_knows_an_island_when_all_its_ranks_have_been_described():
         while "b" not in coordinator.islands:  # they speak over two connections, of which either may be heard first
             assert others[-1].lost is None
         one.send({**PREPARED, "epoch": 2})
-        assert verdict_of(one)["next"]["members"] == {"a": "1", "b": "2"}
+        assert decision_of(one)["next"]["members"] == {"a": "1", "b": "2"}
         assert len(one.describe("b", "2")) == 1
         with pytest.raises(ConnectionError):
             one.describe("b", "1", timeout=0.0)
@@ -309,7 +310,7 @@ def test_after_an_error_of_its_own_a_coordinator_ends_and_islands_notice():
         one = joined(("127.0.0.1", port))
         receive_view(one)
         one.send(PREPARED)
-        assert verdict_of(one) == Lost("the coordinator is gone", "gone")
+        assert decision_of(one) == Lost("the coordinator is gone", "gone")
         one.close()
     assert "all islands save and leave" in str(raised[0])
 
@@ -363,7 +364,7 @@ def test_a_coordinator_without_files_left_says_so_once_and_its_ranks_go_on(capsy
             while "cannot accept connections: Too many open files" not in said:
                 said += capsys.readouterr().out
             one.send(PREPARED)
-            assert verdict_of(one)["kind"] == "commit"
+            assert decision_of(one)["kind"] == "commit"
         one.close()
     assert (said + capsys.readouterr().out).count("cannot accept") == 1 and not caplog.records and raised == []
 

@@ -77,14 +77,14 @@ class Coordination:
         return self.output.read_text()
 
     def wait_for(self, words: str, times: int = 1) -> None:
-        """Until the coordinator has said so."""
+        """Wait until the coordinator has printed these words."""
         self._wait(lambda: self.lines.count(words) >= times)
 
     def wait_for_file(self, path: Path) -> None:
         self._wait(path.exists)
 
     def wait_for_batch(self, log: Path, batch: int) -> None:
-        """Until an island has recorded it."""
+        """Wait until an island has recorded this batch."""
         self._wait(lambda: log.exists() and f'"batch": {batch},' in log.read_text())
 
     def _wait(self, condition: Callable[[], bool], seconds: float = 240) -> None:
@@ -137,7 +137,7 @@ def no_more_files() -> Iterator[socket.socket]:
 
 
 class Line:
-    """A way to the coordinator; either direction can go dead, and then says nothing at all."""
+    """A connection to the coordinator. Either direction can go dead, and then carries nothing at all."""
 
     def __init__(self, port):
         self.listener = socket.create_server(("127.0.0.1", 0))

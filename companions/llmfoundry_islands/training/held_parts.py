@@ -34,7 +34,7 @@ class HeldParts:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: ModelConfig):
-        """Raises CheckpointError for a sharding that is not a grid."""
+        """Find this rank's parts. Raises CheckpointError for a sharding that is not a grid."""
         self.model, self.optimizer = model, optimizer
         names = parameter_names(model, optimizer)
         self.rows = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
@@ -57,7 +57,7 @@ class HeldParts:
         """Note the boxes and pieces of this island's ranks."""
         self.rank, self.pieces_of_ranks, self.pieces = rank, pieces_of_ranks, pieces_of_ranks[rank]
         self.completion = Redistribution(pieces_of_ranks, boxes_of_ranks, rank)
-        """From pieces to all that ranks hold."""
+        """Redistribution from pieces to all that ranks hold."""
 
     def views(self, held: Mapping[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
         """Return views of parts, and of pieces, of what this rank holds of these parameters."""

@@ -1,6 +1,6 @@
 """One run on several islands at once: connects the training loop to coordinator and exchange.
 
-It reads this island's rows, exchanges gradients, applies the coordinator's verdict on each batch, transfers state to
+It reads this island's rows, exchanges gradients, applies the coordinator's decision on each batch, transfers state to
 islands that join, and decides who saves. The coordinator decides on membership and commits.
 
 A batch counts on all islands or on none. Before the commit only gradients have changed: if it fails they are dropped,
@@ -72,13 +72,13 @@ class Islands(Partners):
         """Name -> machine of an island, and the rows that it has trained since this launch began."""
         self.measured: dict[str, float] = {}
         self.num_repeats = self.num_drifts = 0
-        self.lanes = range(0)
+        self.batch_indices = range(0)
         """Rows of each batch that are read here."""
         self.data_ranks: dict[str, int] = {}
         self.summing: Summing | None = None
         """The sum of this batch's gradient; None between `exchange_gradient` and the next batch."""
         self.num_bytes = 0
-        """Sent and received by this island for the last batch."""
+        """Bytes sent and received by this island for the last batch."""
         self.weights = ""
         """Digest of the weights if this batch compares them; else empty."""
         self.tokens_elsewhere = 0
@@ -137,9 +137,9 @@ class Islands(Partners):
         while not all_reduce_max([int(self.member.wait(POLL_SECONDS))])[0]:
             if why := run.agree_on_leaving():  # without a save: nothing has been trained
                 raise Preempted(f"{why} while waiting for other islands; run the same command again", orderly=True)
-        verdict = self._receive_verdict()
-        assert verdict["kind"] == "view", verdict["kind"]
-        self._begin_view(View.of(verdict))
+        decision = self._receive_decision()
+        assert decision["kind"] == "view", decision["kind"]
+        self._begin_view(View.of(decision))
 
     def prepare(self) -> None:
         """Set up what needs the model, before the coordinator hears of this island. Raises ConfigError on all ranks."""
@@ -150,27 +150,27 @@ class Islands(Partners):
             self.exchange.close()
             self.member = None
 
-    def _receive_verdict(self) -> Message:
-        """Return rank 0's next verdict, on all ranks.
+    def _receive_decision(self) -> Message:
+        """Return rank 0's next decision, on all ranks.
 
-        If the connection is lost, raises Preempted, after a save if this island is the scribe. Raises ConfigError if
+        If the connection is lost, raises Preempted, after a save if this island is the leader. Raises ConfigError if
         the island is refused.
         """
-        verdict = self._next_verdict()
-        if isinstance(verdict, Lost):
-            self._leave(verdict)
-        return verdict
+        decision = self._next_decision()
+        if isinstance(decision, Lost):
+            self._leave(decision)
+        return decision
 
-    def _next_verdict(self) -> Message | Lost:
-        """Return rank 0's next verdict, or why its connection is lost, on all ranks."""
-        verdict: Any = None
+    def _next_decision(self) -> Message | Lost:
+        """Return rank 0's next decision, or why its connection is lost, on all ranks."""
+        decision: Any = None
         if self.rank == 0:
-            verdict = self.member.receive_verdict()
-            if isinstance(verdict, Lost):
-                verdict = {"kind": "lost", "lost": list(verdict)}
-        # A loss or norm may be no finite number.
-        verdict = decode_value(broadcast_json(encode_value(verdict)))
-        return Lost(*verdict["lost"]) if verdict["kind"] == "lost" else verdict
+            decision = self.member.receive_decision()
+            if isinstance(decision, Lost):
+                decision = {"kind": "lost", "lost": list(decision)}
+        # A loss or norm may not be finite.
+        decision = decode_value(broadcast_json(encode_value(decision)))
+        return Lost(*decision["lost"]) if decision["kind"] == "lost" else decision
 
     def _leave(self, lost: Lost) -> NoReturn:
         if lost.kind == "refused":
@@ -197,7 +197,7 @@ class Islands(Partners):
         described, lost = broadcast_json([described, lost])
         if lost is not None:
             return Lost(*lost)
-        if view.scribe == self.name != self.view.scribe:
+        if view.leader == self.name != self.view.leader:
             self.run.note_lease()
         self.view, self.next_view = view, None
         boxes = {name: [read_boxes(one["boxes"]) for one in ranks] for name, ranks in described.items()}
@@ -213,7 +213,7 @@ class Islands(Partners):
         self.exchange.meet(view.epoch, self.held.pieces, others)
         rows = rows_of([one for ranks in boxes.values() for one in ranks])
         self.plan = SumPlan.of(self.name, self.held.pieces, self.exchange.cuts, rows, view.shares)
-        if self.name == view.donor:
+        if self.name == view.source:
             self._send_state()
         elif self.name in view.joiners:
             self._receive_state()
@@ -229,9 +229,9 @@ class Islands(Partners):
 
     @property
     def saves_here(self) -> bool:  # type: ignore[override]
-        """Whether this island is the scribe and, if it leaves, the last one."""
+        """Whether this island is the leader and, if it leaves, the last one."""
         following = None if self.next_view is None else self.next_view.members
-        return self.view.scribe == self.name and (not following or self.name in following)
+        return self.view.leader == self.name and (not following or self.name in following)
 
     @property
     def segment(self) -> dict[str, Any]:  # type: ignore[override]
@@ -255,20 +255,20 @@ class Islands(Partners):
     # --------------------------------------------------------------------------------------------------- the data
 
     @property
-    def next_lanes(self) -> range:
+    def next_batch_indices(self) -> range:
         """Rows of the next batch that are this island's."""
-        return self.view.lanes[self.name]
+        return self.view.batch_indices[self.name]
 
     def batches(self) -> Iterator[Any]:
-        self.lanes = self.next_lanes
-        return self.run.read(self.lanes, *self.again)
+        self.batch_indices = self.next_batch_indices
+        return self.run.read(self.batch_indices, *self.again)
 
     def move_on(self) -> Iterator[Any] | None:
         if self._begin_next_view() is not None:
             return None  # the next batch finds out; this one is not recorded yet, so a save would lack it
         is_due = self.run.batch % self.config.check_weights_every == 0
         self.weights = self.held.digest() if is_due else ""
-        return None if self.lanes == self.next_lanes else self.batches()
+        return None if self.batch_indices == self.next_batch_indices else self.batches()
 
     def _begin_next_view(self) -> Lost | None:
         """Apply the view that follows the last commit, if there is one. Returns why the coordinator is lost."""
@@ -278,8 +278,8 @@ class Islands(Partners):
     # -------------------------------------------------------------------------------------------------- the batch
 
     def begin_batch(self) -> None:
-        """Start the clock of this island's pace, which excludes an evaluation or a save before the batch. Await other
-        islands' gradients."""
+        """Start the clock of this island's pace, which excludes an evaluation or a save before the batch. Then wait for
+        other islands' gradients."""
         self.began_at = now()
         self.weight = self.run.counts.weight(by_tokens=self.by_tokens)
         label, self.num_bytes_before = self.run.batch * LABELS_PER_BATCH, self.exchange.num_bytes
@@ -295,7 +295,7 @@ class Islands(Partners):
                 self.summing.put(key, part.of(gradient)[piece.within(part.box)])
 
     def exchange_gradient(self, loss: torch.Tensor) -> bool:
-        """Exchange this island's gradient and wait for the verdict. `loss` is this rank's, as for `measure`.
+        """Exchange this island's gradient and wait for the decision. `loss` is this rank's, as for `measure`.
 
         Returns True after a commit: gradient and numbers are then the global batch's. Returns False if the batch must
         be computed again, with the rows of a new view.
@@ -311,40 +311,42 @@ class Islands(Partners):
             counts |= {"losses": here.num_losses, "digest": here.digest}
             self.member.send({**place, **counts, "seconds": seconds, "weights": self.weights, **report})
         self.member.phase = "wait"
-        verdict = self._receive_verdict()
-        while verdict["epoch"] < self.view.epoch or (verdict["kind"] == "view" and verdict["epoch"] == self.view.epoch):
-            verdict = self._receive_verdict()
+        decision = self._receive_decision()
+        while (epoch := decision["epoch"]) < self.view.epoch or (
+            decision["kind"] == "view" and epoch == self.view.epoch
+        ):
+            decision = self._receive_decision()
         self.member.phase = "compute"
-        if verdict["kind"] == "view":
+        if decision["kind"] == "view":
             self.run.drop_gradient()
             self.num_repeats += 1
-            self._begin_view(View.of(verdict))
+            self._begin_view(View.of(decision))
             return False
         self.measured = {
             "islands/members": len(self.view.members),
             "islands/rows": here.num_filled,
             "islands/compute_seconds": seconds,
             "islands/exchange_seconds": exchanged_at - self.began_at - seconds,
-            "islands/verdict_seconds": time.monotonic() - exchanged_at,
+            "islands/decision_seconds": time.monotonic() - exchanged_at,
             "islands/bytes": self.num_bytes,
         }
-        self._commit(verdict)
+        self._commit(decision)
         return True
 
-    def _commit(self, verdict: Message) -> None:
+    def _commit(self, decision: Message) -> None:
         """Pass the numbers of all islands to the run."""
         here = self.run.counts
-        self.num_drifts += len(verdict["drifted"])
-        loss = verdict["loss_sum" if self.run.is_exact else "loss"]
-        for name, rows in verdict["rows"].items():
+        self.num_drifts += len(decision["drifted"])
+        loss = decision["loss_sum" if self.run.is_exact else "loss"]
+        for name, rows in decision["rows"].items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
-        self.tokens_elsewhere += verdict["tokens"] - here.num_tokens
-        counts = {"num_filled": verdict["samples"], "num_tokens": verdict["tokens"], "num_losses": verdict["losses"]}
+        self.tokens_elsewhere += decision["tokens"] - here.num_tokens
+        counts = {"num_filled": decision["samples"], "num_tokens": decision["tokens"], "num_losses": decision["losses"]}
         self.run.commit(
-            Measured(verdict["norm"], loss, verdict["bad"], verdict["out_of_range"]),
-            here._replace(**counts, digest=verdict["digest"] % (1 << 64)),
+            Measured(decision["norm"], loss, decision["bad"], decision["out_of_range"]),
+            here._replace(**counts, digest=decision["digest"] % (1 << 64)),
         )
-        self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
+        self.next_view = View.of(decision["next"]) if decision["next"] is not None else None
 
     def metrics(self) -> dict[str, float]:
         return {**self.measured, "islands/repeats": self.num_repeats, "islands/drifts": self.num_drifts}
@@ -392,9 +394,9 @@ class Islands(Partners):
 
     @torch.no_grad()
     def _receive_state(self) -> None:
-        """Replace this island's state with the donor's. Raises Preempted if the donor fails."""
+        """Replace this island's state with the source's. Raises Preempted if the source fails."""
         self.member.phase = "wait"
-        message = self._receive_verdict()
+        message = self._receive_decision()
         if message["kind"] != "state":  # a newer view, which assumes that this island has the state
             raise self._missing_state()
         content = message["state"]
@@ -402,7 +404,7 @@ class Islands(Partners):
         pieces: dict[str, Tensors] = {}
         try:
             for label, (kind, names) in enumerate(sorted(kinds.items()), self.view.batch * LABELS_PER_BATCH + 1):
-                pieces[kind] = self.exchange.take(self.held.pieces_with(names), self.view.donor, label)
+                pieces[kind] = self.exchange.take(self.held.pieces_with(names), self.view.source, label)
         except OSError as caught:
             error = caught
         self.member.phase = "wait"
@@ -413,11 +415,11 @@ class Islands(Partners):
         self.run.take_over(content)
 
     def _missing_state(self) -> Preempted:
-        return Preempted(f"left the run: {self.view.donor} could not give its state; run the same command again")
+        return Preempted(f"left the run: {self.view.source} could not give its state; run the same command again")
 
 
 def now() -> float:
-    """Return the time after the device has finished: an island's rows follow from its speed."""
+    """Return the time after the device has finished, from which an island's speed and so its rows follow."""
     devices.finish()
     return time.monotonic()
 

@@ -53,9 +53,9 @@ class LocalIslands(Islands):
         self.is_whole = not self.streams
         """This round ends with an exchange of all weights, for which nothing leaves early."""
         self.is_alike = True
-        """The last outer step was one of all weights."""
+        """The last outer step was of all weights."""
         self.round = Round()
-        self.round_lanes: dict[str, range] = {}
+        self.round_batch_indices: dict[str, range] = {}
         """Rows of all islands until the round ends."""
         self.round_again: dict[str, list[int]] = {}
         """Rows of each batch of the round before that islands train again in this one."""
@@ -70,7 +70,7 @@ class LocalIslands(Islands):
         self.num_lost_samples = self.num_samples_again = 0
 
     def enter(self, run: RunHandle) -> None:
-        """Also raises ConfigError for more fragments than parameters."""
+        """Join the run as `Islands.enter` does. Also raises ConfigError for more fragments than parameters."""
         super().enter(run)
         self.outer.take_over()
         self._begin_round()
@@ -101,15 +101,15 @@ class LocalIslands(Islands):
     # ------------------------------------------------------------------------------------------------- the batches
 
     @property
-    def next_lanes(self) -> range:
-        return self.round_lanes[self.name]
+    def next_batch_indices(self) -> range:
+        return self.round_batch_indices[self.name]
 
     @property
     def next_again(self) -> Again:
         """Earlier rows that this island trains again in the next batch."""
-        lanes = self.round_again.get(self.name)
-        is_there = lanes and self.round.steps < self.num_back <= self.run.batch_in_epoch
-        return Again(lanes, self.num_back) if lanes and is_there else Again()
+        batch_indices = self.round_again.get(self.name)
+        is_there = batch_indices and self.round.steps < self.num_back <= self.run.batch_in_epoch
+        return Again(batch_indices, self.num_back) if batch_indices and is_there else Again()
 
     def batches(self) -> Iterator[Any]:
         self.again = self.next_again
@@ -127,7 +127,7 @@ class LocalIslands(Islands):
         self.round.seconds += seconds
         self.measured = {
             "islands/local_steps": self.every,
-            "islands/members": len(self.round_lanes),
+            "islands/members": len(self.round_batch_indices),
             "islands/rows": self.run.counts.num_filled,
             "islands/compute_seconds": seconds,
             "islands/lost_samples": self.num_lost_samples,
@@ -140,7 +140,7 @@ class LocalIslands(Islands):
         if self.has_left:
             return None
         run, weight = self.run, self.run.counts.weight(by_tokens=self.by_tokens)
-        self.round.count(run.counts, weight, run.loss, again=len(self.again.lanes))
+        self.round.count(run.counts, weight, run.loss, again=len(self.again.batch_indices))
         self.outer.count(weight)
         leaves, is_lost = all_reduce_max([int(run.is_asked_to_leave), int(self.member.lost is not None)])
         if is_lost:
@@ -151,14 +151,14 @@ class LocalIslands(Islands):
             self.leave_early()
         elif self.round.steps == self.interval - self.delay and not self.is_whole:
             self._depart(is_whole=False)
-        if self.has_left or (self.lanes, self.again) == (self.next_lanes, self.next_again):
+        if self.has_left or (self.batch_indices, self.again) == (self.next_batch_indices, self.next_again):
             return None
         return self.batches()
 
     # --------------------------------------------------------------------------------------------- the outer step
 
     def _begin_round(self) -> None:
-        self.round, self.round_lanes = Round(), self.view.lanes
+        self.round, self.round_batch_indices = Round(), self.view.batch_indices
         self.round_again, self.num_back = {}, 0
         self.num_bytes_before = self.exchange.num_bytes
 
@@ -174,7 +174,7 @@ class LocalIslands(Islands):
         """Exchange changes until the coordinator commits the round, and take the outer step."""
         began_at = time.monotonic()
         if is_whole and self.departure is not None:  # the run ends: what travels is in the whole change, too
-            self.member.phase = "exchange"  # or nobody would find that its link is dead
+            self.member.phase = "exchange"  # else nobody would notice that its link is dead
             self.departure.swap.wait()
             self.departure = None
         departure = self.departure or self._depart(is_whole=is_whole)
@@ -182,30 +182,30 @@ class LocalIslands(Islands):
             norm = self._arrive(departure)
             arrived_at = time.monotonic()
             # An island that leaves, or saves, does so after a whole outer step.
-            asks_for_whole = not is_whole and (leaves or (self.owes_save and self.view.scribe == self.name))
+            asks_for_whole = not is_whole and (leaves or (self.owes_save and self.view.leader == self.name))
             self._report(norm, leaving=leaves and is_whole, asks_for_whole=asks_for_whole)
             self.member.phase = "wait"
-            verdict = self._next_verdict()
-            while isinstance(verdict, dict) and verdict["epoch"] < self.view.epoch:
-                verdict = self._next_verdict()
+            decision = self._next_decision()
+            while isinstance(decision, dict) and decision["epoch"] < self.view.epoch:
+                decision = self._next_decision()
             self.member.phase = "compute"
-            if isinstance(verdict, dict) and verdict["kind"] == "view":
+            if isinstance(decision, dict) and decision["kind"] == "view":
                 self.num_repeats += 1
-                verdict = self._take_view(View.of(verdict)) or verdict
-            if isinstance(verdict, Lost):
-                self._end_alone(verdict)
+                decision = self._take_view(View.of(decision)) or decision
+            if isinstance(decision, Lost):
+                self._end_alone(decision)
                 return
-            if verdict["kind"] == "commit":
+            if decision["kind"] == "commit":
                 break
             departure.send(self.exchange, self.held.pieces, self.sync.dtype)
         self.departure = None
         self.measured = {
             "islands/exchange_seconds": arrived_at - began_at,
-            "islands/verdict_seconds": time.monotonic() - arrived_at,
+            "islands/decision_seconds": time.monotonic() - arrived_at,
             "islands/travel_seconds": departure.swap.seconds,
             "islands/bytes": self.num_bytes,
         }
-        self._commit_round(verdict, departure)
+        self._commit_round(decision, departure)
 
     def _arrive(self, departure: Departure) -> float | None:
         """Wait for the mean change over islands. Returns its norm; None if a rank could not exchange."""
@@ -230,44 +230,44 @@ class LocalIslands(Islands):
         unused = {"out_of_range": False, "bad": 0, "link": 0}
         self.member.send({"kind": "prepared", **place, **counts, **pace, **flags, **unused})
 
-    def _commit_round(self, verdict: Message, departure: Departure) -> None:
+    def _commit_round(self, decision: Message, departure: Departure) -> None:
         """Apply a committed outer step, and begin the next round with the view that follows."""
         batch, steps = self.run.batch, self.round.steps
-        if not math.isfinite(verdict["norm"]):
+        if not math.isfinite(decision["norm"]):
             raise NonFiniteError(
                 f"outer step after batch {batch}: the mean change of the weights is not finite; the newest checkpoint "
                 "stands. Lower the learning rate or islands.sync.lr"
             )
-        lost_before, trained = self.num_lost_samples, verdict["rows"]
-        self._note_lost(batch, trained, verdict["again"])
+        lost_before, trained = self.num_lost_samples, decision["rows"]
+        self._note_lost(batch, trained, decision["again"])
         for name, rows in trained.items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
-        self.num_drifts += len(verdict["drifted"])
-        tokens_elsewhere = verdict["tokens"] - self.round.tokens
-        self.run.count_elsewhere(verdict["samples"] - self.round.samples, tokens_elsewhere)
+        self.num_drifts += len(decision["drifted"])
+        tokens_elsewhere = decision["tokens"] - self.round.tokens
+        self.run.count_elsewhere(decision["samples"] - self.round.samples, tokens_elsewhere)
         self.tokens_elsewhere += tokens_elsewhere
-        counted = {key: verdict[key] for key in ("loss", "samples", "tokens")}
+        counted = {key: decision[key] for key in ("loss", "samples", "tokens")}
         self.measured |= {f"islands/{key}": value for key, value in counted.items()}
         self.measured |= {
             "islands/steps": steps,
-            "islands/outer_norm": verdict["norm"],
+            "islands/outer_norm": decision["norm"],
             "islands/lost_samples": self.num_lost_samples,
             "islands/lost_in_round": self.num_lost_samples - lost_before,
-            "islands/again_in_round": verdict["again"],
+            "islands/again_in_round": decision["again"],
             "islands/samples_again": self.num_samples_again,
         }
         self.run.log(self.metrics())
         self.is_alike = self.outer.land(departure, batch * LABELS_PER_BATCH)
-        self.is_whole = verdict["next_is_whole"] or not self.streams
-        self.next_view = View.of(verdict["next"]) if verdict["next"] is not None else None
+        self.is_whole = decision["next_is_whole"] or not self.streams
+        self.next_view = View.of(decision["next"]) if decision["next"] is not None else None
         if self.is_alike or (self.next_view and self.next_view.joiners):
             self.outer.show_momentum()
         self.lost = self._begin_next_view()
-        if self.lost is None and self.next_view is None and verdict["next"] and self.name in self.view.joiners:
-            self.outer.take_over()  # its weights had drifted
-        lanes = self.round_lanes
+        if self.lost is None and self.next_view is None and decision["next"] and self.name in self.view.joiners:
+            self.outer.take_over()  # this island's weights had drifted
+        batch_indices = self.round_batch_indices
         self._begin_round()
-        self._share_lost(lanes, trained, steps)
+        self._share_lost(batch_indices, trained, steps)
         is_due = batch // self.config.check_weights_every > (batch - steps) // self.config.check_weights_every
         self.weights = self.held.digest(self.outer.start) if is_due else ""
         if self.lost is not None and self.lost.kind == "gone" and not self.is_alike:
@@ -278,18 +278,18 @@ class LocalIslands(Islands):
     def _note_lost(self, batch: int, trained: Mapping[str, int], again: int = 0) -> None:
         """Name the rows of islands that began the round and are not in its outer step, and those trained again."""
         batches = f"batches {batch - self.round.steps + 1} to {batch}"
-        for name, count in lost_samples(self.round_lanes, trained, self.round.steps).items():
+        for name, count in lost_samples(self.round_batch_indices, trained, self.round.steps).items():
             self.num_lost_samples += count
             self.run.print(f"islands: rows of {name} in {batches} are lost: {count} samples")
         self.num_samples_again += again
         if again:
             self.run.print(f"islands: {batches} trained lost rows again: {again} samples")
 
-    def _share_lost(self, lanes: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:
+    def _share_lost(self, batch_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:
         """Divide the rows that the last round has lost among its islands that stay, to be trained in this round."""
-        lost = [lane for name in lanes if name not in trained for lane in lanes[name]]
+        lost = [index for name in batch_indices if name not in trained for index in batch_indices[name]]
         if lost and self.sync.lost_rows == "retrain":
-            staying = {name: rows for name, rows in self.view.lanes.items() if name in trained}
+            staying = {name: rows for name, rows in self.view.batch_indices.items() if name in trained}
             self.round_again, self.num_back = share_lost(lost, staying, self.data_ranks), steps
             if staying and not self.round_again:
                 self.run.print(
@@ -306,12 +306,12 @@ class LocalIslands(Islands):
         return super()._take_view(view)
 
     def _end_without_coordinator(self) -> None:
-        verdict = self._next_verdict()
-        while not isinstance(verdict, Lost):
-            if verdict["kind"] == "view":
-                self.view = View.of(verdict)  # for its scribe
-            verdict = self._next_verdict()
-        self._end_alone(verdict)
+        decision = self._next_decision()
+        while not isinstance(decision, Lost):
+            if decision["kind"] == "view":
+                self.view = View.of(decision)  # `leader` may have changed
+            decision = self._next_decision()
+        self._end_alone(decision)
 
     def _end_alone(self, lost: Lost) -> None:
         """Leave after this batch. If the coordinator is gone, take an outer step with this island's change first: one
@@ -337,14 +337,14 @@ class LocalIslands(Islands):
         if len(self.view.members) > 1:
             if self.rank == 0:
                 self.member.send({"kind": "leave", "asks": True})
-            verdict = self._next_verdict()
-            while isinstance(verdict, dict) and verdict["kind"] != "left":
-                lost = self._take_view(View.of(verdict))
-                verdict = lost or self._next_verdict()
-            if isinstance(verdict, Lost):
-                self._end_alone(verdict)
+            decision = self._next_decision()
+            while isinstance(decision, dict) and decision["kind"] != "left":
+                lost = self._take_view(View.of(decision))
+                decision = lost or self._next_decision()
+            if isinstance(decision, Lost):
+                self._end_alone(decision)
                 return
-            if not verdict["is_last"]:
+            if not decision["is_last"]:
                 self.has_left = True
                 more = f"; of up to {self.every} batches before, what it had not sent" if self.streams else ""
                 self.run.print(
@@ -373,7 +373,7 @@ class LocalIslands(Islands):
             return decision._replace(saves=saves and not self.has_left)
         if decision.saves and not self.owes_save:
             self.owes_save = True
-            if self.view.scribe == self.name:
+            if self.view.leader == self.name:
                 self.run.print("islands: the save that is due is made at an outer step of all weights")
         return decision._replace(saves=False, preempted_by="", stops=False)
 

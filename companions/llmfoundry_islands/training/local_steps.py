@@ -34,7 +34,7 @@ class Round:
     loss_sum: float = 0.0
     """Losses of the batches, each times its weight."""
     again: int = 0
-    """Samples that the round before has lost."""
+    """Samples that the round before had lost, trained again."""
     seconds: float = 0.0
     """Time of computing."""
 
@@ -65,9 +65,9 @@ def take_outer_step(
     start.sub_(velocity.mul(momentum).add_(change).mul_(lr))
 
 
-def lost_samples(lanes: Mapping[str, range], trained: Mapping[str, int], steps: int) -> dict[str, int]:
+def lost_samples(batch_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> dict[str, int]:
     """Return the samples of islands that began the round and were not in its outer step; padding rows count."""
-    return {name: len(rows) * steps for name, rows in lanes.items() if name not in trained}
+    return {name: len(rows) * steps for name, rows in batch_indices.items() if name not in trained}
 
 
 def divide_into_fragments(sizes: Mapping[str, int], count: int) -> list[set[str]]:
@@ -84,17 +84,17 @@ def divide_into_fragments(sizes: Mapping[str, int], count: int) -> list[set[str]
 class Again(NamedTuple):
     """Rows of earlier batches that an island trains beside its own, because the island that had them is gone."""
 
-    lanes: Sequence[int] = ()
+    batch_indices: Sequence[int] = ()
     back: int = 0
-    """So many batches ago."""
+    """How many batches ago."""
 
 
 def share_lost(
-    lost: Sequence[int], view_lanes: Mapping[str, range], data_ranks: Mapping[str, int]
+    lost: Sequence[int], all_rows: Mapping[str, range], data_ranks: Mapping[str, int]
 ) -> dict[str, list[int]]:
-    """Divide lost lanes among islands by their own, in multiples of their data ranks. Where that does not come out, the
-    first island that can takes all. Returns nothing if none can."""
-    paces = {name: Pace(data_ranks[name], 1, float(len(lanes)), data_ranks[name]) for name, lanes in view_lanes.items()}
+    """Divide lost rows among islands in proportion to their own, in multiples of their data ranks. If that does not
+    come out even, the first island that can takes all. Returns nothing if none can."""
+    paces = {name: Pace(data_ranks[name], 1, float(len(rows)), data_ranks[name]) for name, rows in all_rows.items()}
     for names in (list(paces), *([name] for name in paces)):
         with suppress(ConfigError):
             shares = divide(len(lost), {name: paces[name] for name in names})

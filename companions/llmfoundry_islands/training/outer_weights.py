@@ -25,7 +25,7 @@ class OuterWeights:
     """This rank's part of the weights, by parameter, in fragments that are exchanged in turn."""
 
     def __init__(self, sync: SyncConfig, held: HeldParts, optimizer: torch.optim.Optimizer):
-        """Every rank must call it together. Raises ConfigError."""
+        """Set up, as yet without weights. Every rank must call it together. Raises ConfigError."""
         self.sync, self.held, self.optimizer = sync, held, optimizer
         sizes: dict[str, int] = {}
         for own in all_gather_distinct({name: parameter.numel() for name, parameter in held.parameters.items()}):
@@ -43,7 +43,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy the weights, which are those of all islands."""
+        """Copy the weights, which are the same on all islands."""
         self.start = {name: on_host(parameter) for name, parameter in self.held.parameters.items()}
         self.pending = [0] * len(self.fragments)
 
@@ -75,7 +75,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def land(self, departure: "Departure", label: int) -> bool:
-        """Take the outer step of what was exchanged. Returns whether all weights are those of all islands now.
+        """Take the outer step of what was exchanged. Returns whether all weights are now the same on all islands.
 
         `label` is this batch's. Weights that have been trained since the departure are mixed in by `sync.alpha`.
         """
@@ -104,7 +104,7 @@ class OuterWeights:
     # ------------------------------------------------------------------------------------- the optimizer's state
 
     def take_over(self) -> None:
-        """Copy weights and momentum of a restored or received state; a momentum of zeros if it has none."""
+        """Copy weights and momentum from a restored or received state; without a momentum, begin with zeros."""
         self.begin()
         slots, parameters = self.optimizer.state, self.held.parameters
         kept = {name: slots.get(parameter, {}).get(OUTER_MOMENTUM) for name, parameter in parameters.items()}
@@ -145,10 +145,10 @@ class Departure:
     """Views of `changes`: this rank's parts, and its pieces, by key."""
     encoded: dict[str, Encoded]
     dropped: Tensors
-    """Rest of the pieces that rounding drops."""
+    """The rest of each piece that rounding drops."""
 
     def send(self, exchange: Exchange, pieces: Boxes, dtype: str) -> None:
-        """Begin the exchange with the islands of the view; again after it has failed."""
+        """Begin the exchange with the islands of the view, or begin it again after it has failed."""
         self.swap = Swap(exchange, pieces, self.encoded, dtype, self.label, list(map(float, self.weights)))
 
     @torch.no_grad()

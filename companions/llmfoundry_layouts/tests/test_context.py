@@ -26,7 +26,7 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from tests.helpers import flash_attn
 from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
-from tests.helpers.layouts import RELATIVE, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
+from tests.helpers.layouts import RELATIVE, ask_in_context, assert_same_answers, assert_same_run, run_in_launches
 from tests.helpers.resave import resave_into
 from tests.helpers.runs import run, saves
 from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, write_data
@@ -77,7 +77,7 @@ FAMILY["norm over heads, clamped"] = {"qk_ln": True, "clip_qkv": 1.0}
 
 
 def compare(kind: str, degree: int, tensor: int, attn_impl: str, names: list[str], options: dict[str, Any]) -> None:
-    """On each rank: of every model, the loss and the gradient of divided samples beside those of whole ones."""
+    """Compare, on each rank and for every model, loss and gradient of divided samples with those of whole ones."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     sys.modules["flash_attn"] = flash_attn
@@ -189,7 +189,7 @@ def test_a_rank_that_gathers_plain_rows_has_no_bias_over_their_length(rank):
 
 
 def count_exchanges() -> None:
-    """What a group exchanges for attention, beside the formula."""
+    """Compare what a group exchanges for attention with the formula."""
     dist.init_process_group("gloo")
     config = replace(BASE, attn_config=AttentionConfig(**ATTENTION["rope, grouped"]))
     for kind, recomputing in itertools.product(("heads", "gather"), (False, True, "selective")):
@@ -218,11 +218,11 @@ def test_ranks_exchange_the_bytes_of_the_formula(tmp_path):
 def test_a_run_changes_between_whole_and_divided_samples_at_any_checkpoint(tmp_path, data):
     config = divisible(data, max_duration="3ba", eval_interval="3ba")
     run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
-    said = run_in_legs(tmp_path, config, [(4, over()), (1, {}), (2, over())])
+    said = run_in_launches(tmp_path, config, [(4, over()), (1, {}), (2, over())])
     assert "context parallel 2, heads -> none" in said[1].output
-    assert_same_run(tmp_path, "legs", "whole")
+    assert_same_run(tmp_path, "moved", "whole")
     assert not any(d.num_different or d.note for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
-    segments = open_checkpoint(saves(tmp_path, "legs") / "ba3").manifest.segments
+    segments = open_checkpoint(saves(tmp_path, "moved") / "ba3").manifest.segments
     assert [segment.context for segment in segments] == ["2, heads", None, "2, heads"]
 
 

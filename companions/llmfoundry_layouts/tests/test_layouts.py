@@ -13,7 +13,8 @@ from tests.helpers.runs import carry_on, losses, metrics, run, saves
 from tests.helpers.tiny import build_tokenizer, tiny_config, values, write_data
 
 BF16_LOSS, BF16_NORM = 4e-3, 6e-2
-"""Relative. Layouts add up in another order, which bf16 rounds away; what one rank's run repeated in tiles spans."""
+"""Relative tolerances. Layouts add up in other orders, which bf16 rounds differently; these span what repeats of one
+rank's run in tiles give."""
 NUM_BATCHES = 20
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ FACTORS = {
     "precision": ("fp32", "amp_bf16"),
 }
 SEED = 3
-"""Of few, the one with the fewest cases."""
+"""Of a few seeds, the one with the fewest cases."""
 
 
 def is_valid(case: dict[str, Any]) -> bool:
@@ -58,7 +59,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 CASES = {name_of(case): case for case in cover(FACTORS, is_valid, SEED)}
 QUICK = {case["layout"]: name for name, case in reversed(CASES.items()) if case["precision"] == "fp32"}
-"""Of each layout the first case in fp32. Those of two ways are in the first tier, all others in the long one."""
+"""The first case of each layout in fp32. Those of two ways are in the first tier, all others in the long one."""
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
@@ -167,14 +168,14 @@ def test_a_stable_rate_decays_across_layouts_and_from_any_save(folder):
     schedule = {"name": "warmup_stable_decay", "t_warmup": "1ba", "t_decay": "3ba", "decay": "1-sqrt"}
     config = model_of(folder, True, "alibi", True, True, "fp32") | {"max_duration": "6ba", "scheduler": schedule}
     run(folder, config, "whole-decay")
-    legs = [divided(("pipeline",), "interleaved"), divided(("tensor",)), (2, ZERO), divided(("context",))]
-    for number, (num_ranks, changes) in enumerate(legs):
+    launches = [divided(("pipeline",), "interleaved"), divided(("tensor",)), (2, ZERO), divided(("context",))]
+    for number, (num_ranks, changes) in enumerate(launches):
         run(folder, config, "decay", num_ranks, stop_after=f"{(1, 2, 1, 2)[number]}ba", **changes)
     assert_same_run(folder, "decay", "whole-decay")
     rates = values(metrics(folder, "decay"), "lr")
     assert rates[1:4] == [rates[1]] * 3 and rates[4] < rates[1] and rates[5] < rates[4]
 
-    # At once, from a save of its stable part.
+    # Decay at once, from a save of the stable part.
     early = {"load_path": str(saves(folder, "decay") / "ba3"), "max_duration": "5ba", "autoresume": False}
     early["scheduler"] = schedule | {"t_decay": "2ba"}
     run(folder, config, "early-whole", **early)

@@ -26,7 +26,7 @@ from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.loss import cross_entropy_sum
-from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
+from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_launches
 from tests.helpers.resave import resave_into
 from tests.helpers.runs import attempt, losses, run, saves, status
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -65,18 +65,18 @@ STREAM = {"tp_config": {"tensor_parallel_degree": 2, "sequence_parallel": True}}
 def test_a_run_changes_between_stages_and_every_other_layout_at_any_checkpoint(tmp_path, data):
     config = pipelined(data, max_duration="5ba", eval_interval="5ba")
     run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
-    legs: list[tuple[int, dict[str, Any]]] = [
+    launches: list[tuple[int, dict[str, Any]]] = [
         (2, stages()),
         (1, {}),
         (4, stages(schedule="gpipe")),
         (4, stages() | TENSOR),
         (2, stages(schedule="interleaved")),
     ]
-    said = run_in_legs(tmp_path, config, legs)
+    said = run_in_launches(tmp_path, config, launches)
     assert "pipeline 2 stages, 1f1b -> none" in said[1].output
-    assert_same_run(tmp_path, "legs", "whole")
+    assert_same_run(tmp_path, "moved", "whole")
     assert not any(d.num_different or d.note for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
-    segments = open_checkpoint(saves(tmp_path, "legs") / "ba5").manifest.segments
+    segments = open_checkpoint(saves(tmp_path, "moved") / "ba5").manifest.segments
     assert [segment.pipeline for segment in segments[:3]] == ["2 stages, 1f1b", None, "2 stages, gpipe"]
 
 
@@ -309,7 +309,7 @@ def test_stages_have_the_names_of_the_whole_model():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_all_ranks_meet_before_any_batch_of_sends(monkeypatch, schedule):
-    """NCCL wants all of a group in its first batched call, and the first and the last stage make theirs alone."""
+    """NCCL needs all ranks of a group in its first batched call, and only the first and the last stage make one."""
     config = ModelConfig(d_model=32, n_heads=4, n_layers=6, max_seq_len=8, vocab_size=96)
     kind, precision = PipelineConfig(pipeline_parallel_degree=3, schedule=schedule), PRECISIONS["fp32", "DEFAULT"]
     calls: list[str] = []

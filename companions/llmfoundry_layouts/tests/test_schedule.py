@@ -20,7 +20,7 @@ from llmfoundry_lite.config.stages import takes_microbatches
     ("schedule", "num_runs"), [("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)]
 )
 def test_devices_do_what_they_do_in_torchs_schedules(schedule, num_runs):
-    """Of gpipe and 1f1b torch has no list; each is a line or two."""
+    """torch has no list for gpipe and 1f1b; here each is a line or two."""
     for num_stages in (2, 3, 4):
         pipeline = PipelineConfig(pipeline_parallel_degree=num_stages, schedule=schedule, virtual_stages=num_runs)
         for num_microbatches in filter(partial(takes_microbatches, pipeline), range(num_stages, 4 * num_stages)):

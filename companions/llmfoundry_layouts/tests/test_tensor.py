@@ -28,7 +28,7 @@ from llmfoundry_lite.training.monitor import DropoutSeed
 from llmfoundry_lite.training.optimizers import local
 from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
-from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
+from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, assert_same_run, run_in_launches
 from tests.helpers.plans import estimate_memory
 from tests.helpers.resave import resave_into
 from tests.helpers.runs import losses, run, saves
@@ -61,12 +61,12 @@ def divisible(data: Path, **changes: Any) -> dict[str, Any]:
 def test_a_run_is_the_same_divided_or_not_and_changes_over_at_any_checkpoint(tmp_path, data):
     config = divisible(data, max_duration="6ba", eval_interval="3ba", model__vocab_size=97)
     run(tmp_path, config, "whole", callbacks=resave_into(tmp_path / "begun/whole"))
-    said = run_in_legs(tmp_path, config, [(4, OVER_TWO), (4, {}), (4, OVER_FOUR)], batches_of_leg=2)
+    said = run_in_launches(tmp_path, config, [(4, OVER_TWO), (4, {}), (4, OVER_FOUR)], batches_per_launch=2)
     assert "tensor parallel degree 2 -> none" in said[1].output
     assert "tensor parallel degree none -> 4" in said[2].output
-    assert_same_run(tmp_path, "legs", "whole")
+    assert_same_run(tmp_path, "moved", "whole")
     assert not any(d.num_different for d in diff(tmp_path / "begun/whole/ba0", tmp_path / "begun/0/ba0"))
-    segments = open_checkpoint(saves(tmp_path, "legs") / "ba6").manifest.segments
+    segments = open_checkpoint(saves(tmp_path, "moved") / "ba6").manifest.segments
     assert [segment.tensor_parallel_degree for segment in segments] == [2, None, 4]
 
 
@@ -198,7 +198,8 @@ def assert_same_gradient(divided: Any, whole: Any) -> None:
 
 
 def compare_vocabularies() -> None:
-    """Of a model whose vocabulary two ranks divide, and of one that both have: loss, gradient, logits, text."""
+    """Compare loss, gradient, logits and text of a model whose vocabulary two ranks divide with those of a whole
+    one."""
     dist.init_process_group("gloo")
     tokens_bt = torch.randint(97, (9, 32), generator=torch.Generator().manual_seed(3))
     for is_tied in (True, False):
@@ -225,7 +226,7 @@ def test_two_ranks_divide_any_vocabulary(tmp_path):
 
 
 def compare_streams() -> None:
-    """Of a whole stream and a divided one: loss, gradient, and the bytes that are exchanged beside the formula."""
+    """Compare a whole stream with a divided one: loss, gradient, and exchanged bytes with the formula."""
     dist.init_process_group("gloo")
     tokens_bt = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(3))
     stream_bytes, logit_bytes = 4 * 32 * SMALL.d_model * 4, 2 * 2 * 4 * 32 * 4
@@ -304,7 +305,7 @@ def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else(sequence
 
 
 def compare_heads() -> None:
-    """On each rank of one group, with all heads alike: what its heads say."""
+    """Check what the heads of each rank in a group give, with all heads alike."""
     dist.init_process_group("gloo")
     model = build_divided(2, replace(SMALL, attn_config=replace(SMALL.attn_config, attn_pdrop=0.5)))
     heads: list[torch.Tensor] = []

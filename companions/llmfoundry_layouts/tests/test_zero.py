@@ -29,7 +29,7 @@ from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.builders import build_optimizer_of
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from tests.helpers.launch import launch
-from tests.helpers.layouts import assert_same_run, run_in_legs
+from tests.helpers.layouts import assert_same_run, run_in_launches
 from tests.helpers.runs import run
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -106,9 +106,9 @@ def test_a_run_changes_between_zero_and_every_other_sharding_at_any_checkpoint(t
     config = config_of(data)
     run(tmp_path, config, "whole")
     full = {"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
-    said = run_in_legs(tmp_path, config, [(3, ZERO), (2, full), (2, ZERO), (1, ZERO)])
+    said = run_in_launches(tmp_path, config, [(3, ZERO), (2, full), (2, ZERO), (1, ZERO)])
     assert "sharding ZERO_1 -> FULL_SHARD" in said[1].output
-    assert_same_run(tmp_path, "legs", "whole")
+    assert_same_run(tmp_path, "moved", "whole")
 
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -5,8 +5,8 @@ llmfoundry-lite bench seqlen --lengths 1024,4096,16384,65536 --out results
 
 GPT-2 XL's layer by default. Rates are of model FLOPs, beside the rate of the layer's own matrix products, measured in
 turns with it. `none` is the layer without attention: its projections alone. No data, no optimizer. Several devices
-divide the tokens of each sample, as `cp_config` does: rates are per device, times the slowest device's. Points without
-time are named.
+divide the tokens of each sample, as `cp_config` does: rates are per device, times the slowest device's. Points for
+which no time was left are named.
 """
 
 import importlib.util
@@ -126,7 +126,7 @@ def available() -> list[str]:
 
 
 def all_devices() -> list[int]:
-    """Return one, and the number of devices of this machine."""
+    """Return 1, and the number of devices of this machine."""
     return sorted({1, max(1, torch.cuda.device_count())})
 
 
@@ -148,7 +148,7 @@ def build(
     block = block.to(device_type(), dtype)
 
     def skip_attention(x_btd: torch.Tensor) -> torch.Tensor:
-        """Put values in the place of attention's output: tokens do not see each other."""
+        """Use values as attention's output, so that tokens do not see each other."""
         x_btd = x_btd + block.attn.out_proj(block.attn.Wqkv(block.norm_1(x_btd))[..., -model.d_model :])
         return x_btd + block.ffn(block.norm_2(x_btd))
 

@@ -24,11 +24,11 @@ CONDITIONS = {
     "torch": "torch",
     "load_average": "load average",
 }
-"""Key of a report -> how it is called."""
+"""Key of a report -> its name in the text."""
 
 
 def run(first: Path, second: Path, out: Path | None = None) -> list[Table]:
-    """Print a table for each of the bench's, then what differs in the conditions; write compare-BENCH.json and .md.
+    """Print each table of the bench for both, then the differing conditions; write compare-BENCH.json and .md.
 
     Raises DataError for files that cannot be compared.
     """
@@ -70,7 +70,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_comparable(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> None:
-    """Raises DataError unless both reports are of one bench with the same settings."""
+    """Raise DataError unless both reports are of one bench with the same settings."""
     if a["bench"] != b["bench"]:
         raise DataError(f"{names[0]} is of bench {a['bench']}, {names[1]} of bench {b['bench']}; compare one bench's")
     for key in dict.fromkeys([*a["asked"], *b["asked"]]):

@@ -69,7 +69,7 @@ def describe_machine() -> str:
 
 
 def check_names(option: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ConfigError for a name that is not known."""
+    """Raise ConfigError for a name that is not known."""
     for name in given:
         if name not in known:
             raise ConfigError(f"{option}: {name!r} given, expected one of {', '.join(known)}")
@@ -112,7 +112,7 @@ def take_turns(
 def within_minutes(
     minutes: float, cases: Iterable[tuple[str, T]], console: Console, left_out: list[str]
 ) -> Iterator[tuple[T, float]]:
-    """Yield each case, after its name is printed, and the seconds left. Names for which none are go to `left_out`."""
+    """Yield each case, after its name is printed, and the seconds left. Cases that get no time go to `left_out`."""
     deadline = time.monotonic() + 60 * minutes
     for name, case in cases:
         if (left := deadline - time.monotonic()) > 0:

@@ -136,7 +136,7 @@ def be_rank(rank: int, num_ranks: int, measure: Callable[[], Any], folder: str) 
     use_loopback()
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(minutes=10))
-    dist.barrier()  # or one that fails at once would end the others while they connect
+    dist.barrier()  # else one that fails at once would end the others while they connect
     found = measure()
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
@@ -145,7 +145,7 @@ def be_rank(rank: int, num_ranks: int, measure: Callable[[], Any], folder: str) 
 
 def train_on_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
     """Train on so many ranks of this machine. Raises RuntimeError with the first error that a rank printed."""
-    # torchrun: Composer's launcher imports Composer once more, for nothing.
+    # By torchrun: Composer's launcher would import Composer once more, for nothing.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command += ["-m", "llmfoundry_lite.train", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -188,8 +188,8 @@ def measure_products(settings: dict[str, Any], dtype: str, mark: Mark) -> dict[s
 
 
 def time_calls(work: Callable[[], object], num_calls: int) -> list[float]:
-    """Return the seconds of each call. On a GPU all are enqueued, between events of its own clock: were each one waited
-    for, the host's way there and back would count as theirs, and what is held against them would look faster."""
+    """Return the seconds of each call. On a GPU all are enqueued between events of its own clock. Waiting for each
+    would add the host's round trip to it, and make what it is compared with look faster."""
     if device_type() == "cpu":
         marks = [time.perf_counter()]
         for _ in range(num_calls):

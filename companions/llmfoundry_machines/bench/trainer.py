@@ -10,7 +10,7 @@ from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, WARM_UP, Mark
 
 
 class Measured(Partners):
-    """No other launch; `mark` is told of the run's stages."""
+    """Partners of a measured run: no other launch. `mark` is called at each stage of the run."""
 
     saves_here = False
     takes_lease_at_start = False
@@ -19,7 +19,7 @@ class Measured(Partners):
     def __init__(self, mark: Mark):
         self.mark = mark
         self.microbatch_size = 0
-        """Samples, once the trainer is built."""
+        """Samples of a microbatch, once the trainer is built."""
 
     def connect(self) -> None:
         """Wait for the device: up to here the run has nothing on it."""

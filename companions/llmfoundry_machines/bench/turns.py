@@ -36,7 +36,7 @@ IMPORTS = ["llmfoundry_lite.training.lean", "llmfoundry_machines.bench.trainer",
 IMPORTS += ["torch._inductor.compile_fx"]
 """Modules that the server imports. None of them starts a thread or asks for a device, which do not survive a fork."""
 HANG_SECONDS = 60.0
-"""A process may hold the device for so long, however little time that leaves to others."""
+"""Time that a process may always hold the device, however little is left to others."""
 END_SECONDS = 10.0
 """How long a process that is done, or killed, may take to leave."""
 FOUND, FAILED = "found", "failed"
@@ -53,7 +53,7 @@ class Turns:
 
     def __enter__(self) -> "Turns":
         self._folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
-        # Whoever ends the bench by it would leave processes that stand still.
+        # Without a handler, SIGTERM would leave stopped processes behind.
         self._before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return self
 
@@ -139,7 +139,7 @@ class Case:
         )
 
     def _describe_end(self) -> str:
-        """Say how a process ended that has told nothing."""
+        """Say how a process that has reported nothing ended."""
         if self.process.pid is None:
             return "the server of the processes has ended"
         self.process.join(END_SECONDS)
@@ -161,8 +161,8 @@ class Case:
 
 
 def stop_others(group: int) -> list[psutil.Process]:
-    """Stop all that this process has started, but for one group of processes and what that has started. Return these:
-    one whose parent has ended meanwhile would not be found again."""
+    """Suspend all that this process has started, except one group of processes and its descendants. Return the
+    suspended ones: one whose parent ends meanwhile could not be found again."""
     parent, spared, stopped = psutil.Process(), {group}, list[psutil.Process]()
     with contextlib.suppress(psutil.NoSuchProcess):  # its measurement says why it has ended
         spared |= {child.pid for child in psutil.Process(group).children(recursive=True)}

@@ -1,8 +1,8 @@
 """Collectives among real ranks against computed answers, their bandwidth, and the ranks' clocks.
 
-One rank per device over NCCL or RCCL, or two ranks over gloo on CPUs, started here. Each contributes small integers,
-so that sums are exact in any order. They depend on the rank and the index, and no stretch repeats: elements that have
-moved are wrong ones.
+One rank per device over NCCL or RCCL, or two ranks over gloo on CPUs, started here. Each contributes small integers, so
+that sums are exact in any order. They depend on the rank and the index, and no stretch repeats, so that an element in
+the wrong place is noticed.
 """
 
 import json
@@ -56,7 +56,7 @@ class Report(NamedTuple):
 
 
 def check_collectives(machine: Machine) -> Iterator[Finding]:
-    """Yield one finding for each collective; the first that does not come back ends the check."""
+    """Yield one finding for each collective; the first that hangs ends the check."""
     is_cpu = device_type() == "cpu"
     most = None if is_cpu else torch.cuda.device_count()
     num_ranks = machine.num_ranks or most or 2

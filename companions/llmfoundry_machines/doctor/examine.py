@@ -75,7 +75,7 @@ def doctor(machine: Machine, json_file: Path | None = None) -> int:
 
 
 def check_json_file(path: Path | None) -> None:
-    """Raises UserError, before the minutes that the checks take, where `path` cannot be written."""
+    """Raise UserError if `path` cannot be written, before the minutes that the checks take."""
     if path is None:
         return
     if not path.parent.is_dir():

@@ -40,7 +40,7 @@ class Build(NamedTuple):
     hip: str | None
     num_devices: int
     error: str = ""
-    """torch's reason why there are none."""
+    """torch's reason for having no devices."""
 
 
 class Device(NamedTuple):

@@ -129,7 +129,7 @@ def find_silent_ranks(words: str) -> list[int]:
     """Return, on rank 0, the frozen ranks: those that have not failed although one has timed out.
 
     Every rank that has failed calls it with its error. Ranks other than 0 stay until rank 0 has heard of them, before a
-    launcher ends it; they ask nothing of it, for it may have frozen.
+    launcher ends it. They do not ask rank 0 itself, which may be frozen.
     """
     if not dist.is_initialized():  # they have not even met
         return []
@@ -243,7 +243,7 @@ def bounce(values: torch.Tensor, begins: bool, other: int, repeats: int) -> tupl
     return min(seconds[1:]), buffer
 
 
-# -------------------------------------------------------------------------------------------------------- verdicts
+# -------------------------------------------------------------------------------------------------------- findings
 
 
 def judge_versions(members: Sequence[Member]) -> Finding:

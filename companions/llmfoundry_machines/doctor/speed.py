@@ -163,7 +163,7 @@ def find_wrong(signs: Product, device: torch.device) -> str:
 
 
 def find_change(product: Product, device: torch.device, repeats: int, limit_seconds: float = math.inf) -> str:
-    """Say whether the same product comes out different; empty if it does not."""
+    """Say how repeats of the same product differ; empty if they do not."""
     began = time.perf_counter()
     a_mk, b_kn = product.a_mk.to(device), product.b_kn.to(device)
     bits = torch.int32 if a_mk.element_size() == 4 else torch.int16

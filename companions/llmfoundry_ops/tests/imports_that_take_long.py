@@ -1,4 +1,4 @@
-"""As long as it takes until the test has opened the other end."""
+"""A module whose import lasts until the test has opened the other end."""
 
 import os
 from pathlib import Path

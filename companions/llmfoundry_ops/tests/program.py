@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> None:
-    """One rank. Its try is one more than the tries before it that have left a file."""
+    """Run one rank. The number of its try is that of earlier tries that have left a file."""
     rank, folder = os.environ["RANK"], Path(os.environ["LLMFOUNDRY_LITE_RANK_LOGS"])
     tries = len(list(folder.glob(f"began-{rank}.*")))
     (folder / f"began-{rank}.{tries}").write_text(f"{os.getpid()} {' '.join(arguments)}")
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     if action == "kill":
         os.kill(os.getpid(), int(value) if value.isdecimal() else signal.Signals[value])
     if action == "hold":
-        sum(range(int(value)))  # with the interpreter's lock, so that the heart stands still
+        sum(range(int(value)))  # holds the interpreter's lock, so that no heartbeat is sent
     if action == "wait":
         while True:
             signal.pause()

@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_ops import companion
-from llmfoundry_ops.journal import JOURNAL, read_legs
+from llmfoundry_ops.journal import JOURNAL, read_allocations
 from tests.helpers.readers import find_whole_reads, give_brackets, give_pipe
 
-RIGHT = '{"number": 1, "place": "a", "turn": 0, "began": 1.0, "from_batch": 0, "host": "b"}'
+RIGHT = '{"number": 1, "site": "a", "turn": 0, "began": 1.0, "from_batch": 0, "host": "b"}'
 
 
 @pytest.mark.timeout(60)
 def test_no_reader_waits_for_a_pipe_or_ends_in_a_traceback(tmp_path):
     (path := tmp_path / JOURNAL).write_text(RIGHT + "\n")
-    assert len(read_legs(tmp_path)) == 1
-    give_brackets(path, lambda path: read_legs(path.parent))
+    assert len(read_allocations(tmp_path)) == 1
+    give_brackets(path, lambda path: read_allocations(path.parent))
     path.unlink()
-    give_pipe(path, lambda path: read_legs(path.parent))
+    give_pipe(path, lambda path: read_allocations(path.parent))
 
 
 def test_files_that_others_wrote_are_read_through_one_door():
-    """The launcher reads its own ranks' logs, `processes` what its own shell has written."""
+    """Exempt are files of our own: the launcher reads its ranks' logs, `processes` what its shell has written."""
     assert find_whole_reads(Path(companion.__file__).parent) == {"launcher.py", "processes.py"}

@@ -20,7 +20,7 @@ import yaml
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_ops import processes
-from llmfoundry_ops.journal import read_legs
+from llmfoundry_ops.journal import read_allocations
 from llmfoundry_ops.relay import FOLDER
 from tests.helpers.launch import ROOT, train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -34,7 +34,7 @@ OVERLAYS = {
 }
 LAUNCHERS = {"a": f"{TRAIN} -n 2", "b": TRAIN, "c": f"{COMPOSER} -n 2 {ROOT}/scripts/train.py"}
 VICTIMS = ("relay", "launch", "process")
-"""All processes of a launch, as when its machine goes; or one of them: shell, launcher, server or rank."""
+"""What is killed: the relay; all processes of a launch, as when its machine goes; or one process of a launch."""
 
 
 class Experiment:
@@ -48,11 +48,11 @@ class Experiment:
         changes = {"max_duration": f"{num_batches}ba", "save_interval": "5ba", "save_num_checkpoints_to_keep": 3}
         self.config = tiny_config(data, **changes)
         write_config(folder / "run.yaml", self.config)
-        places = {}
+        sites = {}
         for name, overlay in OVERLAYS.items():
             write_config(folder / f"{name}.yaml", {"overlay": "hardware", **overlay})
-            places[name] = {"launch": f"{LAUNCHERS[name]} run.yaml {name}.yaml {{arguments}}", "price": 3600.0}
-        relay = {"run": "runs/tiny", "policy": {"every": f"{every}ba"}, "places": places, "rest": "0.2s"}
+            sites[name] = {"launch": f"{LAUNCHERS[name]} run.yaml {name}.yaml {{arguments}}", "price": 3600.0}
+        relay = {"run": "runs/tiny", "policy": {"every": f"{every}ba"}, "sites": sites, "rest": "0.2s"}
         (folder / "relay.yaml").write_text(yaml.safe_dump(relay))
         self.output = (folder / "relay.txt").open("ab")
         self.relay = self.begin()
@@ -64,14 +64,14 @@ class Experiment:
         return subprocess.Popen(command, cwd=self.folder, env=environment, **pipes)
 
     def of_launch(self) -> list[psutil.Process]:
-        """The oldest first: a shell, its launcher, what that has begun."""
-        legs = read_legs(self.run)
-        if not legs or legs[-1].over is not None:
+        """Return a launch's processes, the oldest first: a shell, its launcher, what that has begun."""
+        allocations = read_allocations(self.run)
+        if not allocations or allocations[-1].over is not None:
             return []
-        return processes.find((self.run / FOLDER / f"{legs[-1].number}.code").resolve())
+        return processes.find((self.run / FOLDER / f"{allocations[-1].number}.code").resolve())
 
     def strike(self, victim: str) -> bool:
-        """Whether there was one."""
+        """Kill a victim. Return whether there was one."""
         if victim == "relay":
             self.relay.kill()
             self.relay.wait()
@@ -89,7 +89,7 @@ class Experiment:
         assert self.relay.wait(seconds) == 0, (self.folder / "relay.txt").read_text()
 
     def check(self, num_batches: int, tmp_path: Path) -> str:
-        """Against the run that nobody moved. Returns what happened, in a line."""
+        """Compare with the run that was never moved. Return what happened, in a line."""
         train(["run.yaml", "run_name=whole"], self.folder).check()
         moved, whole = read_metrics(self.run), read_metrics(self.folder / "runs/whole")
         assert [record["batch"] for record in moved] == list(range(1, num_batches + 1))
@@ -103,13 +103,15 @@ class Experiment:
         segments = open_checkpoint(self.run / f"checkpoints/ba{num_batches}").manifest.segments
         assert [segments[0].first_batch, segments[-1].last_batch] == [1, num_batches]
         assert all(b.first_batch == a.last_batch + 1 for a, b in itertools.pairwise(segments))
-        legs = read_legs(self.run)
-        assert all(leg.over is not None for leg in legs) and legs[-1].ended == "done"
+        allocations = read_allocations(self.run)
+        assert all(one.over is not None for one in allocations) and allocations[-1].ended == "done"
         trained = (self.run / "metrics.jsonl").read_bytes().count(b"\n")
         kinds = ", ".join(f"{number} of a {victim}" for victim, number in sorted(self.faults.items()))
-        ends = ", ".join(f"{number} {ended}" for ended, number in sorted(Counter(leg.ended for leg in legs).items()))
+        ends = ", ".join(
+            f"{number} {ended}" for ended, number in sorted(Counter(one.ended for one in allocations).items())
+        )
         return (
-            f"{self.faults.total()} kills ({kinds}), {len(legs)} legs ({ends}): {num_batches} batches, "
+            f"{self.faults.total()} kills ({kinds}), {len(allocations)} allocations ({ends}): {num_batches} batches, "
             f"{trained - num_batches} trained again, all digests equal, losses at most {apart:.1e} nats apart"
         )
 

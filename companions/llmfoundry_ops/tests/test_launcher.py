@@ -18,8 +18,8 @@ from llmfoundry_ops.launcher import (
     Program,
     Restarts,
     World,
+    launch_code,
     make_room_for_logs,
-    verdict,
 )
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, open_channel, receive, send
 from tests.helpers.launch import ROOT
@@ -49,7 +49,7 @@ class Launched:
         return self.process.returncode, out, err
 
     def pid(self, rank: int, number: int = 0) -> int:
-        """The process of a rank, once it has begun its try."""
+        """Return the process of a rank, once it has begun its try."""
         began = self.logs / f"began-{rank}.{number}"
         wait_until(lambda: began.exists() and began.read_text())
         return int(began.read_text().split()[0])
@@ -64,7 +64,7 @@ def wait_until(is_so):
 
 @pytest.fixture
 def launched(tmp_path):
-    """Begins a launcher, and leaves nothing of it behind."""
+    """Begin a launcher, and leave nothing of it behind."""
     all_launched = []
 
     def begin(*arguments, **options):
@@ -85,7 +85,7 @@ def launched(tmp_path):
     ],
 )
 def test_a_launch_has_one_exit_code_of_its_ranks(codes, expected):
-    assert verdict(codes) == expected
+    assert launch_code(codes) == expected
 
 
 def test_rank_0_speaks_on_the_screen_and_the_others_into_their_files(launched):
@@ -156,7 +156,7 @@ def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
 
 @pytest.mark.parametrize(("used_since", "noticed_after"), [(0.0, 0.0), (0.4, BEAT_SECONDS)])
 def test_a_rank_that_has_computed_before_is_found_frozen_after_one_silence(monkeypatch, used_since, noticed_after):
-    """Also one that has computed between its last sign of life and the moment that it froze."""
+    """A rank that computed between its last sign of life and its freeze is found too."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(module, "cpu_seconds", lambda pid: 5.0 + (used_since if clock.now > 100 else 0.0))
@@ -318,13 +318,13 @@ def test_a_server_that_ends_before_it_has_a_rank_is_a_failed_try(launched):
 
 
 class Tried:
-    """What a `Restarts` says, try after try, by a clock of its own."""
+    """Tries and the decisions of a `Restarts` about them, by a clock of their own."""
 
     def __init__(self, max_restarts: int = 3, retry_seconds: float = 600.0):
         self.restarts, self.now = Restarts(max_restarts, retry_seconds, 0), 0.0
 
     def after(self, *come_to: int, is_transient: bool) -> list[float | None]:
-        """The pauses after tries that ended there."""
+        """Return the pauses after tries that ended at these points."""
         pauses = []
         for batch in come_to:
             pause = self.restarts.pause(is_transient, batch, self.now)
@@ -367,7 +367,7 @@ def test_when_the_time_is_spent_the_code_says_whether_anything_was_lost(launched
 
 
 def test_ctrl_c_does_not_end_the_server_that_still_imports(tmp_path):
-    """A terminal sends it to the launcher's children too; the mask is there when the process is."""
+    """A terminal sends it to the launcher's children too; the server begins with the signal masked."""
     launcher = Launcher(Program("json", "json"), 1, 0, tmp_path)
     process, channel = launcher._running_server()
     blocked = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigBlk" in line)

@@ -1,4 +1,4 @@
-"""The batch scripts, ranks and a relay's place on a real Slurm of four nodes, which is all on this machine.
+"""The batch scripts, ranks and a relay's site on a real Slurm of four nodes, which is all on this machine.
 
 Ranks are stand-ins that write down what they are told; a requeued job's two minutes are skipped.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry_ops.journal import read_legs
+from llmfoundry_ops.journal import read_allocations
 from tests.helpers.launch import PATHS, ROOT
 from tests.helpers.slurm import NODES, Slurm, needs_slurm
 
@@ -37,7 +37,7 @@ import sys
 from pathlib import Path
 from llmfoundry_ops.tests.trainer import main
 words = [word.split("=", 1) for word in sys.argv[1:]]
-sys.exit(main(Path("runs/x"), 100_000, {"place": "slurm", **dict(words)}))
+sys.exit(main(Path("runs/x"), 100_000, {"site": "slurm", **dict(words)}))
 """
 TELLS = """
 import json, os
@@ -87,7 +87,7 @@ def test_a_requeued_task_of_an_array_comes_back_alone(slurm, folder):
 
 
 def test_ranks_have_what_the_script_has_where_sbatch_hands_on_nothing(slurm, folder):
-    """Some sites' default; srun would hand on nothing either, not even PATH."""
+    """Some centres have this default; srun would then hand on nothing either, not even PATH."""
     write_program(folder, "import os; open('told.txt', 'w').write(os.environ['PATH'])")
     job = slurm.submit(*ONE_TASK, "--export=NONE", SCRIPT, cwd=folder)
     slurm.wait(lambda: slurm.show(job)["JobState"] in ("COMPLETED", "FAILED"))
@@ -120,7 +120,7 @@ def test_a_heterogeneous_step_of_unlike_nodes_is_refused(slurm, folder):
 
 
 def test_a_cluster_ends_with_the_process_that_has_it(tmp_path):
-    """However that dies, and with the jobs."""
+    """It ends however that process dies, and so do the jobs."""
     program = (
         "import os, signal, sys, pathlib, tests.helpers.slurm as helper\n"
         "slurm = helper.Slurm(pathlib.Path(sys.argv[1])).__enter__()\n"
@@ -161,17 +161,17 @@ def test_ranks_meet_on_rank_0_s_node(slurm, folder):
     assert ranks[0][-1] == NODES[0]
 
 
-def test_a_relay_s_place_ends_when_its_job_ends(slurm, folder):
-    """And a job of the scripts' own name is not asked to leave in its stead."""
+def test_a_relay_s_site_ends_when_its_job_ends(slurm, folder):
+    """A job with the scripts' own name is not asked to leave instead."""
     write_program(folder, TRAINS)
     other = slurm.submit("-n1", "--job-name=llmfoundry-lite", "--wrap", "srun sleep 600", cwd=folder)
     job = f"sbatch --wait --no-requeue --job-name=x-relay {' '.join(ONE_TASK)} {SCRIPT} {{arguments}}"
-    here = f"PYTHONPATH={PATHS} {sys.executable} -m llmfoundry_ops.tests.trainer runs/x 100 place=here {{arguments}}"
-    places = {
+    here = f"PYTHONPATH={PATHS} {sys.executable} -m llmfoundry_ops.tests.trainer runs/x 100 site=here {{arguments}}"
+    sites = {
         "slurm": {"launch": job, "leave": "scancel --signal=USR1 --name=x-relay"},
         "here": {"launch": here},
     }
-    relay = {"run": "runs/x", "policy": "on_preemption", "places": places, "rest": "0.1s"}
+    relay = {"run": "runs/x", "policy": "on_preemption", "sites": sites, "rest": "0.1s"}
     (folder / "relay.yaml").write_text(yaml.safe_dump(relay, sort_keys=False))
     run = folder / "runs/x"
     environment = slurm.environment | {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
@@ -179,12 +179,12 @@ def test_a_relay_s_place_ends_when_its_job_ends(slurm, folder):
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             slurm.wait(lambda: (run / "metrics.jsonl").exists())
-            slurm.run("bash", "-c", places["slurm"]["leave"])
+            slurm.run("bash", "-c", sites["slurm"]["leave"])
             output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 0, output
-    assert [(leg.place, leg.ended) for leg in read_legs(run)] == [("slurm", "preempted"), ("here", "done")]
+    assert [(one.site, one.ended) for one in read_allocations(run)] == [("slurm", "preempted"), ("here", "done")]
     assert slurm.run("squeue", "-h", "-o", "%i").stdout.split() == [other]
     assert slurm.show(other)["JobState"] == "RUNNING"
     slurm.run("scancel", other)

@@ -15,7 +15,7 @@ import yaml
 from composer.core import Callback
 
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_ops.journal import read_legs
+from llmfoundry_ops.journal import read_allocations
 from tests.helpers.launch import PATHS, ROOT, train
 from tests.helpers.signals import wait_until_told
 from tests.helpers.slurm import NODES, Slurm, SlurmWithQos, needs_slurm, needs_slurmdbd
@@ -29,7 +29,8 @@ LEAVES_AT, LAST = 5, 12
 
 
 class Leave(Callback):
-    """In one batch of the first launch ranks wait until they are asked to leave: where a run leaves is no chance."""
+    """In one batch of the first launch, ranks wait until they are asked to leave, so that the batch is always the
+    same."""
 
     def batch_start(self, state, logger):
         there = Path(f"there-{state.run_name}-{this_rank().rank}")
@@ -54,7 +55,7 @@ def config(data):
 
 @pytest.fixture(scope="module")
 def expected(config, tmp_path_factory):
-    """What the run logs on two ranks when nothing happens to it."""
+    """Return the log of the run on two ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("whole")
     train([write_config(folder / "tiny.yaml", config)], folder, 2).check()
     return read_metrics(folder / "runs/tiny")
@@ -89,14 +90,14 @@ def output_of(folder: Path, job: str) -> str:
 
 
 def assert_close(run: Path, expected: list[dict]) -> None:
-    """On other ranks: the same data, and losses that agree."""
+    """Check that a run on other ranks has the same data, and losses that agree."""
     records = read_metrics(run)
     assert values(records, "data/digest") == values(expected, "data/digest")
     assert values(records, "loss/train/total") == pytest.approx(values(expected, "loss/train/total"), abs=1e-4)
 
 
 def submit(slurm: Slurm, folder: Path, config: dict, *options: str) -> str:
-    """A job on two nodes, one rank on each."""
+    """Submit a job on two nodes, one rank on each."""
     write_config(folder / "tiny.yaml", config)
     return slurm.submit(*options, "--nodes=2", *ON_A_NODE, SCRIPT, "tiny.yaml", cwd=folder)
 
@@ -225,12 +226,12 @@ def test_a_step_that_is_killed_ends_the_job_and_its_last_save_stands(slurm, fold
 @pytest.mark.long
 def test_a_relay_goes_from_a_partition_that_preempts_to_another(slurm, folder, config, expected):
     write_config(folder / "tiny.yaml", {**config, "callbacks": LEAVE})
-    places = {}
+    sites = {}
     for partition in ("low", "all"):
         words = ("--wait", "--no-requeue", f"--job-name=relay-{partition}", f"--partition={partition}", "--nodes=2")
         launch = " ".join(("sbatch", *words, *ON_A_NODE, SCRIPT, "tiny.yaml", "{arguments}"))
-        places[partition] = {"launch": launch, "leave": f"scancel --signal=USR1 --name=relay-{partition}"}
-    relay = {"run": "runs/tiny", "policy": "on_preemption", "places": places, "rest": "0.1s"}
+        sites[partition] = {"launch": launch, "leave": f"scancel --signal=USR1 --name=relay-{partition}"}
+    relay = {"run": "runs/tiny", "policy": "on_preemption", "sites": sites, "rest": "0.1s"}
     (folder / "relay.yaml").write_text(yaml.safe_dump(relay, sort_keys=False))
     command = [sys.executable, "-m", "llmfoundry_lite", "relay", "relay.yaml"]
     with subprocess.Popen(command, cwd=folder, env=slurm.environment, stdout=subprocess.PIPE, text=True) as process:
@@ -242,7 +243,7 @@ def test_a_relay_goes_from_a_partition_that_preempts_to_another(slurm, folder, c
             process.kill()
     slurm.run("scancel", other)
     assert process.returncode == 0, output
-    assert [(leg.place, leg.ended) for leg in read_legs(folder / "runs/tiny")] == [
+    assert [(one.site, one.ended) for one in read_allocations(folder / "runs/tiny")] == [
         ("low", "preempted"),
         ("all", "done"),
     ]

@@ -19,7 +19,7 @@ from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, value
 
 DEADLINE_SECONDS = 240
 NUM_BATCHES = 150
-"""Enough that none has ended by the time a busy machine gets round to killing it."""
+"""So many that no run ends before a busy machine kills it."""
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,13 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def wait_for_batch(run: Path, number: int) -> None:
-    """Until that many batches have been logged, those trained twice too."""
+    """Wait until this many batches have been logged, counting those trained twice."""
     log = run / "metrics.jsonl"
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= number)
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """In order: the server forks rank 0 first."""
+    """Return the ranks in order: the server forks rank 0 first."""
     (server,) = psutil.Process(launcher.pid).children()
     return sorted(server.children(), key=lambda process: process.create_time())
 
@@ -113,7 +113,7 @@ def test_after_a_killed_launcher_the_next_launch_carries_on_and_leaves_when_aske
 
 @pytest.mark.slow
 def test_ranks_that_evaluate_find_what_one_finds(folder):
-    """With logs and restarts where the command says."""
+    """Logs and restarts are where the command says."""
     train = begin(folder, "run_name=asked", "max_duration=2ba", "--log-dir", "said", "--max-restarts", "0")
     output, _ = train.communicate(timeout=DEADLINE_SECONDS)
     assert train.returncode == 0, output

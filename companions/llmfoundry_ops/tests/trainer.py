@@ -35,7 +35,7 @@ def main(folder: Path, num_batches: int, options: dict[str, str]) -> int:
         time.sleep(float(options.get("seconds_per_batch", "0.002")))  # the batch
         batch += 1
         with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"batch": batch, "pid": os.getpid(), "place": options.get("place")}) + "\n")
+            file.write(json.dumps({"batch": batch, "pid": os.getpid(), "site": options.get("site")}) + "\n")
         if batch % SAVE_INTERVAL == 0:
             save(store, lease, batch)
     if batch % SAVE_INTERVAL:

@@ -36,7 +36,7 @@ def simulate_bubble(
     loads = tuple(loads or [1.0] * num_stages * num_runs)
 
     def wait(count: int) -> float:
-        """In units of what one microbatch computes."""
+        """Return the wait, in units of one microbatch's computing."""
         return _play(schedule, num_stages, count, num_runs, loads) * count
 
     few, more = (few_rounds(num_stages, num_microbatches, rounds) for rounds in (4, 6))

@@ -4,10 +4,10 @@
     llmfoundry-lite doctor --json measured/doctor.json
     llmfoundry-lite plan mpt-7b --hardware h100 --devices 64 --calibrate measured/scaling.json,measured/doctor.json
 
-Timed steps, of `bench scaling` or `bench mfu`, fix the rate of products; of attention where their lengths differ; the
-jitter where their nodes do. Without steps the products of `bench mfu` fix their rate; beside steps they are not used,
-and the plan says so. `doctor` fixes links. The errors of the steps make the plan's interval. Options of `plan` come
-before reports, later reports before earlier.
+Timed steps, of `bench scaling` or `bench mfu`, fix the rate of products; also that of attention if their lengths
+differ, and the jitter if their numbers of nodes do. Without steps the products of `bench mfu` fix their rate; beside
+steps they are not used, and the plan says so. `doctor` fixes links. The errors of the steps make the plan's interval.
+Options of `plan` override reports, and later reports override earlier ones.
 """
 
 import json
@@ -35,7 +35,7 @@ LINKS = {"link_bytes_per_second": "in a node", "adapter_bytes_per_second": "betw
 SMALL_ERROR = 0.02
 """Larger errors count by their size, smaller ones by their square: a few steps of a table may be odd."""
 SMALL_GAIN = 1e-4
-"""Share of the errors; where a round of changes gains less, the next are by half as much."""
+"""If a round of changes reduces the errors by less than this share, the next changes are half as large."""
 
 
 class Step(NamedTuple):
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 def calibrate(hardware: Hardware, paths: Iterable[Path], given: Mapping[str, Any]) -> Hardware:
-    """Fix constants by reports. `given`: changes to the node that the user knows better.
+    """Fix constants by reports. `given`: values of the node that the user gave, which override reports.
 
     Raises DataError for a file that fixes none of them, ConfigError for one of another device.
     """
@@ -133,7 +133,7 @@ def fit(hardware: Hardware, steps: Sequence[Step], names: str, unused: str = "")
 
 
 def minimise(start: Mapping[str, float], cost: Callable[[dict[str, float]], float]) -> dict[str, float]:
-    """Change one value at a time by a factor, then all as they have changed; by less and less.
+    """Change one value at a time by a factor, then all together in the same directions; by ever smaller factors.
 
     Hooke and Jeeves 1961, "Direct search solution of numerical and statistical problems".
     """
@@ -178,7 +178,7 @@ def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], di
             return {}, read_steps(rows, hardware)
         if report["bench"] == "mfu":
             timed = [row for row in rows if "config" in row and "error" not in row]
-            if timed:  # they say how fast products are, among all else
+            if timed:  # steps show how fast products are in a whole run
                 return {}, read_steps(timed, hardware)
             return {"products": read_products(rows, report["peak_flops"])}, {}
         raise ValueError
@@ -206,7 +206,7 @@ def read_products(rows: Sequence[Mapping[str, Any]], peak: float | None) -> floa
 def read_steps(rows: Sequence[Mapping[str, Any]], hardware: Hardware) -> dict[str, Step]:
     """Return the steps of a report of `bench scaling` or `bench mfu`, each once: key -> step.
 
-    Raises DataError for a time that is none, ConfigError for a step that the planner cannot time.
+    Raises DataError for what is not a time, ConfigError for a step that the planner cannot time.
     """
     steps = dict[str, Step]()
     for row in rows:

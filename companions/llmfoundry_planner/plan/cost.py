@@ -18,11 +18,11 @@ COPY_BYTES_PER_SECOND = 10e9
 """From a device to its host, while a save holds training up: half of PCIe 4.0's rate."""
 MIN_SAVE_SECONDS = 0.1
 MAX_LOST_SHARE = 0.99
-"""Share of the time beyond which a plan is no plan."""
+"""Largest share of time that may be lost; more is an error."""
 
 
 def save_seconds(memory: MemoryEstimate) -> float:
-    """Time that a save holds training up: a device copies its share of parameters and of the optimizer's state."""
+    """Return the time that a save stalls training: a device copies its share of parameters and optimizer state."""
     return max(MIN_SAVE_SECONDS, (memory.parameters_bytes + memory.optimizer_bytes) / COPY_BYTES_PER_SECOND)
 
 
@@ -32,7 +32,7 @@ class Cost:
     """Failures and saves included."""
     device_hours: float
     energy_kwh: float
-    """At most: every node draws what it can."""
+    """Upper limit: every node draws its maximum."""
     dollars: float | None
     lost_share: float
     """Share of the time that saves, failures and restarts take."""
@@ -50,7 +50,7 @@ def cost_of(
     save_seconds: float,
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
 ) -> Cost:
-    """`save_seconds`: how long a save holds training up. Raises ConfigError if failures leave no time to train."""
+    """Return a run's cost; saves stall it by `save_seconds`. Raises ConfigError if failures leave no time to train."""
     between = device_hours_between_failures / num_devices * 3600
     every = suggest_save_interval(save_seconds, between)
     lost = lost_share(every, save_seconds, between, RESTART_SECONDS)

@@ -78,7 +78,7 @@ def one_for_each_device(num_nodes: int, num_storage: int, per_node: int = 8, rad
 
 
 def ring_rate(num_devices: int, num_bytes: float) -> float:
-    """Return bytes of the message per second, of a ring through all devices: 2 (n - 1) steps, each with its latency."""
+    """Return a ring's bytes of the message per second, through all devices: 2 (n - 1) steps, each with its latency."""
     seconds = 2 * (num_devices - 1) / num_devices * num_bytes / RING_PATH_BYTES_PER_SECOND
     return num_bytes / (seconds + 2 * (num_devices - 1) * ACROSS_LATENCY_SECONDS)
 

@@ -33,17 +33,17 @@ class Plan:
     num_devices: int
     num_parameters: int
     num_tokens: float | None
-    """Length of the run; None if it is in epochs, of data that is not looked at."""
+    """Length of the run; None if it is in epochs, because the data is not read."""
     candidates: list[Candidate]
     rejected: list[Rejected]
     would_fit: int | None
-    """If nothing fits: a number of devices that something fits on."""
+    """If nothing fits: a number of devices on which some layout fits."""
     cost: Cost | None
     """Cost of the first candidate."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Multiples of the predicted rates between which they come, in nine cases of ten."""
+        """Factors of the predicted rates between which real rates lie, in nine cases of ten."""
         return self.hardware.interval(self.num_devices, compiled=self.config.compile_config is not None)
 
 
@@ -56,7 +56,7 @@ def hardware_named(
     products_efficiency: float | None = None,
     measured: Sequence[Path] = (),
 ) -> Hardware:
-    """Return hardware of the table, with what the user knows better. Raises ConfigError for unknown hardware.
+    """Return hardware of the table, with the user's own values. Raises ConfigError for unknown hardware.
 
     `per_node`: devices of a node. `link_gigabytes`: GB/s of a device within its node. `adapter_gigabits`: Gbit/s of a
     node to others. `measured`: reports that `calibrate` reads.
@@ -130,7 +130,7 @@ def make_plan(
 
 
 def check_devices(config: TrainConfig, num_devices: int, per_node: int, pipeline: PipelineConfig | None) -> None:
-    """Raises ConfigError for a number of devices that nodes, stages or parts of samples do not divide."""
+    """Raise ConfigError for a number of devices that nodes, stages or parts of samples do not divide."""
     if num_devices > per_node and num_devices % per_node:
         below = num_devices // per_node * per_node
         raise ConfigError(

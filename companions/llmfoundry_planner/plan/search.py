@@ -165,7 +165,7 @@ def _divide(
     model = config.model
     divided = replace(
         config,
-        device_train_microbatch_size=None if config.trains_alone else "auto",  # found later; an island says how
+        device_train_microbatch_size=None if config.trains_alone else "auto",  # found later; an island names its own
         fsdp_config=replace(
             config.sharding,
             sharding_strategy=strategy,
@@ -282,7 +282,7 @@ class _Trial:
         return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, **facts)
 
     def least_seconds(self) -> float:
-        """Time a step, if memory did not matter."""
+        """Return the seconds of a step if memory did not matter."""
         # Larger microbatches gather less often; in a pipeline, smaller ones fill it sooner.
         return min(self._time(False, size).seconds for size in {self.sizes[0], self.sizes[-1]})
 

@@ -156,7 +156,7 @@ def replace_the_world() -> None:
         real_init("fake", rank=here.rank, world_size=here.world_size, store=dist.HashStore())
 
     def get_backend(group: Any = None) -> str:
-        """Answer our and Composer's code, which choose a device by it, as on the real one."""
+        """Answer as on the real device: our code and Composer's choose a device by it."""
         asks = sys._getframe(1).f_globals.get("__name__", "")
         return "nccl" if asks.startswith(("composer", "llmfoundry_lite")) else real_backend(group)
 
@@ -187,7 +187,7 @@ def replace_the_world() -> None:
 
 
 def replace_votes() -> None:
-    """Let all stages of a pipeline know the shapes that they send, about which they ask each other."""
+    """Tell all stages of a pipeline the shapes that they send, instead of letting them ask each other."""
     import torch
     from torch.distributed.pipelining import PipelineStage
 

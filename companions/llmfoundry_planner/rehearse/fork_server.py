@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     said: str
     """The rank's standard error."""
     found: dict[str, Any]
-    """Measurements, until it ended: those of `measure.py`."""
+    """Measurements of `measure.py` until the rehearsal ended."""
     seconds: float
 
 

@@ -43,7 +43,7 @@ def search(server: ForkServer, job: Job, rank: int = 0) -> int:
     )
 
     def attempt(size: int) -> bool | None:
-        """Return None if it fails in another way."""
+        """Return whether a size fits; None if its rehearsal fails in another way."""
         nonlocal outcome
         outcome = server.rehearse(
             [*arguments, *sized_batch(config, size, device_batch_size, num_ranks)],
@@ -88,14 +88,14 @@ def bisect(sizes: list[int], first: int, attempt: Callable[[int], bool | None]) 
 
 
 def sized_batch(config: TrainConfig, size: int, device_batch_size: int, num_ranks: int) -> list[str]:
-    """Return a short batch; a pipeline's whole one, since it keeps several microbatches at the same time."""
+    """Return overrides for a short batch, or for a pipeline's whole one: it keeps several microbatches at a time."""
     if config.pipeline.pipeline_parallel_degree > 1:
         return [f"device_train_microbatch_size={size}"]
     return short_batch(size, device_batch_size, num_ranks)
 
 
 def short_batch(size: int, device_batch_size: int, num_ranks: int) -> list[str]:
-    """Return two microbatches: they take as much memory as many."""
+    """Return overrides for a batch of two microbatches, which take as much memory as many."""
     num_samples = min(2 * size, device_batch_size) * num_ranks
     return [f"device_train_microbatch_size={size}", f"global_train_batch_size={num_samples}"]
 

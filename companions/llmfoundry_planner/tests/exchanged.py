@@ -15,9 +15,9 @@ SINGLE_NUMBERS = 8
 
 
 class CountExchanges(Callback):
-    """What each rank exchanges in the second batch of a run, forward, backward and in the optimizer's step: bytes of
-    whole messages by (operation, ranks of the group, dtype), into `exchanged-RANK.json`. Single numbers, as norms and
-    counts are, do not count."""
+    """Count what each rank exchanges in the second batch of a run, forward, backward and in the optimizer's step.
+    Writes bytes of whole messages by (operation, ranks of the group, dtype) into `exchanged-RANK.json`, without single
+    numbers such as norms."""
 
     BATCH = 2
 

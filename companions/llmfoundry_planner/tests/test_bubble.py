@@ -7,7 +7,7 @@ from llmfoundry_planner.plan.bubble import SCHEDULES, simulate_bubble
 
 
 def bubble(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
-    """Time that a device waits over time that it computes, by the formulas of the module."""
+    """Return the time that a device waits over the time that it computes, by the formulas of the module."""
     share = (num_stages - 1) / num_microbatches
     return share / {"interleaved": virtual_stages, "zero_bubble": 3}.get(schedule, 1)
 

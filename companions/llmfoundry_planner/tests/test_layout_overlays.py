@@ -17,19 +17,19 @@ from llmfoundry_planner.rehearse.fork_server import ForkServer
 from tests.helpers.launch import ROOT
 
 LARGEST = ("mpt-1t", 3072, 64)
-"""A model, the one count of devices that it is divided over, and their GB."""
+"""The largest model, the number of devices that it is divided over, and GB of a device."""
 NAMES = sorted(path.stem for path in (ROOT / "yamls/layouts").glob("*.yaml"))
 
 
 def parts_of(name: str) -> tuple[str, int, int]:
-    """(model, devices, GB of a device)"""
+    """Return (model, devices, GB of a device)."""
     found = re.fullmatch(r"(mpt-\d+[bt])-(\d+)x(\d+)gb", name)
     assert found, name
     return found[1], int(found[2]), int(found[3])
 
 
 def counts_of(name: str) -> list[int]:
-    """From its own number of devices to the one that the model's next layout begins with."""
+    """Return counts from its own number of devices to the one that the model's next layout begins with."""
     model, first, size = parts_of(name)
     if (model, first, size) == LARGEST:
         return [first]
@@ -99,7 +99,7 @@ def test_it_is_nearly_as_fast_as_the_fastest_that_the_planner_finds_and_says_so(
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_its_fullest_rank_is_rehearsed_at_its_first_count(monkeypatch, name):
-    """With the largest microbatch that the estimate gives room for."""
+    """The microbatch is the largest for which the estimate finds room."""
     monkeypatch.chdir(ROOT)
     model, count, size = parts_of(name)
     overlay = f"{OVERLAYS[size][-1]} + {name}"

@@ -28,7 +28,7 @@ def test_the_page_of_two_clusters_has_the_rows_that_its_benchmark_prints(cases):
 
 
 def test_the_guide_names_the_links_of_that_page():
-    """Of as many devices, and the run's own batch."""
+    """The page has the same number of devices, and the run's own batch."""
     page = (PAGES / "join.md").read_text()
     found = {
         devices: re.search(rf"^\| mpt-7b \| {devices} \+ {devices} \| pays \| (\d+)\S* Gbit/s", page, re.M)

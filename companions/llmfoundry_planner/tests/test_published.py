@@ -91,7 +91,7 @@ def test_newer_rates_are_inside_the_intervals_that_plan_prints():
     ],
 )
 def test_steps_of_one_h100_are_predicted_by_rates_that_they_did_not_fit(monkeypatch, case, compiled_share, error):
-    """As `rates.MEASURED` says."""
+    """The errors are those that `rates.MEASURED` states."""
     cases = (ROOT / "benchmarks/results/h100/cases.jsonl").read_text().splitlines()
     measured = {row["name"]: row["median_s"] for row in map(json.loads, cases) if "median_s" in row}
     size = case.partition("_")[0]

@@ -51,7 +51,7 @@ def test_what_a_layout_costs_is_told_apart():
 
 
 def test_blocks_that_are_divided_unevenly_take_longer():
-    """By what the stage that has the most of them computes, and the others wait."""
+    """The stage that has the most blocks computes longest, and the others wait."""
     layout, model = Layout(pipeline=2, replicate=4, node_size=8), dataclasses.replace(model_of("1b"), vocab_size=8)
     even, uneven = (
         time_of(layout, model=model, pp_config=PipelineConfig(pipeline_parallel_degree=2, blocks=blocks))
@@ -121,7 +121,7 @@ def test_plain_attention_takes_longer_for_each_token_in_proportion_to_the_sample
 
 
 def frontier(tensor: int, stages: int, num_microbatches: int, size: str = "22b") -> float:
-    """Tokens per second of a device: one copy, one sample at a time."""
+    """Return tokens per second of a device, with one copy of the model and one sample at a time."""
     layout = Layout(pipeline=stages, tensor=tensor, node_size=8)
     pipeline = PipelineConfig(pipeline_parallel_degree=stages) if stages > 1 else None
     batch = {"global_train_batch_size": num_microbatches, "device_train_microbatch_size": 1}
@@ -131,7 +131,7 @@ def frontier(tensor: int, stages: int, num_microbatches: int, size: str = "22b")
 
 
 def is_falling(rates: list[float]) -> bool:
-    """Each is at least 2 % below the one before."""
+    """Return whether each rate is at least 2 % below the one before."""
     return all(later < 0.98 * earlier for earlier, later in itertools.pairwise(rates))
 
 

@@ -22,7 +22,7 @@ from llmfoundry_machines.tests.findings import QUICK, by_name
 
 
 def flip_bit(values: torch.Tensor, index: int, bit: int) -> None:
-    """Of a contiguous tensor on the CPU, whatever its dtype."""
+    """Flip one bit of a contiguous tensor on the CPU, of any dtype."""
     address = values.data_ptr() + index * values.element_size() + bit // 8
     ctypes.c_uint8.from_address(address).value ^= 1 << bit % 8
 
@@ -71,7 +71,7 @@ def miss_one_of_five(product_mn: torch.Tensor, a_mk: torch.Tensor, b_kn: torch.T
 
 
 def miss_one_of_twenty(product_mn: torch.Tensor, a_mk: torch.Tensor, b_kn: torch.Tensor, count: int) -> None:
-    """The lowest bit of a real product: within every bound."""
+    """Change the lowest bit of a real product, which is within every bound."""
     if a_mk.shape[1] == 256 and count % 20 == 19:
         flip_bit(product_mn, 99, 0)
 
@@ -299,7 +299,7 @@ def hang(rank: int) -> None:
 
 
 def die(rank: int) -> None:
-    dist.barrier()  # or it may be gone before the other has its process group
+    dist.barrier()  # else it may be gone before the other has its process group
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -366,7 +366,7 @@ def test_ranks_whose_clocks_are_an_hour_apart_are_warned_of():
     [(die, 10 * Machine().limit_seconds, "rank 1 was killed by SIGKILL"), (hang, 4, "")],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_check_in_time(fault, limit_seconds, words):
-    """The first long before the limit, of which this check has less."""
+    """A death ends the check long before its limit; a hang ends it at the limit, here 4 s."""
     found = examine_collectives(fault, ranks_limit_seconds=limit_seconds)
     assert list(found) == [collectives.READY, collectives.CLOCKS]
     detail = found[collectives.CLOCKS].detail

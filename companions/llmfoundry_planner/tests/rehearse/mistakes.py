@@ -15,7 +15,7 @@ class AddsHostTensor(Callback):
 
 
 class Changes(Callback):
-    """The input of each feed-forward layer."""
+    """Changes the input of each feed-forward layer."""
 
     change: Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,7 +44,7 @@ class BreaksGraph(Changes):
 
 
 class ShortensBatch(Callback):
-    """Each second microbatch."""
+    """Shortens every second microbatch."""
 
     def before_forward(self, state: State, logger: Logger) -> None:
         self.is_second = not getattr(self, "is_second", True)

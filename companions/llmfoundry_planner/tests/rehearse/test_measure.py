@@ -16,7 +16,7 @@ from llmfoundry_planner.rehearse.measure import categorise, replay
 
 
 def frames(*functions):
-    """A stack in the middle of functions, the innermost first."""
+    """Return a stack that stands in the middle of these functions, the innermost first."""
     stack = []
     for each in map(inspect.unwrap, functions):
         lines, first = inspect.getsourcelines(each)
@@ -28,7 +28,7 @@ MODEL, OPTIMIZER = frames(MPT.forward), frames(torch.optim.AdamW.step)
 
 
 def history(*events):
-    """(address, bytes, frames) for what is asked for; an address alone for what is given back."""
+    """Return a history: (address, bytes, frames) is a request; an address alone is freed."""
     entries = []
     for time_us, event in enumerate(events):
         if isinstance(event, int):

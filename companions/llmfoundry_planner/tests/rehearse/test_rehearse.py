@@ -32,7 +32,7 @@ RUN = ["mpt-125m", "h100-8", "device_train_microbatch_size=8", "global_train_bat
 
 @pytest.fixture(scope="module")
 def server():
-    """Of which each rehearsal is a fork; one import for all."""
+    """Start the server that each rehearsal is a fork of: one import for all."""
     before = os.getcwd()
     os.chdir(ROOT)
     with ForkServer() as server:
@@ -184,7 +184,7 @@ STAGES = {
     "zbv": ("model.tie_word_embeddings=false",),
 }
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
-"""These cannot be compiled."""
+"""Schedules that cannot be compiled."""
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_estimate_is_at_most_five_percent_above_the_rehearsal_and_never_belo
 
 @pytest.mark.long
 def test_so_it_is_for_every_overlay_and_model_that_ships():
-    """As many as six minutes suffice for; `python -m benchmarks memory --out` carries on where it stopped."""
+    """Rehearses as many as fit into six minutes; `python -m benchmarks memory --out` carries on from there."""
     from benchmarks.memory import run as sweep
 
     assert sweep(minutes=6) == EXIT_DONE
@@ -357,7 +357,7 @@ def test_65536_tokens_with_alibi_and_documents_take_no_bias(server, overlay, dev
 
 
 def tightest(device: str) -> list[Published]:
-    """Of each model, the published microbatch that leaves the least room; the fullest model first."""
+    """Return each model's published microbatch that leaves the least room, the fullest model first."""
     needs: dict[str, tuple[int, Published]] = {}
     for row in published():
         if row.device == device:

@@ -20,7 +20,7 @@ import yaml
 
 from benchmarks import Log, last_lines, with_root
 from llmfoundry_lite.errors import UserError
-from llmfoundry_ops.journal import read_legs
+from llmfoundry_ops.journal import read_allocations
 
 INSTRUCTION_SETS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -60,7 +60,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
+class Launch:
     """One launch, from its command to its end."""
 
     cluster: str
@@ -69,7 +69,7 @@ class Leg:
     seconds_to_restore: float | None = None
     """From the command to the line that names the checkpoint it carries on from; None without one."""
     seconds_to_first_batch: float | None = None
-    """None of a relay's legs, which nobody watches."""
+    """None for a relay's allocations, whose output is not watched."""
     seconds: float
     exit_code: int | None
 
@@ -96,7 +96,7 @@ class Workshop:
         """Return the last record of each batch."""
         return Log(self.run_folder(name) / "metrics.jsonl").last_of_each_batch()
 
-    def launch(self, name: str, cluster: Cluster, *arguments: str) -> Leg:
+    def launch(self, name: str, cluster: Cluster, *arguments: str) -> Launch:
         """`llmfoundry-lite train -n … run.yaml <cluster>.yaml run_name=<name> …`, to its end.
 
         Raises UserError with the end of its output when it does not end well.
@@ -134,7 +134,7 @@ class Workshop:
         ended = json.loads(status.read_text())["status"] if status.exists() else "nothing"
         if ended not in ("done", "stopped") or first_batch_at is None:
             raise UserError(f"{' '.join(command)}: exit code {code}\n{''.join(lines[-20:])}")
-        return Leg(
+        return Launch(
             cluster=cluster.letter,
             first_batch=batches[0],
             last_batch=batches[-1],
@@ -144,35 +144,35 @@ class Workshop:
             exit_code=code,
         )
 
-    def relay(self, name: str, every: int) -> list[Leg]:
+    def relay(self, name: str, every: int) -> list[Launch]:
         """`llmfoundry-lite relay <name>.yaml`: the same launches in turn, `every` batches each, to the run's end.
 
         Raises UserError with the end of its output when it does not end well.
         """
-        places = {}
+        sites = {}
         for cluster in self.clusters:
             hidden = [f"-u {variable}" for variable in sorted(os.environ.keys() - environment_for(cluster).keys())]
             shown = [f"{variable}={value}" for variable, value in cluster.environment.items()]
             launch = ["env", *hidden, *shown, *command_for(cluster, name, "{arguments}")]
-            places[cluster.letter] = {"launch": " ".join(launch)}
-        relay = {"run": f"runs/{name}", "policy": {"every": f"{every}ba"}, "places": places}
+            sites[cluster.letter] = {"launch": " ".join(launch)}
+        relay = {"run": f"runs/{name}", "policy": {"every": f"{every}ba"}, "sites": sites}
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(relay, sort_keys=False))
         command = [sys.executable, "-m", "llmfoundry_lite", "relay", f"{name}.yaml"]
         environment = with_root(WANDB_MODE="disabled")
         result = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
-        legs = read_legs(self.run_folder(name))
-        if result.returncode != 0 or any(leg.ended not in ("done", "stopped") for leg in legs):
+        allocations = read_allocations(self.run_folder(name))
+        if result.returncode != 0 or any(one.ended not in ("done", "stopped") for one in allocations):
             words = last_lines(result.stdout + result.stderr)
             raise UserError(f"{' '.join(command)}: exit code {result.returncode}\n{words}")
         return [
-            Leg(
-                cluster=leg.place,
-                first_batch=leg.from_batch + 1,
-                last_batch=leg.to_batch or 0,
-                seconds=(leg.over or leg.began) - leg.began,
-                exit_code=leg.code,
+            Launch(
+                cluster=one.site,
+                first_batch=one.from_batch + 1,
+                last_batch=one.to_batch or 0,
+                seconds=(one.over or one.began) - one.began,
+                exit_code=one.code,
             )
-            for leg in legs
+            for one in allocations
         ]
 
 

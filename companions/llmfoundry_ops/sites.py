@@ -1,8 +1,8 @@
-"""relay.yaml -> the places a run may be at, and when it moves.
+"""relay.yaml -> the sites a run may be at, and when it moves.
 
 run: runs/mpt-1b
 policy: {every: 200ba}                     or on_preemption
-places:
+sites:
   a100:
     launch: composer -n 8 scripts/train.py yamls/pretrain/mpt-1b.yaml hardware=auto {arguments}
   mi250:
@@ -26,30 +26,30 @@ from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
 ARGUMENTS = "{arguments}"
-"""Placeholder for the relay's arguments in a launch command, at whose end a pipe, a comment or ssh may be."""
+"""Placeholder for the relay's arguments in a launch command, which may end with a pipe, a comment or ssh's quote."""
 FAR = ("ssh", "sbatch", "salloc", "sky", "kubectl")
-"""Programs whose end here leaves the run going elsewhere, or takes it down without a save."""
+"""Programs whose end here leaves the run going elsewhere, or ends it without a save."""
 ON_PREEMPTION = "on_preemption"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Place:
+class Site:
     launch: str
     """A shell command that ends when its launch ends, with {arguments}."""
     leave: str | None = None
     """A shell command that asks the launch to save and leave. By default its launcher gets SIGTERM."""
     status: str | None = None
-    """A shell command that prints this place's status.json, where its run folder is not the relay's."""
+    """A shell command that prints this site's status.json, where its run folder is not the relay's."""
     price: float | None = None
-    """Price of an hour of the whole place, in any currency, for `report`."""
+    """Price of an hour of the whole site, in any currency, for `report`."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Policy:
     every: str | None = setting(None, matches("batches, such as 200ba", "[1-9][0-9_]*ba"))
-    """Batches after which the run moves (200ba). None: it moves when a place is preempted or fails."""
+    """Batches after which the run moves (200ba). None: it moves when a site is preempted or fails."""
     order: list[str] = setting(list)
-    """Names of places, repeated from the first. By default all of them in the order of the file."""
+    """Names of sites, repeated from the first. By default all of them in the order of the file."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -59,9 +59,9 @@ class Relay:
     checkpoints: str | None = None
     """The run's save_folder, if it has one: a folder or a URL. By default `checkpoints` in the run folder."""
     policy: Policy
-    places: dict[str, Place]
+    sites: dict[str, Site]
     rest: str = setting("5s", parse_seconds)
-    """Rest of a place that has left early; twice as long each time in a row that it saved nothing, at most an hour."""
+    """Rest of a site that has left early; twice as long each time in a row that it saved nothing, at most an hour."""
     silence: str = setting("10m", parse_seconds)
     """Time without a change of status.json after which a launch whose launcher has ended is given up."""
     retry_for: str = setting("12h", parse_seconds)
@@ -77,7 +77,7 @@ class Relay:
 
     @property
     def order(self) -> list[str]:
-        return self.policy.order or list(self.places)
+        return self.policy.order or list(self.sites)
 
     @property
     def every(self) -> int | None:
@@ -103,35 +103,35 @@ def load_relay(path: str) -> Relay:
 
 def _problems(relay: Relay) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong with it)."""
-    if not relay.places:
-        yield "places", "none given; name at least one, with its launch command"
-    for name, place in relay.places.items():
+    if not relay.sites:
+        yield "sites", "none given; name at least one, with its launch command"
+    for name, site in relay.sites.items():
         if not re.fullmatch(r"\w[\w.\-]{0,99}", name):
             expected = "the name of a file: at most 100 letters, digits and . _ -"
-            yield "places", f"{name[:100]!r} given, expected {expected}"
-        for key, problem in _problems_of_place(place):
-            yield f"places.{name}.{key}", problem
+            yield "sites", f"{name[:100]!r} given, expected {expected}"
+        for key, problem in _problems_of_site(site):
+            yield f"sites.{name}.{key}", problem
     if os.path.expanduser(relay.run).startswith("~"):
         yield "run", f"{relay.run!r} given; there is no such user here"
     if "\0" in relay.store or os.path.isfile(os.path.expanduser(relay.store)):
         yield "checkpoints", f"{relay.store!r} given, expected the run's save_folder: a folder or a URL"
     for name in relay.policy.order:
-        if name not in relay.places:
-            near = difflib.get_close_matches(name, relay.places, n=1, cutoff=0.6)
-            meant = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(relay.places)}"
-            yield "policy.order", f"{name!r} is not a place; {meant}"
+        if name not in relay.sites:
+            near = difflib.get_close_matches(name, relay.sites, n=1, cutoff=0.6)
+            meant = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(relay.sites)}"
+            yield "policy.order", f"{name!r} is not a site; {meant}"
 
 
-def _problems_of_place(place: Place) -> Iterator[tuple[str, str]]:
-    if place.price is not None and not 0 <= place.price < float("inf"):
-        yield "price", f"{place.price:g} given, expected the price of an hour, 0 or more"
+def _problems_of_site(site: Site) -> Iterator[tuple[str, str]]:
+    if site.price is not None and not 0 <= site.price < float("inf"):
+        yield "price", f"{site.price:g} given, expected the price of an hour, 0 or more"
     for key in ("launch", "leave", "status"):
-        command = getattr(place, key)
+        command = getattr(site, key)
         if command is not None and (problem := _problem_of_command(command)):
             yield key, problem
-    words = words_of(place.launch)
+    words = words_of(site.launch)
     far = next((word for word in words if PurePosixPath(word).name in FAR), None)
-    if far and place.leave is None:
+    if far and site.leave is None:
         asks = "say which command asks it to leave, such as touching STOP in its run folder"
         yield "leave", f"missing; SIGTERM to {far} does not let the launch save, so {asks}"
     if problem := _problem_of_sbatch(words):
@@ -152,7 +152,7 @@ def _problem_of_command(command: str) -> str | None:
         return f"{command!r} is not a shell command: {(lines or ['sh cannot read it'])[0]}"
     is_other = re.compile(r"exec|\w+=[^$`(]*").fullmatch
     program = next((word for word in words_of(command) if not is_other(word)), "")
-    if re.fullmatch(r"[\w./+~:-]+", program):  # others take a shell to tell
+    if re.fullmatch(r"[\w./+~:-]+", program):  # only a shell can tell for others
         known = subprocess.run(["sh", "-c", 'command -v "$1"', "sh", program], capture_output=True, check=False)
         if known.returncode != 0:
             return f"{program}: command not found; install it, or give its path"
@@ -177,5 +177,5 @@ def words_of(command: str) -> list[str]:
     lexer.whitespace_split = True
     try:
         return list(lexer)
-    except ValueError:  # a here-document may have a quote that is none
+    except ValueError:  # a quote in a here-document may be plain text
         return command.split()
