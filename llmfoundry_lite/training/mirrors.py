@@ -69,9 +69,8 @@ def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mi
     elif config.log_to_console:
         mirrors.append(ConsoleLine(max_duration, Duration.parse(config.console_log_interval)))
     if config.loggers.wandb is not None:
-        mirror = WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config))
-        mirror.named = names[config.loggers.wandb.names]
-        mirrors.append(mirror)
+        mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config)))
+        mirrors[-1].named = names[config.loggers.wandb.names]
     if config.loggers.tensorboard is not None:
         mirrors.append(TensorboardMirror(config.loggers.tensorboard, folder))
         mirrors[-1].named = names[config.loggers.tensorboard.names]
