@@ -3,8 +3,10 @@
 from importlib.metadata import EntryPoint
 
 import pytest
+import typer
 
 from llmfoundry_lite import companions, preflight
+from llmfoundry_lite.cli import main
 from llmfoundry_lite.companions import Companion
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
@@ -37,6 +39,17 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
         "warning: companion lost",
     ]
     assert "its commands hello are another's already" in lines[2]
+
+
+def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
+    def ask() -> None:
+        raise ModuleNotFoundError("No module named 'llmfoundry_layouts'", name="llmfoundry_layouts.schedule")
+
+    program = typer.Typer()
+    program.command("plan")(ask)
+    program.callback()(lambda: None)
+    assert main.run(["plan"], program) == 2
+    assert capsys.readouterr().err == "error: plan: needs the companion llmfoundry_layouts\n"
 
 
 @pytest.mark.parametrize(

@@ -9,5 +9,6 @@ COMPANION = Companion(
         "cp_config.context_parallel_degree": "llmfoundry_layouts.context:build_context",
         "pp_config.pipeline_parallel_degree": "llmfoundry_layouts.language_model:build_language_model",
         "fsdp_config.sharding_strategy: ZERO_1": "llmfoundry_layouts.zero:share_optimizer",
+        "memory of a pipeline's ranks": "llmfoundry_layouts.stage_memory:estimate_rank",
     },
 )
