@@ -83,7 +83,9 @@ def write_for_hours(data: Path, hours: float, out: Path) -> str:
     num_ranks = max(1, count_devices())
     here = f"{num_ranks} rank{'s' * (num_ranks > 1)} in {precision_here()}"
     if share < QUIET_SHARE:
-        print(f"other programs are busy: {share:.0%} of the cores' time was left; the hours hold when they have ended")
+        print(
+            f"other programs left {share:.0%} of the cores' time: the hours are a guess; repeat it when they have ended"
+        )
     return f"{note}; {shape.model['n_layers']} blocks of width {shape.model['d_model']}, {here}"
 
 
