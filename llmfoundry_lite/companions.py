@@ -26,17 +26,30 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "llmfoundry_formats": (
         "init",
         "causal models of other types",
+        "folders of GPT-2, Llama, Mistral and Qwen",
         "checkpoints of Composer and DCP",
         "pytorch_model.bin",
+        "tokenizers without tokenizer.json",
         "hf:// data sets of tasks",
+        "hf: data sets of text",
+        "hf: models to import",
+        "hf: models to evaluate",
+        "rows of CSV, parquet and arrow",
+        "rows of parquet and arrow",
         "logs of lm-eval and Inspect",
         "callbacks.hf_checkpointer",
         "callbacks.generate_callback",
         "callbacks.early_stopper",
         "callbacks.kill_loss_spike",
     ),
-    "llmfoundry_ops": ("train -n", "relay", "relay.jsonl"),
-    "llmfoundry_layouts": ("pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"),
+    "llmfoundry_ops": ("train -n", "watch", "relay", "relay.jsonl"),
+    "llmfoundry_layouts": (
+        "tp_config.tensor_parallel_degree",
+        "cp_config.context_parallel_degree",
+        "pp_config.pipeline_parallel_degree",
+        "fsdp_config.sharding_strategy: ZERO_1",
+        "memory of a pipeline's ranks",
+    ),
 }
 """Package -> its commands, blocks, readers and builders: what a missing one is asked for."""
 SLOTS = ("commands", "blocks", "readers", "builders")

@@ -2,16 +2,14 @@
 
 import errno
 import fcntl
-import glob
 import json
 import os
 import re
 import stat
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from llmfoundry_lite.errors import ConfigError
 
@@ -93,29 +91,6 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def without_magic(name: str) -> Iterator[str]:
-    """Yield `name`; for a folder whose path is a pattern to `datasets`, another folder with links to its files.
-
-    `datasets` takes the path of a folder for a glob, and one with `::` for a chain of URLs: it reads another folder.
-    Raises OSError.
-    """
-    folder = Path(name)
-    path = os.path.realpath(folder)
-    if not folder.is_dir() or not (glob.has_magic(path) or "::" in path):
-        yield name
-        return
-    with TemporaryDirectory() as place:
-        if glob.has_magic(os.path.realpath(place)):
-            raise OSError(f"{place}, the folder of temporary files, is a pattern itself; set TMPDIR to another")
-        for here, _, files in os.walk(path):
-            there = Path(place, os.path.relpath(here, path))
-            there.mkdir(exist_ok=True)
-            for file in files:
-                (there / file).symlink_to(Path(here, file))
-        yield place
 
 
 def lock_folder(folder: Path) -> int:

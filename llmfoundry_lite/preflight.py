@@ -24,7 +24,7 @@ from llmfoundry_lite.config.check import check_kernels
 from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
-from llmfoundry_lite.config.layout import Layout, describe_layout
+from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import FOUNDRY_CALLBACKS, TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
@@ -98,8 +98,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
 
 def _parts_of_companions(config: TrainConfig, layout: Layout) -> Iterator[str]:
     """Yield what builders of companions are asked for, by the names of `companions.OURS`."""
-    if layout.pipeline > 1:
-        yield "pp_config.pipeline_parallel_degree"
+    yield from (key for dimension, key in DEGREE_KEYS.items() if getattr(layout, dimension) > 1)
     if config.sharding.sharding_strategy == "ZERO_1":
         yield "fsdp_config.sharding_strategy: ZERO_1"
     for name in FOUNDRY_CALLBACKS:

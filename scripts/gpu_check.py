@@ -6,9 +6,9 @@
 
 It runs with the interpreter that runs it: its own torch (2.11 or newer), and no package index. `ready` says what is
 missing. Each part writes OUT/PART.json, after each of its steps; `verified FILE…` draws the table of such files
-(`gpu_proofs.py`). Steps (`gpu_steps.py`) begin with the most telling, and run at once where there are cores
-for it. What has no time is named. Without a GPU a part does what a CPU can: other tests of the same files, and smaller
-models.
+(`gpu_proofs.py`). Steps (`gpu_steps.py`) begin with the most telling, and run at once where there are cores for it
+(`gpu_part.py`). What has no time is named. Without a GPU a part does what a CPU can: other tests of the same files, and
+smaller models.
 """
 
 import argparse
@@ -24,12 +24,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {
@@ -41,18 +37,6 @@ NEEDED = {
     **dict.fromkeys(["hypothesis", "pytest", "pytest_timeout"], "for the tests"),
 }
 """Module -> its package, where it has another name."""
-OVERLAYS = {"a100-40gb-8": "A100-40GB", "a100-80gb-8": "A100-80GB", "h100-8": "H100-80GB", "h200-8": "H200"}
-"""CUDA's overlays -> their rows of the hardware table."""
-MEASURED = {("h100-8", "mpt-125m", 1): 0.432, ("h100-8", "mpt-1b", 1): 0.559}
-"""(overlay, model, devices) -> MFU, compiled: `benchmarks/results/h100/cases.jsonl`."""
-RESERVE_SECONDS = 8
-"""For ending what is late, and for writing what was found."""
-MANY_CORES = 8
-NUM_AT_ONCE = 2
-"""Steps that run at once, unless there are so many cores: then all do."""
-MARK = "GPU_CHECK_STEP"
-"""The variable by which all that a step has started is found again."""
-
 FACTS = """
 import json, torch
 from llmfoundry_lite import devices
@@ -64,139 +48,6 @@ print(json.dumps({
     "machine": describe_machine(),
 }))
 """
-
-
-class Part:
-    """A part's time, its folder, and its proof."""
-
-    def __init__(self, name: str, minutes: float, out: Path):
-        self.began = time.monotonic()
-        self.deadline, self.out = self.began + 60 * minutes, out
-        self.path = out / f"{name}.json"
-        self.proof: dict[str, Any] = {"format": 1, "part": name, "minutes": minutes, "problems": [], "left_out": []}
-        self.num_cores = len(os.sched_getaffinity(0))
-        self.runs_at_once = self.num_cores >= MANY_CORES
-        self._steps: list[Future[None]] = []
-        self._writing = threading.Lock()
-        out.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.proof["vendor"] == "cpu"
-
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    def tell(self, text: str) -> None:
-        minutes, seconds = divmod(max(0, int(self.left())), 60)
-        show(f"[{minutes}:{seconds:02} left] {text}")
-
-    def note(self, **found: Any) -> None:
-        """Put what a step has found into the proof, and write it."""
-        with self._writing:
-            self.proof |= found | {"seconds": round(time.monotonic() - self.began, 1)}
-            self.path.write_text(json.dumps(self.proof, indent=1) + "\n")
-
-    def together(self, steps: Mapping[str, Callable[[], None]]) -> None:
-        """Run steps in their order, at once as far as there are cores. One that raises is a problem, and no more."""
-        with ThreadPoolExecutor(len(steps) if self.runs_at_once else NUM_AT_ONCE) as pool:
-            futures = {name: pool.submit(step) for name, step in steps.items()}
-            self._steps += futures.values()
-            for name, future in futures.items():
-                if error := future.exception():
-                    traceback.print_exception(error)
-                    self.proof["problems"].append(f"{name}: {error!r}")
-
-    def _waits(self) -> bool:
-        """Return whether a step has not begun yet."""
-        return any(not step.running() and not step.done() for step in self._steps)
-
-    def end(self, number: int, frame: Any = None) -> None:
-        """Handle a signal: no step has time any more, so that each ends what it has started."""
-        self.deadline = 0.0
-        self.proof["problems"].append(f"ended by {signal.Signals(number).name}")
-
-    def run(
-        self, name: str, arguments: Sequence[str], needs: float = 0, share: float | None = None, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run Python in the clone's root and show its output. What is too late is ended, with all that it started.
-
-        It may take that `share` of the time that is left; without one, two thirds while other steps wait, so that one
-        that hangs does not cost the others, and all when none does. It is left out where less is left than it `needs`,
-        in seconds. Failures become problems of the proof. The log is OUT/NAME.log.
-        """
-        command, mark = [sys.executable, "-u", *arguments], f"{os.getpid()} {name}"
-        if self.left() - RESERVE_SECONDS <= needs:
-            self.proof["left_out"].append(f"{name}: no time for it")
-            return subprocess.CompletedProcess(command, 1, "", "")
-        self.tell(f"{name}: {' '.join(' '.join(arguments).split())[:140]}")
-        began, log = time.monotonic(), self.out / f"{name.replace(' ', '-')}.log"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment_of_steps() | environment | {MARK: mark},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = self._wait(process, name, log, share)
-            finally:
-                end_all(mark)
-                process.wait()
-        text = log.read_text(errors="replace")
-        if code is None:
-            self.proof["problems"].append(f"{name}: ended after {time.monotonic() - began:.0f} s, when its time was up")
-        elif code:
-            self.proof["problems"].append(f"{name}: exit code {code}: {last_line(text)}")
-        self.note()
-        return subprocess.CompletedProcess(command, 1 if code is None else code, text, "")
-
-    def _wait(self, process: subprocess.Popen, name: str, log: Path, share: float | None) -> int | None:
-        """Show the log's lines as it grows, until the end or the limit. Returns the exit code; None if none came."""
-        limit, shown = self.left() - (share or 2 / 3) * (self.left() - RESERVE_SECONDS), 0
-        while True:
-            code = process.poll()
-            is_late = self.left() < (limit if share or self._waits() else RESERVE_SECONDS)
-            is_over = code is not None or is_late
-            text = log.read_bytes()
-            until = len(text) if is_over else text.rfind(b"\n") + 1
-            for line in text[shown:until].decode(errors="replace").splitlines():
-                show(f"{name}: {line}")
-            shown = max(shown, until)
-            if is_over:
-                return code
-            time.sleep(0.5)
-
-
-def show(line: str) -> None:
-    """Print a line at once, in one piece: steps that run at once print too."""
-    print(f"{line}\n", end="", flush=True)
-
-
-def end_all(mark: str) -> None:
-    """End all that a step has started, in whichever session, and wait: a GPU's memory is free only then."""
-    from llmfoundry_ops import processes
-
-    deadline = time.monotonic() + RESERVE_SECONDS / 2
-    while (found := processes.find(mark, MARK)) and time.monotonic() < deadline:
-        processes.terminate(found, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def environment_of_steps() -> dict[str, str]:
-    """Return the environment in which programs find this clone first, and `composer` where its package was brought."""
-    paths = [str(ROOT), str(ROOT / "companions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    programs = [f"{path}/bin" for path in paths] + [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    fixed = {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
-    # Bytecode is kept: importing a step's packages without it takes a processor 20 seconds.
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return inherited | fixed | {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(programs)}
-
-
-def last_line(text: str) -> str:
-    return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
 def find_missing() -> list[str]:
@@ -216,66 +67,6 @@ def find_commit(given: str | None) -> str | None:
     status = [*git, "status", "--porcelain", "--untracked-files=no"]
     changed = subprocess.run(status, capture_output=True, text=True).stdout.strip()
     return head.stdout.strip() + ("+" if changed else "")
-
-
-def predict(shape: str, row_name: str | None, step: str) -> float | None:
-    """Return the MFU that `plan` predicts of a model that ships, on one device of the hardware table."""
-    if row_name is None or shape not in ("125m", "350m", "1b", "3b", "7b"):
-        return None
-    compiled = ["compile_config={}"] if step.endswith(", compiled") else []
-    return predict_step(f"mpt-{shape}", row_name, 1, *compiled)[0]
-
-
-def predict_step(
-    model: str, row_name: str, num_devices: int, *overlays: str, published: bool = False
-) -> tuple[float, dict[str, float]]:
-    """Return the MFU of a step with two microbatches of 8 samples on each device, and the step's parts by share.
-
-    `published`: by the rates of 2023's software.
-    """
-    from llmfoundry_lite.config.layout import layout_of
-    from llmfoundry_lite.config.load_train import load_train_config
-    from llmfoundry_lite.hardware import ACCELERATORS
-    from llmfoundry_planner.plan.step import find_hardware, step_time
-
-    sizes = ["device_train_microbatch_size=8", f"global_train_batch_size={16 * num_devices}"]
-    config = load_train_config([model, *overlays, *sizes, "max_seq_len=2048", "precision=amp_bf16"], {}).config
-    device, layout = ACCELERATORS[row_name], layout_of(config, num_devices, num_devices)
-    step = step_time(config, layout, find_hardware(device, published=published))
-    return step.mfu(config, layout, device), step.parts()
-
-
-def list_predictions() -> list[str]:
-    """Return the page of predictions, and of what was measured since."""
-    from llmfoundry_lite.hardware import ACCELERATORS
-    from llmfoundry_planner.plan.step import find_hardware
-
-    lines = [
-        "# MFU, predicted and measured",
-        "",
-        "Printed by `python scripts/gpu_check.py predict`. Two microbatches of 8 x 2,048 tokens on each device, bf16,",
-        "compiled. The step's parts and rates are those of [`plan`](../plan.md): products and attention at the shares",
-        "of the peak that stand in the row, all else at 85 % of the memory's bandwidth. `of 2023` was predicted before",
-        "any GPU was measured, not compiled, by rates that were fitted to LLM Foundry's throughput of 2023. Rates of",
-        "the H100 are now fitted to [what one measured](h100.md), with 16 and 64 samples a step: its two rows of one",
-        "device prove little. The H200 takes the H100's; an A100 has no other rates than those of 2023, and what it",
-        "gains by compiling is the H100's, too: a prediction that nothing has tried.",
-        "",
-        "| overlay | model | devices | products, attention at | MFU of 2023 | MFU predicted | measured | parts |",
-        "|---|---|---:|---|---:|---:|---:|---|",
-    ]
-    for overlay, row_name in OVERLAYS.items():
-        efficiency = find_hardware(ACCELERATORS[row_name]).efficiency
-        for model in ("mpt-125m", "mpt-1b"):
-            for num_devices in (1, 8):
-                before, _ = predict_step(model, row_name, num_devices, overlay, "compile_config=null", published=True)
-                mfu, parts = predict_step(model, row_name, num_devices, overlay, "compile_config={}")
-                words = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
-                rates = f"{efficiency.products:.0%}, {efficiency.attention:.0%}"
-                measured = MEASURED.get((overlay, model, num_devices))
-                cells = [overlay, model, str(num_devices), rates, f"{before:.1%}", f"{mfu:.1%}"]
-                lines.append(f"| {' | '.join([*cells, f'{measured:.1%}' if measured else '', words])} |")
-    return lines
 
 
 def tell_verified(paths: Sequence[Path]) -> int:
@@ -314,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part == "verified":
         return tell_verified(options.files)
     if options.part == "predict":
+        from scripts.gpu_predictions import list_predictions
+
         print(*list_predictions(), sep="\n")
         return 0
     if missing := find_missing():
@@ -321,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.part == "ready":
         return 0
+    from scripts.gpu_part import Part
+
     part = Part(options.part, options.minutes, options.out.resolve())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, part.end)

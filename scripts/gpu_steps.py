@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.gpu_check import ROOT, Part, predict
+from scripts.gpu_part import ROOT, Part
+from scripts.gpu_predictions import predict
 
 MFU_RESERVE_SECONDS = 35
 """For starting Python, and for what `bench mfu` writes."""

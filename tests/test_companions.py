@@ -3,10 +3,12 @@
 from importlib.metadata import EntryPoint
 
 import pytest
+import typer
 
 from llmfoundry_lite import companions, preflight
+from llmfoundry_lite.cli import main
 from llmfoundry_lite.companions import Companion
-from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 
@@ -39,9 +41,22 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
     assert "its commands hello are another's already" in lines[2]
 
 
+def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
+    def ask() -> None:
+        raise ModuleNotFoundError("No module named 'llmfoundry_layouts'", name="llmfoundry_layouts.schedule")
+
+    program = typer.Typer()
+    program.command("plan")(ask)
+    program.callback()(lambda: None)
+    assert main.run(["plan"], program) == 2
+    assert capsys.readouterr().err == "error: plan: needs the companion llmfoundry_layouts\n"
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
+        ("tp_config.tensor_parallel_degree=2", "tp_config.tensor_parallel_degree"),
+        ("cp_config.context_parallel_degree=2", "cp_config.context_parallel_degree"),
         ("pp_config.pipeline_parallel_degree=2", "pp_config.pipeline_parallel_degree"),
         ("fsdp_config.sharding_strategy=ZERO_1", "fsdp_config.sharding_strategy: ZERO_1"),
         ("callbacks.early_stopper={monitor: loss, dataloader_label: eval}", "callbacks.early_stopper"),
@@ -51,4 +66,4 @@ def test_a_missing_one_is_named_by_a_dry_run_too(monkeypatch, changes, part):
     config = load_train_config(["mpt-125m", changes]).config
     monkeypatch.setattr(companions, "list_missing", lambda: [part])
     with pytest.raises(ConfigError, match=rf"^{part}: needs the companion llmfoundry_(layouts|formats)$"):
-        preflight.check(config, Layout(pipeline=config.pipeline.pipeline_parallel_degree), must_exist=False)
+        preflight.check(config, layout_of(config, 2), must_exist=False)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from scripts import gpu_check, gpu_steps
+from scripts import gpu_check, gpu_part, gpu_predictions, gpu_steps
 from tests.helpers.launch import ROOT
 
 processes = pytest.importorskip("llmfoundry_ops.processes", reason="gpu_check measures with the companions")
@@ -34,11 +34,11 @@ print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], st
 
 @pytest.fixture
 def part(tmp_path):
-    return gpu_check.Part("device", 4, tmp_path / "out")
+    return gpu_part.Part("device", 4, tmp_path / "out")
 
 
 def give_seconds(part, seconds):
-    part.deadline = time.monotonic() + gpu_check.RESERVE_SECONDS + seconds
+    part.deadline = time.monotonic() + gpu_part.RESERVE_SECONDS + seconds
 
 
 def seconds_of(part, name):
@@ -100,17 +100,17 @@ def test_all_ends_with_the_script(tmp_path):
     script = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert script.stdout is not None and "facts" in script.stdout.readline()
     mark = f"{script.pid} facts"
-    while not processes.find(mark, gpu_check.MARK):
+    while not processes.find(mark, gpu_part.MARK):
         assert script.poll() is None
     script.terminate()
     assert "problem: ended by SIGTERM" in script.communicate()[0]
-    assert script.returncode == 1 and not processes.find(mark, gpu_check.MARK)
+    assert script.returncode == 1 and not processes.find(mark, gpu_part.MARK)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_step_that_hangs_leaves_a_third_of_the_time_to_those_that_wait(part, monkeypatch):
-    monkeypatch.setattr(gpu_check, "NUM_AT_ONCE", 1)
+    monkeypatch.setattr(gpu_part, "NUM_AT_ONCE", 1)
     part.runs_at_once, found = False, []
     give_seconds(part, 15)
     hang, end = ["-c", "import time; time.sleep(99)"], ["-c", "print('so soon')"]
@@ -148,7 +148,7 @@ def test_what_is_missing_is_named_before_anything_starts(monkeypatch, capsys, tm
 
 def test_programs_of_packages_that_were_brought_are_on_the_path(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/brought")
-    environment = gpu_check.environment_of_steps()
+    environment = gpu_part.environment_of_steps()
     assert environment["PYTHONPATH"] == os.pathsep.join([str(ROOT), str(ROOT / "companions"), "/brought"])
     assert environment["PATH"].split(os.pathsep)[2] == "/brought/bin"
 
@@ -172,7 +172,7 @@ def test_speed_is_held_against_the_products_the_datasheet_and_the_prediction(par
     assert words.startswith(f"1b, sdpa, compiled: 450.00 TFLOP/s, {shares}; predicted ")
     assert "predicted" not in gpu_steps.describe_mfu(products) and "no time is left" in gpu_steps.describe_mfu(flex)
     assert gpu_steps.list_mfu(gpu_steps.read_report(part, "mfu", part.out / "none.json"), "H200") == []
-    assert gpu_check.predict("1b", None, "") is None and gpu_check.predict("10m", "H200", "") is None
+    assert gpu_predictions.predict("1b", None, "") is None and gpu_predictions.predict("10m", "H200", "") is None
 
 
 def test_a_save_its_restore_and_the_energy_are_read_from_the_log():
@@ -201,7 +201,7 @@ def test_without_lm_eval_nothing_stands_beside_it(part, monkeypatch):
 
 def test_the_page_of_predictions_is_what_plan_predicts():
     pytest.importorskip("llmfoundry_planner")
-    lines = gpu_check.list_predictions()
+    lines = gpu_predictions.list_predictions()
     assert (ROOT / "docs/measurements/mfu-predicted.md").read_text().splitlines() == lines
-    predicted = gpu_check.predict("1b", "H200", "sdpa, compiled")
+    predicted = gpu_predictions.predict("1b", "H200", "sdpa, compiled")
     assert f"| h200-8 | mpt-1b | 1 | 73%, 37% | 43.9% | {predicted:.1%} |" in "\n".join(lines)

@@ -48,6 +48,7 @@ def prepare(source: str, tokenizer: str, out: Path) -> list[str]:
     return ["data", "prepare", "--source", source, "--tokenizer", tokenizer, "--out", str(out), "--max-seq-len", "32"]
 
 
+@needs("hf: data sets of text")
 def test_a_private_data_set_on_a_busy_hub_gives_the_shards_of_its_folder(hub, tmp_path, tokenizer_folder):
     """It has been renamed; its files lie on another host; listings and files are refused, and bodies cut, at times."""
     folder = tmp_path / "folder"
@@ -113,6 +114,7 @@ def test_a_model_and_a_task_of_the_hub_are_evaluated_as_from_a_folder(hub, tmp_p
     assert first == second == local
 
 
+@needs("hf: data sets of text")
 @pytest.mark.parametrize(
     ("source", "words", "code", "message"),
     [

@@ -66,6 +66,7 @@ def test_hours_are_told_by_a_measured_rate_and_many_epochs_are_remarked_on(tmp_p
     assert ", 7.1 hours at 100 tokens per second" in text
 
 
+@needs("tp_config.tensor_parallel_degree")
 def test_tensor_parallelism_across_nodes_is_warned_of(tmp_path, data):
     config, _ = check(
         tmp_path,
@@ -82,6 +83,7 @@ def test_tensor_parallelism_across_nodes_is_warned_of(tmp_path, data):
     )
 
 
+@needs("tp_config.tensor_parallel_degree")
 def test_a_launch_across_nodes_warns_of_slow_groups(tmp_path, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
     groups = {"tp_config": {"tensor_parallel_degree": 4}, "device_train_microbatch_size": 2}

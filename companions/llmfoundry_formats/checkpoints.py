@@ -7,7 +7,7 @@ Of Composer's come weights, the model's configuration and the tokenizer. A folde
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from llmfoundry_lite.checkpoint.save import file_name
 from llmfoundry_lite.checkpoint.state import clean_name
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.convert.huggingface import fit_weights, from_hugging_face
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.convert.huggingface import check_tensors, from_hugging_face, our_shapes, without_tied_head
 from llmfoundry_lite.convert.to_checkpoint import METADATA, Imported, Weights, publish_weights
 from llmfoundry_lite.data import tokenizer as tokenizers
 from llmfoundry_lite.errors import CheckpointError
@@ -113,6 +114,13 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
     if tokenizer and (generation := tokenizers.generation_of(stored)):
         tokenizer[tokenizers.GENERATION_FILE] = json.dumps(generation).encode()
     return Weights("LLM Foundry / Composer", model_config, tensors, tokenizer, notes)
+
+
+def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> dict[str, torch.Tensor]:
+    """Return tensors under MPT's names, less those that repeat others. Raises ExportError, naming what does not fit."""
+    weights = without_tied_head(state, "transformer.wte.weight", config, where)
+    check_tensors(weights, our_shapes(config), where)
+    return weights
 
 
 def _get(value: Any, *keys: str) -> Any:

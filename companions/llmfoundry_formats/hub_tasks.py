@@ -4,9 +4,9 @@ from typing import Any
 
 import datasets
 
+from llmfoundry_formats.hub_folders import without_magic
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError, list_names
-from llmfoundry_lite.files import without_magic
 
 
 def read_hub(config: TaskConfig) -> list[dict[str, Any]]:

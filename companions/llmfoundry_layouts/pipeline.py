@@ -17,11 +17,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
 
+from llmfoundry_layouts.context import Context
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
-from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.ranks.exchange import broadcast_bytes, broadcast_json

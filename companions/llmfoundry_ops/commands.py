@@ -1,5 +1,6 @@
-"""`relay`, and what `train -n` of the core calls."""
+"""`watch`, `relay`, and what `train -n` of the core calls."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,14 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
         return (read_status(Path(config.run_folder)) or {}).get("batch", 0)
 
     return Launcher(program, num_ranks, max_restarts, logs, batch, parse_seconds(config.retry_for)).run(arguments)
+
+
+def watch_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
+    """Show a run live, until it ends. Batch, loss, rate, remaining time, last checkpoint; Ctrl-C leaves it alone."""
+    from llmfoundry_ops.watch import watch
+
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(run)
 
 
 def relay_command(

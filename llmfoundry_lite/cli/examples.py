@@ -7,7 +7,6 @@ import typer
 EXAMPLES = """\
 list models
 generate runs/mpt-1b --prompt "Once upon a time"
-watch runs/mpt-1b
 report runs/a100 runs/mi250 --price A100-80GB=2.5 --price MI250=1.2 --out compared
 compare results/icl-zero-shot/base.json results/icl-zero-shot/ours.json --out compared
 replay runs/mpt-1b ba100..ba110 -n 8

@@ -1,13 +1,17 @@
 """`llmfoundry-lite list`: the YAML files and tasks that come with the package, by the names that commands take."""
 
+import contextlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
+from llmfoundry_lite.config.auto_hardware import choose_overlay, find_devices
 from llmfoundry_lite.config.shipped import shipped_folder
-from llmfoundry_lite.errors import UserError, either
+from llmfoundry_lite.errors import ConfigError, UserError, either
+from llmfoundry_lite.hardware import GIB
 
 
 class Kind(NamedTuple):
@@ -24,20 +28,43 @@ KINDS = {
     "tasks": Kind("evals/*.yaml", "llmfoundry-lite eval icl_tasks=[arc_easy] models.ours=runs/mpt-1b"),
 }
 
+SIZES = {"m": 1e6, "b": 1e9, "t": 1e12}
+
 
 def list_command(
     kind: Annotated[str | None, typer.Argument(metavar="KIND", help=f"{either(list(KINDS))} [all].")] = None,
 ) -> None:
-    """List the YAML files and tasks that come with the package."""
+    """List the YAML files and tasks that come with the package.
+
+    This machine's hardware and layouts come first, small models before large ones.
+    """
     if kind not in (None, *KINDS):
         raise UserError(f"list: {kind!r} given, expected {either(list(KINDS))}")
+    order = order_here()
     for number, name in enumerate([kind] if kind else KINDS):
         folder, _, pattern = KINDS[name].files.partition("/")
-        files = sorted(shipped_folder(folder).glob(pattern))
+        files = sorted(shipped_folder(folder).glob(pattern), key=order)
         print(f"{chr(10) * (number > 0)}{name}: {KINDS[name].example}")
         width = max(len(path.stem) for path in files)
         for path in files:
             print(f"  {path.stem:{width}}  {first_sentence(path)}")
+
+
+def order_here() -> Callable[[Path], tuple[bool, float, int, str]]:
+    """Return a sort key: overlay and layouts of this machine's devices first, then small models and few devices."""
+    overlay, memory = "", ""
+    with contextlib.suppress(ConfigError):  # devices of two kinds
+        chosen, found = choose_overlay().values, find_devices()
+        overlay = chosen.stem if isinstance(chosen, Path) else ""
+        memory = f"x{found.row.memory_bytes // GIB}gb" if found is not None and found.row is not None else ""
+
+    def key(path: Path) -> tuple[bool, float, int, str]:
+        name = path.stem
+        size, devices = re.match(r"mpt-(\d+)([mbt])\b", name), re.search(r"-(\d+)x\d+gb$", name)
+        is_here = name == overlay or bool(memory and name.endswith(memory))
+        return not is_here, int(size[1]) * SIZES[size[2]] if size else 0.0, int(devices[1]) if devices else 0, name
+
+    return key
 
 
 def first_sentence(path: Path) -> str:

@@ -32,7 +32,6 @@ app.command("eval", context_settings=runs.PASSED_ON)(runs.evaluate)
 app.command("generate")(runs.generate)
 app.add_typer(data.data, name="data")
 app.add_typer(checkpoint.checkpoint, name="checkpoint")
-app.command("watch")(results.watch_run)
 app.command("report")(results.report_runs)
 app.command("compare")(results.compare_results)
 app.command("replay")(runs.replay_command)
@@ -95,6 +94,12 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
         hint = f"; see {context.command_path} --help" if context is not None else ""
         message = " ".join(error.format_message().split()).rstrip(".")
         print(f"error: {printable(message)}{hint}", file=sys.stderr)
+        return EXIT_USER
+    except ModuleNotFoundError as error:  # one companion may use another, that is not here
+        package = (error.name or "").partition(".")[0]
+        if package not in companions.OURS:
+            raise
+        print(f"error: {arguments[0]}: needs the companion {package}", file=sys.stderr)
         return EXIT_USER
     except typer.Abort:
         return EXIT_INTERRUPTED

@@ -1,6 +1,5 @@
-"""`llmfoundry-lite watch`, `report` and `compare`: where a run is, what runs and evaluations came to."""
+"""`llmfoundry-lite report` and `compare`: results of runs and of evaluations."""
 
-import contextlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,14 +7,6 @@ import typer
 
 from llmfoundry_lite.cli.options import out_folder
 from llmfoundry_lite.errors import UserError, printable
-
-
-def watch_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory on this disk.")]) -> None:
-    """Show a run live, until it ends. Batch, loss, rate, remaining time, last checkpoint; Ctrl-C leaves it alone."""
-    from llmfoundry_lite.report.watch import watch
-
-    with contextlib.suppress(KeyboardInterrupt):
-        watch(run)
 
 
 def report_runs(

@@ -1,8 +1,8 @@
-"""Export to, and import from, the three Hugging Face layouts that `transformers` runs without remote code.
+"""Export to, and import from, the Hugging Face layouts that `transformers` runs without remote code.
 
-Models with ALiBi travel as MPT, with RoPE as Llama, the others as GPT-2 (`layouts.py`). Reads and writes safetensors; a
-pickle is refused unless the caller brings its own reader. `transformers` itself is not imported: the layouts are facts,
-and tests hold them against it.
+Models with ALiBi travel as MPT, with RoPE as Llama, the others as GPT-2 (`layouts.py`). Folders of MPT are read here,
+and a companion knows the others. Reads and writes safetensors; a pickle is refused unless the caller brings its own
+reader. `transformers` itself is not imported: the layouts are facts, and tests hold them against it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_model
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -25,6 +26,7 @@ from llmfoundry_lite.convert.files import (
 from llmfoundry_lite.convert.layout import (
     HFConfig,
     Layout,
+    Readable,
     Source,
     check_keys,
     find_inexpressible,
@@ -32,13 +34,13 @@ from llmfoundry_lite.convert.layout import (
     read_config,
     write_config,
 )
-from llmfoundry_lite.convert.layouts import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, layout_with_rope
 from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
-from llmfoundry_lite.errors import ExportError, either
+from llmfoundry_lite.convert.layouts import layout_of
+from llmfoundry_lite.errors import ConfigError, ExportError, either
 from llmfoundry_lite.models.mpt import MPT
 
-LAYOUTS = {"mpt": MPT_LAYOUT, "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
-"""config.json's model_type -> layout."""
+KINDS = ("mpt", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""Values of config.json's model_type whose folders become our model. A companion reads all but the first."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,10 +88,11 @@ def export_model(
 def import_model(
     folder: str | Path, read_pickle: Callable[[Path], dict[str, torch.Tensor]] | None = None
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Read a Hugging Face folder in MPT, GPT-2 or Llama layout: the model it describes, and its weights as stored.
+    """Read a Hugging Face folder of one of KINDS: the model it describes, and its weights as stored.
 
     MPT folders written by LLM Foundry, with all that transformers' MPT has not, are read as well. `read_pickle` reads
-    pytorch_model.bin files where there is no safetensors; without it they are refused. Raises ExportError.
+    pytorch_model.bin files where there is no safetensors; without it they are refused. Raises ExportError, and
+    ConfigError where a companion is missing.
     """
     folder = Path(folder)
     hf_config = read_hf_config(folder)
@@ -108,17 +111,17 @@ def can_export(config: ModelConfig) -> str | None:
     return find_inexpressible(config, layout_of(config))
 
 
-def layout_of(config: ModelConfig) -> Layout:
-    if config.attn_config.alibi:
-        return MPT_LAYOUT
-    return layout_with_rope(config) if config.attn_config.rope else GPT2
-
-
-def layout_named(hf_config: HFConfig, where: str) -> Layout:
+def layout_named(hf_config: HFConfig, where: str) -> Readable:
+    """Return the layout that config.json names. Raises ExportError, and ConfigError where it is a companion's."""
     kind = hf_config.get("model_type")
-    if not isinstance(kind, str) or kind not in LAYOUTS:
-        raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected {either(list(LAYOUTS))}")
-    return LAYOUTS[kind]
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected {either(KINDS)}")
+    if kind == "mpt":
+        return MPT_LAYOUT
+    try:
+        return companions.find("readers", "folders of GPT-2, Llama, Mistral and Qwen")(kind)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def build_hf_config(config: ModelConfig) -> HFConfig:
@@ -160,7 +163,7 @@ def from_hugging_face(
     is_mpt = layout is MPT_LAYOUT
     sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout_sources(config, layout)
     embedding = next(name for name, source in sources.items() if source.names == ("transformer.wte.weight",))
-    state = _without_tied_head(state, embedding, config, where)
+    state = without_tied_head(state, embedding, config, where)
     check_tensors(state, layout_shapes(config, sources), where)
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in our_shapes(config)}
     for name, source in sources.items():
@@ -169,14 +172,7 @@ def from_hugging_face(
     return config, {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
 
 
-def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> dict[str, torch.Tensor]:
-    """Return tensors under MPT's names, less those that repeat others. Raises ExportError, naming what does not fit."""
-    weights = _without_tied_head(state, "transformer.wte.weight", config, where)
-    check_tensors(weights, our_shapes(config), where)
-    return weights
-
-
-def _without_tied_head(
+def without_tied_head(
     state: Mapping[str, torch.Tensor], embedding: str, config: ModelConfig, where: str
 ) -> dict[str, torch.Tensor]:
     """Remove the output embedding where it is the input's: old files hold it twice. Raises ExportError."""

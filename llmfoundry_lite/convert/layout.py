@@ -52,7 +52,7 @@ class Field(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Layout:
-    """A Hugging Face layout."""
+    """A Hugging Face layout, as it is written."""
 
     title: str
     """Name, to be read after "transformers'"."""
@@ -60,12 +60,18 @@ class Layout:
     """Values of the options that it cannot express freely."""
     fields: Mapping[str, Any]
     """config.json, without dtype and special tokens, by dotted keys: a Field, a value, or a function of our model."""
+    sources: Callable[[ModelConfig], dict[str, Source]]
+    """For every tensor of the layout but the output embedding, in order, where it comes from."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Readable(Layout):
+    """A layout whose folders become our model."""
+
     also_read: Mapping[str, Field] = field(default_factory=dict)
     """Fields that are read and never written."""
     must_be: Options
     """Values of config.json that can be read."""
-    sources: Callable[[ModelConfig], dict[str, Source]]
-    """For every tensor of the layout but the output embedding, in order, where it comes from."""
     read_others: Callable[[Values, HFConfig, State, str], None]
     """(values read so far, config.json, its tensors, where it is): adds what is no plain Field. Raises ExportError."""
     also_known: Iterable[str]
@@ -200,7 +206,7 @@ BESIDE_THE_MODEL = keys(
 NO_OTHER_KIND: Options = {"is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({}, None)}
 
 
-def check_keys(hf_config: HFConfig, layout: Layout, where: str) -> None:
+def check_keys(hf_config: HFConfig, layout: Readable, where: str) -> None:
     """Raise ExportError for a key that may change what the model computes in a way that is not known here."""
     known = layout.known
     blocks = {key.rpartition(".")[0] for key in known}
@@ -249,17 +255,6 @@ def needed(hf_config: HFConfig, key: str, where: str) -> int:
     return value
 
 
-def given_or(hf_config: HFConfig, key: str, default: int, where: str) -> int:
-    """Return a whole number above 0, or `default` for none. Raises ExportError."""
-    return default if hf_config.get(key) is None else needed(hf_config, key, where)
-
-
-def ffn_values(ffn_dim: int, d_model: int) -> Values:
-    """Return the width as a ratio where that is a short number, as in a YAML; otherwise as a width."""
-    ratio = ffn_dim // d_model if ffn_dim % d_model == 0 else round(ffn_dim / d_model, 4)
-    return {"expansion_ratio": ratio} if ratio * d_model == ffn_dim else {"ffn_config.ffn_hidden_size": ffn_dim}
-
-
 def write_config(config: ModelConfig, layout: Layout) -> HFConfig:
     """Describe the model as config.json does, without dtype and special tokens."""
     written: HFConfig = {}
@@ -274,7 +269,7 @@ def write_config(config: ModelConfig, layout: Layout) -> HFConfig:
     return written
 
 
-def read_config(hf_config: HFConfig, state: State, layout: Layout, where: str) -> ModelConfig:
+def read_config(hf_config: HFConfig, state: State, layout: Readable, where: str) -> ModelConfig:
     """Read the model that config.json describes. Raises ExportError."""
     check_values(hf_config, layout.must_be, where)
     fields = {**{key: source for key, source in layout.fields.items() if isinstance(source, Field)}, **layout.also_read}

@@ -1,5 +1,8 @@
 """The Hugging Face layouts: what each can express, its config.json, and the names of its tensors.
 
+A run's model is exported in one of the six, which its configuration decides (`layout_of`). MPT is read here, too; a
+companion reads the others.
+
 GPT-2: transformers' `GPT2LMHeadModel`, for models with learned positions or none. Its biases and positions travel as
 zeros where the model has none.
 
@@ -13,24 +16,22 @@ modeling_mistral.py, modeling_qwen2.py, modeling_qwen3.py.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from llmfoundry_lite.config.model_schema import LLAMA3_KEYS, FFNActivation, ModelConfig, RopeScaling
 from llmfoundry_lite.convert.layout import (
-    ACTIVATIONS,
     Field,
     HFConfig,
     Layout,
     Options,
+    Readable,
     Source,
     State,
     Values,
     activation_name,
     attention_types,
     check_values,
-    ffn_values,
-    given_or,
     keys,
     needed,
     plain_attention,
@@ -87,14 +88,6 @@ GPT2_BLOCK = {
     "mlp.c_fc": "ffn.up_proj",
     "mlp.c_proj": "ffn.down_proj",
 }
-GPT2_MUST_BE: Options = {
-    "architectures": (None, ["GPT2LMHeadModel"], ["GPT2Model"]),
-    # What config.json leaves out is transformers' default.
-    "activation_function": ("gelu_new", *(name for name in ACTIVATIONS if name != "gelu_new")),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "norm_type": ("low_precision_layernorm", "layernorm"),
-}
 
 
 def gpt2_sources(config: ModelConfig) -> dict[str, Source]:
@@ -109,31 +102,11 @@ def gpt2_sources(config: ModelConfig) -> dict[str, Source]:
     return found
 
 
-def read_gpt2(values: Values, hf_config: HFConfig, state: State, where: str) -> None:
-    wpe = state.get("transformer.wpe.weight")
-    # Believe the two marks of our export only while the zeros they speak of are still zeros.
-    values["no_bias"] = bool(hf_config.get("no_bias")) and not any(
-        tensor.any() for name, tensor in state.items() if name.endswith(".bias")
-    )
-    values["learned_pos_emb"] = hf_config.get("learned_pos_emb", True) or (wpe is not None and bool(wpe.any()))
-    values["attn_config.softmax_scale"] = None if hf_config.get("scale_attn_weights", True) else 1.0
-    values["ffn_config.ffn_act_fn"] = ACTIVATIONS[hf_config.get("activation_function", "gelu_new")]
-    values |= ffn_values(given_or(hf_config, "n_inner", 4 * values["d_model"], where), values["d_model"])
-
-
 GPT2 = Layout(
     title="GPT-2, the layout without ALiBi and RoPE",
     can_be=gpt2_can_be,
     fields=GPT2_FIELDS,
-    must_be=GPT2_MUST_BE,
     sources=gpt2_sources,
-    read_others=read_gpt2,
-    also_known=keys(
-        "n_ctx reorder_and_upcast_attn predict_special_tokens",
-        "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
-    ),
-    prefix="transformer.",
-    buffers=(".attn.bias", ".attn.masked_bias"),
 )
 
 # --------------------------------------------------------------------------------------------------------------- MPT
@@ -288,7 +261,7 @@ def check_code(hf_config: HFConfig, where: str) -> None:
         )
 
 
-MPT = Layout(
+MPT = Readable(
     title="MPT, the layout for ALiBi models",
     can_be=mpt_can_be,
     fields=MPT_FIELDS,
@@ -378,13 +351,6 @@ LLAMA_BLOCK = {
     "mlp.up_proj": "ffn.up_proj",
     "mlp.down_proj": "ffn.down_proj",
 }
-LLAMA_MUST_BE: Options = {
-    "partial_rotary_factor": (1.0, None),
-    "hidden_act": ("silu", *(name for name in ACTIVATIONS if name != "silu")),
-    "norm_type": ("rmsnorm", "low_precision_rmsnorm"),
-}
-ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "partial_rotary_factor", *LLAMA3_KEYS)
-ROPE_MUST_BE: Options = {"rope_type": tuple(SCALINGS.values()), "partial_rotary_factor": (1.0, None)}
 
 
 def llama_sources(config: ModelConfig) -> dict[str, Source]:
@@ -407,158 +373,60 @@ def llama_sources(config: ModelConfig) -> dict[str, Source]:
     return found | {"model.norm.weight": Source(("transformer.norm_f.weight",))}
 
 
-def read_common(values: Values, hf_config: HFConfig, where: str) -> None:
-    """Read what is no plain Field. A width that config.json leaves out, and that is another one, shows in a shape."""
-    d_model, n_heads = values["d_model"], values["n_heads"]
-    head_dim = given_or(hf_config, "head_dim", d_model // n_heads, where)
-    num_kv_heads = given_or(hf_config, "num_key_value_heads", n_heads, where)
-    attn_type = {n_heads: "multihead_attention", 1: "multiquery_attention"}.get(num_kv_heads, "grouped_query_attention")
-    values["attn_config.head_dim"] = None if head_dim * n_heads == d_model else head_dim
-    values["attn_config.attn_type"] = attn_type
-    values["attn_config.kv_n_heads"] = num_kv_heads if attn_type == "grouped_query_attention" else None
-    values["no_bias"] = True
-    values["ffn_config.ffn_type"] = "mptglu"
-    values["ffn_config.ffn_act_fn"] = ACTIVATIONS[hf_config.get("hidden_act", "silu")]
-    values |= ffn_values(needed(hf_config, "intermediate_size", where), d_model)
-    values |= {"attn_config.rope": True} | read_rope(hf_config, where)
-
-
-def read_rope(hf_config: HFConfig, where: str) -> Values:
-    """Read rope_parameters as transformers 5 writes them, or rope_theta and rope_scaling. Raises ExportError."""
-    key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
-    found = hf_config.get(key) or {}
-    if contrary := [name for name, value in (hf_config.get("rope_scaling") or {}).items() if found.get(name) != value]:
-        raise ExportError(f"{where}: rope_parameters and rope_scaling differ in {contrary[0]} in config.json")
-    rope = {"rope_type": found.get("type", "default"), **found}
-    check_values({key: rope}, {f"{key}.{name}": values for name, values in ROPE_MUST_BE.items()}, where)
-    ours = next(ours for ours, theirs in SCALINGS.items() if theirs == rope["rope_type"])
-    expected = () if ours == "no_scaling" else ("factor", *LLAMA3_KEYS) if ours == "llama3" else ("factor",)
-    for name in ("factor", *LLAMA3_KEYS):
-        if (name in expected) != (rope.get(name) is not None):
-            wrong, does = (
-                ("is missing", "needs") if name in expected else (f"is {json.dumps(rope[name])}", "does not have")
-            )
-            raise ExportError(f"{where}: {key}.{name} {wrong} in config.json; rope_type {rope['rope_type']} {does} it")
-    return {
-        "attn_config.rope_impl": "dail" if ours == "no_scaling" else "hf",
-        "attn_config.rope_theta": rope.get("rope_theta", hf_config.get("rope_theta", 10_000)),
-        "attn_config.rope_hf_config": RopeScaling(type=ours, **{name: rope[name] for name in expected}),
-    }
-
-
-def rope_layout(name: str, fields: Mapping[str, Any], must_be: Options, *known: str, **parts: Any) -> Layout:
+def rope_layout(name: str, title: str, can_be: Callable[[ModelConfig], Options], **fields: Any) -> Layout:
     """Return the layout of transformers' `<name>ForCausalLM`."""
     classes = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
-    return Layout(
-        fields={**classes, **ROPE_FIELDS, **fields},
-        must_be={"architectures": (None, [f"{name}ForCausalLM"], [f"{name}Model"]), **LLAMA_MUST_BE, **must_be},
-        sources=llama_sources,
-        also_known=keys(
-            *known, *(f"{block}.{key}" for block in ("rope_parameters", "rope_scaling") for key in ROPE_KEYS)
-        ),
-        prefix="model.",
-        buffers=(".rotary_emb.inv_freq",),
-        **parts,
-    )
+    return Layout(title=title, can_be=can_be, fields={**classes, **ROPE_FIELDS, **fields}, sources=llama_sources)
 
 
 # -------------------------------------------------------------------------------- Llama, Mistral, Qwen2 and Qwen3
 
 
-BIASES = ("attention_bias", "mlp_bias")
-
-
-def read_llama(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    check_values(hf_config, dict.fromkeys(BIASES, (False, True)), where)
-    has_biases = {key for key in BIASES if hf_config.get(key)}
-    if len(has_biases) == 1:
-        (key,), (other,) = has_biases, set(BIASES) - has_biases
-        raise ExportError(f"{where}: {key} is true in config.json and {other} is not; this model has both or neither")
-    read_common(values, hf_config, where)
-    values["no_bias"] = not has_biases
-
-
 LLAMA = rope_layout(
     "Llama",
-    {"attention_bias": lambda config: not config.no_bias, "mlp_bias": lambda config: not config.no_bias},
-    {"rope_interleaved": (False, None)},
-    "pretraining_tp is_llama_config",  # how transformers computes, and a mark of who wrote the file
-    title="Llama, the layout for RoPE",
-    can_be=rope_can_be,
-    read_others=read_llama,
+    "Llama, the layout for RoPE",
+    rope_can_be,
+    attention_bias=lambda config: not config.no_bias,
+    mlp_bias=lambda config: not config.no_bias,
 )
-
-
-def read_mistral(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    read_common(values, hf_config, where)
-    window = {"sliding_window": 4096, **hf_config}  # transformers' default, which no shape shows
-    values["attn_config.sliding_window_size"] = given_or(window, "sliding_window", 0, where) - 1
-
-
 MISTRAL = rope_layout(
     "Mistral",
-    {"sliding_window": lambda config: config.attn_config.sliding_window_size + 1 or None},  # a token and those before
-    {},
-    title="Mistral, the layout for RoPE with a sliding window",
-    can_be=lambda config: {
+    "Mistral, the layout for RoPE with a sliding window",
+    lambda config: {
         **rope_can_be(config),
         "no_bias": (True,),
         "attn_config.sliding_window_size": (config.attn_config.sliding_window_size,),
     },
-    read_others=read_mistral,
+    sliding_window=lambda config: config.attn_config.sliding_window_size + 1 or None,  # a token and those before
 )
-
-QWEN_KEYS = "sliding_window max_window_layers layer_types"
-
-
-def read_qwen(values: Values, hf_config: HFConfig, where: str) -> None:
-    layer_types = (None, ["full_attention"] * values["n_layers"])
-    check_values(hf_config, {"use_sliding_window": (False, None), "layer_types": layer_types}, where)
-    read_common(values, hf_config, where)
-
-
-def read_qwen2(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    read_qwen(values, hf_config, where)
-    values["attn_config.qkv_bias"] = True
-
-
 QWEN2 = rope_layout(
     "Qwen2",
-    {"use_sliding_window": False},
-    {"use_mrope": (False, None)},
-    QWEN_KEYS,
-    title="Qwen2, the layout for RoPE with biases of q, k and v alone",
-    can_be=lambda config: {**rope_can_be(config), "attn_config.qkv_bias": (True,)},
-    read_others=read_qwen2,
+    "Qwen2, the layout for RoPE with biases of q, k and v alone",
+    lambda config: {**rope_can_be(config), "attn_config.qkv_bias": (True,)},
+    use_sliding_window=False,
 )
-
-
-def read_qwen3(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
-    read_qwen(values, hf_config, where)
-    values["attn_config.qk_gn"] = True
-    values |= {f"attn_config.{key}": values[key] for key in ("norm_type", "norm_eps")}
-
-
 QWEN3 = rope_layout(
     "Qwen3",
-    {"attention_bias": False, "use_sliding_window": False},
-    {"attention_bias": (False,)},
-    QWEN_KEYS,
-    title="Qwen3, the layout for RoPE with norms of each head of q and k",
-    can_be=lambda config: {
+    "Qwen3, the layout for RoPE with norms of each head of q and k",
+    lambda config: {
         **rope_can_be(config),
         "no_bias": (True,),
         "attn_config.qk_gn": (True,),
         "attn_config.norm_type": (config.norm_type,),
         "attn_config.norm_eps": (config.norm_eps,),
     },
-    read_others=read_qwen3,
+    attention_bias=False,
+    use_sliding_window=False,
 )
 
 
-def layout_with_rope(config: ModelConfig) -> Layout:
-    """Return the layout whose detail the model has."""
+def layout_of(config: ModelConfig) -> Layout:
+    """Return the layout that a model's positions, and the details of its attention, ask for."""
     options = config.attn_config
+    if options.alibi:
+        return MPT
+    if not options.rope:
+        return GPT2
     if options.qk_gn:
         return QWEN3
     if config.no_bias and options.qkv_bias:

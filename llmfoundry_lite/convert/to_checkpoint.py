@@ -7,7 +7,7 @@
     import_checkpoint("step-1000", "imported/llama", trust_pickle=True)         torchtitan, or any other user of DCP
 
 Only weights are imported. A position in the data or an optimizer's state means nothing without its run. The last three
-kinds are pickles, and a companion reads them.
+kinds are pickles. A companion reads them, and folders of other types than MPT.
 """
 
 import json
@@ -154,8 +154,10 @@ def check_source(source: str) -> None:
 def read_hugging_face_source(source: str, trust_pickle: bool = False, config: Sequence[str] = ()) -> Weights:
     """Read a folder, or a model of the Hub. Raises CheckpointError and ExportError."""
     name = source.removeprefix(HUB)
-    folder = Path(source) if name == source else download(name, trust_pickle)
-    return read_hugging_face(folder, source, trust_pickle, config)
+    if name == source:
+        return read_hugging_face(Path(source), source, trust_pickle, config)
+    fetch = companions.find("readers", "hf: models to import")
+    return read_hugging_face(fetch(name, trust_pickle), source, trust_pickle, config)
 
 
 def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Sequence[str]) -> Weights:
@@ -188,31 +190,6 @@ def describe_generation(hf_config: dict[str, Any], files: Mapping[str, bytes], *
         for key, value in others.items()
         if found.get(key) != value
     ]
-
-
-def download(name: str, trust_pickle: bool) -> Path:
-    """Download a repository's files, or take them from the cache without a network. Raises CheckpointError."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *VOCABULARY_FILES]
-    patterns += [*tokenizers.FILES, f"{tokenizers.NAMED_TEMPLATES}*.jinja"]
-    try:
-        # Asked first because it fails at once without a network, where a download tries for half a minute.
-        files = [entry.rfilename for entry in huggingface_hub.HfApi().model_info(name, timeout=20).siblings or []]
-        if trust_pickle and not any(file.endswith(".safetensors") for file in files):
-            patterns += ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise CheckpointError(f"{HUB}{name}: no such model on the Hugging Face Hub, or not one you may read") from None
-    except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
-        try:
-            return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-        except Exception:
-            raise CheckpointError(
-                f"{HUB}{name}: not in the local cache, and the Hugging Face Hub cannot be reached "
-                f"({type(error).__name__}); give a local folder"
-            ) from None
 
 
 # ------------------------------------------------------------------------------------------------------- writing

@@ -1,14 +1,13 @@
 """Tokenizers: loading, training, encoding, and a fingerprint of what they do.
 
-Everything goes through the `tokenizers` library and `tokenizer.json`. Importing `transformers` takes seconds; it
-is imported only for a tokenizer that has no `tokenizer.json` yet.
+Everything goes through the `tokenizers` library and `tokenizer.json`. A companion converts a tokenizer that has no
+`tokenizer.json` yet.
 """
 
 import contextlib
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,8 +18,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
 """The one special token of a tokenizer trained here. It is also GPT-2's, whose own files do not name it."""
@@ -80,7 +80,11 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     else:
         files = {file: _read(path) for file, path in download_from_hub(name).items()}
     if TOKENIZER_FILE not in files:
-        return convert_with_transformers(name, files)
+        try:
+            convert = companions.find("readers", f"tokenizers without {TOKENIZER_FILE}")
+        except ConfigError as error:
+            raise DataError(f"tokenizer {name}: {error}") from error
+        return convert(name, files)
     return tokenizer_from_files(files, name)
 
 
@@ -444,35 +448,6 @@ def cached_files(name: str) -> dict[str, Path | bool | None]:
             entry = None
         found[file] = Path(entry) if isinstance(entry, str) else None if entry is None else False
     return found
-
-
-def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer:
-    """Let `transformers` convert a tokenizer without `tokenizer.json` (SentencePiece and older layouts).
-
-    Of the files that were `read`, it leaves GENERATION_FILE out.
-    """
-    try:
-        from transformers import AutoTokenizer
-
-        with tempfile.TemporaryDirectory() as folder:
-            AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
-            files = read_folder(Path(folder))
-    except Exception as error:  # it raises almost anything for a folder that holds no tokenizer
-        if "trust_remote_code" in str(error):
-            raise DataError(
-                f"tokenizer {name} needs code of its own, which is not run; expected a folder with a {TOKENIZER_FILE}"
-            ) from None
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(
-            f"tokenizer {name} has no {TOKENIZER_FILE} and transformers cannot load it: {reason}"
-        ) from error
-    if TOKENIZER_FILE not in files:
-        raise DataError(
-            f"tokenizer {name} has no {TOKENIZER_FILE}, and transformers writes none for its kind; choose a tokenizer "
-            f"with a {TOKENIZER_FILE}"
-        )
-    files |= {file: content for file, content in read.items() if file == GENERATION_FILE}
-    return tokenizer_from_files(files, name)
 
 
 def looks_like_a_path(name: str) -> bool:

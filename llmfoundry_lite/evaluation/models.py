@@ -33,7 +33,7 @@ from llmfoundry_lite.checkpoint.verify import check_structure
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import check_no_adapter
-from llmfoundry_lite.convert.huggingface import LAYOUTS, import_model, read_hf_config
+from llmfoundry_lite.convert.huggingface import KINDS, import_model, layout_named, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -123,7 +123,8 @@ def find_subject(
     """
     at = Placement(DTYPES[precision], device, shard)
     if where.startswith("hf:"):
-        return _find_folder(where, _fetch(where.removeprefix("hf:")), tokenizer, at)
+        fetch = companions.find("readers", "hf: models to evaluate")
+        return _find_folder(where, fetch(where.removeprefix("hf:")), tokenizer, at)
     if "://" not in where and not Path(where).exists():
         raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
     if "://" not in where and (Path(where) / "config.json").is_file():
@@ -182,21 +183,19 @@ def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement)
     kind = hf_config.get("model_type")
     if not isinstance(kind, str):
         raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
-    if kind in LAYOUTS:
-        check_keys(hf_config, LAYOUTS[kind], str(folder))
+    if kind in KINDS:
+        check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))
         load = partial(_load_folder, folder)
     elif at.shard is not None:
         raise DataError(
-            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; "
+            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(KINDS)}; "
             "set fsdp=false"
         )
     else:
         try:
             load = companions.find("readers", "causal models of other types")(folder)
         except ConfigError as error:
-            raise DataError(
-                f"models: {where}: its model_type is {kind!r}, not {', '.join(LAYOUTS)}; {error}"
-            ) from error
+            raise DataError(f"models: {where}: its model_type is {kind!r}, not {', '.join(KINDS)}; {error}") from error
     found = load_tokenizer(tokenizer or folder)
     own = _own_tokenizer(folder) if tokenizer else None
     if own is not None and own.fingerprint != found.fingerprint:
@@ -229,25 +228,6 @@ def _identify(folder: Path) -> str:
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     return f"files:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _fetch(name: str) -> Path:
-    """Download what is read here from the Hub, not all that a repository may hold, such as ONNX or GGUF."""
-    if Path(name).is_dir():
-        return Path(name)
-    import huggingface_hub
-
-    def fetch(*weights: str) -> Path:
-        patterns = ["*.json", "*.txt", "*.model", *weights]  # configuration and tokenizer
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
-
-    try:
-        folder = fetch("model.safetensors", "model-*.safetensors")
-        if not any(folder.glob("model*.safetensors")):  # older models have pickles alone
-            folder = fetch("pytorch_model.bin", "pytorch_model-*.bin")
-        return folder
-    except Exception as error:  # whatever the Hub or the network raise
-        raise DataError(f"models: hf:{name} cannot be had: {(str(error) or repr(error)).splitlines()[0]}") from error
 
 
 def _build_empty(config: ModelConfig, at: Placement) -> MPT:

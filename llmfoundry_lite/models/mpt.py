@@ -94,7 +94,7 @@ class Transformer(nn.Module):
         Rows that are not plain text, such as several continuations of one context, give their tokens' positions and an
         attention mask (bool). `documents_bt` numbers documents, which do not attend to each other. With a cache, the
         tokens follow those it holds, and join them. Where the tokens are a part of their rows, `build_mask` knows the
-        others (`parallel/context.py`), and documents are those of whole rows. In training, `drop_keys_b` seed what each
+        others (context parallelism), and documents are those of whole rows. In training, `drop_keys_b` seed what each
         row drops (`models/dropout.py`); without them torch's generator does.
         """
         config, num_past = self.config, 0 if cache is None else cache.length
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
         return x_btd
 
     def stream_part(self, x_bt: Tensor) -> Tensor:
-        """Take this rank's tokens of the residual stream. (`parallel/tensor.py` divides it.)"""
+        """Take this rank's tokens of the residual stream, which tensor parallelism may divide."""
         return x_bt
 
     def slopes_on(self, device: torch.device) -> Tensor | None:

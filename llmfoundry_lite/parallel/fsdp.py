@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
@@ -23,7 +24,6 @@ from llmfoundry_lite.parallel.mesh import names_of, within_stage
 from llmfoundry_lite.parallel.one_device import prepare_for_one_device
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.parallel.recompute import checkpoint_activations
-from llmfoundry_lite.parallel.tensor import divide_layers
 
 Model = TypeVar("Model", bound=MPT)
 
@@ -88,6 +88,7 @@ def shard_model(
     is_divided = "tensor" in names_of(mesh)
     if is_divided:
         data_mesh = within_stage(mesh, without=("tensor",))
+        divide_layers = companions.find("builders", "tp_config.tensor_parallel_degree")
         divide_layers(model, mesh["tensor"], sequence_parallel)
     reduction = torch.float64 if sums else precision.reduction
     policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=reduction)

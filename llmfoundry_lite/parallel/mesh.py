@@ -16,14 +16,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """
     degrees = layout.of_parameters.degrees._asdict()
     sizes = {name: size for name, size in degrees.items() if name == "shard" or size > 1}
-    return _make_mesh(device_type, tuple(sizes.values()), tuple(sizes))
-
-
-def build_context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
-    """Make the group of ranks that have parts of the same samples. Every rank must call this together."""
-    inner = layout.tensor
-    shape = (layout.world_size // (layout.context * inner), layout.context, inner)
-    return _make_mesh(device_type, shape, ("outer", "context", "inner")).get_group("context")
+    return make_mesh(device_type, tuple(sizes.values()), tuple(sizes))
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -41,10 +34,10 @@ def build_stage_group(layout: Layout, device_type: str) -> dist.ProcessGroup | N
     if layout.pipeline == 1:
         return None
     shape = (layout.pipeline, layout.world_size // layout.pipeline)
-    return _make_mesh(device_type, shape, ("pipeline", "stage")).get_group("stage")
+    return make_mesh(device_type, shape, ("pipeline", "stage")).get_group("stage")
 
 
-def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Make a mesh whose groups have the world group's timeout (`dist_timeout`), not torch's default."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     options = getattr(_backend(dist.distributed_c10d._get_default_group(), device_type), "options", None)

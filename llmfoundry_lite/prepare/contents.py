@@ -1,17 +1,15 @@
-"""Readers of one input file: whole text, lines, rows of CSV, rows of parquet and arrow.
+"""Readers of one input file: whole text, and lines. A companion reads the rows of CSV, parquet and arrow.
 
 A small file may decompress to any size. So no document of a compressed file may exceed MAX_DOCUMENT_BYTES.
 """
 
-import csv
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from llmfoundry_lite.bounded import BLOCK_BYTES, MAX_LINE_BYTES, MAX_LOG_BYTES, open_unpacked
 from llmfoundry_lite.errors import DataError
@@ -117,169 +115,3 @@ def named_encoding(path: Path, encoding: str | None) -> Iterator[None]:
     except UnicodeError as error:
         name = encoding or "utf-8"
         raise DataError(f"{path} is not valid {name} ({error}); name its encoding with --encoding") from error
-
-
-# CSV
-
-
-def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterator[tuple[Mapping[str, str] | Bad, int]]:
-    """Read the rows below the header, each with the number of bytes read from disk so far.
-
-    Raises DataError where the rows cannot be told apart, or if two columns have a name that is `wanted`.
-    """
-    csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    with open_content(path) as (file, position), named_encoding(path, encoding):
-        text = io.TextIOWrapper(file, encoding or "utf-8", "surrogateescape", newline="")
-        rows = csv.reader(
-            lines := CsvLines(path, text), delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",", strict=True
-        )
-        header = next_row(rows, lines)
-        if isinstance(header, Bad):
-            raise DataError(f"{path}: its header{header.sentence}; repair the file")
-        check_names_differ(path, header or [], wanted)
-        while header is not None and (row := next_row(rows, lines)) is not None:
-            if isinstance(row, Bad):
-                yield row, position()
-            elif len(row) == len(header):
-                yield dict(zip(header, row, strict=True)), position()
-            elif row:  # an empty line is none
-                sentence = f" has {len(row)} fields, expected the {len(header)} of the header"
-                yield Bad("invalid_csv", sentence), position()
-
-
-class CsvLines:
-    """Lines of a file. A row may have several: quotes keep the end of a line in a field."""
-
-    def __init__(self, path: Path, text: io.TextIOWrapper) -> None:
-        self.path, self._text, self._number = path, text, 0
-        self.row_characters = 0
-        """Characters of the row so far."""
-
-    def __iter__(self) -> "CsvLines":
-        return self
-
-    def __next__(self) -> str:
-        self._number += 1
-        if not (line := self._text.readline(MAX_DOCUMENT_BYTES)):
-            raise StopIteration
-        self.row_characters += len(line)
-        if self.row_characters >= MAX_DOCUMENT_BYTES:
-            raise DataError(f"{self.path}, line {self._number} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB")
-        return line.removeprefix("\ufeff") if self._number == 1 else line
-
-
-def next_row(rows: Any, lines: CsvLines) -> list[str] | Bad | None:
-    first_line, path, lines.row_characters = rows.line_num + 1, lines.path, 0
-    try:
-        return next(rows, None)
-    except csv.Error as error:
-        if "unexpected end" in str(error) or "field limit" in str(error):
-            raise DataError(
-                f"{path}: a quote that opens in line {first_line} or after is never closed ({error}); repair the file"
-            ) from error
-        return Bad("invalid_csv", f" (line {rows.line_num}) does not parse as CSV ({error})")
-
-
-def check_names_differ(path: Path, names: list[str], wanted: Sequence[str]) -> None:
-    """Raise DataError where several columns have the name of one that is wanted."""
-    for key in wanted:
-        name = key if key in names else key.partition(".")[0]
-        if (count := names.count(name)) > 1:
-            raise DataError(f"{path} has {count} columns named {name!r}; rename all but one")
-
-
-# Tables: parquet and arrow
-
-
-def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows and bytes of each row group or record batch. Reads metadata alone."""
-    if path.suffix == ".arrow":
-        with arrow_errors(path, "is damaged"):
-            yield from ((batch.num_rows, batch.nbytes) for batch in open_arrow(path)[1])
-    else:
-        metadata = open_parquet(path).metadata
-        for index in range(count := metadata.num_row_groups):
-            share = size_bytes * (index + 1) // count - size_bytes * index // count
-            yield metadata.row_group(index).num_rows, share
-
-
-def read_table(path: Path, start: int, end: int, wanted: Sequence[str]) -> Iterator[Mapping[str, Any] | Bad]:
-    """Read the rows of row groups or record batches [start, end): the `wanted` columns, or all if one is not there."""
-    with arrow_errors(path, "is damaged"):
-        if path.suffix == ".arrow":
-            schema, batches = open_arrow(path)
-            batches = islice(batches, start, end)
-        else:
-            parquet = open_parquet(path)
-            schema, groups = parquet.schema_arrow, list(range(parquet.num_row_groups))[start:end]
-            columns = list(wanted) if has_all(schema, wanted) else None
-            batches = parquet.iter_batches(batch_size=1024, row_groups=groups, columns=columns)
-        check_names_differ(path, schema.names, wanted)
-        columns = sorted({key if key in schema.names else key.partition(".")[0] for key in wanted})
-        for batch in batches:
-            yield from rows_of(batch.select(columns) if has_all(schema, wanted) else batch)
-
-
-def has_all(schema: Any, keys: Sequence[str]) -> bool:
-    """Return whether every key names a column, or a field within one."""
-    return all(key in schema.names or has_field(schema, key.split(".")) for key in keys)
-
-
-def has_field(parent: Any, names: list[str]) -> bool:
-    """Return whether a schema or struct type has a field of this path of names."""
-    import pyarrow as pa
-
-    index = parent.get_field_index(names[0])
-    if index < 0 or not names[1:]:
-        return index >= 0
-    kind = parent.field(index).type
-    return pa.types.is_struct(kind) and has_field(kind, names[1:])
-
-
-def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | Bad]:
-    """Yield the rows of a record batch. Arrow does not check its strings: of a batch with a bad one, row by row."""
-    try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            yield Bad("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the text)")
-            return
-        for index in range(batch.num_rows):
-            yield from rows_of(batch.slice(index, 1))
-        return
-    yield from rows
-
-
-def open_parquet(path: Path) -> Any:
-    """Open a parquet file and read its footer."""
-    import pyarrow.parquet as pq
-
-    with arrow_errors(path, "is not a parquet file"):
-        return pq.ParquetFile(path)
-
-
-def open_arrow(path: Path) -> tuple[Any, Iterator[Any]]:
-    """Map an arrow file of either format. Returns its schema and its record batches."""
-    import pyarrow as pa
-
-    source = pa.memory_map(str(path))
-    try:
-        stream = pa.ipc.open_stream(source)
-    except pa.ArrowInvalid:
-        source.seek(0)
-        file = pa.ipc.open_file(source)
-        return file.schema, (file.get_batch(index) for index in range(file.num_record_batches))
-    return stream.schema, iter(stream)
-
-
-@contextmanager
-def arrow_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn arrow's errors about a file's content into one sentence."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowInvalid, OSError) as error:
-        if getattr(error, "errno", None) is not None:
-            raise  # the disk's, not the content's
-        raise DataError(f"{path} {what}: {' '.join(str(error).split())}") from error

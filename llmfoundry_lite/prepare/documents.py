@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.prepare.contents import (
@@ -30,7 +31,6 @@ from llmfoundry_lite.prepare.contents import (
     OTHER_ENCODING,
     TOO_LARGE_PLAIN,
     Bad,
-    read_table,
     read_text,
 )
 from llmfoundry_lite.prepare.request import Request
@@ -149,6 +149,7 @@ def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) ->
                 elif line and not line.isspace():
                     yield index, text_of_line(line, text_keys)
         case "table":
+            read_table = companions.find("readers", "rows of parquet and arrow")
             rows = read_table(Path(unit.names[0]), unit.start, unit.end, text_keys)
             yield from enumerate(text_of_row(row, text_keys) for row in rows)
         case _:

@@ -1,4 +1,4 @@
-"""Sources of documents: the Python standard library, local files, data sets of the Hugging Face Hub.
+"""Sources of documents: the Python standard library and local files. A companion opens data sets of the Hub.
 
     open_source(["logs/*.jsonl.gz"])  ->  Source  ->  units()  ->  Unit, Unit, …
 
@@ -11,26 +11,26 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.errors import DataError, one_line
-from llmfoundry_lite.files import without_magic
-from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_csv, read_lines, table_parts
-from llmfoundry_lite.prepare.documents import Unit, group_by_size, text_of_row
+from llmfoundry_lite import companions
+from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_lines
+from llmfoundry_lite.prepare.documents import Unit, group_by_size
 from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
 from llmfoundry_lite.prepare.request import Request
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
+TABLES, ROWS = ("csv", "table"), "rows of CSV, parquet and arrow"
+"""Kinds of files that a companion reads, and the name of its reader."""
 
 # Unit sizes depend on the input alone, never on the number of workers, so that every launch makes the same units.
 MIN_UNIT_BYTES = 256 * 1024
 MAX_UNIT_BYTES = 8 * 1024 * 1024
 TARGET_UNITS = 64
-STREAM_UNIT_CHARACTERS = MAX_UNIT_BYTES // 4
 MAX_ROWS_PER_UNIT = 65536
 
 STDLIB_VAL_FRACTION = 0.05
@@ -62,7 +62,7 @@ class Source:
 
 
 def open_source(request: Request) -> Source:
-    """Find the documents that `--source` names. Raises DataError when there are none."""
+    """Find the documents that `--source` names. Raises DataError when there are none, ConfigError for a companion."""
     sources = [source for source in request.sources if source]
     if not sources:
         raise DataError(f"no source given; expected {PYTHON_STDLIB}, {HUB_PREFIX}NAME, or files, folders and globs")
@@ -72,8 +72,12 @@ def open_source(request: Request) -> Source:
     if sources == [PYTHON_STDLIB]:
         return open_standard_library()
     if special:
+        open_hub = companions.find("readers", "hf: data sets of text")
         return open_hub(special[0].removeprefix(HUB_PREFIX), request)
     listing = list_files(sources, split=request.split, on_error=request.on_error)
+    table = next((path for path in listing.files if kind_of(path) in TABLES), None)
+    if table is not None and ROWS in companions.list_missing():
+        raise ConfigError(f"{table}: {companions.missing(ROWS)}")
     return Source(
         units=lambda: file_units(listing, request),
         identify=lambda: inventory((path.as_posix(), path, True) for path in listing.files),
@@ -135,18 +139,14 @@ def unit_bytes(total_bytes: int) -> int:
 
 def file_units(listing: Listing, request: Request) -> Iterator[Unit]:
     """Cut local files into units, in the order of the listing."""
-    encoding, keys = request.encoding, request.text_keys
-    target = unit_bytes(sum(listing.files.values()))
+    encoding, target = request.encoding, unit_bytes(sum(listing.files.values()))
     for kind, files in itertools.groupby(listing.files.items(), key=lambda item: kind_of(item[0])):
         if kind == "whole":
             yield from whole_units(files, target)
             continue
         for path, size in files:
-            if kind == "table":
-                yield from table_units(path, size, target)
-            elif kind == "csv":
-                rows = ((text_of_row(row, keys), read) for row, read in read_csv(path, encoding, keys))
-                yield from stream_units("rows", str(path), rows, target, size)
+            if kind in TABLES:
+                yield from companions.find("readers", ROWS)(kind, path, size, target, request)
             elif path.suffix in COMPRESSED_SUFFIXES or encoding:
                 yield from stream_units("lines", str(path), read_lines(path, encoding), target, size)
             else:
@@ -165,17 +165,6 @@ def whole_units(
         yield Unit(kind="whole", names=names, num_bytes=group_bytes, modules=named)
 
 
-def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit]:
-    """Yield consecutive row groups or record batches of at least `target_bytes` together."""
-    start = consumed_bytes = num_rows = 0
-    for group, group_bytes in group_by_size(table_parts(path, size_bytes), lambda part: part[1], target_bytes):
-        left = size_bytes - consumed_bytes
-        share, end = left if group_bytes < target_bytes else min(group_bytes, left), start + len(group)
-        yield Unit(kind="table", names=(str(path),), start=start, end=end, first=1 + num_rows, num_bytes=share)
-        start, consumed_bytes = end, consumed_bytes + share
-        num_rows += sum(rows for rows, _ in group)
-
-
 def stream_units(
     kind: str, name: str, values: Iterable[tuple[Any, int]], target: int, size_bytes: int = 0
 ) -> Iterator[Unit]:
@@ -189,80 +178,3 @@ def stream_units(
         content = tuple(value for value, _ in group)
         yield Unit(kind=kind, names=(name,), first=first, content=content, num_bytes=read_bytes - consumed_bytes)
         first, consumed_bytes = first + len(group), read_bytes
-
-
-# Data sets of the Hugging Face Hub
-
-
-def open_hub(name_and_config: str, request: Request) -> Source:
-    """Open a data set by its Hub name (or a local data set folder), streamed: nothing is downloaded ahead of time.
-
-    The revision is pinned when the name is resolved, so that a resumed preparation reads the same rows.
-    """
-    is_folder = Path(name_and_config).is_dir()  # whose name may have a colon
-    name, _, config = (name_and_config, "", "") if is_folder else name_and_config.partition(":")
-    if not name:
-        raise DataError(f"{HUB_PREFIX} needs the name of a data set, as in {HUB_PREFIX}allenai/c4:en")
-    folder = Path(name)
-    revision = None if folder.is_dir() else hub_revision(name)
-
-    def identify() -> dict[str, str | int]:
-        if revision is not None:
-            return {"revision": revision}
-        files = sorted(file for file in folder.rglob("*") if file.is_file())
-        return inventory((file.relative_to(folder).as_posix(), file, True) for file in files)
-
-    def units() -> Iterator[Unit]:
-        origin = f"{HUB_PREFIX}{name_and_config}, split {request.split}"
-        rows = hub_rows(name, config or None, request.split, revision, origin)
-        texts = ((text_of_row(row, request.text_keys), 0) for row in rows)
-        yield from stream_units("rows", origin, texts, STREAM_UNIT_CHARACTERS)
-
-    return Source(units=units, identify=identify, total_bytes=None, val_fraction=DEFAULT_VAL_FRACTION)
-
-
-def hub_revision(name: str) -> str:
-    """Ask the Hub for the commit that a data set's name stands for now. Raises DataError."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        revision = huggingface_hub.HfApi().dataset_info(name, timeout=20).sha
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise DataError(
-            f"{HUB_PREFIX}{name}: no such data set on the Hugging Face Hub, or none that you may read; "
-            "check the spelling, or run `hf auth login`"
-        ) from error
-    except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
-        raise DataError(
-            f"{HUB_PREFIX}{name}: the Hugging Face Hub cannot be reached ({type(error).__name__}); "
-            "download the data set elsewhere and give its files or folder instead"
-        ) from error
-    assert revision is not None, "the Hub names the revision of every data set"
-    return revision
-
-
-def hub_rows(
-    name: str, config: str | None, split: str, revision: str | None, origin: str
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of one split, in order. `datasets` raises a dozen unrelated types; each becomes one sentence."""
-    import datasets
-
-    with ExitStack() as stack:
-        try:
-            plain = stack.enter_context(without_magic(name))
-        except OSError as error:
-            raise DataError(f"{HUB_PREFIX}{name}: links to its files cannot be made: {error}") from error
-        try:
-            rows = iter(datasets.load_dataset(plain, config, split=split, revision=revision, streaming=True))
-        except Exception as error:
-            reason = one_line(error).replace(plain, name)
-            raise DataError(f"{HUB_PREFIX}{name}: the data set cannot be opened: {reason}") from error
-        for number in itertools.count():
-            try:
-                row = next(rows, None)
-            except Exception as error:
-                raise DataError(f"{origin}: reading stopped after row {number}: {one_line(error)}") from error
-            if row is None:
-                return
-            yield row

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import matplotlib
@@ -33,6 +34,7 @@ CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
 SHADES = ("#dfe8f3", "#fbe7d3", "#d5ead2", "#eae3f1", "#f8d9d9", "#f3efd2", "#d3eeee", "#e3e3e3", "#f3d3e8", "#e6dccb")
 MAX_POINTS = 4000
 """Points drawn of one curve; a figure is a quarter as many pixels wide."""
+MAX_CHANGE_CHARACTERS = 60
 MAX_DISTINCT_POINTS = 400
 """Points of one curve that can still be told apart."""
 
@@ -91,6 +93,8 @@ class Curve:
     """Batches to mark."""
     dead: Sequence[tuple[Ints, Floats]] = ()
     """Batches and losses of branches that no later state comes from."""
+    changes: Sequence[tuple[int, str]] = ()
+    """The first batch with other settings, and which."""
     axis: Axis = Axis()
 
 
@@ -122,7 +126,7 @@ def plot_run(
     baselines: Mapping[str, float] | None = None,
     reach: int | None = None,
 ) -> None:
-    """Plot loss, with validation and baselines, above throughput. `reach` is that of `smooth`; 0 draws no mean."""
+    """Plot loss, with validation, baselines and changes, above throughput. `reach` is `smooth`'s; 0 draws no mean."""
     axis = curve.axis
     figure, (loss, speed) = stack((3, 1), (8, 6), sharex=True)
     for i, (batches, losses) in enumerate(curve.dead):
@@ -137,6 +141,10 @@ def plot_run(
         _draw_validation(loss, curve, VALIDATION, linewidth=1.5, markersize=size, label=label)
     for style, (name, value) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
         loss.axhline(value, color=REFERENCE, linestyle=style, linewidth=1.2, label=f"{name} model, {value:.2f}")
+    for batch, words in curve.changes:
+        label = f"from batch {batch:,}: {shorten(words, MAX_CHANGE_CHARACTERS, placeholder=' …')}"
+        for axes, name in ((loss, label), (speed, None)):
+            axes.axvline(axis.place(batch - 0.5), color="#333333", linestyle=":", linewidth=1.2, label=name)
     _finish_loss(loss, [curve])
     axis.draw(speed, curve.batches, curve.tokens_per_second, color=TRAIN, linewidth=1.2)
     speed.set_ylim(bottom=0)
@@ -283,16 +291,28 @@ def reach_of(num: int, reach: int | None) -> int:
 
 
 def smooth(values: Floats, reach: int | None = None) -> Floats:
-    """Return the mean over `reach` neighbours on either side, fewer at the ends; NaN are left out."""
+    """Return the mean over `reach` neighbours on either side, over fewer at the beginning; NaN are left out.
+
+    At the end, a mean over ever fewer values would be as noisy as the last value. Instead, the last `reach` means go on
+    in a straight line: from the mean of the last 2 reach + 1 values, with the least-squares slope of twice as many. It
+    is unbiased where values lie along a line, and is clipped to the range of the last 2 reach + 1 values.
+    """
     num = len(values)
-    reach = reach_of(num, reach)
+    reach = max(0, min(reach_of(num, reach), (num - 1) // 2))
     at = np.arange(num)
     half = np.minimum(reach, np.minimum(at, num - 1 - at))
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
     total, count = sums[at + half + 1] - sums[at - half], counts[at + half + 1] - counts[at - half]
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    means = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    window = 2 * reach + 1
+    last, near = (np.flatnonzero(known & (at >= num - size)) for size in (window, 2 * window))
+    if 0 < reach < len(last):  # more than half of the last values are known
+        slope = np.polyfit(near, values[near], 1)[0]
+        line = means[num - 1 - reach] + slope * np.arange(1, reach + 1)
+        means[num - reach :] = np.clip(line, values[last].min(), values[last].max())
+    return means
 
 
 # ---------------------------------------------------------------------------------------------- evaluations

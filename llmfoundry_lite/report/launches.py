@@ -5,7 +5,7 @@ ran. They are matched by the batch where a launch began. A failure is a launch t
 without a record (killed, or its machine went down); of launches that ran elsewhere, one that lost batches.
 
     hours           `time/elapsed_seconds` of all launches, lost batches included, start-up not
-    between         these over the number of failures
+    between         these over the number of failures, if there are MIN_FAILURES
     lost            batches on dead branches, and their `time/batch_seconds` x devices
 """
 
@@ -24,6 +24,8 @@ RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
 FAILURES = ("failed", KILLED)
 ELSEWHERE = "not known here"
 JOURNAL = "relay.jsonl"
+MIN_FAILURES = 3
+"""Failures from which on a mean time between them, and advice by it, are given."""
 
 Recorded = tuple[int | None, str, str | None]
 """(batch after which a launch began, how it ended, the reason)."""
@@ -52,7 +54,7 @@ def describe_failures(run: Run) -> dict[str, Any]:
     launches = match(find_logged(run.log), find_recorded(run))
     failures = [launch for launch in launches if launch.is_failure]
     hours = sum(launch.hours for launch in launches)
-    between = hours / len(failures) if failures and hours else None
+    between = hours / len(failures) if len(failures) >= MIN_FAILURES and hours else None
     stalls, seconds = run.log.numbers(STALL), run.log.numbers(SECONDS)
     save_seconds = float(np.nanmedian(stalls)) if np.isfinite(stalls).any() else None
     every = suggest_save_interval(save_seconds, between * 3600) if save_seconds and between else None

@@ -9,7 +9,8 @@ from itertools import zip_longest
 from typing import Any
 
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.report.segments import short_precision
+from llmfoundry_lite.report.launches import MIN_FAILURES
+from llmfoundry_lite.report.segments import changes_of, short_precision
 from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 
 Facts = dict[str, Any]
@@ -19,8 +20,6 @@ MAX_LAUNCHES = 20
 """Launches in a table: the newest ones."""
 SAMPLES_WIDTH = 117
 KEEP: dict[str, Any] = {"drop_whitespace": False, "replace_whitespace": False}
-MIN_FAILURES = 5
-"""Failures below which their mean time is called rough."""
 
 
 @dataclass(slots=True)
@@ -93,6 +92,7 @@ def losses(run: Facts) -> Section:
         done += f", {run['tokens_per_second']:,.0f} tokens/s"
     num = run["num_launches"]
     lines = [f"{done}, in {num} launch{'' if num == 1 else 'es'}"]
+    lines += [f"from batch {batch:,} on: {words}" for batch, words in changes_of(run["segments"])]
     if run["state_digest"]:
         lines.append(f"state/digest {run['state_digest']} of {run['segments_from'].rsplit('/', 1)[-1]}")
     if run["baselines"]:
@@ -128,16 +128,15 @@ def launches(run: Facts) -> Section:
 
 
 def advise_saves(run: Facts) -> list[str]:
-    """Say how often the run failed, and how often to save at that rate."""
-    facts, num = run["failures"], run["failures"]["num_failures"]
-    if not num:
-        return [f"no failure in {clock(facts['hours'])} of training"]
-    between = facts["hours_between_failures"]
-    if between is None:
-        return [f"{num} failure{'s' * (num > 1)}; the log has no time/elapsed_seconds, so no mean time between them"]
-    text = f"mean time between failures {clock(between)}: {num} failure{'s' * (num > 1)} in {clock(facts['hours'])}"
+    """Say how often the run failed, and after MIN_FAILURES, how often to save at that rate."""
+    facts = run["failures"]
+    num, between = facts["num_failures"], facts["hours_between_failures"]
+    text = f"{num or 'no'} failure{'s' * (num > 1)} in {clock(facts['hours'])} of training"
     if num < MIN_FAILURES:
-        text += f"; fewer than {MIN_FAILURES} make a rough mean"
+        return [text]
+    if between is None:
+        return [f"{num} failures; the log has no time/elapsed_seconds, so no mean time between them"]
+    text = f"mean time between failures {clock(between)}: {text}"
     if facts["save_every_seconds"] is None:
         return [text, "no interval of saves to suggest: no save was timed"]
     every = f"save every {clock(facts['save_every_seconds'] / 3600)}"

@@ -27,7 +27,7 @@ from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparis
 from llmfoundry_lite.report.launches import describe_failures, find_relay
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, Run, read_run
-from llmfoundry_lite.report.segments import parse_prices, segment_facts, spans_of, total, unused_prices
+from llmfoundry_lite.report.segments import changes_of, parse_prices, segment_facts, spans_of, total, unused_prices
 
 if TYPE_CHECKING:  # a report without samples needs no torch
     from llmfoundry_lite.models.mpt import MPT
@@ -108,7 +108,7 @@ def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: st
     """Draw `facts["figure"]`; add comparisons of several runs."""
     figure, first, is_alone = folder / facts["figure"], facts["runs"][0], len(runs) == 1
     names = [run["name"] for run in facts["runs"]]
-    curves = [curve_of(run, name, x, with_dead=is_alone) for run, name in zip(runs, names, strict=True)]
+    curves = [curve_of(run, facts, x, is_alone=is_alone) for run, facts in zip(runs, facts["runs"], strict=True)]
     spans = [spans_of(run["segments"]) for run in facts["runs"]]
     if not is_alone:
         pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
@@ -220,18 +220,20 @@ def finite(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def curve_of(run: Run, name: str, x: str, *, with_dead: bool) -> Curve:
+def curve_of(run: Run, facts: dict[str, Any], x: str, *, is_alone: bool) -> Curve:
+    """Build the curve of a run; one that is drawn alone has its dead branches and changes, too."""
     log = run.log
     evaluated = np.isfinite(log.validation)
     return Curve(
-        name=name,
+        name=facts["name"],
         batches=log.batch,
         losses=log.numbers(LOSS),
         tokens_per_second=log.numbers(RATE),
         eval_batches=log.batch[evaluated],
         eval_losses=log.validation[evaluated],
         not_finite=log.not_finite,
-        dead=[(branch.batch, branch.numbers(LOSS)) for branch in log.dead] if with_dead else (),
+        dead=[(branch.batch, branch.numbers(LOSS)) for branch in log.dead] if is_alone else (),
+        changes=changes_of(facts["segments"]) if is_alone else (),
         axis=axis_of(run, x),
     )
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.config.changes import Change
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator
 from llmfoundry_lite.report.figure import Span
@@ -60,10 +61,11 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
             joules, source = row.power_watts * device_hours * 3600, "rated"
     recorded = (
         *("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size", "sync", "precision"),
-        *("attention", "torch", "runtime", "driver", "compile_config", "environment", "computed_with"),
+        *("attention", "torch", "runtime", "driver", "compile_config", "environment", "changes"),
     )
     fact = {
         **{name: getattr(segment, name) for name in recorded},
+        "computed_with": replace(segment, changes={}).computed_with,
         "sharding": segment.sharding_in_words,
         "microbatch_size": segment.device_train_microbatch_size,
         "tokens": int(np.nansum(tokens)) if np.isfinite(tokens).any() else None,
@@ -188,6 +190,15 @@ def spans_of(facts: Sequence[Facts]) -> list[Span]:
         else:
             spans.append(Span(fact["first_batch"], fact["last_batch"], label))
     return spans
+
+
+def changes_of(facts: Sequence[Facts]) -> list[tuple[int, str]]:
+    """Return each first batch with other settings than before, and `optimizer.lr 0.0006 -> 1e-05`."""
+    return [
+        (fact["first_batch"], ", ".join(str(Change(key, *values)) for key, values in fact["changes"].items()))
+        for fact in facts
+        if fact["changes"]
+    ]
 
 
 def base_label(fact: Facts) -> str:

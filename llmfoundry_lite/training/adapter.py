@@ -1,20 +1,16 @@
-"""The ComposerModel: how Composer's loop asks an MPT for a loss, whole or in stages."""
+"""The ComposerModel: how Composer's loop asks an MPT for a loss."""
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from composer.models import ComposerModel
 from torchmetrics import Metric
 
-from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.models.dropout import row_keys
-from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.context import Context
 from llmfoundry_lite.parallel.exact import ExactSums, round_loss
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels, row_weights
@@ -24,14 +20,14 @@ class LanguageModel(ComposerModel):
     """A batch is {"input_ids": int64 [b, t]}; a token id below 0 is padding: it is read as 0 and has no loss."""
 
     num_stages = 1
-    """Stages of the pipeline that this rank is part of."""
+    """Stages of the pipeline that this rank is part of. Where there are more, `train_on` takes all microbatches."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         precision: Precision,
         separator: int | None = None,
-        context: Context | None = None,
+        context: Any = None,
         sum_loss: Callable[..., torch.Tensor] = cross_entropy_sum,
         *,
         separator_begins: bool = False,
@@ -41,7 +37,7 @@ class LanguageModel(ComposerModel):
         self.model: Any = model
         self.sum_loss = sum_loss
         self.context = context
-        """The ranks that divide each sample's tokens, if any do."""
+        """The ranks that divide each sample's tokens, from a companion's builder of `cp_config`; None where none do."""
         self.precision = precision
         self.separator = separator
         """The token that ends a document, if documents in a sample are not to see each other."""
@@ -113,7 +109,10 @@ class LanguageModel(ComposerModel):
         return mean
 
     def weight_of_loss(self, tokens_bt: torch.Tensor, share: float) -> float:
-        """Return the weight in a batch of each nat of `loss_sum`. `share`: see `PipelinedLanguageModel.train_on`."""
+        """Return the weight in a batch of each nat of `loss_sum`.
+
+        `share`: what a data rank has of the global batch on average, in tokens with a loss or in samples.
+        """
         full_row = max(tokens_bt.size(1) - 1, 1) if self.by_rows else 1
         return self.num_parts / (share * full_row)
 
@@ -125,60 +124,6 @@ class LanguageModel(ComposerModel):
 
     def update_metric(self, batch: Any, outputs: dict[str, torch.Tensor], metric: Metric) -> None:
         metric.update(outputs["loss_sum"], outputs["num_tokens"])
-
-
-class PipelinedLanguageModel(LanguageModel):
-    """The stages of a pipeline that this rank has, from a companion's builder of `pp_config`. Losses are where the last
-    stage is, 0 elsewhere."""
-
-    def __init__(self, model: Any, *arguments: Any, **options: Any):
-        super().__init__(model, *arguments, **options)
-        self.num_stages = model.num_ranks
-        self.has_first_stage = model.has_first
-
-    @property
-    def shared_parameters(self) -> list[torch.nn.Parameter]:
-        return self.model.shared_parameters
-
-    @property
-    def attn_impl(self) -> str:
-        return cast(MPT, self.model.stages[0]).transformer.attn_impl
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Evaluate, without a gradient."""
-        tokens_bt = batch["input_ids"]
-        labels_bt = next_token_labels(tokens_bt)
-        loss_sum = self.model.run_forward(
-            self.part(tokens_bt.clamp(min=0)), labels_bt=self.part(labels_bt), documents_bt=self.documents(tokens_bt)
-        )
-        num_tokens = (labels_bt != IGNORED).sum()
-        if loss_sum is None:
-            return {"loss_sum": torch.zeros((), device=tokens_bt.device), "num_tokens": torch.zeros_like(num_tokens)}
-        return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
-
-    def train_on(self, batch: dict[str, torch.Tensor], num_samples: int, share: float) -> torch.Tensor:
-        """Add up the gradient of a batch, in m microbatches of so many samples. Returns their weighted losses: [m], or
-        [0] where the last stage is not.
-
-        `share` is what a data rank has of the global batch on average, in tokens with a loss or in samples. A batch
-        that is too small for a number of microbatches that the schedule takes is filled up with rows of padding.
-        """
-        tokens_bt = batch["input_ids"]
-        counts = itertools.count(-(-len(tokens_bt) // num_samples))
-        num_microbatches = next(count for count in counts if takes_microbatches(self.model.pipeline, count))
-        missing = num_microbatches * num_samples - len(tokens_bt)
-        tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
-        labels_bt = next_token_labels(tokens_bt)
-        weights_m = torch.full((num_microbatches,), self.weight_of_loss(tokens_bt, share), device=tokens_bt.device)
-        losses_m = self.model.train_on(
-            self.part(tokens_bt.clamp(min=0)),
-            self.part(labels_bt),
-            weights_m * self.loss_scale,
-            documents_bt=self.documents(tokens_bt),
-            weights_bt=self.part(row_weights(labels_bt)) if self.by_rows else None,
-            drop_keys_b=self.drop_keys(tokens_bt),
-        )
-        return losses_m / self.loss_scale
 
 
 EVAL_LOSS_BITS = 20

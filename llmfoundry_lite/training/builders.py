@@ -27,13 +27,12 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.parallel.context import build_context
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
+from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
 from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
@@ -165,20 +164,23 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         "sums": ExactSums() if config.exact_sums else None,
     }
     separator, begins = find_separator(config)
-    context = build_context(config.context, layout, device_type) if layout.context > 1 else None
+    context = None
+    if layout.context > 1:
+        build_context = companions.find("builders", "cp_config.context_parallel_degree")
+        context = build_context(config.context, layout, device_type)
     compiled = torch.compile(log_p_and_gradient, **(config.compile_config or {})) if config.fuses_loss else None
     loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled)
     if config.exact_sums and config.model.tie_word_embeddings:
         loss = round_unembedding(loss)
-    weighting: Any = {"separator_begins": begins, "by_rows": not config.accumulate_train_batch_on_tokens}
+    by_rows = not config.accumulate_train_batch_on_tokens
+    rows: dict[str, Any] = {"separator": separator, "separator_begins": begins, "by_rows": by_rows}
     if layout.pipeline > 1:
         loss = partial(loss, backward_runs_once=not config.pipeline.splits_backward)
-        build_pipeline = companions.find("builders", "pp_config.pipeline_parallel_degree")
-        pipeline = build_pipeline(config.model, pipeline=config.pipeline, loss=loss, context=context, **options)
-        language_model: Any = PipelinedLanguageModel(pipeline, precision, separator, context, **weighting)
+        build = companions.find("builders", "pp_config.pipeline_parallel_degree")
+        language_model: Any = build(config.model, config.pipeline, loss, context, rows=rows, **options)
     else:
         model = build_parallel_model(config.model, **options)
-        language_model = LanguageModel(model, precision, separator, context, loss, **weighting)
+        language_model = LanguageModel(model, precision, context=context, sum_loss=loss, **rows)
     language_model.sums = options["sums"]
     # Composer moves every model to the device, and FSDP wants these parameters on the host.
     if fsdp.offload_optimizer and layout.pipeline == 1:

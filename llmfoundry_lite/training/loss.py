@@ -12,16 +12,14 @@ Legend: b batch, t time, n tokens (b*t), c tokens of a chunk, d model width, v v
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.schema import LOSS_CHUNK_MIB
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.products import multiply
-from llmfoundry_lite.parallel.tensor import all_gather, divided_rows
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -69,24 +67,13 @@ def cross_entropy_sum(
     """
     part = None
     if isinstance(unembedding_vd, DTensor):
-        mesh = unembedding_vd.device_mesh
-        num_rows = -(-unembedding_vd.size(0) // mesh.size())
-        unembedding_vd, start = divided_rows(unembedding_vd)
-        part = _Part(mesh, start, num_rows)
+        divide_vocabulary = companions.find("builders", "tp_config.tensor_parallel_degree: the loss")
+        unembedding_vd, part = divide_vocabulary(unembedding_vd)
     return _ChunkedCrossEntropy.apply(  # type: ignore
         *(hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten()),
         *(None if weights_bt is None else weights_bt.flatten(), backward_runs_once, chunk_bytes, part),
         None if part else compiled,
     )
-
-
-class _Part(NamedTuple):
-    """A rank's part of the vocabulary."""
-
-    mesh: DeviceMesh
-    start: int
-    num_rows: int
-    """Tokens of each rank; the last one may have fewer."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -123,10 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 log_p_c, is_here_c = grad_cv[rows_c, columns_c], 1.0
             else:
                 grad_cv = multiply(hidden_cd, unembedding_vd).float()
-                columns_c = columns_c - vocabulary.start
-                is_here_c = ((columns_c >= 0) & (columns_c < grad_cv.size(1))).float()
-                columns_c = columns_c * is_here_c.long()
-                log_p_c = _normalise(grad_cv, grad_cv[rows_c, columns_c] * is_here_c, vocabulary.mesh)
+                log_p_c, columns_c, is_here_c = vocabulary.normalise(grad_cv, columns_c)
             total -= (log_p_c * counted_c1[:, 0]).sum()
             if grad_hidden_nd is None:
                 del grad_cv  # not while the next chunk's are computed
@@ -165,13 +149,3 @@ def log_p_and_gradient(logits_cv: torch.Tensor, columns_c: torch.Tensor) -> tupl
     is_label_cv = torch.arange(logits_cv.size(1), device=logits_cv.device) == columns_c[:, None]
     grad_cv = (log_p_cv.exp() - is_label_cv.float()).to(logits_cv.dtype)
     return log_p_cv.gather(1, columns_c[:, None])[:, 0], grad_cv
-
-
-def _normalise(logits_cv: torch.Tensor, label_logits_c: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Turn a rank's part of the logits into log-probabilities in place, and return those of the labels.
-    `label_logits_c` has zeros for labels that other ranks have."""
-    known_2c = torch.stack([logits_cv.logsumexp(dim=-1), label_logits_c])
-    known_r2c = all_gather(known_2c, mesh.get_group().group_name, mesh.size())
-    total_c = known_r2c[:, 0].logsumexp(dim=0)
-    logits_cv -= total_c[:, None]
-    return known_r2c[:, 1].sum(dim=0) - total_c

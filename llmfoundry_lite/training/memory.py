@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, cast
 
 import psutil
 import torch
@@ -27,7 +28,7 @@ from llmfoundry_lite.estimate.memory import advise_less_memory, as_on_cpu, estim
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
-from llmfoundry_lite.training.adapter import LanguageModel, PipelinedLanguageModel
+from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 
 MARGIN = 0.95
@@ -150,11 +151,11 @@ def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_
     model.train()
     if model.sums:
         model.sums.begin(model.parameters(), num_microbatches)
-    is_pipeline = isinstance(model, PipelinedLanguageModel)
+    is_pipeline = model.num_stages > 1
     num_rows = num_samples * num_microbatches if is_pipeline else num_samples
     batch = {"input_ids": torch.zeros((num_rows, seq_len), dtype=torch.int64, device=_device())}
     if is_pipeline:
-        model.train_on(batch, num_samples, share=1.0)
+        cast(Any, model).train_on(batch, num_samples, share=1.0)
         return
     parallel = model.model if accumulates and isinstance(model.model, FSDPModule) else None  # not on one device
     for is_last in (False, True) if parallel else (True,):

@@ -1,13 +1,14 @@
 """Mirrors of metrics.jsonl: console, progress bar, wandb and TensorBoard."""
 
 import math
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
@@ -64,14 +65,13 @@ def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mi
     folder, max_duration = Path(config.run_folder), Duration.parse(config.max_duration)
     mirrors: list[Mirror] = []
     names = {"ours": numbers_of, "llm_foundry": partial(foundry_names, optimizer=config.optimizer.name)}
-    if config.progress_bar:
+    if config.progress_bar and has_width(sys.stdout):
         mirrors.append(ProgressBar(max_duration, progress))
-    elif config.log_to_console:
+    elif config.log_to_console or config.progress_bar:
         mirrors.append(ConsoleLine(max_duration, Duration.parse(config.console_log_interval)))
     if config.loggers.wandb is not None:
-        mirror = WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config))
-        mirror.named = names[config.loggers.wandb.names]
-        mirrors.append(mirror)
+        mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config)))
+        mirrors[-1].named = names[config.loggers.wandb.names]
     if config.loggers.tensorboard is not None:
         mirrors.append(TensorboardMirror(config.loggers.tensorboard, folder))
         mirrors[-1].named = names[config.loggers.tensorboard.names]
@@ -94,23 +94,36 @@ class ConsoleLine(Mirror):
             print(console_line(record, self.max_duration), flush=True)
 
 
+def has_width(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal of a known width."""
+    try:
+        return stream is not None and os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return False
+
+
 class ProgressBar(Mirror):
-    """The console line as a bar that stays in place."""
+    """The console line as a bar on standard output that stays in place, below lines that are printed meanwhile."""
 
     def __init__(self, max_duration: Duration, progress: Callable[[], float]):
         from tqdm import tqdm
+        from tqdm.contrib import DummyTqdmFile
 
         self.max_duration = max_duration
         self.progress = progress
         # tqdm puts a comma before what it calls the postfix, and a colon behind a description in l_bar.
         form = "{percentage:3.0f}%|{bar}| {desc}"
-        self.bar = tqdm(total=1.0, initial=progress(), bar_format=form, desc="first batch", dynamic_ncols=True)
+        look = {"bar_format": form, "desc": "first batch", "dynamic_ncols": True}
+        self.output = sys.stdout
+        self.bar = tqdm(total=1.0, initial=progress(), file=self.output, **look)
+        sys.stdout = DummyTqdmFile(self.output)  # clears the bar before a line, and draws it again
 
     def __call__(self, record: Record) -> None:
         self.bar.n = self.progress()
         self.bar.set_description_str(console_line(record, self.max_duration))
 
     def close(self) -> None:
+        sys.stdout = self.output
         self.bar.close()
 
 

@@ -20,7 +20,6 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.loader import format_digest
 from llmfoundry_lite.parallel.exact import round_loss
-from llmfoundry_lite.training.adapter import PipelinedLanguageModel
 from llmfoundry_lite.training.agreement import Agreement, count_rows
 from llmfoundry_lite.training.gradient_step import LOSS, GradientStep
 from llmfoundry_lite.training.optimizers import clear_gradients, whole_parameters
@@ -123,7 +122,7 @@ class ParallelTrainer(Trainer):
         total = self.agreement.current.weight(by_tokens=self.accumulate_train_batch_on_tokens)
         share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
         self.partners.begin_batch()
-        is_pipeline = isinstance(model, PipelinedLanguageModel)
+        is_pipeline = model.num_stages > 1
         microbatches = [rows] if is_pipeline else [*self._train_data_spec.split_batch(rows, size)]
         step.begin(len(microbatches), device, num_ranks=self.ranks.size * model.num_parts)
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
@@ -140,7 +139,7 @@ class ParallelTrainer(Trainer):
         of the global batch's loss, times the number of data ranks: a scalar."""
         state, step, run_event, sums = self.state, self.gradient_step, self.engine.run_event, self.gradient_step.sums
         model, spec = cast(Any, self._original_model), cast(DataSpec, self._train_data_spec)
-        is_pipeline = isinstance(model, PipelinedLanguageModel)
+        is_pipeline = model.num_stages > 1
         run_event(Event.BEFORE_FORWARD)
         if not is_pipeline:
             state.outputs = state.model(state.batch)

@@ -2,10 +2,14 @@
 
 import pytest
 
+from llmfoundry_lite.cli import listing
 from llmfoundry_lite.cli.listing import KINDS
 from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.config import auto_hardware
+from llmfoundry_lite.config.auto_hardware import Found
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.hardware import ACCELERATORS
 from tests.helpers.launch import ROOT
 
 
@@ -22,6 +26,23 @@ def test_every_file_has_a_line_and_the_example_of_its_use_is_read(kind, capsys):
         load_train_config(words.split()[3:], {})
     else:
         load_eval_config(words.split()[1:])
+
+
+@pytest.mark.parametrize(
+    ("found", "hardware", "layouts"),
+    [
+        (None, ["cpu"], ["mpt-7b-8x192gb", "mpt-7b-8x40gb"]),
+        (Found("NVIDIA H100 80GB HBM3", ACCELERATORS["H100-80GB"], 8), ["h100-8"], ["mpt-7b-8x80gb", "mpt-13b-8x80gb"]),
+    ],
+)
+def test_what_fits_this_machine_comes_first(found, hardware, layouts, monkeypatch, capsys):
+    for module in (listing, auto_hardware):
+        monkeypatch.setattr(module, "find_devices", lambda *_: found)
+    first = {"hardware": hardware, "layouts": layouts, "models": ["mpt-quickstart", "mpt-125m", "mpt-350m", "mpt-1b"]}
+    for kind, expected in first.items():
+        assert run(["list", kind]) == 0
+        lines = capsys.readouterr().out.splitlines()[1:]
+        assert [line.split()[0] for line in lines][: len(expected)] == expected
 
 
 def test_all_kinds_are_listed_and_another_is_refused(capsys):

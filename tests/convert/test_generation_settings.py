@@ -17,9 +17,9 @@ from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 from llmfoundry_lite.data.tokenizer import build_tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import harness, loaded
-from tests.helpers.models import LLAMA, random_model
+from tests.helpers.models import ALIBI, random_model
 
-MODEL = replace(LLAMA, vocab_size=320)
+MODEL = replace(ALIBI, vocab_size=320)
 EXTRA = ["<|bos|>", "<|eot|>", "<|eom|>", "<|pad|>", "<|cls|>", "<|sep|>", "<|mask|>"]
 GENERATION = {"eos_token_id": [0, 301, 302], "bos_token_id": 300, "pad_token_id": 303, "do_sample": True}
 GENERATION |= {"temperature": 0.6, "top_p": 0.9, "max_length": 4096, "suppress_tokens": [5], "forced_eos_token_id": 0}

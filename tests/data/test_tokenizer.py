@@ -1,9 +1,7 @@
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import hypothesis
@@ -13,6 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
@@ -152,29 +151,15 @@ def test_a_folder_of_a_model_without_its_tokenizer_is_refused(tmp_path: Path) ->
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     with pytest.raises(DataError, match=rf"{tmp_path} holds no vocabulary, expected one of tokenizer.json, vocab.jso"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_has_to_be_converted_names_the_companion(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(companions, "find_companions", list)
     (tmp_path / "vocab.json").write_text("{}")
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    with pytest.raises(DataError, match=rf"{tmp_path} has no ids but those of special and added tokens"):
+    with pytest.raises(DataError) as error:
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_converting_keeps_the_hubs_generation_config_and_says_when_there_is_nothing_to_read(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
-) -> None:
-    generation = tmp_path / "generation_config.json"
-    generation.write_text('{"eos_token_id": [0, 7]}')
-    monkeypatch.setattr("llmfoundry_lite.data.tokenizer.download_from_hub", lambda name: {generation.name: generation})
-    converter = SimpleNamespace(save_pretrained=tokenizer.save if writes else lambda folder: None)
-    automatic = SimpleNamespace(from_pretrained=lambda name, **_: converter)
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=automatic))
-    if writes:
-        assert load_tokenizer("somebody/old").stop_token_ids == {0, 7}
-        return
-    with pytest.raises(
-        DataError, match=r"old has no tokenizer\.json, and transformers writes none .*; choose a tokenizer"
-    ):
-        load_tokenizer("somebody/old")
+    name = "tokenizers without tokenizer.json"
+    assert str(error.value) == f"tokenizer {tmp_path}: {name}: needs the companion llmfoundry_formats"
 
 
 def test_a_missing_folder_is_not_mistaken_for_a_hub_name(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import llmfoundry_lite.eval
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
-from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
@@ -54,7 +54,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = train_tokenizer([" ".join(WORDS)] * 3, 300)
     tokenizer.save("tokenizer")
-    config = ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=64, vocab_size=384)
+    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64, "vocab_size": 384}
+    config = ModelConfig(**sizes, no_bias=True, attn_config=AttentionConfig(alibi=True))
     model = normal_model(config, std=0.2)
     export_model(model.state_dict(), model.config, "model", tokenizer_folder="tokenizer")
     (tmp_path / "evals").mkdir()
@@ -356,6 +357,8 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     blocks = {
         "tokenizer": {"name": "tokenizer"},
         "model__vocab_size": 384,
+        "model__no_bias": True,
+        "model__attn_config": {"alibi": True},
         "icl_tasks": ["choice"],
         "eval_interval": "2ba",
         "save_interval": "2ba",

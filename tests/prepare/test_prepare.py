@@ -15,8 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -50,7 +48,7 @@ def zstd(path: Path, content: bytes) -> Path:
 
 @pytest.mark.parametrize(
     ("suffix", "store"),
-    [*itertools.product(("txt", "md", "jsonl", "json", "ndjson"), (plain, zipped, zstd)), ("parquet", plain)],
+    [*itertools.product(("txt", "md", "jsonl", "json", "ndjson"), (plain, zipped, zstd))],
 )
 def test_every_format_gives_the_same_documents(
     suffix: str, store, tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path
@@ -61,9 +59,6 @@ def test_every_format_gives_the_same_documents(
     if suffix in ("txt", "md"):
         for index, document in enumerate(documents):
             store(folder / f"{index:02}.{suffix}", document.encode())
-    elif suffix == "parquet":
-        pq.write_table(pa.table({"text": documents}), tmp_path / "table", row_group_size=5)
-        store(folder / "table.parquet", (tmp_path / "table").read_bytes())
     else:
         write_jsonl(tmp_path / "lines", documents)
         store(folder / f"lines.{suffix}", (tmp_path / "lines").read_bytes())
@@ -146,22 +141,6 @@ def test_units_of_a_compressed_file_end_where_lines_end(unit_bytes: int, tmp_pat
     assert lines == content.splitlines(keepends=True)
     assert [unit.first for unit in units] == [lines.index((unit.content or [b""])[0]) + 1 for unit in units]
     assert sum(unit.num_bytes for unit in units) == path.stat().st_size
-
-
-def test_a_hub_data_set_is_streamed(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
-    documents = make_documents(40)
-    folder = tmp_path / "set"
-    folder.mkdir()
-    write_jsonl(folder / "train.jsonl", documents[:25], key="content")
-    write_jsonl(folder / "test.jsonl", documents[25:], key="content")
-    wanted = request(f"hf:{folder}", tokenizer_folder, text_key="content", split="test", val_fraction=0)
-    summary = prepare(wanted, tmp_path / "out", num_workers=1)
-    assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents[25:])
-
-    with pytest.raises(DataError, match=r"row 1 has no 'text'; there are: id, content \(choose one with --text-key\)"):
-        prepare(replace(wanted, text_key="text"), tmp_path / "out2", num_workers=1)
-    with pytest.raises(DataError, match=r"cannot be opened: .*nosuch.*"):
-        prepare(replace(wanted, split="nosuch"), tmp_path / "out3", num_workers=1)
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_no_text_and_text(tmp_path: Path) -> None:
@@ -744,7 +723,6 @@ GOOD_LINE = b'{"text": "good"}\n'
         ("a.txt.zst", b"not zstd", "a.txt.zst is damaged: it does not decompress"),
         # A frame with a window of 2 GiB, as zstd --long=31 writes it, and one block of 5 bytes.
         ("a.txt.zst", b"\x28\xb5\x2f\xfd\0\xa8\x29\0\0hello", "a.txt.zst was compressed with a longer window than"),
-        ("a.parquet", b"not parquet", "a.parquet is not a parquet file"),
         ("a.pdf", b"%PDF", r"a.pdf: nothing here can be read; expected \{.txt, .md"),
         ("a.txt", b"", r"0 documents for training, 0 tokens in all.*less than one sample.*\(skipped: 1 empty\)"),
     ],
@@ -792,18 +770,6 @@ def test_bad_documents_are_counted_by_reason_when_skipped(
         "line 9 has no 'text'; there are: body (choose one with --text-key)",
         "line 10: text is a int, expected a string",
     ]
-
-
-def test_a_bad_row_of_a_parquet_file_is_named_or_skipped(tmp_path: Path, tokenizer_folder: Path) -> None:
-    texts = pa.array([b"good" * 100, b"\xff", b"good" * 100, None]).cast(pa.binary())
-    unchecked = pa.StringArray.from_buffers(len(texts), *texts.buffers()[1:], texts.buffers()[0])
-    pq.write_table(pa.table({"text": unchecked}), tmp_path / "a.parquet", row_group_size=1)
-    wanted = request(tmp_path / "a.parquet", tokenizer_folder)
-    with pytest.raises(DataError, match=r"a.parquet, row 2 is not valid UTF-8"):
-        prepare(wanted, tmp_path / "out", num_workers=1)
-    summary = prepare(replace(wanted, on_error="skip"), tmp_path / "out2", num_workers=1)
-    assert (summary.skipped["invalid_utf8"], summary.skipped["not_text"]) == (1, 1)
-    assert summary.splits["train"].documents == 2
 
 
 @pytest.mark.multiprocess

@@ -91,8 +91,25 @@ def test_smoothing_lags_behind_nothing_and_passes_over_what_is_not_finite():
     line[50] = np.nan
     assert smooth(line)[50] == pytest.approx(50)
     assert np.isnan(smooth(np.array([np.nan]))[0])
-    assert smooth(np.array([0.0, 3.0, 6.0, 0.0]), 1) == pytest.approx([0, 3, 3, 0])
     assert smooth(line, 0)[49] == 49
+
+
+def test_the_mean_does_not_end_with_the_noise_of_the_last_batches():
+    assert smooth(np.array([0.0, 3.0, 6.0, 0.0]), 1) == pytest.approx([0, 3, 3, 3.3])
+    assert smooth(np.array([9.0, 4.0, 2.0, 1.0, 1.0]))[-1] == 1, "never below the last values"
+    decay = 2.5 + 5 * np.exp(-np.arange(200) / 40)
+    assert smooth(decay)[-4:] == pytest.approx(decay[-4:], abs=0.01)
+    noise = np.random.default_rng(1).standard_normal((300, 200))
+    ends = np.array([smooth(decay + one)[-1] for one in noise]) - decay[-1]
+    assert abs(ends.mean()) < 0.05 and ends.std() < 0.5, "without bias, half as noisy as one value at most"
+    decay[-6:-1] = np.nan
+    assert smooth(decay)[-1] == pytest.approx(decay[-1]), "too few of the last values are known"
+
+
+def test_changed_settings_are_marked_from_their_first_batch_on(tmp_path, drawn):
+    plot_run(tmp_path / "a.png", curve(changes=[(51, "optimizer.lr 0.001 -> 0.0005")]), title="run")
+    marks = {line.get_label(): line.get_xdata()[0] for line in drawn[0].axes[0].lines}
+    assert marks["from batch 51: optimizer.lr 0.001 -> 0.0005"] == 50.5
 
 
 def test_the_mean_is_as_wide_as_asked_and_left_out_at_one_batch(tmp_path, drawn):

@@ -15,9 +15,9 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.report import first_words, prompt_in, report
+from llmfoundry_lite.report.runs import LiveRun
 from llmfoundry_lite.report.segments import spans_of
 from llmfoundry_lite.report.tables import Table
-from llmfoundry_lite.report.watch import Watched
 from tests.helpers.launch import train
 from tests.helpers.reported import FLOPS_PER_TOKEN, H100, TOKENS, elapsed, on_cpu, on_gpu, record, save, write_run
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -64,13 +64,14 @@ def test_the_peak_of_the_run_tells_devices_of_one_name_apart(tmp_path):
     assert "the price of 'H100' was not used" in run["notes"][-1]
 
 
-def test_batches_with_local_steps_are_a_span_of_their_own_by_name(tmp_path):
-    steps = replace(on_cpu(3, 4), sync="local steps, every 100")
+def test_batches_with_local_steps_and_changed_settings_are_named(tmp_path):
+    steps = replace(on_cpu(3, 4), sync="local steps, every 100", changes={"optimizer.lr": [0.1, 0.01]})
     where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)], [on_cpu(1, 2), steps])
     facts = report([where])["runs"][0]["segments"]
     first, second = spans_of(facts)
     assert second.label == f"{first.label} · local steps, every 100"
-    assert "3-4: local steps, every 100" in (tmp_path / "run/report.md").read_text()
+    page = (tmp_path / "run/report.md").read_text()
+    assert "- 3-4: local steps, every 100\n" in page and "- from batch 3 on: optimizer.lr 0.1 -&gt; 0.01\n" in page
 
 
 def test_a_relay_s_run_names_the_companion_that_tells_of_places(tmp_path, monkeypatch):
@@ -211,7 +212,7 @@ def test_what_is_no_run_is_refused_and_a_folder_of_islands_says_which_of_them_to
     with pytest.raises(DataError, match=words):
         report([str(tmp_path / "run")])
     with pytest.raises(DataError, match=f"no status.json here; its folders a, b are runs.* give {tmp_path}/run/b"):
-        Watched(tmp_path / "run")
+        LiveRun(tmp_path / "run")
 
 
 @pytest.mark.parametrize("price", ["H100", "H100=", "=2", "H100=cheap", "H100=-1", "H100=inf"])
@@ -346,7 +347,7 @@ def test_failures_are_counted_with_what_they_cost_and_how_often_to_save(tmp_path
     events += [
         event("failed", 26, "disk full", has_begun=False),
         event("running", 20),
-        event("preempted", 24, "SIGTERM"),
+        event("failed", 24, "SIGBUS"),
     ]
     events += [event("running", 24), event("done", 30)]
     facts = report([failing(tmp_path / "run", events)])["runs"][0]["failures"]
@@ -354,25 +355,28 @@ def test_failures_are_counted_with_what_they_cost_and_how_often_to_save(tmp_path
         (1, 14, "killed without a word", 4),
         (11, 26, "failed", 6),
         (None, None, "never began", 0),
-        (21, 24, "preempted", 0),
+        (21, 24, "failed", 0),
         (25, 30, "done", 0),
     ]
-    assert (facts["num_failures"], facts["batches_lost"]) == (2, 10)
+    assert (facts["num_failures"], facts["batches_lost"]) == (3, 10)
     assert facts["device_hours_lost"] == pytest.approx(10 * 10 * 2 / 3600)
-    assert facts["hours_between_failures"] == pytest.approx(400 / 2 / 3600)
-    assert facts["save_every_seconds"] == pytest.approx(19.34, abs=0.01)
+    assert facts["hours_between_failures"] == pytest.approx(400 / 3 / 3600)
+    assert facts["save_every_seconds"] == pytest.approx(15.67, abs=0.01)
     assert facts["save_every_batches"] == 2
     page = (tmp_path / "run/report.md").read_text()
     assert "| 2 | 11-26 | 0:02:40 | failed: cuda:1 is gone | 6 | 0.0333 |" in page
-    assert "5 launches: 1 killed without a word, 1 failed, 1 never began, 1 preempted, 1 done; 10 batches and" in page
-    assert "mean time between failures 0:03:20: 2 failures in 0:06:40; fewer than 5 make a rough mean" in page
-    assert "save every 0:00:19, 2 batches (Daly 2006); save_interval is 10ba" in page
+    assert "5 launches: 1 killed without a word, 2 failed, 1 never began, 1 done; 10 batches and" in page
+    assert "mean time between failures 0:02:13: 3 failures in 0:06:40 of training" in page
+    assert "save every 0:00:16, 2 batches (Daly 2006); save_interval is 10ba" in page
 
 
 def test_launches_that_ran_elsewhere_failed_if_they_lost_batches(tmp_path):
     facts = report([failing(tmp_path / "run", [])])["runs"][0]["failures"]
     assert facts["causes"] == {"not known here": 4}
     assert (facts["num_failures"], facts["batches_lost"]) == (2, 10)
+    page = (tmp_path / "run/report.md").read_text()
+    assert "- 2 failures in 0:06:40 of training\n" in page and "Daly" not in page, "two failures make no mean"
+    assert (facts["hours_between_failures"], facts["save_every_seconds"]) == (None, None)
     lines = [record(1), record(2, launch=2) | elapsed(1, 2.0)]
     facts = report([write_run(tmp_path / "sound", lines)])["runs"][0]["failures"]
     assert (facts["num_failures"], facts["hours_between_failures"], facts["save_every_seconds"]) == (0, None, None)

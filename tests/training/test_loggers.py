@@ -1,9 +1,12 @@
+import fcntl
 import json
 import math
 import os
 import shutil
 import signal
 import struct
+import sys
+import termios
 from concurrent.futures import wait
 
 import pytest
@@ -89,14 +92,41 @@ def test_the_console_speaks_at_its_interval_and_at_evaluations(capsys):
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["10/100", "15/100", "20/100"]
 
 
-def test_a_progress_bar_begins_where_the_run_does_and_shows_the_console_line(capsys):
+@pytest.fixture
+def terminal():
+    """Yield what a pseudo-terminal shows, its output, and a function that sets its width; it has none at first."""
+    keyboard, descriptor = os.openpty()
+
+    def set_width(columns):
+        fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+
+    with open(keyboard, "rb", buffering=0) as shown, open(descriptor, "w", encoding="utf-8") as output:
+        yield shown, output, set_width
+
+
+def test_a_progress_bar_begins_where_the_run_does_and_lines_stand_above_it(terminal, monkeypatch):
+    shown, output, set_width = terminal
+    set_width(100)
+    monkeypatch.setattr(sys, "stdout", output)
     bar = ProgressBar(Duration.parse("40ba"), lambda: 0.5)
-    assert capsys.readouterr().err.replace("\r", "").startswith(" 50%|") and bar.bar.desc == "first batch"
+    assert bar.bar.desc == "first batch"
     bar.bar.mininterval = 0
     bar(RECORD)
+    print("saved ba8", flush=True)
     bar.close()
-    shown = capsys.readouterr().err.split("\r")[-1]
-    assert "| batch 20/40 · loss 4.1235" in shown and ", batch" not in shown
+    assert sys.stdout is output
+    *above, last, end = shown.read(1 << 16).decode().split("\n")
+    assert above[0].startswith("\r 50%|") and above[0].endswith(" \rsaved ba8\r") and len(above) == 1
+    assert "| batch 20/40 · loss 4.1235" in last and ", batch" not in last and end == ""
+
+
+def test_without_a_terminal_of_some_width_a_progress_bar_is_lines(tmp_path, data, terminal, monkeypatch):
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, log_to_console=False, progress_bar=True))
+    config = load_train_config([path], {}).config
+    with open(tmp_path / "log", "w") as log:
+        for output in (terminal[1], log):
+            monkeypatch.setattr(sys, "stdout", output)
+            assert isinstance(*build_mirrors(config, lambda: 0.0), ConsoleLine)
 
 
 def test_a_torn_last_line_is_cut_off_before_more_is_appended(tmp_path):
@@ -156,14 +186,6 @@ def test_metrics_hold_what_the_readme_promises_and_mirrors_agree(tmp_path, data)
 
     assert tensorboard_steps(run) == wandb_steps(run)[-4:] == [1, 2, 3, 4]
     assert json.loads((run / "status.json").read_text())["status"] == "done"
-
-
-@pytest.mark.multiprocess
-def test_a_progress_bar_takes_the_place_of_lines(tmp_path, data):
-    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, max_duration="2ba", progress_bar=True))
-    output = train([path], tmp_path).check().output
-    assert "100%" in output
-    assert "batch 2/2" in output
 
 
 class KilledAt(Callback):

@@ -113,7 +113,8 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "divided samples, replicated": ("NO_SHARD", Layout(replicate=2, context=2, has_whole_copies=True)),
 }
 ZERO = "fsdp_config.sharding_strategy: ZERO_1"
-LAYOUTS = {name: one for name, one in LAYOUTS.items() if one[0] != "ZERO_1" or ZERO not in companions.list_missing()}
+if ZERO in companions.list_missing():
+    LAYOUTS = {name: one for name, one in LAYOUTS.items() if one[0] != "ZERO_1" and one[1].tensor == 1}
 
 
 def updates_on_ranks() -> None:

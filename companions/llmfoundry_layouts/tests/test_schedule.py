@@ -11,9 +11,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_layouts.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
+from llmfoundry_layouts.schedule import order_of
 from llmfoundry_lite.config.schema import PipelineConfig
 from llmfoundry_lite.config.stages import takes_microbatches
-from llmfoundry_lite.estimate.schedule import order_of
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
@@ -29,7 +30,6 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import build_mask
 from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.models.products import Linear
-from llmfoundry_lite.parallel.context import Context, build_context
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import measure_on_ranks
@@ -50,6 +50,7 @@ COLUMNS: list[frame.Column] = [
     ("of the products", lambda row: f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}"),
 ]
 NUM_KEYS = 5
+DIVISION = "cp_config.context_parallel_degree"
 STYLES = {"fp32": "-", "fp16": ":", "bf16": "--"}
 
 
@@ -80,6 +81,8 @@ def run(
         raise ConfigError(f"--heads: {n_heads} do not divide a width of {d_model}")
     if device_type() == "cuda" and max(devices) > torch.cuda.device_count():
         raise ConfigError(f"--devices: {max(devices)} given, there are {torch.cuda.device_count()}")
+    if max(devices) > 1:
+        companions.require(DIVISION)
     cases = []
     for (batch_size, seq_len), dtype, num_devices, implementation in product(
         points, dtypes, devices, [*implementations, NONE]
@@ -132,9 +135,12 @@ def model_of(d_model: int, n_heads: int, seq_len: int) -> ModelConfig:
 
 
 def build(
-    model: ModelConfig, dtype: torch.dtype, implementation: str, context: Context | None = None
+    model: ModelConfig, dtype: torch.dtype, implementation: str, context: Any = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build a layer, or this rank's part of one, as a function from x [b, t, d] to its output [b, t, d]."""
+    """Build a layer, or this rank's part of one, as a function from x [b, t, d] to its output [b, t, d].
+
+    `context`: the ranks that divide each sample, from the builder of `DIVISION`; None for one device.
+    """
     torch.manual_seed(0)
     block = Block(model)
     for parameter in block.parameters():
@@ -183,7 +189,7 @@ def measure(
     dtype: str,
     implementation: str,
     num_repeats: int,
-    context: Context | None = None,
+    context: Any = None,
 ) -> dict[str, Any]:
     """Time forward and backward of the slowest rank, after one pass that is not timed.
 
@@ -246,7 +252,7 @@ def measure_on(num_devices: int, model: ModelConfig, *case: Any) -> dict[str, An
 
 
 def measure_part(config: ContextParallelConfig, *case: Any) -> dict[str, Any]:
-    size = config.context_parallel_degree
+    size, build_context = config.context_parallel_degree, companions.find("builders", DIVISION)
     return measure(*case, context=build_context(config, Layout(context=size, node_size=size), device_type()))
 
 

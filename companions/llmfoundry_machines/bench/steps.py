@@ -31,7 +31,7 @@ from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.models.products import multiply
 from llmfoundry_lite.ranks.start import use_loopback
-from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, Mark
+from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, WARM_UP, Mark
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512},
@@ -45,8 +45,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50368},
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WARM_UP = 2
-"""Steps left out of each run."""
 
 
 def model_of(shape: str, max_seq_len: int, **changes: Any) -> ModelConfig:

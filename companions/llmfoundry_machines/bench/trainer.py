@@ -6,8 +6,7 @@ from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.training.optimizers import local
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_handle import RunHandle
-from llmfoundry_machines.bench.steps import WARM_UP
-from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, Mark
+from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, WARM_UP, Mark
 
 
 class Measured(Partners):

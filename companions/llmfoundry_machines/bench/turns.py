@@ -25,6 +25,8 @@ from llmfoundry_lite.errors import UserError
 
 READY, STEPS, TIMED = "ready", "steps", "timed"
 """Stages of a measurement: it waits for the device, its first step begins, the step before the timed ones begins."""
+WARM_UP = 2
+"""Steps of each run that are not timed."""
 Settings = dict[str, Any]
 Mark = Callable[[str], None]
 """Called at each stage; the measurement goes on when it returns."""

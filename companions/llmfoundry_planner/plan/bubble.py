@@ -10,8 +10,8 @@ formula: it is played.
 from collections.abc import Sequence
 from functools import cache
 
+from llmfoundry_layouts.schedule import few_rounds, order_of
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.schedule import few_rounds, order_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 

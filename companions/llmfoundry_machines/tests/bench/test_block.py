@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.cli.main import app
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.parallel.context import build_context
 from llmfoundry_machines.bench import accumulation, block, steps
 from tests.helpers.launch import launch
 
@@ -65,6 +65,7 @@ def layers_of_parts() -> None:
         model = block.model_of(48, heads, 16)
         divided = block.divide(model, 2)
         assert divided is not None
+        build_context = companions.find("builders", block.DIVISION)
         context = build_context(divided, Layout(context=2, node_size=2), "cpu")
         x_btd = torch.randn(1, 16, 48, generator=torch.Generator().manual_seed(1))
         for implementation in ("sdpa", block.NONE):

@@ -10,7 +10,7 @@ from rich.console import Console
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.launch.status import write_status
-from llmfoundry_lite.report.watch import Watched, watch
+from llmfoundry_ops.watch import watch
 from tests.checkpoint.saves import save as save_checkpoint
 
 LINE = {
@@ -57,27 +57,6 @@ def test_a_pipe_gets_a_line_whenever_the_run_is_further_and_its_end(run):
         "failed at batch 3: out of memory",
     ]
     assert status["status"] == "failed" and not steps
-
-
-def test_the_last_save_is_the_one_a_launch_carries_on_from(run):
-    """Not a leftover of `rm -r`, nor one of before the run was started again from an older save."""
-    save(run, 4)
-    save(run, 2)
-    (run / "checkpoints/ba999").mkdir()
-    (run / "checkpoints/ba999/manifest.json").write_text("{}")
-    assert Watched(run).last_checkpoint() == "ba2"
-
-
-def test_a_run_that_has_ended_is_as_far_as_its_status_says(run):
-    """Batches after its last save were logged, and are trained again."""
-    append(run, 3)
-    write_status(run, "running", 2)
-    watched = Watched(run)
-    watched.look()
-    assert (watched.batch, watched.progress) == (3, 0.75)
-    write_status(run, "failed", 2, "out of memory")
-    watched.look()
-    assert (watched.batch, watched.progress) == (2, 0.5)
 
 
 def test_a_terminal_shows_batch_loss_rate_remaining_time_and_the_last_save(run):
@@ -140,11 +119,3 @@ def test_local_steps_are_said(run):
     console = Console(file=io.StringIO(), width=200)
     watch(run, console=console)
     assert "local steps, every 100: losses are of this island's rows" in console.file.getvalue()
-
-
-def test_checkpoints_of_a_run_that_saved_to_a_variable_are_looked_for_in_its_own_folder(run):
-    (run / "config.yaml").write_text("max_duration: 4ba\nsave_folder: ${oc.env:SCRATCH}/run\n")
-    save(run, 2)
-    watched = Watched(run)
-    watched.look()
-    assert watched.last_checkpoint() == "ba2"

@@ -3,13 +3,13 @@
 Parameters are DTensors, so that FSDP and checkpoints know their places; computation uses local tensors. Between layers,
 ranks have the same residual stream or, with sequence parallelism, each a slice of every sequence.
 
-Legend: b batch, t time, d model width, v vocabulary.
+Legend: b batch, t time, d model width, v vocabulary, c tokens of the loss's chunk, r ranks.
 """
 
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -198,6 +198,38 @@ def divided_rows(weight_vd: Any) -> tuple[Tensor, int]:
     """Return this rank's rows of a matrix that a tensor group divides, and the index of the first."""
     _, offset = compute_local_shape_and_global_offset(weight_vd.shape, weight_vd.device_mesh, weight_vd.placements)
     return weight_vd.to_local(), offset[0]
+
+
+class Vocabulary(NamedTuple):
+    """A rank's part of the vocabulary, of which the loss has logits."""
+
+    mesh: DeviceMesh
+    start: int
+    num_rows: int
+    """Tokens of each rank; the last one may have fewer."""
+
+    def normalise(self, logits_cv: Tensor, labels_c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Turn this rank's logits of c tokens into log-probabilities in place. Ranks exchange two numbers per token.
+
+        Returns the labels' log-probabilities, and their columns here with 1.0 for each; 0 and 0.0 for other ranks'.
+        """
+        columns_c = labels_c - self.start
+        is_here_c = ((columns_c >= 0) & (columns_c < logits_cv.size(1))).float()
+        columns_c = columns_c * is_here_c.long()
+        label_logits_c = logits_cv[torch.arange(len(columns_c), device=columns_c.device), columns_c] * is_here_c
+        known_2c = torch.stack([logits_cv.logsumexp(dim=-1), label_logits_c])
+        known_r2c = all_gather(known_2c, self.mesh.get_group().group_name, self.mesh.size())
+        total_c = known_r2c[:, 0].logsumexp(dim=0)
+        logits_cv -= total_c[:, None]
+        return known_r2c[:, 1].sum(dim=0) - total_c, columns_c, is_here_c
+
+
+def divide_vocabulary(unembedding_vd: Any) -> tuple[Tensor, Vocabulary]:
+    """Return this rank's rows of the output embedding, and its part of the vocabulary."""
+    mesh = unembedding_vd.device_mesh
+    num_rows = -(-unembedding_vd.size(0) // mesh.size())
+    rows_vd, start = divided_rows(unembedding_vd)
+    return rows_vd, Vocabulary(mesh, start, num_rows)
 
 
 # Functional collectives: DTensor and the compiler know them, and they wait only when their result is needed.

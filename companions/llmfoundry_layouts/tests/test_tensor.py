@@ -15,12 +15,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate
 
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
-from llmfoundry_lite.config.check_layout import check_batch
-from llmfoundry_lite.config.layout import Coordinates, DataRanks, Layout, divide_devices, layout_of
-from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.layout import Coordinates, DataRanks, Layout, divide_devices
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig
-from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
@@ -35,7 +32,7 @@ from tests.helpers.layouts import LLAMA, ask_in_context, assert_same_answers, as
 from tests.helpers.plans import estimate_memory
 from tests.helpers.resave import resave_into
 from tests.helpers.runs import losses, run, saves
-from tests.helpers.tiny import tiny_config, write_config, write_data
+from tests.helpers.tiny import tiny_config, write_data
 
 OVER_TWO: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 2}}
 OVER_FOUR: dict[str, Any] = {"tp_config": {"tensor_parallel_degree": 4, "sequence_parallel": True}}
@@ -338,86 +335,6 @@ def test_each_rank_drops_other_scores_of_its_heads(tmp_path):
     launch(compare_heads, (), tmp_path, 2).check()
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
-
-REFUSED = {
-    "model.attn_config.qk_ln=true": (
-        "model.attn_config.qk_ln: a norm over all heads, which tp_config divides among devices; use qk_gn: true, a "
-        "norm over each head"
-    ),
-    "tp_config.tensor_parallel_degree=3": (
-        "tp_config.tensor_parallel_degree: 3 does not divide model.n_heads, 4; use 1, 2 or 4"
-    ),
-    "tp_config.tensor_parallel_degree=0": ("tp_config.tensor_parallel_degree: 0 given, expected a number above 0"),
-    "model.attn_config.attn_type=multiquery_attention": (
-        "tp_config.tensor_parallel_degree: 2 does not divide the heads of keys and values, 1; use 1"
-    ),
-    "tp_config.sequence_parallel=true max_seq_len=31": (
-        "tp_config.sequence_parallel: sequences of max_seq_len, 31, cannot be divided by 2; change the length or the "
-        "degree, or remove it"
-    ),
-    "tp_config.sequence_parallel=true train_loader.dataset.max_seq_len=31": (
-        "tp_config.sequence_parallel: sequences of train_loader.dataset.max_seq_len, 31, cannot be divided by 2; "
-        "change the length or the degree, or remove it"
-    ),
-    "model.vocab_size=2 tp_config.tensor_parallel_degree=4": (
-        "tp_config.tensor_parallel_degree: 4 devices cannot share model.vocab_size, 2"
-    ),
-    "model.ffn_config.ffn_hidden_size=81": (
-        "tp_config.tensor_parallel_degree: 2 does not divide the width of the feed-forward layer, 81; use 1"
-    ),
-    "compile_config={} model.attn_config.attn_pdrop=0.1": (
-        "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers and not the stream; set it "
-        "to 0, or tp_config.sequence_parallel to true, or use compile_config: null"
-    ),
-    "train_loader.name=python:my.module:load": (
-        "train_loader.name: python:my.module:load cannot know that with tp_config neighbouring devices must read the "
-        "same samples; use text, or no tp_config"
-    ),
-}
-
-
-def load(tmp_path: Path, *arguments: str) -> Any:
-    config = divisible(tmp_path) | OVER_TWO
-    return load_train_config([write_config(tmp_path / "run.yaml", config), *arguments])
-
-
-@pytest.mark.parametrize("argument", REFUSED)
-def test_what_cannot_be_divided_is_refused_by_name(tmp_path, argument):
-    with pytest.raises(ConfigError) as error:
-        load(tmp_path, *argument.split())
-    assert str(error.value).split(": ", 1)[1] == REFUSED[argument]
-
-
-def test_devices_and_batch_must_be_divisible_by_groups(tmp_path):
-    config = load(tmp_path).config
-    check_batch(config, layout_of(config, 16))
-    for world_size, batch, message in (
-        (
-            5,
-            8,
-            "tp_config.tensor_parallel_degree: 2 does not divide the 5 devices of this launch; start a multiple of 2",
-        ),
-        (6, 8, "global_train_batch_size: 8 cannot be shared evenly by 3 groups of 2 devices (tp_config)"),
-        (16, 4, "global_train_batch_size: 4 cannot be shared evenly by 8 groups of 2 devices (tp_config)"),
-    ):
-        config = load(tmp_path, f"global_train_batch_size={batch}").config
-        with pytest.raises(ConfigError) as error:
-            check_batch(config, layout_of(config, world_size))
-        assert str(error.value).startswith(message)
-        assert "\n" not in str(error.value)
-
-
-def test_a_hardware_overlay_may_divide_layers_and_a_strategy_has_no_effect(tmp_path):
-    whole = write_config(tmp_path / "run.yaml", divisible(tmp_path))
-    over = {"overlay": "hardware", "tp_config": {"tensor_parallel_degree": 4, "strategy": "ffn"}}
-    found = load_train_config([whole, write_config(tmp_path / "hardware.yaml", over)])
-    assert found.config.tensor_parallel_degree == 4
-    assert layout_of(found.config, 8).num_data_ranks == 2
-    (note,) = found.notes
-    assert note.endswith("tp_config.strategy has no effect: attention and feed-forward layers are both divided")
-
-
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -437,12 +354,3 @@ def measure_shares() -> None:
 @pytest.mark.multiprocess
 def test_the_estimate_knows_what_each_device_keeps(tmp_path):
     launch(measure_shares, (), tmp_path, 4).check()
-
-
-def test_layers_divided_take_less_on_each_device():
-    whole, half = (
-        estimate_memory(SMALL, seq_len=32, microbatch_size=1, layout=Layout(tensor=degree)) for degree in (1, 2)
-    )
-    assert half.parameters_bytes < 0.6 * whole.parameters_bytes
-    assert half.activations_bytes < 0.75 * whole.activations_bytes
-    assert half.logits_bytes < 0.7 * whole.logits_bytes

@@ -1,45 +1,27 @@
-"""Live line of a run: batch, loss, rate, remaining time, last checkpoint.
+"""State of runs that may still be written: `lf.runs`, and `llmfoundry-lite watch`. No torch.
 
-    llmfoundry-lite watch runs/mpt-1b
-
-Reads status.json, config.yaml and the end of metrics.jsonl again and again, until the run has ended. No torch.
+Reads status.json, config.yaml and, at each look, what metrics.jsonl has since the last one.
 """
 
 import contextlib
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import CheckpointError, DataError, printable
-from llmfoundry_lite.launch.log_lines import (
-    Record,
-    console_line,
-    number_of,
-    read_lines,
-    validation_losses,
-)
+from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.launch.log_lines import Record, number_of, read_lines, validation_losses
 from llmfoundry_lite.launch.status import STATUS, read_status
 from llmfoundry_lite.report.reading import LOSS, METRICS, folder_of_checkpoints, read_config, what_to_give
 
 UNITS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
-PIPE_SECONDS = 10.0
-"""Between lines that go to a file or pipe."""
-LOOK_SECONDS = 1.0
-"""Between two looks at a terminal."""
 
 
-class Watched:
+class LiveRun:
     """State of a run: each `look` reads what has been written since the last one.
 
     `status` is what `status.json` has, `last` the newest line of the log, `config` the run's YAML.
@@ -84,7 +66,7 @@ class Watched:
         return str(self.folder)
 
     def __repr__(self) -> str:
-        facts = [f"{self.folder}: {ending_of(self)}"]
+        facts = [f"{self.folder}: {self.ending}"]
         if self.loss is not None:
             facts.append(f"loss {self.loss:.4f}")
         if self.validation is not None:
@@ -92,6 +74,12 @@ class Watched:
         if saved := self.last_checkpoint():
             facts.append(f"saved {saved}")
         return f"<{', '.join(facts)}>"
+
+    @property
+    def ending(self) -> str:
+        """Return `done at batch 300` or `failed at batch 120: out of memory …`."""
+        reason = f": {self.status['reason']}" if self.status.get("reason") else ""
+        return f"{self.status['status']} at batch {self.batch}{reason}"
 
     @property
     def loss(self) -> float | None:
@@ -126,8 +114,8 @@ class Watched:
         return None
 
 
-def runs(folder: str | os.PathLike[str] = "runs") -> list[Watched]:
-    """List the runs in a folder by name, with what `llmfoundry-lite watch` knows of each. No torch is needed.
+def runs(folder: str | os.PathLike[str] = "runs") -> list[LiveRun]:
+    """List the runs in a folder by name, with the state of each. No torch is needed.
 
     A run that is still written stands as it is now; `look()` reads what has come since. It stands for its folder
     wherever a path is asked for, as in `lf.load(run)`.
@@ -145,52 +133,6 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Watched]:
     found = []
     for place in sorted(Path(folder).iterdir()):
         if any(os.path.isfile(place / name) for name in (STATUS, METRICS)):  # False where it may not look
-            found.append(Watched(place))
+            found.append(LiveRun(place))
             found[-1].look()
     return found
-
-
-def watch(
-    folder: Path, *, console: Console | None = None, pause: Callable[[float], None] = time.sleep
-) -> dict[str, Any]:
-    """Show the run at `folder` until it has ended; returns its status. Raises DataError if there is no run.
-
-    A terminal has one line, written anew at each look; a file or pipe gets one whenever the run has moved on.
-    """
-    console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    run, shown = Watched(folder), None
-    run.look()
-    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
-        while True:
-            line = Text(printable(line_of(run)))
-            if live is not None:
-                live.update(line, refresh=True)
-            elif run.last and run.last["batch"] != shown:
-                shown = run.last["batch"]
-                console.print(line)
-            if run.has_ended:
-                break
-            pause(LOOK_SECONDS if console.is_terminal else PIPE_SECONDS)
-            run.look()
-    console.print(Text(printable(f"{run.folder}: {ending_of(run)}" if console.is_terminal else ending_of(run))))
-    return run.status
-
-
-def line_of(run: Watched) -> str:
-    """Return `batch 2/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2`."""
-    if not run.last:
-        return f"{run.status['status']}, no batch done yet"
-    parts = [console_line(run.last, run.max_duration) if run.max_duration else f"batch {run.last['batch']}"]
-    if "islands/local_steps" in run.last:
-        parts.append(f"local steps, every {run.last['islands/local_steps']}: losses are of this island's rows")
-    if (saved := run.last_checkpoint()) is not None:
-        parts.append(f"saved {saved}")
-    if not run.has_ended and (reason := run.status.get("reason")):
-        parts.append(f"asked to leave: {reason}")
-    return " · ".join(parts)
-
-
-def ending_of(run: Watched) -> str:
-    """Return `done at batch 300` or `failed at batch 120: out of memory …`."""
-    reason = f": {run.status['reason']}" if run.status.get("reason") else ""
-    return f"{run.status['status']} at batch {run.batch}{reason}"

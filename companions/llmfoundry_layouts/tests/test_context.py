@@ -11,22 +11,17 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmfoundry_layouts.context import Context, HeadsMask, build_context
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
-from llmfoundry_lite.config.check_layout import check_batch
-from llmfoundry_lite.config.layout import Layout, divide_devices, layout_of
-from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.layout import Layout, divide_devices
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig, FSDPConfig
-from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.models.attention import Mask
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.context import Context, HeadsMask, build_context
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.preflight import Preflight, describe
 from llmfoundry_lite.training.adapter import LanguageModel
 from tests.helpers import flash_attn
 from tests.helpers.exchanged import CountBytes
@@ -34,7 +29,7 @@ from tests.helpers.launch import launch
 from tests.helpers.layouts import RELATIVE, ask_in_context, assert_same_answers, assert_same_run, run_in_legs
 from tests.helpers.resave import resave_into
 from tests.helpers.runs import run, saves
-from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, write_config, write_data
+from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, write_data
 
 EOS = 3
 
@@ -290,121 +285,3 @@ def test_groups_answer_tasks_in_context_with_whole_rows(tmp_path, data):
     assert "device_train_microbatch_size: auto is" in said.output
     assert_same_run(tmp_path, "divided", "whole")
     assert_same_answers(tmp_path, "divided", "whole")
-
-
-# --------------------------------------------------------------------------------------------------------- what is said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "lines"),
-    [
-        (
-            "",
-            [
-                "in attention each rank has 2 of 4 heads of all tokens",
-                "rank 0: tokens 0-15 of each sample",
-                "rank 1: tokens 16-31 of each sample",
-            ],
-        ),
-        (
-            "cp_config.kind=gather tp_config.tensor_parallel_degree=2",
-            [
-                "in attention each rank has the keys and values of all tokens, gathered",
-                "rank 0: tokens 0-7 and 24-31 of each sample",
-                "rank 2: tokens 8-15 and 16-23 of each sample",
-            ],
-        ),
-    ],
-)
-def test_a_dry_run_says_which_rank_has_which_tokens(tmp_path, arguments, lines):
-    config = load(tmp_path, *arguments.split())
-    said = describe(config, layout_of(config, 8, 8), Preflight())
-    assert all(line in said for line in lines)
-    assert "parts of a sample (context)" in said
-    assert "cp_config.context_parallel_degree: groups" not in said
-
-
-def test_a_group_across_nodes_is_warned_of(tmp_path):
-    config = load(tmp_path, "cp_config.context_parallel_degree=4")
-    assert (
-        "cp_config.context_parallel_degree: groups of 4 devices span nodes of 2: every block exchanges over the "
-        "network; a group whose size divides 2 stays in a node"
-    ) in describe(config, layout_of(config, 8, 2), Preflight())
-
-
-@pytest.mark.parametrize("kind", ["heads", "gather"])
-def test_divided_samples_take_less_memory(tmp_path, kind):
-    half, whole = (load(tmp_path, *arguments) for arguments in ([f"cp_config.kind={kind}"], ["cp_config=null"]))
-    ours, theirs = (estimate_training_memory(config, layout_of(config, 2)) for config in (half, whole))
-    samples = replace(whole, global_train_batch_size=4)  # as many tokens for each device
-    as_many = estimate_training_memory(samples, layout_of(samples, 1))
-    assert ours.parameters_bytes == theirs.parameters_bytes < as_many.parameters_bytes
-    assert ours.activations_bytes < 1.3 * as_many.activations_bytes
-
-
-# ---------------------------------------------------------------------------------------------------- what is refused
-
-REFUSED = {
-    "cp_config.kind=head": "cp_config.kind: 'head' is not known; did you mean heads? (expected heads or gather)",
-    "cp_config.context_parallel_degree=0": "cp_config.context_parallel_degree: 0 given, expected a number above 0",
-    "cp_config.degree=2": "cp_config.degree",
-    "cp_config.context_parallel_degree=3": (
-        "cp_config.context_parallel_degree: 3 does not divide max_seq_len, 32; use 2 or 4"
-    ),
-    "cp_config.context_parallel_degree=8": (
-        "cp_config.context_parallel_degree: 8 does not divide model.n_heads, 4; use cp_config.kind: gather, or a "
-        "degree of 2 or 4"
-    ),
-    "tp_config.tensor_parallel_degree=2 cp_config.context_parallel_degree=4": (
-        "cp_config.context_parallel_degree: 4 x 2 of tp_config does not divide model.n_heads, 4; use cp_config.kind: "
-        "gather, or a degree of 2"
-    ),
-    "model.attn_config.attn_type=multiquery_attention": (
-        "cp_config.context_parallel_degree: 2 does not divide the heads of keys and values, 1; use cp_config.kind: "
-        "gather"
-    ),
-    "cp_config.kind=gather cp_config.context_parallel_degree=32": (
-        "cp_config.context_parallel_degree: 32, of which each has two pieces, does not divide max_seq_len, 32; use "
-        "2, 4, 8 or 16"
-    ),
-    "eval_loader.dataset.max_seq_len=31": (
-        "cp_config.context_parallel_degree: 2 does not divide eval_loader.dataset.max_seq_len, 31; use another length"
-    ),
-    "train_loader.name=python:my.module:load": (
-        "train_loader.name: python:my.module:load cannot know that with cp_config the devices of a sample must read "
-        "the same samples; use text, or no cp_config"
-    ),
-}
-
-
-def load(tmp_path: Path, *arguments: str, **changes: Any) -> Any:
-    config = divisible(tmp_path, **changes) | over()
-    return load_train_config([write_config(tmp_path / "run.yaml", config), *arguments]).config
-
-
-@pytest.mark.parametrize("argument", REFUSED)
-def test_what_cannot_be_divided_is_refused_by_name(tmp_path, argument):
-    with pytest.raises(ConfigError) as error:
-        load(tmp_path, *argument.split())
-    assert REFUSED[argument] in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "arguments", "message"),
-    [
-        (3, "", "cp_config.context_parallel_degree: 2 does not divide the 3 devices of this launch; start a multiple"),
-        (
-            6,
-            "tp_config.tensor_parallel_degree=2",
-            "cp_config.context_parallel_degree: 2 does not divide the 3 groups of 2 devices (tp_config) of this "
-            "launch; start a multiple of 4, or change the degree",
-        ),
-        (6, "", "global_train_batch_size: 8 cannot be shared evenly by 3 groups of 2 devices (cp_config)"),
-    ],
-)
-def test_devices_and_batch_must_suit_the_groups(tmp_path, world_size, arguments, message):
-    config = load(tmp_path, *arguments.split())
-    with pytest.raises(ConfigError) as error:
-        check_batch(config, layout_of(config, world_size))
-    assert str(error.value).startswith(message)

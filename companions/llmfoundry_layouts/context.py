@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from llmfoundry_layouts.tensor import exchange, mirrored
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.config.schema import ContextParallelConfig
 from llmfoundry_lite.models.attention import Mask, build_mask
-from llmfoundry_lite.parallel.mesh import build_context_group
-from llmfoundry_lite.parallel.tensor import exchange, mirrored
+from llmfoundry_lite.parallel.mesh import make_mesh
 
 # torch 2.13 renamed it and warns when the old name is used.
 _all_gather: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -28,6 +28,13 @@ def build_context(config: ContextParallelConfig, layout: Layout, device_type: st
     """Build this rank's context. Every rank must call this together."""
     group = build_context_group(layout, device_type)
     return Context(config=config, group=group, rank=dist.get_rank(group))
+
+
+def build_context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
+    """Make the group of ranks that have parts of the same samples. Every rank must call this together."""
+    inner = layout.tensor
+    shape = (layout.world_size // (layout.context * inner), layout.context, inner)
+    return make_mesh(device_type, shape, ("outer", "context", "inner")).get_group("context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

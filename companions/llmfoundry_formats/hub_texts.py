@@ -1,0 +1,96 @@
+"""Data sets of the Hugging Face Hub, for `data prepare --source hf:NAME`."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from llmfoundry_formats.hub_folders import without_magic
+from llmfoundry_lite.errors import DataError, one_line
+from llmfoundry_lite.prepare.documents import Unit, text_of_row
+from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.sources import (
+    DEFAULT_VAL_FRACTION,
+    HUB_PREFIX,
+    MAX_UNIT_BYTES,
+    Source,
+    inventory,
+    stream_units,
+)
+
+STREAM_UNIT_CHARACTERS = MAX_UNIT_BYTES // 4
+
+
+def open_hub(name_and_config: str, request: Request) -> Source:
+    """Open a data set by its Hub name (or a local data set folder), streamed: nothing is downloaded ahead of time.
+
+    The revision is pinned when the name is resolved, so that a resumed preparation reads the same rows.
+    """
+    is_folder = Path(name_and_config).is_dir()  # whose name may have a colon
+    name, _, config = (name_and_config, "", "") if is_folder else name_and_config.partition(":")
+    if not name:
+        raise DataError(f"{HUB_PREFIX} needs the name of a data set, as in {HUB_PREFIX}allenai/c4:en")
+    folder = Path(name)
+    revision = None if folder.is_dir() else hub_revision(name)
+
+    def identify() -> dict[str, str | int]:
+        if revision is not None:
+            return {"revision": revision}
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        return inventory((file.relative_to(folder).as_posix(), file, True) for file in files)
+
+    def units() -> Iterator[Unit]:
+        origin = f"{HUB_PREFIX}{name_and_config}, split {request.split}"
+        rows = hub_rows(name, config or None, request.split, revision, origin)
+        texts = ((text_of_row(row, request.text_keys), 0) for row in rows)
+        yield from stream_units("rows", origin, texts, STREAM_UNIT_CHARACTERS)
+
+    return Source(units=units, identify=identify, total_bytes=None, val_fraction=DEFAULT_VAL_FRACTION)
+
+
+def hub_revision(name: str) -> str:
+    """Ask the Hub for the commit that a data set's name stands for now. Raises DataError."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        revision = huggingface_hub.HfApi().dataset_info(name, timeout=20).sha
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise DataError(
+            f"{HUB_PREFIX}{name}: no such data set on the Hugging Face Hub, or none that you may read; "
+            "check the spelling, or run `hf auth login`"
+        ) from error
+    except Exception as error:  # the HTTP client's own errors have no common ancestor that is ours to name
+        raise DataError(
+            f"{HUB_PREFIX}{name}: the Hugging Face Hub cannot be reached ({type(error).__name__}); "
+            "download the data set elsewhere and give its files or folder instead"
+        ) from error
+    assert revision is not None, "the Hub names the revision of every data set"
+    return revision
+
+
+def hub_rows(
+    name: str, config: str | None, split: str, revision: str | None, origin: str
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of one split, in order. `datasets` raises a dozen unrelated types; each becomes one sentence."""
+    import datasets
+
+    with ExitStack() as stack:
+        try:
+            plain = stack.enter_context(without_magic(name))
+        except OSError as error:
+            raise DataError(f"{HUB_PREFIX}{name}: links to its files cannot be made: {error}") from error
+        try:
+            rows = iter(datasets.load_dataset(plain, config, split=split, revision=revision, streaming=True))
+        except Exception as error:
+            reason = one_line(error).replace(plain, name)
+            raise DataError(f"{HUB_PREFIX}{name}: the data set cannot be opened: {reason}") from error
+        for number in itertools.count():
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                raise DataError(f"{origin}: reading stopped after row {number}: {one_line(error)}") from error
+            if row is None:
+                return
+            yield row

@@ -1,0 +1,172 @@
+"""Memory that a device of a pipeline needs while its rank plays the schedule. Arithmetic, no torch."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from llmfoundry_layouts.schedule import Pass, few_rounds, order_of
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.stages import Stage
+from llmfoundry_lite.estimate.memory import add_the_rest, fullest
+from llmfoundry_lite.estimate.model_memory import MemoryEstimate, autocast_copies, estimate_moments
+from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
+from llmfoundry_lite.hardware import Accelerator
+
+
+class _Chunk(NamedTuple):
+    """Bytes of one stage of a rank that may have several."""
+
+    kept: int
+    """Kept for a microbatch from its forward pass to its backward pass."""
+    in_forward: int
+    """More than that, in the forward pass: the loss."""
+    early: int
+    """More than what is kept, when the backward pass begins."""
+    late: int
+    """Held for the microbatch when the backward pass ends, without its activations."""
+    apart: int
+    """Kept from the gradient of the inputs to that of the weights, if they are computed apart."""
+    gradients: int
+    """Whole, in the type in which they are summed."""
+    loose: int
+    """Gradients of the weights, computed apart, until the next backward pass adds them to the sum."""
+    num_blocks: int
+
+
+def estimate_rank(
+    config: TrainConfig, layout: Layout, rank: int, stages: list[Stage], device: Accelerator | None
+) -> MemoryEstimate:
+    """Estimate a rank of a pipeline. Gradients wait whole for the end of the schedule, and with them the parameters.
+
+    There are buffers for what all microbatches send and receive.
+    """
+    pipeline, whole = config.pipeline, Portion(config, layout)
+    num_microbatches = -(-whole.device_batch_size // whole.microbatch_size)
+    portion = _portion_of(whole, stages)
+    moments = estimate_moments(portion)
+    in_loss = moments["in_loss"]
+    num_links = sum(2 - stage.is_first - stage.is_last for stage in stages)
+    buffers_bytes = _sent_bytes(whole) * num_microbatches * num_links
+    is_apart = pipeline.splits_backward
+    chunks = {stage.index: _measure_chunk(whole, stage, is_apart) for stage in stages}
+    degree = pipeline.pipeline_parallel_degree
+    if pipeline.schedule != "gpipe":  # after a few rounds nothing changes, unless all microbatches go forward first
+        num_microbatches = few_rounds(degree, num_microbatches)
+    order = order_of(pipeline.schedule, rank, degree, num_microbatches, pipeline.num_runs)
+    activations, gradients = _play(order, chunks, is_apart)
+    playing = replace(
+        in_loss,
+        gradients_bytes=gradients,
+        unsharded_bytes=in_loss.unsharded_bytes - _copies_bytes(portion),
+        activations_bytes=buffers_bytes + activations,
+        logits_bytes=0,
+    )
+    sharing = replace(moments.get("at_embeddings", in_loss), activations_bytes=buffers_bytes, logits_bytes=0)
+    return add_the_rest(portion, fullest((playing, sharing)), device)
+
+
+def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> tuple[int, int]:
+    """Return bytes of activations and of gradients at the moment when both together are the most."""
+    held = 0
+    summed, loose = dict.fromkeys(chunks, 0), dict.fromkeys(chunks, 0)
+    peak = 0, 0
+    for kind, run, _ in order:
+        chunk, gradients = chunks[run], sum(summed.values()) + sum(loose.values())
+        if kind == "F":
+            held += chunk.kept
+            moments = [(held + chunk.in_forward, gradients)]
+        elif is_apart and run and kind == "B":
+            held += chunk.apart
+            # Block by block, the 16-bit gradients of the weights are added to the sum in fp32 now. If such passes of
+            # a run follow each other, rehearsals still hold as much of them as one pass gives.
+            still_there = chunk.loose if summed[run] and not loose[run] else 0
+            unsummed = gradients - loose[run] * max(0, chunk.num_blocks - 4) // chunk.num_blocks
+            moments = [(held + chunk.early + still_there, unsummed)]
+            if loose[run]:
+                summed[run], loose[run] = chunk.gradients, 0
+        elif is_apart and run:
+            moments = [(held, gradients)]
+            held -= chunk.kept + chunk.apart
+            summed[run], loose[run] = (summed[run], chunk.loose) if chunk.loose else (chunk.gradients, 0)
+        elif is_apart and kind == "B":
+            continue  # no stage waits for the gradient of the first inputs
+        else:
+            moments = [(held + chunk.early, gradients)]
+            held -= chunk.kept
+            summed[run] = chunk.gradients
+            moments += [(held + chunk.late, sum(summed.values()) + sum(loose.values()))]
+        peak = max(peak, *moments, key=sum)
+    return peak
+
+
+def _portion_of(whole: Portion, stages: list[Stage]) -> Portion:
+    """Return the part of a rank, or of a stage."""
+    model, is_first, is_last = whole.model, stages[0].is_first, stages[-1].is_last
+    part = replace(
+        model,
+        n_layers=sum(len(stage.blocks) for stage in stages),
+        vocab_size=model.vocab_size if is_first or is_last else 1,
+        tie_word_embeddings=model.tie_word_embeddings or not (is_first and is_last),
+        learned_pos_emb=model.learned_pos_emb and is_first,
+    )
+    return replace(whole, config=replace(whole.config, model=part))
+
+
+def _copies_bytes(portion: Portion) -> int:
+    """Count bytes of `unsharded_bytes` in the loss that one microbatch's forward pass has cast."""
+    return autocast_copies(portion) if portion.has_fsdp else estimate_moments(portion)["in_loss"].unsharded_bytes
+
+
+def _sent_bytes(portion: Portion) -> int:
+    """Count bytes of a microbatch that stages send to each other."""
+    return portion.num_tokens // portion.num_runs * portion.model.d_model * portion.stream_bytes
+
+
+def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
+    p = _portion_of(whole, [stage])
+    model, d = p.model, p.model.d_model
+    moments = estimate_moments(p)
+    longer = estimate_moments(replace(p, config=replace(p.config, model=replace(model, n_layers=model.n_layers + 1))))
+    in_loss, at_end = moments["in_loss"], moments["at_last_block"]
+    block_bytes = longer["in_loss"].activations_bytes - in_loss.activations_bytes
+    sent_bytes, hidden_bytes = _sent_bytes(p), p.num_tokens * d * p.stream_bytes
+    kept_bytes = in_loss.activations_bytes
+    if not stage.is_first and (p.fsdp.activation_checkpointing or model.norm_type.startswith("low_precision_")):
+        kept_bytes -= sent_bytes  # its input is in the buffer that has received it
+    if not stage.is_last:
+        kept_bytes -= hidden_bytes  # no last norm, but what is sent
+    # Autograd keeps each microbatch's copies in 16 bits.
+    kept_bytes += _copies_bytes(p)
+    late_bytes = at_end.activations_bytes
+    # Gradients of inputs wait here until they are sent.
+    in_forward_bytes = 0 if stage.is_first else (7 if is_apart else 2) * sent_bytes
+    early_bytes = late_bytes - block_bytes + 2 * sent_bytes
+    if stage.is_last:
+        loss_bytes = p.embedding * FP32_BYTES + hidden_bytes
+        in_forward_bytes += in_loss.logits_bytes - loss_bytes
+        kept_bytes += loss_bytes
+        # Its gradient is scaled, and computed with; if that runs twice, not in its place.
+        early_bytes = max(early_bytes - loss_bytes, p.embedding * FP32_BYTES * is_apart)
+        early_bytes += moments["at_first_block"].logits_bytes
+    if stage.is_first:
+        late_bytes = max(late_bytes, moments.get("at_embeddings", at_end).logits_bytes + sent_bytes)
+    apart_bytes = loose_bytes = 0
+    if is_apart:
+        # The outputs of products and norms.
+        width = (p.num_up * model.ffn_dim + model.q_dim + 2 * model.kv_dim) // p.layout.tensor
+        apart_bytes = model.n_layers * (hidden_bytes // d * width + 4 * sent_bytes)
+        if not stage.is_first:  # of the microbatch before, until Python has forgotten it
+            early_bytes += apart_bytes // model.n_layers
+        if p.has_fsdp and not p.is_fp32:
+            loose_bytes = in_loss.gradients_bytes // 2
+    return _Chunk(
+        kept=kept_bytes,
+        in_forward=in_forward_bytes,
+        early=early_bytes,
+        late=late_bytes,
+        apart=apart_bytes,
+        gradients=in_loss.gradients_bytes,
+        loose=loose_bytes,
+        num_blocks=model.n_layers,
+    )

@@ -1,0 +1,64 @@
+"""Live line of a run: batch, loss, rate, remaining time, last checkpoint. No torch.
+
+llmfoundry-lite watch runs/mpt-1b
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from llmfoundry_lite.errors import printable
+from llmfoundry_lite.launch.log_lines import console_line
+from llmfoundry_lite.report.runs import LiveRun
+
+PIPE_SECONDS = 10.0
+"""Between lines that go to a file or pipe."""
+LOOK_SECONDS = 1.0
+"""Between two looks at a terminal."""
+
+
+def watch(
+    folder: Path, *, console: Console | None = None, pause: Callable[[float], None] = time.sleep
+) -> dict[str, Any]:
+    """Show the run at `folder` until it has ended; returns its status. Raises DataError if there is no run.
+
+    A terminal has one line, written anew at each look; a file or pipe gets one whenever the run has moved on.
+    """
+    console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    run, shown = LiveRun(folder), None
+    run.look()
+    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
+        while True:
+            line = Text(printable(line_of(run)))
+            if live is not None:
+                live.update(line, refresh=True)
+            elif run.last and run.last["batch"] != shown:
+                shown = run.last["batch"]
+                console.print(line)
+            if run.has_ended:
+                break
+            pause(LOOK_SECONDS if console.is_terminal else PIPE_SECONDS)
+            run.look()
+    console.print(Text(printable(f"{run.folder}: {run.ending}" if console.is_terminal else run.ending)))
+    return run.status
+
+
+def line_of(run: LiveRun) -> str:
+    """Return `batch 2/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2`."""
+    if not run.last:
+        return f"{run.status['status']}, no batch done yet"
+    parts = [console_line(run.last, run.max_duration) if run.max_duration else f"batch {run.last['batch']}"]
+    if "islands/local_steps" in run.last:
+        parts.append(f"local steps, every {run.last['islands/local_steps']}: losses are of this island's rows")
+    if (saved := run.last_checkpoint()) is not None:
+        parts.append(f"saved {saved}")
+    if not run.has_ended and (reason := run.status.get("reason")):
+        parts.append(f"asked to leave: {reason}")
+    return " · ".join(parts)

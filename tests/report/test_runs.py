@@ -1,0 +1,51 @@
+"""State of a run that may still be written."""
+
+import json
+
+import pytest
+
+from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.launch.status import write_status
+from llmfoundry_lite.report.runs import LiveRun
+from tests.checkpoint.saves import save as save_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "config.yaml").write_text("run_name: tiny\nmax_duration: 4ba\n")
+    write_status(tmp_path, "running", 0)
+    return tmp_path
+
+
+def save(folder, batch):
+    store = CheckpointStore(folder / "checkpoints")
+    save_checkpoint(store, store.acquire(), batch)
+
+
+def test_the_last_save_is_the_one_a_launch_carries_on_from(run):
+    """Not a leftover of `rm -r`, nor one of before the run was started again from an older save."""
+    save(run, 4)
+    save(run, 2)
+    (run / "checkpoints/ba999").mkdir()
+    (run / "checkpoints/ba999/manifest.json").write_text("{}")
+    assert LiveRun(run).last_checkpoint() == "ba2"
+
+
+def test_a_run_that_has_ended_is_as_far_as_its_status_says(run):
+    """Batches after its last save were logged, and are trained again."""
+    (run / "metrics.jsonl").write_text(json.dumps({"batch": 3, "loss/train/total": 4.5}) + "\n")
+    write_status(run, "running", 2)
+    found = LiveRun(run)
+    found.look()
+    assert (found.batch, found.progress) == (3, 0.75)
+    write_status(run, "failed", 2, "out of memory")
+    found.look()
+    assert (found.batch, found.progress) == (2, 0.5)
+
+
+def test_checkpoints_of_a_run_that_saved_to_a_variable_are_looked_for_in_its_own_folder(run):
+    (run / "config.yaml").write_text("max_duration: 4ba\nsave_folder: ${oc.env:SCRATCH}/run\n")
+    save(run, 2)
+    found = LiveRun(run)
+    found.look()
+    assert found.last_checkpoint() == "ba2"
