@@ -32,7 +32,7 @@ ONE_B = (
     f"{TINY} max_duration=3ba save_interval=1ba eval_interval=3ba global_train_batch_size=4 precision=fp32 "
     "exact_sums=true device_train_microbatch_size=1 train_loader.num_workers=0 eval_loader.num_workers=0"
 )
-ASKED = "icl_tasks=[next_line] icl_limit=8"
+ASKED = "icl_tasks=[next_line] limit=8"
 RUN = {
     "llmfoundry-lite init my-texts/ --hours 8": "",
     "llmfoundry-lite train my-texts.yaml": "",
