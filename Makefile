@@ -37,8 +37,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 quickstart: install
 	llmfoundry-lite data prepare --source python-stdlib --out data/python-stdlib --tokenizer train:1024 --max-seq-len 256
-	$(ONE_THREAD) composer -n 1 scripts/train.py yamls/pretrain/mpt-quickstart.yaml stop_at=210ba \
-	    fsdp_config.sharding_strategy=NO_SHARD
+	$(ONE_THREAD) llmfoundry-lite train mpt-quickstart stop_at=210ba fsdp_config.sharding_strategy=NO_SHARD
 	$(ONE_THREAD) composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml
 	@echo "batches 211 to 213 again, on 1 rank:"
 	$(ONE_THREAD) llmfoundry-lite replay runs/mpt-quickstart ba210..ba213

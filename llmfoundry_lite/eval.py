@@ -10,14 +10,13 @@ if __name__ == "__main__":  # before the imports below, which take a moment
 
     leave_with_75_when_asked()
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.ranks.ending import checks, run_and_exit
-from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.rank import set_environment, this_rank
 
 if TYPE_CHECKING:
     from llmfoundry_lite.evaluation.results import Results
@@ -54,8 +53,7 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
 
 def prepare_environment(config: EvalConfig) -> None:
     """Set the variables that torch reads when it is imported."""
-    for name, value in config.environment.items():
-        os.environ.setdefault(name, value)
+    set_environment(config.environment)
 
 
 if __name__ == "__main__":

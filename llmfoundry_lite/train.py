@@ -27,7 +27,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.launch.status import hear_of_other_nodes, refusals_recorded
 from llmfoundry_lite.ranks.ending import checks, imports, run_and_exit
-from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.ranks.rank import set_environment, this_rank
 from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 
 HELP = """\
@@ -107,8 +107,7 @@ def check(
 
 def prepare_environment(config: TrainConfig) -> None:
     """Set the variables that torch reads when it is imported, and one that asks for full imports."""
-    for name, value in config.environment.items():
-        os.environ.setdefault(name, value)
+    set_environment(config.environment)
     if config.has_own_components:
         os.environ.setdefault(FULL_IMPORTS, "1")
 

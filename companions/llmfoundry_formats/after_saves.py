@@ -90,6 +90,9 @@ class AfterSaves(Callback):
             for job in self.jobs:
                 self._tell(job, "this launch leaves")
             return
+        if self.jobs:
+            names = ", ".join(job.name for job in self.jobs)
+            print(printable(f"waiting for {self.jobs[0].function} of {names}"), flush=True)
         while self.jobs:
             self._advance(wait=True)
         if there.saver.lease is not None:

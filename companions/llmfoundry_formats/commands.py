@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite.errors import UserError, printable
+from llmfoundry_lite.ranks.rank import set_environment
 
 
 def init(
@@ -43,6 +44,7 @@ def init(
     if hours is not None:
         if size is not None or like is not None:
             raise UserError("--hours: given with --size or --like, which name a model; leave one of them out")
+        set_environment({})
         from llmfoundry_formats.hours import prepare_texts, write_for_hours
         from llmfoundry_formats.starter import check_free
 

@@ -55,8 +55,8 @@ BUDGET_SECONDS = 15.0
 NUM_STEPS = 2
 """Fewest steps that are timed. More follow while the sum is below STEPS_SECONDS."""
 STEPS_SECONDS = 1.5
-QUIET_SHARE = 0.6
-"""Share of the cores' time below which a measurement is reported as disturbed by other programs."""
+QUIET_SHARE = 0.75
+"""Share of the cores' time that a measurement on a quiet CPU has at least; its threads sleep and load for the rest."""
 VOCABULARY, LENGTH, HELD_OUT = 4096, 512, 0.05
 """Ids, tokens of a sample and share, for texts that `init` prepares: small enough for a small model."""
 
@@ -68,22 +68,30 @@ class Point(NamedTuple):
     """FLOPs of a token, and the optimizer's work on a batch, as `work_of` counts them."""
     rates: tuple[float, float]
     """Both kinds of work per second."""
+    share: float = 1.0
+    """Share of the cores' time that this process had meanwhile."""
 
 
 def write_for_hours(data: Path, hours: float, out: Path) -> str:
     """Measure, choose, write `out`, and return a sentence on it. Raises as `write_starter` does."""
     facts = check_places(data, out)
-    began, began_cpu = time.perf_counter(), time.process_time()
     points = measure_widths(facts)
-    share = (time.process_time() - began_cpu) / (time.perf_counter() - began) / torch.get_num_threads()
-    shape, speed = choose(facts, hours, points)
+    share = float(np.median([point.share for point in points]))
+    shape, speed = choose(facts, hours, [as_on_a_quiet_machine(point) for point in points])
     text, note = starter(data, out, facts, shape, speed)
     write_yaml(out, text)
     num_ranks = max(1, count_devices())
     here = f"{num_ranks} rank{'s' * (num_ranks > 1)} in {precision_here()}"
-    if device_type() == "cpu" and share < QUIET_SHARE:
-        print(f"measured beside other programs, with {share:.0%} of the cores; repeat it when they have ended")
+    if share < QUIET_SHARE:
+        print(
+            f"other programs left {share:.0%} of the cores' time: the hours are a guess; repeat it when they have ended"
+        )
     return f"{note}; {shape.model['n_layers']} blocks of width {shape.model['d_model']}, {here}"
+
+
+def as_on_a_quiet_machine(point: Point) -> Point:
+    slowed = min(1.0, point.share / QUIET_SHARE)
+    return point._replace(rates=(point.rates[0] / slowed, point.rates[1] / slowed))
 
 
 def prepare_texts(source: Path) -> Path:
@@ -167,6 +175,7 @@ def measure_width(facts: Facts, shape: Shape) -> Point:
     prepare_for_one_device(model, FSDPConfig(), precision)
     optimizer = build_muon(dict(model.named_parameters()), build_block(OptimizerConfig, shape.optimizer), config)
     num_samples, seconds = max(1, MEASURED_TOKENS // facts.max_seq_len), list[tuple[float, float]]()
+    all_began, cpu_began = time.perf_counter(), time.process_time()
     while len(seconds) < NUM_STEPS + 1 or sum(map(sum, seconds)) < STEPS_SECONDS:
         tokens_bt = torch.randint(facts.vocab_size, (num_samples, facts.max_seq_len), device=device)
         finish()
@@ -183,4 +192,6 @@ def measure_width(facts: Facts, shape: Shape) -> Point:
     flops, optimizer_work = work_of(facts, shape)
     passes, steps = np.median(seconds[1:], axis=0)
     num_tokens = num_samples * facts.max_seq_len
-    return Point((flops, optimizer_work), (num_tokens * flops / passes, optimizer_work / steps))
+    share = (time.process_time() - cpu_began) / (time.perf_counter() - all_began) / torch.get_num_threads()
+    rates = num_tokens * flops / passes, optimizer_work / steps
+    return Point((flops, optimizer_work), rates, share if device.type == "cpu" else 1.0)

@@ -21,6 +21,8 @@ class Change(NamedTuple):
     here: Any
 
     def __str__(self) -> str:
+        if self.here is None and isinstance(self.there, Mapping):
+            return f"{self.key} left out"
         return f"{self.key} {in_words(self.there)} -> {in_words(self.here)}"
 
 

@@ -82,7 +82,7 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     if not has_file:
         layers.insert(0, _tasks_at_hand(values))
         values = {**layers[0].values, **values}
-    values.setdefault("suite", Path(layers[0].source).stem)
+    values.setdefault("suite", "tasks" if given is not None else Path(layers[0].source).stem)
     config = build_block(EvalConfig, values, "", layers)
     with naming_source(layers):
         _check(config)

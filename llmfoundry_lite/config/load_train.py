@@ -100,8 +100,11 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
     own = [values[key].get(block.folder_key) for key, block in given]
     folder = "/".join(["runs/{run_name}", *map(str, filter(None, own))])
     values["run_folder"] = str(values.get("run_folder") or folder).replace("{run_name}", str(name))
-    if isinstance(values.get("save_folder"), str):
-        values["save_folder"] = values["save_folder"].replace("{run_name}", str(name))
+    loggers = values.get("loggers")
+    board = loggers.get("tensorboard") if isinstance(loggers, dict) else None
+    for block, key in ((values, "save_folder"), (board, "log_dir")):
+        if isinstance(block, dict) and isinstance(block.get(key), str):
+            block[key] = block[key].replace("{run_name}", str(name))
 
 
 def _gather_extras(values: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class LoadedModel:
         >>> logits_btv.shape[:2] == tokens_bt.shape, logits_btv.dtype
         (True, torch.float32)
 
-        Without gradients; `model.model` is the module, for those.
+        Without gradients. For those, call the module itself, after `model.model.requires_grad_()`.
         """
         with _one_at_a_time:
             said = self.model(tokens_bt.to(self._subject.model.device))

@@ -109,6 +109,7 @@ def find_models(
                 )
                 like = (subject.tokenizer.fingerprint, subject.tokenizer.eos_token_id, *subject.tokenizer.beginning)
                 subject.tokenizer = tokenizers.setdefault(like, subject.tokenizer)  # a learning curve needs it once
+                files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
                 results = Results(
                     model=name,
                     suite=config.suite,
@@ -117,8 +118,8 @@ def find_models(
                     num_tokens_trained=subject.num_tokens_trained,
                     tokenizer=subject.tokenizer.fingerprint,
                     precision=devices.computed_precision(config.precision),
+                    path=files.path,
                 )
-                files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
                 files.refuse_to_replace(results, asked)
         except UserError:
             if not pass_over(config, name, where):

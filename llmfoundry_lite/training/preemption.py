@@ -179,7 +179,7 @@ class Preemption:
         because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
         text = f"{because}: nothing could be saved within {seconds}; {self.stands()}"
         if self.saved is not None:
-            text = f"{because}: saved as {self.saved}; what came after took more than the rest of {seconds}"
+            text = f"{because}: saved as {self.saved}; closing the run took more than the rest of {seconds}"
         self._leave("preempted", text, EXIT_PREEMPTED)
 
     def _ask(self) -> None:

@@ -4,6 +4,7 @@ The loop, the events and evaluation are Composer's. Composer's own step synchron
 dozen times, and twice more in each microbatch. This one does so in `measure` and, between two batches, in `Agreement`.
 """
 
+import atexit
 import datetime
 from collections.abc import Iterator
 from itertools import islice
@@ -53,6 +54,11 @@ class ParallelTrainer(Trainer):
         self.device_batch_size = device_batch_size
         super().__init__(**options)
         devices.set_tf32(options["model"].precision.tf32)  # Composer has allowed it on every GPU by now
+
+    def close(self) -> None:
+        """Close each callback. Composer would do so a second time when Python exits, without threads."""
+        super().close()
+        atexit.unregister(self.engine._close)
 
     def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
         if trainer_mode.name != "TRAIN":

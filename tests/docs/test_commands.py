@@ -1,6 +1,5 @@
 """The commands of README and docs: each parses with its options and keys, and the cheap ones run."""
 
-import json
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import commands, quoted_commands
-from tests.helpers.present import needs, present
+from tests.helpers.present import present
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTERS = ("llmfoundry-lite ", "composer ", "python ", "srun ", "OMP_NUM_THREADS=", "WORLD_SIZE=")
@@ -98,46 +97,6 @@ def test_a_launch_has_a_configuration_without_errors(words, monkeypatch):
 def test_an_evaluation_has_a_configuration_without_errors(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     load_eval_config(words)
-
-
-def test_the_dry_run_of_the_first_page_prints_the_plan():
-    command = next(command for command in FENCED if command == "llmfoundry-lite train mpt-1b --dry-run")
-    result = subprocess.run(
-        [sys.executable, "-m", "llmfoundry_lite", *shlex.split(command)[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "parameters" in result.stdout and "memory" in result.stdout
-
-
-@needs("init")
-def test_init_writes_the_yaml_that_the_next_command_reads(tmp_path, monkeypatch):
-    page = (ROOT / "docs/getting-started.md").read_text()
-    command = next(command for command in commands(page) if command.startswith("llmfoundry-lite init data/mine"))
-    following = next(command for command in commands(page) if command.endswith("mine.yaml --dry-run=here"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data/mine").mkdir(parents=True)
-    splits = {"train": {"samples": 100_000}, "val": {"samples": 500}}
-    summary = {"max_seq_len": 2048, "tokenizer": {"vocab_size": 32768}, "splits": splits}
-    (tmp_path / "data/mine/summary.json").write_text(json.dumps(summary))
-    assert run(shlex.split(command)[1:]) == 0
-    assert load_train_config(shlex.split(following)[2:], {}).dry_run
-
-
-@needs("init")
-def test_a_folder_of_texts_becomes_a_run_by_the_first_commands(tmp_path, monkeypatch):
-    page = commands((ROOT / "docs/getting-started.md").read_text())
-    command, following = (
-        next(one for one in page if one.startswith(f"llmfoundry-lite {name}")) for name in ("init", "train")
-    )
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my-texts").mkdir()
-    for number in range(40):
-        (tmp_path / f"my-texts/{number}.md").write_text(" ".join(f"word{i} of {number}" for i in range(500)))
-    assert run([*shlex.split(command)[1:-1], "0.001"]) == 0
-    assert load_train_config(shlex.split(following)[2:], {}).config.model.vocab_size % 128 == 0
 
 
 def test_checkpoint_ls_lists_a_run(capsys):

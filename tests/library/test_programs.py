@@ -22,7 +22,7 @@ import llmfoundry_lite as lf
 config = json.loads(sys.argv[1])
 run = lf.train(config, run_folder=sys.argv[2] + "/two", **{"optimizer.lr": 1e-5})
 found = lf.evaluate("words.yaml", models={"two": run}, results_folder=sys.argv[2])
-print(run, found["two"].tasks["words/0-shot"]["n"], flush=True)
+print(f"{run} {found['two'].tasks['words/0-shot']['n']}\\n", end="", flush=True)  # in one piece
 """
 
 

@@ -192,7 +192,7 @@ def test_who_leaves_late_says_what_has_been_saved(tmp_path, data):
     hang = callback(HangAtTheEnd, rank=1, batch=4)
     result = launch(tmp_path, tiny_config(data, preemption_grace_seconds=10, callbacks=hang))
     assert result.exit_codes == [75, 75]
-    assert "preempted by SIGTERM: saved as ba4; what came after took more than the rest of 10 s" in result.output
+    assert "preempted by SIGTERM: saved as ba4; closing the run took more than the rest of 10 s" in result.output
     assert status(tmp_path)["reason"].startswith("preempted by SIGTERM: saved as ba4")
 
 

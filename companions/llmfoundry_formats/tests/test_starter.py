@@ -157,6 +157,20 @@ def test_the_hours_yaml_has_the_rate_that_was_measured_here(tmp_path, monkeypatc
     assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.variables["tokens_per_second"] > 0
 
 
+def test_beside_other_programs_the_rate_is_that_of_a_quiet_machine(tmp_path, monkeypatch, capsys):
+    for share in (1.0, hours.QUIET_SHARE / 2):
+        rates = 5e10 * share, 1e10 * share
+        monkeypatch.setattr(
+            hours, "measure_widths", lambda facts, rates=rates, share=share: [Point((1e7, 1e8), rates, share)]
+        )
+        hours.write_for_hours(data_folder(tmp_path, 1_000), 0.01, tmp_path / f"{share}.yaml")
+    quiet, busy = (yaml.safe_load(path.read_text()) for path in sorted(tmp_path.glob("*.yaml"), reverse=True))
+    assert busy["variables"]["tokens_per_second"] == pytest.approx(
+        quiet["variables"]["tokens_per_second"] * 0.75, rel=0.1
+    )
+    assert "other programs left 38% of the cores' time: the hours are a guess" in capsys.readouterr().out
+
+
 def test_hours_and_a_size_are_one_too_many(tmp_path, capsys):
     assert main.run(["init", str(tmp_path), "--hours", "8", "--size", "3m"]) == 2
     assert "--hours: given with --size or --like, which name a model" in capsys.readouterr().err
