@@ -1,7 +1,7 @@
 """Report of one run or several, for people and programs: tables, a figure, a sample of what the model writes.
 
     llmfoundry-lite report runs/mpt-1b                      loss.png, report.md, report.json beside it
-    llmfoundry-lite report runs/legs runs/whole --out both  how far apart they are, batch by batch; report.png
+    llmfoundry-lite report runs/moved runs/whole --out both  how far apart they are, batch by batch; report.png
     llmfoundry-lite report runs/mpt-1b --csv --format pdf   loss.pdf, and report.csv with a row for each batch
 
 Reads what runs leave behind (metrics.jsonl, config.yaml, the newest checkpoint's manifest, huggingface/) and the data
