@@ -55,8 +55,9 @@ def train(config: Configuration, **overrides: Any) -> Run:
 def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
     """Evaluate models as a YAML file says, or a mapping with its keys: name of a model -> its results.
 
-    `config` and overrides are given as to `train`. Each result has `tasks`, by name, with their metrics, the `average`
-    of the tasks' accuracies, and the `path` of the file that `compare` takes.
+    `config` and overrides are given as to `train`. A mapping without `icl_tasks` asks all tasks whose data are here.
+    Each result has `tasks`, by name, with their metrics, the `average` of the tasks' accuracies, and the `path` of the
+    file that `compare` takes.
 
     >>> found = lf.evaluate("words.yaml", models={"tiny": "runs/tiny"}, results_folder="words")
     words, accuracy ± standard error

@@ -79,7 +79,7 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
         if has_file:
             raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
         raise ConfigError("command line: no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b")
-    if not has_file:
+    if not has_file or (given is not None and not values.get("icl_tasks")):
         layers.insert(0, _tasks_at_hand(values))
         values = {**layers[0].values, **values}
     values.setdefault("suite", "tasks" if given is not None else Path(layers[0].source).stem)

@@ -48,6 +48,13 @@ def test_ranks_of_a_launcher_train_and_evaluate_one_run(here, tmp_path):
     assert lf.read_run(tmp_path / "two").log.digest == lf.read_run("runs/tiny").log.digest[:2]
 
 
+def test_a_mapping_without_tasks_asks_those_whose_data_are_here(here, tmp_path):
+    (tmp_path / "words.yaml").write_text((here / "words.yaml").read_text())
+    asked = {"models": {"tiny": "runs/tiny"}, "task_folder": str(tmp_path)}
+    found = lf.evaluate(asked, results_folder=str(tmp_path / "results"))
+    assert found["tiny"].tasks.keys() == {"words/0-shot"}
+
+
 def test_a_program_s_signals_and_process_group_are_as_they_were(here, tmp_path):
     before = signal.getsignal(signal.SIGINT)
     run = llmfoundry_lite.train(settings(here), run_folder=str(tmp_path / "run"))
