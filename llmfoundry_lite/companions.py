@@ -52,6 +52,7 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "llmfoundry_layouts": {
         "builders": (
             "tp_config.tensor_parallel_degree",
+            "tp_config.tensor_parallel_degree: the loss",
             "cp_config.context_parallel_degree",
             "pp_config.pipeline_parallel_degree",
             "fsdp_config.sharding_strategy: ZERO_1",
@@ -134,30 +135,32 @@ def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Ite
                 yield name, part
 
 
-def find(slot: str, name: str) -> Any:
-    """Import the part of this name. Raises ConfigError, which names the missing companion."""
+def find(slot: str, name: str, where: str = "") -> Any:
+    """Import the part of this name. Raises ConfigError, which names the missing companion, and `where` it is needed."""
     for companion in find_companions():
         if name in getattr(companion, slot):
             return bring(getattr(companion, slot)[name])
-    raise missing(name)
+    raise missing(name, where)
 
 
-def require(slot: str, name: str) -> None:
-    """Raise ConfigError if the companion of ours that has this part is not installed. Imports no part."""
+def require(slot: str, name: str, where: str = "") -> None:
+    """Raise ConfigError if no companion has this part, which one of ours would have. Imports no part."""
     if name in list_missing(slot):
-        raise missing(name)
+        raise missing(name, where)
 
 
-def missing(name: str) -> ConfigError:
+def missing(name: str, where: str = "") -> ConfigError:
     package = next((package for package, slots in OURS.items() if name in itertools.chain(*slots.values())), None)
-    return ConfigError(f"{name}: needs the companion {package}" if package else f"{name}: no companion has it")
+    what = f"{where}: {name}" if where else name
+    return ConfigError(f"{what}: needs the companion {package}" if package else f"{what}: no companion has it")
 
 
 def list_missing(*slots: str) -> list[str]:
-    """Return the parts of our companions that are not installed, by name: those in `slots`, or in every slot."""
-    find_companions()  # makes those of this clone importable
+    """Return the parts of our companions that nobody has here, by name: those in `slots`, or in every slot."""
+    found = find_companions()  # makes those of this clone importable
     absent = [ours for package, ours in OURS.items() if find_spec(package) is None]
-    return [name for ours in absent for slot in slots or SLOTS for name in ours.get(slot, ())]
+    asked = [(slot, name) for ours in absent for slot in slots or SLOTS for name in ours.get(slot, ())]
+    return [name for slot, name in asked if not any(name in getattr(one, slot) for one in found)]
 
 
 def bring(where: str) -> Any:

@@ -36,7 +36,7 @@ NEEDED = {
     **dict.fromkeys(["typer", "rich", "matplotlib"], ""),
     **dict.fromkeys(["hypothesis", "pytest", "pytest_timeout"], "for the tests"),
 }
-"""Module -> name of its package."""
+"""Module -> its package, where that has another name, or a remark."""
 FACTS = """
 import json, torch
 from llmfoundry_lite import devices

@@ -43,7 +43,7 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
 
 def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
     def ask() -> None:
-        raise ModuleNotFoundError("No module named 'llmfoundry_layouts'", name="llmfoundry_layouts.schedule")
+        raise ModuleNotFoundError("No module named 'llmfoundry_layouts'", name="llmfoundry_layouts")
 
     program = typer.Typer()
     program.command("plan")(ask)

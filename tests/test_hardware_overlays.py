@@ -138,7 +138,7 @@ def test_the_command_line_has_the_last_word():
 @needs("islands")
 def test_the_documentation_lists_what_an_overlay_may_set():
     text = (ROOT / "docs/moving-a-run.md").read_text()
-    listed = text[text.index("It may set only") : text.index("Any other key")]
+    listed = text[text.index("sets only what hardware") : text.index("Any other key")]
     words = {word.rsplit(".", 1)[-1] for word in re.findall(r"`([\w.]+)`", listed)}
     assert words == {key.rsplit(".", 1)[-1] for key in hardware_keys()}
 

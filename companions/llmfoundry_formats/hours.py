@@ -57,6 +57,8 @@ NUM_STEPS = 2
 STEPS_SECONDS = 1.5
 QUIET_SHARE = 0.75
 """Share of the cores' time that a measurement on a quiet CPU has at least; its threads sleep and load for the rest."""
+MAX_FACTOR = 4.0
+"""A rate is corrected by at most this factor, because a quota of processor time looks like other programs."""
 VOCABULARY, LENGTH, HELD_OUT = 4096, 512, 0.05
 """Ids, tokens of a sample and share, for texts that `init` prepares: small enough for a small model."""
 
@@ -84,13 +86,14 @@ def write_for_hours(data: Path, hours: float, out: Path) -> str:
     here = f"{num_ranks} rank{'s' * (num_ranks > 1)} in {precision_here()}"
     if share < QUIET_SHARE:
         print(
-            f"other programs left {share:.0%} of the cores' time: the hours are a guess; repeat it when they have ended"
+            f"other programs left {share:.0%} of the cores' time: the hours are a guess, as if this machine were quiet"
+            "; repeat it when they have ended"
         )
     return f"{note}; {shape.model['n_layers']} blocks of width {shape.model['d_model']}, {here}"
 
 
 def as_on_a_quiet_machine(point: Point) -> Point:
-    slowed = min(1.0, point.share / QUIET_SHARE)
+    slowed = max(1 / MAX_FACTOR, min(1.0, point.share / QUIET_SHARE))
     return point._replace(rates=(point.rates[0] / slowed, point.rates[1] / slowed))
 
 

@@ -365,7 +365,7 @@ class Runner:
         if code in NOT_FOUND and any(
             one.site == allocation.site and one.code == EXIT_DONE for one in self._allocations()
         ):
-            ended = FAILED  # the save existed: its disk may come back
+            ended = FAILED  # the command was there before: its disk may come back
         if reason is None and ended in (FAILED, REFUSED):
             reason = f"exit code {code}: {last_line(tail_of(self._output(allocation)))}"
         batch = self._newest_batch()

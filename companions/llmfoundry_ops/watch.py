@@ -19,9 +19,9 @@ from llmfoundry_lite.report import tables
 from llmfoundry_lite.report.runs import LiveRun
 
 PIPE_SECONDS = 10.0
-"""Between lines that go to a file or pipe."""
+"""Time between two lines that go to a file or pipe."""
 LOOK_SECONDS = 1.0
-"""Between two looks at a terminal."""
+"""Time between two looks at the log, on a terminal."""
 
 
 def watch(

@@ -96,10 +96,9 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
         print(f"error: {printable(message)}{hint}", file=sys.stderr)
         return EXIT_USER
     except ModuleNotFoundError as error:  # one companion may use another, that is not here
-        package = (error.name or "").partition(".")[0]
-        if package not in companions.OURS:
+        if error.name not in companions.OURS:
             raise
-        print(f"error: {arguments[0]}: needs the companion {package}", file=sys.stderr)
+        print(f"error: {arguments[0]}: needs the companion {error.name}", file=sys.stderr)
         return EXIT_USER
     except typer.Abort:
         return EXIT_INTERRUPTED

@@ -36,7 +36,7 @@ from llmfoundry_lite.convert.layout import (
 )
 from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
 from llmfoundry_lite.convert.layouts import layout_of
-from llmfoundry_lite.errors import ConfigError, ExportError, either
+from llmfoundry_lite.errors import ExportError, either
 from llmfoundry_lite.models.mpt import MPT
 
 KINDS = ("mpt", "gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -118,10 +118,7 @@ def layout_named(hf_config: HFConfig, where: str) -> Readable:
         raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected {either(KINDS)}")
     if kind == "mpt":
         return MPT_LAYOUT
-    try:
-        return companions.find("readers", "folders of GPT-2, Llama, Mistral and Qwen")(kind)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    return companions.find("readers", "folders of GPT-2, Llama, Mistral and Qwen", where)(kind)
 
 
 def build_hf_config(config: ModelConfig) -> HFConfig:

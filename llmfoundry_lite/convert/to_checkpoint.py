@@ -72,7 +72,7 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     """
     store, path = open_empty_store(out), Path(source)
     if (path / METADATA).is_file() or (path.is_file() and path.suffix != ".safetensors"):
-        import_pickled = companions.find("readers", "checkpoints of Composer and DCP")
+        import_pickled = companions.find("readers", "checkpoints of Composer and DCP", source)
         return import_pickled(path, store, out, trust_pickle, config)
     check_source(source)
     return publish_weights(read_hugging_face_source(source, trust_pickle, config), source, store, out)
@@ -152,11 +152,11 @@ def check_source(source: str) -> None:
 
 
 def read_hugging_face_source(source: str, trust_pickle: bool = False, config: Sequence[str] = ()) -> Weights:
-    """Read a folder, or a model of the Hub. Raises CheckpointError and ExportError."""
+    """Read a folder, or a model of the Hub. Raises CheckpointError, ExportError and ConfigError."""
     name = source.removeprefix(HUB)
     if name == source:
         return read_hugging_face(Path(source), source, trust_pickle, config)
-    fetch = companions.find("readers", "hf: models to import")
+    fetch = companions.find("readers", "hf: models to import", source)
     return read_hugging_face(fetch(name, trust_pickle), source, trust_pickle, config)
 
 

@@ -119,11 +119,12 @@ def find_subject(
 ) -> Subject:
     """Find a model without reading its weights.
 
-    Raises CheckpointError where no checkpoint is whole, DataError when there is none, or no tokenizer.
+    Raises CheckpointError where no checkpoint is whole, DataError when there is none, or no tokenizer,
+    ConfigError where a companion is missing.
     """
     at = Placement(DTYPES[precision], device, shard)
     if where.startswith("hf:"):
-        fetch = companions.find("readers", "hf: models to evaluate")
+        fetch = companions.find("readers", "hf: models to evaluate", f"models: {where}")
         return _find_folder(where, fetch(where.removeprefix("hf:")), tokenizer, at)
     if "://" not in where and not Path(where).exists():
         raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")

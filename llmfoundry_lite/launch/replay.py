@@ -220,7 +220,7 @@ def _layout_for(plan: ReplayPlan, values: dict[str, Any], num_ranks: int) -> dic
     if last is None or last.world_size != num_ranks:
         found |= {"tp_config": None, "cp_config": None, "pp_config": None}
         fsdp = values.get("fsdp_config")
-        if isinstance(fsdp, dict) and fsdp.get("sharding_strategy") == "HYBRID_SHARD":
+        if isinstance(fsdp, dict) and fsdp.get("sharding_strategy") in ("HYBRID_SHARD", "ZERO_1"):
             found["fsdp_config"] = fsdp | {"sharding_strategy": "FULL_SHARD", "data_parallel_shard_degree": None}
     return found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_lines
 from llmfoundry_lite.prepare.documents import Unit, group_by_size
 from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
@@ -72,12 +72,12 @@ def open_source(request: Request) -> Source:
     if sources == [PYTHON_STDLIB]:
         return open_standard_library()
     if special:
-        open_hub = companions.find("readers", "hf: data sets of text")
+        open_hub = companions.find("readers", "hf: data sets of text", special[0])
         return open_hub(special[0].removeprefix(HUB_PREFIX), request)
     listing = list_files(sources, split=request.split, on_error=request.on_error)
     table = next((path for path in listing.files if kind_of(path) in TABLES), None)
-    if table is not None and ROWS in companions.list_missing("readers"):
-        raise ConfigError(f"{table}: {companions.missing(ROWS)}")
+    if table is not None:
+        companions.require("readers", ROWS, str(table))
     return Source(
         units=lambda: file_units(listing, request),
         identify=lambda: inventory((path.as_posix(), path, True) for path in listing.files),

@@ -286,8 +286,11 @@ def thin(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> tuple[N
 
 
 def reach_of(num: int, reach: int | None) -> int:
-    """Return neighbours on either side that a mean takes in: by default four, or a hundredth of many."""
-    return max(4, num // 100) if reach is None else reach
+    """Return neighbours on either side that a mean takes in: by default four, or a hundredth of many.
+
+    A tenth of the values is the most, because the last `reach` means are continued as a line.
+    """
+    return min(max(4, num // 100) if reach is None else reach, max(num // 10, int(num > 2)))
 
 
 def smooth(values: Floats, reach: int | None = None) -> Floats:
@@ -295,10 +298,11 @@ def smooth(values: Floats, reach: int | None = None) -> Floats:
 
     At the end, a mean over ever fewer values would be as noisy as the last value. Instead, the last `reach` means go on
     in a straight line: from the mean of the last 2 reach + 1 values, with the least-squares slope of twice as many. It
-    is unbiased where values lie along a line, and is clipped to the range of the last 2 reach + 1 values.
+    is unbiased where values lie along a line, is clipped to the range of the last 2 reach + 1 values, and ends with the
+    last value that is known.
     """
     num = len(values)
-    reach = max(0, min(reach_of(num, reach), (num - 1) // 2))
+    reach = reach_of(num, reach)
     at = np.arange(num)
     half = np.minimum(reach, np.minimum(at, num - 1 - at))
     known = np.isfinite(values)
@@ -312,6 +316,7 @@ def smooth(values: Floats, reach: int | None = None) -> Floats:
         slope = np.polyfit(near, values[near], 1)[0]
         line = means[num - 1 - reach] + slope * np.arange(1, reach + 1)
         means[num - reach :] = np.clip(line, values[last].min(), values[last].max())
+        means[last[-1] + 1 :] = np.nan
     return means
 
 

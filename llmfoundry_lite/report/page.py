@@ -131,7 +131,8 @@ def advise_saves(run: Facts) -> list[str]:
     """Say how often the run failed, and after MIN_FAILURES, how often to save at that rate."""
     facts = run["failures"]
     num, between = facts["num_failures"], facts["hours_between_failures"]
-    text = f"{num or 'no'} failure{'s' * (num > 1)} in {clock(facts['hours'])} of training"
+    span = f" in {clock(facts['hours'])} of training" if facts["hours"] else ""
+    text = f"{num or 'no'} failure{'s' * (num > 1)}{span}"
     if num < MIN_FAILURES:
         return [text]
     if between is None:

@@ -98,7 +98,7 @@ def has_width(stream: TextIO | None) -> bool:
     """Return whether a stream is a terminal of a known width."""
     try:
         return stream is not None and os.get_terminal_size(stream.fileno()).columns > 0
-    except OSError:
+    except (AttributeError, OSError, ValueError):  # another kind of stream, no terminal, or a closed one
         return False
 
 
@@ -107,7 +107,6 @@ class ProgressBar(Mirror):
 
     def __init__(self, max_duration: Duration, progress: Callable[[], float]):
         from tqdm import tqdm
-        from tqdm.contrib import DummyTqdmFile
 
         self.max_duration = max_duration
         self.progress = progress
@@ -116,6 +115,10 @@ class ProgressBar(Mirror):
         look = {"bar_format": form, "desc": "first batch", "dynamic_ncols": True}
         self.output = sys.stdout
         self.bar = tqdm(total=1.0, initial=progress(), file=self.output, **look)
+
+    def begin(self, log: Path, missed: list[Record]) -> None:
+        from tqdm.contrib import DummyTqdmFile
+
         sys.stdout = DummyTqdmFile(self.output)  # clears the bar before a line, and draws it again
 
     def __call__(self, record: Record) -> None:

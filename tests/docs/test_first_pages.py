@@ -73,7 +73,7 @@ SMALLER = {
 }
 NOT_RUN = {
     "make install && source .venv/bin/activate": "it made the environment that this test runs in",
-    "composer -n 8 scripts/train.py yamls/pretrain/mpt-1b.yaml hardware=auto autoresume=true "
+    "composer -n 8 scripts/train.py yamls/pretrain/mpt-1b.yaml variables.data=data/mine hardware=auto autoresume=true "
     "save_folder=s3://bucket/{run_name}": "there are no GPUs and there is no S3 here; tests/checkpoint has an S3",
     "llmfoundry-lite train -n 8 mpt-125m-mine.yaml": "125 M parameters are for GPUs",
 }

@@ -2,8 +2,9 @@ import re
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.estimate.memory import advise_less_memory
+from llmfoundry_lite.estimate.memory import STAGES, advise_less_memory
 from tests.helpers.launch import ROOT
+from tests.helpers.present import needs
 
 
 def test_what_helps_most_is_named_first():
@@ -29,12 +30,17 @@ def advise(microbatch_size: int, *options: str) -> str:
 
 
 def test_what_would_be_refused_is_not_advised():
+    assert "offload_optimizer" in advise(1, "model.n_layers=2", "fsdp_config.mixed_precision=PURE")
+    for refusing in ("optimizer.name=muon", "fsdp_config.sharding_strategy=ZERO_1"):
+        assert "offload_optimizer" not in advise(1, refusing, "global_train_batch_size=32")
+
+
+@needs(STAGES)
+def test_what_a_pipeline_would_refuse_is_not_advised():
     stages = "pp_config.pipeline_parallel_degree=4"
     assert "device_train_microbatch_size: 2 (" in advise(4, stages, "global_train_batch_size=20")
     rounds = "pp_config.schedule=interleaved"
     assert "microbatch" not in advise(4, stages, "global_train_batch_size=18", rounds)
     counted = (stages, "global_train_batch_size=32", "pp_config.num_microbatches=8")
     assert "pp_config.num_microbatches: 16 (" in advise(4, *counted, "device_train_microbatch_size=null")
-    assert "offload_optimizer" in advise(1, "model.n_layers=2", "fsdp_config.mixed_precision=PURE")
-    for refusing in ("optimizer.name=muon", "fsdp_config.sharding_strategy=ZERO_1", stages):
-        assert "offload_optimizer" not in advise(1, refusing, "global_train_batch_size=32")
+    assert "offload_optimizer" not in advise(1, stages, "global_train_batch_size=32")

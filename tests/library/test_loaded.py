@@ -13,6 +13,7 @@ import llmfoundry_lite as lf
 from llmfoundry_lite.evaluation import loaded
 from llmfoundry_lite.evaluation.loaded import LoadedModel
 from tests.helpers.launch import ROOT
+from tests.helpers.present import needs
 
 pytestmark = pytest.mark.multiprocess
 
@@ -107,6 +108,7 @@ def test_two_models_in_four_threads_write_what_each_writes_alone(model):
     assert found == alone * 6
 
 
+@needs("folders of GPT-2, Llama, Mistral and Qwen")
 def test_gpt_2_becomes_ours_with_the_probabilities_of_transformers(model, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -61,14 +61,14 @@ def test_a_number_too_long_for_python_is_one_bad_line(tmp_path: Path) -> None:
     [
         ("a.tsv.gz", b"text\nx\n", "{0}/a.tsv.gz: rows of CSV, parquet and arrow"),
         ("b/c.parquet", b"", "{0}/b/c.parquet: rows of CSV, parquet and arrow"),
-        ("hf:someone/texts", b"", "hf: data sets of text"),
+        ("hf:someone/texts", b"", "hf:someone/texts: hf: data sets of text"),
     ],
 )
 def test_what_a_companion_reads_names_it_before_anything_is_read(
     name: str, content: bytes, message: str, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(companions, "find_companions", list)
-    monkeypatch.setattr(companions, "list_missing", lambda: [sources.ROWS])
+    monkeypatch.setattr(companions, "list_missing", lambda *slots: [sources.ROWS])
     plain(tmp_path / "a.jsonl", b'{"text": "x"}')
     if not name.startswith("hf:"):
         plain(tmp_path / name, content)

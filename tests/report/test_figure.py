@@ -102,7 +102,9 @@ def test_the_mean_does_not_end_with_the_noise_of_the_last_batches():
     noise = np.random.default_rng(1).standard_normal((300, 200))
     ends = np.array([smooth(decay + one)[-1] for one in noise]) - decay[-1]
     assert abs(ends.mean()) < 0.05 and ends.std() < 0.5, "without bias, half as noisy as one value at most"
-    decay[-6:-1] = np.nan
+    decay[-3:] = np.nan
+    assert np.isfinite(smooth(decay)).tolist() == [True] * 197 + [False] * 3, "it ends with what is known"
+    decay[-6:-1], decay[-1] = np.nan, 2.5
     assert smooth(decay)[-1] == pytest.approx(decay[-1]), "too few of the last values are known"
 
 
@@ -115,8 +117,10 @@ def test_changed_settings_are_marked_from_their_first_batch_on(tmp_path, drawn):
 def test_the_mean_is_as_wide_as_asked_and_left_out_at_one_batch(tmp_path, drawn):
     plot_run(tmp_path / "a.png", curve(), title="run", reach=2)
     plot_run(tmp_path / "b.png", curve(), title="run", reach=0)
-    wide, none = ([text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in drawn)
+    plot_run(tmp_path / "c.png", curve(), title="run", reach=50)
+    wide, none, clipped = ([text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in drawn)
     assert (wide, none) == (["training (mean of 5 batches)"], ["training"])
+    assert clipped == ["training (mean of 21 batches)"], "a tenth of them on either side at most"
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])

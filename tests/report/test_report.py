@@ -78,6 +78,7 @@ def test_a_relay_s_run_names_the_companion_that_tells_of_sites(tmp_path, monkeyp
     where = switching(tmp_path / "run")
     (tmp_path / "run/relay.jsonl").touch()
     monkeypatch.setattr(companions, "find_spec", lambda name: None)
+    monkeypatch.setattr(companions, "find_companions", list)
     (facts,) = report([where])["runs"]
     assert facts["relay"] is None
     assert facts["notes"][-1] == "no sites and no allocations: relay.jsonl: needs the companion llmfoundry_ops"

@@ -105,13 +105,14 @@ def terminal():
         yield shown, output, set_width
 
 
-def test_a_progress_bar_begins_where_the_run_does_and_lines_stand_above_it(terminal, monkeypatch):
+def test_a_progress_bar_begins_where_the_run_does_and_lines_stand_above_it(terminal, monkeypatch, tmp_path):
     shown, output, set_width = terminal
     set_width(100)
     monkeypatch.setattr(sys, "stdout", output)
     bar = ProgressBar(Duration.parse("40ba"), lambda: 0.5)
     assert bar.bar.desc == "first batch"
     bar.bar.mininterval = 0
+    bar.begin(tmp_path / "metrics.jsonl", [])
     bar(RECORD)
     print("saved ba8", flush=True)
     bar.close()
