@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -52,7 +53,9 @@ def ranks_that_listen(launcher):
     """Wait until all ranks have handlers of SIGTERM, and return them in order."""
     while launcher.poll() is None:
         ranks = sorted(psutil.Process(launcher.pid).children(), key=lambda rank: rank.pid)
-        caught = [re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text()) for rank in ranks]
+        caught = [None]
+        with suppress(FileNotFoundError, ProcessLookupError):  # a child of the launcher that has ended
+            caught = [re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text()) for rank in ranks]
         if len(ranks) == 4 and all(one and int(one[1], 16) & 1 << (signal.SIGTERM - 1) for one in caught):
             return ranks
     raise AssertionError(launcher.communicate()[0])

@@ -59,12 +59,15 @@ def name_of(case: dict[str, Any]) -> str:
 
 CASES = {name_of(case): case for case in cover(FACTORS, is_valid, SEED)}
 QUICK = {case["layout"]: name for name, case in reversed(CASES.items()) if case["precision"] == "fp32"}
-"""The first case of each layout in fp32. Those of two ways are in the first tier, all others in the long one."""
+"""The first case of each layout in fp32. Shards and one other way are in the first tier, two other ways in the second,
+and all else in the long one."""
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     layout = CASES[name]["layout"]
-    return [] if len(layout) == 2 and QUICK[layout] == name else [pytest.mark.long]
+    if len(layout) != 2 or QUICK[layout] != name:
+        return [pytest.mark.long]
+    return [] if "shard" in layout else [pytest.mark.slow]
 
 
 def test_the_cases_have_every_pair_of_settings():

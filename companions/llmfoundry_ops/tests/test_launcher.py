@@ -359,7 +359,7 @@ def test_a_fault_that_passes_is_no_restart_and_is_tried_with_the_same_words(laun
     assert "autoresume" not in (run.logs / "began-0.1").read_text()
 
 
-@pytest.mark.parametrize(("left_with", "expected"), [(74, 75), (71, 1)])
+@pytest.mark.parametrize(("left_with", "expected"), [pytest.param(74, 75, marks=pytest.mark.slow), (71, 1)])
 def test_when_the_time_is_spent_the_code_says_whether_anything_was_lost(launched, left_with, expected):
     code, _, words = launched(2, 3, "0.0=wait", f"1.0=exit:{left_with}").end()
     assert code == expected
