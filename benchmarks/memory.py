@@ -31,7 +31,7 @@ from llmfoundry_planner.rehearse.search import sized_batch
 
 LARGE = 1024
 COMMON = "h100-8"
-"""Its rows come first."""
+"""Overlay whose rows come first."""
 COUNTS = [1, 2, 4, *range(8, 1025, 8)]
 MAX_EXCESS = 0.05
 """By which the estimate may exceed the rehearsal. It is never below it."""

@@ -32,7 +32,7 @@ from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
-from llmfoundry_lite.data.tokenizer import find_fingerprints, is_local_or_cached, load_tokenizer
+from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import (
     SECOND_STEP,
     CheckpointError,
@@ -313,6 +313,8 @@ def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool)
             message += f", and {found.text_keys[0]} is text that needs it"
             if must_exist:
                 raise ConfigError(f"{message}; {_fetch(name)}")
+        elif found.text_keys and must_exist:
+            companions.require("readers", f"tokenizers without {TOKENIZER_FILE}", f"tokenizer.name: {name}")
         found.not_checked.append(message)
         return
     tokenizer = load_tokenizer(name)

@@ -1,6 +1,8 @@
 """The seam: what others' companions may do, and what a missing one of ours is answered with."""
 
+import importlib
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 
 import pytest
 import typer
@@ -39,6 +41,14 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
         "warning: companion lost",
     ]
     assert "its commands hello are another's already" in lines[2]
+
+
+def test_ours_are_listed_with_the_names_that_they_have():
+    for package, slots in companions.OURS.items():
+        if find_spec(package):
+            here = importlib.import_module(f"{package}.companion").COMPANION
+            found = {slot: tuple(names) for slot in companions.SLOTS if (names := getattr(here, slot))}
+            assert {slot: {*names} for slot, names in found.items()} == {s: {*n} for s, n in slots.items()}, package
 
 
 def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):

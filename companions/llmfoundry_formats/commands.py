@@ -15,22 +15,22 @@ def init(
         Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made; with --hours, of texts too.")
     ],
     size: Annotated[
-        str | None, typer.Option(help="quickstart, 3m, 10m, 30m, 125m, 350m, 1b, …: the model's size [125m].")
+        str | None, typer.Option(help="Choose the model's size: quickstart, 3m, 10m, 30m, 125m, 350m, 1b, … [125m].")
     ] = None,
     hours: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Instead: choose a model that this machine, measured now, trains in these hours."),
+        typer.Option(min=0.001, help="Choose a model that this machine, measured now, trains in these hours."),
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Instead: train on from a Hugging Face model, a folder or hf:NAME."),
+        typer.Option(metavar="FOLDER", help="Train on from a Hugging Face model, a folder or hf:NAME."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The file to write [mpt-SIZE-DATA.yaml, LIKE-DATA.yaml, with --hours DATA.yaml]."),
+        typer.Option(help="Write this file [mpt-SIZE-DATA.yaml, LIKE-DATA.yaml, with --hours DATA.yaml]."),
     ] = None,
     trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="With --like: read pytorch_model.bin, which is a pickle.")
+        bool, typer.Option("--trust-pickle", help="Read pytorch_model.bin, which is a pickle, with --like.")
     ] = False,
 ) -> None:
     """Write a commented YAML for a data folder and a model. The model is one of our sizes, or trained on from another.

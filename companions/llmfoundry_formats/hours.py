@@ -47,7 +47,8 @@ from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
 from llmfoundry_lite.training.muon import build_muon
 
 MIN_TOKENS_PER_PARAMETER = 5
-"""Fewest tokens of text for a parameter. Below TOKENS_PER_PARAMETER, a larger model uses hours left over. A choice."""
+"""Fewest tokens of text for a parameter. Between it and TOKENS_PER_PARAMETER, a larger model is chosen
+where the text would end before the hours. A choice."""
 MEASURED_WIDTHS = (96, 192, 384, 768)
 MEASURED_TOKENS = 1024
 """Tokens of a measured microbatch."""
@@ -56,7 +57,7 @@ NUM_STEPS = 2
 """Fewest steps that are timed. More follow while the sum is below STEPS_SECONDS."""
 STEPS_SECONDS = 1.5
 QUIET_SHARE = 0.75
-"""Share of the cores' time that a measurement on a quiet CPU has at least; its threads sleep and load for the rest."""
+"""Least share of the cores' time that a measurement uses on a quiet CPU. Its threads wait during the rest."""
 MAX_FACTOR = 4.0
 """A rate is corrected by at most this factor, because a quota of processor time looks like other programs."""
 VOCABULARY, LENGTH, HELD_OUT = 4096, 512, 0.05

@@ -17,15 +17,15 @@ from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER
 
 MAX_EPOCHS = 4
-"""So many epochs are nearly as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
-"""
+"""Epochs of a text that are nearly as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language
+Models")."""
 MANY_BATCHES = 2000
 """Batches of a run of a size in between, about. With more, each is too small to be fast; with fewer, steps are few."""
 BATCH_TOKENS = (2048, 65536)
 """Fewest and most tokens in a batch of such a run."""
 WIDTHS = (*range(96, 384, 32), *range(384, 833, 64))
 MILLIONS = (1, 125)
-"""Smallest and largest size in between our YAMLs', in millions of parameters."""
+"""Smallest and largest model of a size that no YAML of ours has, in millions of parameters."""
 SHARE_OF_HOURS = 0.85
 """Share of the hours for training. The rest is for starting, saving and evaluating."""
 NUM_LINES = 400
@@ -310,7 +310,7 @@ def count_parameters(model: dict[str, Any], vocab_size: int) -> int:
 
 
 def fitting_size(parameters: float, vocab_size: int) -> str:
-    """Return a size with about so many parameters, between our YAMLs' or one of theirs."""
+    """Return the name of a size with about this number of parameters: one of our YAMLs', or one like `7m`."""
     counts = {size: count_parameters(read_shape(size, 0).model, vocab_size) for size in sizes()}
     low, high = MILLIONS
     if low * 1e6 <= parameters <= high * 1e6:

@@ -109,7 +109,10 @@ def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit
 
 
 def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of rows and bytes in each row group or record batch. Reads only metadata."""
+    """Yield the numbers of rows and bytes in each row group or record batch. Reads only metadata.
+
+    The bytes of a row group are an equal share of the file's.
+    """
     if path.suffix == ".arrow":
         with arrow_errors(path, "is damaged"):
             yield from ((batch.num_rows, batch.nbytes) for batch in open_arrow(path)[1])

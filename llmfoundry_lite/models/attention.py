@@ -34,8 +34,8 @@ FLEX_BLOCK = 128
 """Queries or keys in a block of FlexAttention's mask (torch's default)."""
 
 FLEX_SHAPES = 64
-"""Limit of compiled shapes. torch compiles apart a size of 1, and for any size what has changed: rows, queries, keys,
-their blocks, with and without a gradient. `auto`, an evaluation and decoding reached 9."""
+"""Limit of compiled shapes. torch compiles a kernel of its own for each size of 1, and one more for each size that has
+changed: of rows, queries, keys or blocks, with and without a gradient. `auto`, an evaluation and decoding reached 9."""
 
 FLASH_HEAD_DIM = 256
 """The widest head that flash-attn's kernels support, by its README."""

@@ -27,7 +27,7 @@ WORTH_PROVING_BYTES = 32 * 1024 * 1024
 FIRST_CHECKED = 50
 """Documents that every process encodes by both libraries before it trusts the fast one."""
 CHECKED_ONE_IN = 1000
-"""After those, a document is checked if this number divides its split key."""
+"""After the first ones, a document is checked if this number divides its split key."""
 MAX_CHECKED_CHARACTERS = 1024 * 1024
 """Characters of a document that are checked at most: `tokenizers` takes 170 bytes of memory for each."""
 RECYCLE_BYTES = 64 * 1024 * 1024

@@ -55,7 +55,7 @@ LLAMA_3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 500.0,
 }
-"""Of a head's six frequencies one stays, two are mixed and three are divided."""
+"""One of a head's six frequencies stays, two are mixed and three are divided."""
 
 
 IMPOSSIBLE = "config.json describes a model that cannot be: "

@@ -86,7 +86,7 @@ class Again(NamedTuple):
 
     batch_indices: Sequence[int] = ()
     back: int = 0
-    """How many batches ago."""
+    """Number of batches since then."""
 
 
 def share_lost(

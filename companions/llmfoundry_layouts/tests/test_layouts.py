@@ -42,7 +42,7 @@ FACTORS = {
     "precision": ("fp32", "amp_bf16"),
 }
 SEED = 3
-"""Of a few seeds, the one with the fewest cases."""
+"""The seed with the fewest cases, of a few."""
 
 
 def is_valid(case: dict[str, Any]) -> bool:

@@ -34,7 +34,7 @@ OVERLAYS = {
 }
 LAUNCHERS = {"a": f"{TRAIN} -n 2", "b": TRAIN, "c": f"{COMPOSER} -n 2 {ROOT}/scripts/train.py"}
 VICTIMS = ("relay", "launch", "process")
-"""What is killed: the relay; all processes of a launch, as when its machine goes; or one process of a launch."""
+"""Processes that are killed: the relay; all of a launch, as when its machine goes; or one of a launch."""
 
 
 class Experiment:

@@ -1,4 +1,4 @@
-"""What a launch leaves in its run folder, without training: status.json, checkpoints, a line for each batch.
+"""Leaves what a launch leaves in its run folder, without training: status.json, checkpoints, a line for each batch.
 
     python -m llmfoundry_ops.tests.trainer runs/x 60 [seconds_per_batch=0.01] [host=elsewhere] stop_after=20ba …
 

@@ -1,4 +1,4 @@
-"""What the core's tests of `data prepare` have, too."""
+"""Fixtures that the core's tests of `data prepare` have, too."""
 
 from tests.helpers.data import tokenizer, tokenizer_folder
 
