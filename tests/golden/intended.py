@@ -2,11 +2,7 @@
 
 _SEQUENTIAL = "sequential tests are deleted, and the number of items needed; a comparison is one table"
 INTENDED: dict[str, str] = {
-    "commands/help/compare": "sequential tests and published results are deleted",
-    "commands/help/doctor": "--verified is scripts/gpu_check.py's",
-    "commands/help/eval": "against= was for sequential tests",
-    "commands/help/report": "--to-loss is deleted",
-    "commands/help/top": "commands of companions stand after the core's",
+    "commands/help/*": "help begins with a verb; commands of companions come last; options are deleted",
     "commands/checkpoint/inspect": "a part of a tensor is called chunk everywhere",
     "commands/report/keys": "--to-loss is deleted",
     "errors/command/plan-hardware": "it names the file of nodes, which has moved",
@@ -15,8 +11,6 @@ INTENDED: dict[str, str] = {
     "commands/dry-run/*": "overlays of NVIDIA's devices compile; LLM Foundry's callbacks are keys",
     "commands/config.yaml": "LLM Foundry's callbacks and names of metrics are keys",
     "commands/rehearse": "the overlay compiles",
-    "commands/help/data*": "make-tasks and fetch-tasks are scripts",
-    "commands/help/init": "--hours, and sizes in between",
     "commands/init/*": "intervals, the launch and the log follow the length of the run",
     "data/*/files": "val/text.jsonl is written",
     "errors/command/eval-no*": "a run's own text is a task; fetching is a script",
