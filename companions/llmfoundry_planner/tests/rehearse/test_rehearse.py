@@ -84,6 +84,7 @@ def test_a_run_too_short_to_be_measured_says_so(server, duration, counts_operati
     assert outcome.said.endswith("give it a longer one: max_duration=100ba\n")
 
 
+@pytest.mark.long
 def test_documents_are_rehearsed_without_the_tokenizer(server):
     overrides = ("model.n_layers=1", "model.attn_config.attn_uses_sequence_id=true")
     overrides += ("device_train_microbatch_size=auto", "global_train_batch_size=64")
@@ -123,6 +124,7 @@ def test_the_search_finds_the_largest_microbatch_that_fits(server, capfd):
     assert text.endswith("device_train_microbatch_size=16\n")
 
 
+@pytest.mark.long
 def test_a_search_measures_the_optimizer_too_where_the_batch_is_not_cut(server, capfd):
     arguments = [*RUN, "model.n_layers=1"]
     config = load_train_config(arguments).config
