@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk, Extra, Grid
-from llmfoundry_lite.config.changes import in_words
+from llmfoundry_lite.config.changes import Change
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 from llmfoundry_lite.ranks.codec import Item, encode_value, fits, parse_json, shorten, write_json
 
@@ -120,7 +120,7 @@ class Segment:
             "microbatch ": self.device_train_microbatch_size,
         }
         known = [f"{name}{value}".strip() for name, value in words.items() if value is not None]
-        changed = [f"{key} {in_words(before)} -> {in_words(now)}" for key, (before, now) in self.changes.items()]
+        changed = [str(Change(key, *values)) for key, values in self.changes.items()]
         changed = [self.sync, *changed] if self.sync else changed
         return changed + known + [f"{name}={value}" for name, value in self.environment.items()]
 

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import matplotlib
@@ -142,7 +141,8 @@ def plot_run(
     for style, (name, value) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
         loss.axhline(value, color=REFERENCE, linestyle=style, linewidth=1.2, label=f"{name} model, {value:.2f}")
     for batch, words in curve.changes:
-        label = f"from batch {batch:,}: {shorten(words, MAX_CHANGE_CHARACTERS, placeholder=' …')}"
+        cut = words if len(words) <= MAX_CHANGE_CHARACTERS else f"{words[: MAX_CHANGE_CHARACTERS - 1]}…"
+        label = f"from batch {batch:,}: {cut}"
         for axes, name in ((loss, label), (speed, None)):
             axes.axvline(axis.place(batch - 0.5), color="#333333", linestyle=":", linewidth=1.2, label=name)
     _finish_loss(loss, [curve])

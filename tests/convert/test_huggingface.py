@@ -40,6 +40,7 @@ from tests.helpers.models import (
     QWEN2,
     QWEN3,
     SMALL,
+    assert_computes_the_same,
     random_model,
     random_tokens,
     to_hugging_face,
@@ -418,12 +419,7 @@ def test_an_mpt_that_transformers_made_and_saved_computes_the_same_here(tmp_path
     theirs = AutoModelForCausalLM.from_config(
         MptConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97)
     ).eval()
-    theirs.save_pretrained(tmp_path)
-    config, state_dict = import_model(tmp_path)
-    ours = MPT(config).eval()
-    ours.load_state_dict(state_dict)
-    tokens_bt = random_tokens(config)
-    assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
+    assert_computes_the_same(theirs, tmp_path)
 
 
 def test_a_damaged_file_is_named(tmp_path):

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from tests.helpers.launch import Launch
@@ -66,6 +68,13 @@ def ask_in_context(folder: Path, data: Path) -> dict[str, Any]:
         "model__vocab_size": 384,
         "device_train_microbatch_size": "auto",
     }
+
+
+def assert_same_export(folder: Path, one: str, other: str, *, atol: float) -> None:
+    ours, theirs = (load_file(folder / f"runs/{name}/huggingface/model.safetensors") for name in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=atol, rtol=1e-3)
 
 
 def assert_same_answers(folder: Path, one: str, other: str) -> None:

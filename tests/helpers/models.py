@@ -1,11 +1,13 @@
 """Models of every kind in the family, small, with weights at no special value."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
-from llmfoundry_lite.convert.huggingface import layout_sources
+from llmfoundry_lite.convert.huggingface import import_model, layout_sources
 from llmfoundry_lite.convert.layout import layout_tensor
 from llmfoundry_lite.models.mpt import MPT
 
@@ -62,6 +64,16 @@ def normal_model(config: ModelConfig, seed: int = 0, std: float = 0.3, attn_impl
 
 def random_tokens(config: ModelConfig, num_tokens: int = 29) -> torch.Tensor:
     return torch.randint(config.vocab_size, (3, num_tokens), generator=torch.Generator().manual_seed(1))
+
+
+def assert_computes_the_same(theirs: Any, folder: Path) -> None:
+    """A model of transformers, saved by it, and read here."""
+    theirs.save_pretrained(folder)
+    config, state_dict = import_model(folder)
+    ours = MPT(config).eval()
+    ours.load_state_dict(state_dict)
+    tokens_bt = random_tokens(config)
+    assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
 
 
 def with_activation(config: ModelConfig, **options) -> ModelConfig:

@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from llmfoundry_lite.data.tokenizer import Tokenizer
+from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import open_source
@@ -11,6 +14,7 @@ from llmfoundry_lite.prepare.summary import Summary
 from tests.helpers.data import read_samples
 
 SEQ_LEN = 32
+NESTED_ROWS = [{"title": "a", "meta": {"text": "b", "n": 1}}, {"title": "c", "meta": {"text": "d", "n": 2}}]
 
 
 def request(source: Path | str, tokenizer: Path | str, **options: object) -> Request:
@@ -29,6 +33,16 @@ def units_of(*paths: Path | str, **options: object) -> list[tuple[list[str], Ski
 
 def texts_of(*paths: Path | str, **options: object) -> list[str]:
     return [text for texts, _ in units_of(*paths, **options) for text in texts]
+
+
+def assert_reads_nested(source: Path | str) -> None:
+    """NESTED_ROWS, in whatever form: a key may be a field within a field, and several are joined."""
+    assert texts_of(source, text_key="meta.text") == ["b", "d"]
+    assert texts_of(source, text_key=("title", "meta.text")) == ["a\n\nb", "c\n\nd"]
+    with pytest.raises(DataError, match=r"has no 'meta.body'; there are: title, meta.text, meta.n \(choose one with"):
+        texts_of(source, text_key=("title", "meta.body"))
+    with pytest.raises(DataError, match=r"meta.n is a int, expected a string"):
+        texts_of(source, text_key="meta.n")
 
 
 def write_jsonl(path: Path, documents: list[str], key: str = "text") -> Path:

@@ -21,22 +21,14 @@ from llmfoundry_lite.prepare.listing import list_files
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.sources import open_source
 from tests.helpers.data import make_documents
-from tests.helpers.preparing import plain, request, texts_of, units_of, write_jsonl
+from tests.helpers.preparing import NESTED_ROWS, assert_reads_nested, plain, request, texts_of, units_of, write_jsonl
 from tests.helpers.present import needs
 
 # Fields
 
-ROWS = [{"title": "a", "meta": {"text": "b", "n": 1}}, {"title": "c", "meta": {"text": "d", "n": 2}}]
-
 
 def test_a_text_key_may_be_a_field_within_a_field_and_several_are_joined(tmp_path: Path) -> None:
-    source = plain(tmp_path / "a.jsonl", "\n".join(map(json.dumps, ROWS)).encode())
-    assert texts_of(source, text_key="meta.text") == ["b", "d"]
-    assert texts_of(source, text_key=("title", "meta.text")) == ["a\n\nb", "c\n\nd"]
-    with pytest.raises(DataError, match=r"has no 'meta.body'; there are: title, meta.text, meta.n \(choose one with"):
-        texts_of(source, text_key=("title", "meta.body"))
-    with pytest.raises(DataError, match=r"meta.n is a int, expected a string"):
-        texts_of(source, text_key="meta.n")
+    assert_reads_nested(plain(tmp_path / "a.jsonl", "\n".join(map(json.dumps, NESTED_ROWS)).encode()))
 
 
 def test_a_key_with_a_dot_is_first_of_all_a_name(tmp_path: Path) -> None:

@@ -17,19 +17,18 @@ from transformers import (
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert import huggingface
-from llmfoundry_lite.convert.huggingface import build_hf_config, export_model, from_hugging_face, import_model
+from llmfoundry_lite.convert.huggingface import build_hf_config, export_model, from_hugging_face
 from llmfoundry_lite.errors import ExportError, UserError
 from llmfoundry_lite.evaluation.models import find_subject
-from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.folders import VOCAB, edit_config, load, refusal
 from tests.helpers.models import (
     LLAMA,
     QWEN2,
     QWEN3,
     SMALL,
+    assert_computes_the_same,
     normal_model,
     random_model,
-    random_tokens,
     to_hugging_face,
     with_attention,
     with_scaling,
@@ -156,12 +155,7 @@ THEIR_OWN = {
 def test_a_model_that_transformers_made_and_saved_computes_the_same_here(name, tmp_path):
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(THEIR_OWN[name]).eval()
-    theirs.save_pretrained(tmp_path)
-    config, state_dict = import_model(tmp_path)
-    ours = MPT(config).eval()
-    ours.load_state_dict(state_dict)
-    tokens_bt = random_tokens(config)
-    assert (ours(tokens_bt) - theirs(tokens_bt).logits).abs().max() < 1e-5
+    assert_computes_the_same(theirs, tmp_path)
 
 
 def test_what_config_json_leaves_out_is_transformers_default():

@@ -23,37 +23,38 @@ from llmfoundry_lite.prepare.sources import open_source
 from llmfoundry_lite.prepare.summary import print_summary
 from tests.helpers.bombs import little_memory
 from tests.helpers.data import make_documents
-from tests.helpers.preparing import assert_holds, plain, request, texts_of, units_of, write_jsonl
+from tests.helpers.preparing import (
+    NESTED_ROWS,
+    assert_holds,
+    assert_reads_nested,
+    plain,
+    request,
+    texts_of,
+    units_of,
+    write_jsonl,
+)
 
 # Fields
 
-ROWS = [{"title": "a", "meta": {"text": "b", "n": 1}}, {"title": "c", "meta": {"text": "d", "n": 2}}]
-
 
 def as_parquet(path: Path) -> Path:
-    pq.write_table(pa.Table.from_pylist(ROWS), path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(NESTED_ROWS), path / "a.parquet")
     return path / "a.parquet"
 
 
 def as_arrow(path: Path) -> Path:
-    datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
+    datasets.Dataset.from_list(NESTED_ROWS).save_to_disk(path / "saved")
     return path / "saved"
 
 
 def as_hub(path: Path) -> str:
-    plain(path / "a.jsonl", "\n".join(map(json.dumps, ROWS)).encode())
+    plain(path / "a.jsonl", "\n".join(map(json.dumps, NESTED_ROWS)).encode())
     return f"hf:{path}"
 
 
 @pytest.mark.parametrize("store", [as_parquet, as_arrow, as_hub])
 def test_a_text_key_may_be_a_field_within_a_field_and_several_are_joined(store, tmp_path: Path) -> None:
-    source = store(tmp_path)
-    assert texts_of(source, text_key="meta.text") == ["b", "d"]
-    assert texts_of(source, text_key=("title", "meta.text")) == ["a\n\nb", "c\n\nd"]
-    with pytest.raises(DataError, match=r"has no 'meta.body'; there are: title, meta.text, meta.n \(choose one with"):
-        texts_of(source, text_key=("title", "meta.body"))
-    with pytest.raises(DataError, match=r"meta.n is a int, expected a string"):
-        texts_of(source, text_key="meta.n")
+    assert_reads_nested(store(tmp_path))
 
 
 def test_a_key_with_a_dot_is_first_of_all_a_name(tmp_path: Path) -> None:
