@@ -29,6 +29,7 @@ from llmfoundry_formats.starter import (
     starter,
     write_yaml,
 )
+from llmfoundry_lite.companions import bring, find
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
@@ -44,7 +45,6 @@ from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.summary import print_summary
 from llmfoundry_lite.ranks.start import choose_device
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
-from llmfoundry_lite.training.muon import build_muon
 
 MIN_TOKENS_PER_PARAMETER = 5
 """Fewest tokens of text for a parameter. Between it and TOKENS_PER_PARAMETER, a larger model is chosen
@@ -177,6 +177,7 @@ def measure_width(facts: Facts, shape: Shape) -> Point:
     initialise_weights(model, 17)
     model = model.to(device)
     prepare_for_one_device(model, FSDPConfig(), precision)
+    build_muon = bring(find("builders", "optimizer.name: muon").build)
     optimizer = build_muon(dict(model.named_parameters()), build_block(OptimizerConfig, shape.optimizer), config)
     num_samples, seconds = max(1, MEASURED_TOKENS // facts.max_seq_len), list[tuple[float, float]]()
     all_began, cpu_began = time.perf_counter(), time.process_time()

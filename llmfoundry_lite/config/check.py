@@ -5,7 +5,8 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from llmfoundry_lite.config.blocks import given_blocks
@@ -15,9 +16,10 @@ from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, s
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.optimizers import find_optimizers
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, either
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -36,7 +38,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     with naming_source(layers):
         check_model(config.model)
         _check_data(config)
-        _check_only(config.optimizer, "optimizer")
+        _check_only(config.optimizer, "optimizer", config.optimizer.added)
         _check_optimizer(config.optimizer, config.sharding)
         refuse(config.sharding.problems(), "fsdp_config")
         _check_compilation(config.compile_config or {})
@@ -146,24 +148,20 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 # ------------------------------------------------------------------------------- optimizer, FSDP, compilation
 
 
-def _check_only(block: Any, path: str) -> None:
-    """Refuse a key that belongs to another optimizer or schedule."""
+def _check_only(block: Any, path: str, added: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Refuse a key that belongs to another optimizer or schedule. `added`: values of keys that companions add."""
     for name, key in keys_of(type(block)).items():
-        only = key.setting.only
-        if only and block.name != only and getattr(block, name) != key.default:
-            raise ConfigError(f"{path}.{name}: only {only} uses it, and {path}.name is {block.name}; remove it")
+        only = key.setting.only.split()
+        if only and block.name not in only and added.get(name, getattr(block, name, key.default)) != key.default:
+            raise ConfigError(f"{path}.{name}: only {either(only)} uses it, and {path}.name is {block.name}; remove it")
 
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
-    if optimizer.name != "muon":
+    if (found := find_optimizers().get(optimizer.name)) is None:
         return
-    if optimizer.adjust_lr_fn == "original" and optimizer.adamw_lr is None:
-        raise ConfigError("optimizer.adamw_lr: missing; adjust_lr_fn: original scales updates differently from AdamW")
-    if fsdp.offload_optimizer:
-        raise ConfigError(
-            "fsdp_config.offload_optimizer: muon multiplies matrices in its step, which would be the host's work; use "
-            "FULL_SHARD without it, or adamw"
-        )
+    refuse(found.problems(optimizer.settings), "optimizer")
+    if fsdp.offload_optimizer and (why := found.refuses_offload):
+        raise ConfigError(f"fsdp_config.offload_optimizer: {why}; use FULL_SHARD without it, or adamw")
 
 
 def _check_compilation(options: dict[str, Any]) -> None:
