@@ -26,7 +26,6 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "llmfoundry_planner": {"commands": ("plan", "fabric", "rehearse")},
     "llmfoundry_machines": {"commands": ("bench", "doctor")},
     "llmfoundry_formats": {
-        "commands": ("init",),
         "readers": (
             "causal models of other types",
             "folders of GPT-2, Llama, Mistral and Qwen",
@@ -41,6 +40,10 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "rows of parquet and arrow",
             "logs of lm-eval and Inspect",
         ),
+    },
+    "llmfoundry_ops": {
+        "commands": ("init", "train -n", "watch", "relay"),
+        "readers": ("relay.jsonl",),
         "builders": (
             "callbacks.hf_checkpointer",
             "callbacks.generate_callback",
@@ -48,7 +51,6 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "callbacks.kill_loss_spike",
         ),
     },
-    "llmfoundry_ops": {"commands": ("train -n", "watch", "relay"), "readers": ("relay.jsonl",)},
     "llmfoundry_layouts": {
         "builders": (
             "tp_config.tensor_parallel_degree",

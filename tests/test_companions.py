@@ -75,5 +75,5 @@ def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
 def test_a_missing_one_is_named_by_a_dry_run_too(monkeypatch, changes, part):
     config = load_train_config(["mpt-125m", changes]).config
     monkeypatch.setattr(companions, "list_missing", lambda *slots: [part])
-    with pytest.raises(ConfigError, match=rf"^{part}: needs the companion llmfoundry_(layouts|formats)$"):
+    with pytest.raises(ConfigError, match=rf"^{part}: needs the companion llmfoundry_(layouts|ops)$"):
         preflight.check(config, layout_of(config, 2), must_exist=False)
