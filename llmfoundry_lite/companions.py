@@ -43,8 +43,8 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "llmfoundry_ops": {
         "commands": ("init", "train -n", "watch", "relay"),
-        "readers": ("relay.jsonl",),
         "builders": (
+            "additions to a report",
             "callbacks.hf_checkpointer",
             "callbacks.generate_callback",
             "callbacks.early_stopper",
@@ -139,10 +139,15 @@ def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Ite
 
 def find(slot: str, name: str, where: str = "") -> Any:
     """Import the part of this name. Raises ConfigError, which names the missing companion, and `where` it is needed."""
-    for companion in find_companions():
-        if name in getattr(companion, slot):
-            return bring(getattr(companion, slot)[name])
-    raise missing(name, where)
+    if (part := look_for(slot, name)) is None:
+        raise missing(name, where)
+    return part
+
+
+def look_for(slot: str, name: str) -> Any:
+    """Import the part of this name; return None if no companion has it."""
+    given = next((there for one in find_companions() if name in (there := getattr(one, slot))), None)
+    return None if given is None else bring(given[name])
 
 
 def require(slot: str, name: str, where: str = "") -> None:

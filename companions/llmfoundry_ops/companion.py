@@ -10,8 +10,8 @@ COMPANION = Companion(
         "relay": "llmfoundry_ops.commands:relay_command",
     },
     examples=("init my-texts/ --hours 8", "init data/mine --size 125m", "watch runs/mpt-1b", "relay relay.yaml"),
-    readers={"relay.jsonl": "llmfoundry_ops.report:describe_relay"},
     builders={
+        "additions to a report": "llmfoundry_ops.report:Launches",
         "callbacks.hf_checkpointer": "llmfoundry_ops.after_saves:build_hf_checkpointer",
         "callbacks.generate_callback": "llmfoundry_ops.after_saves:build_generate",
         "callbacks.early_stopper": "llmfoundry_ops.stoppers:EarlyStopper",
