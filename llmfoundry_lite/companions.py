@@ -45,6 +45,7 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "commands": ("init", "train -n", "watch", "relay"),
         "builders": (
             "additions to a report",
+            "energy counters",
             "callbacks.hf_checkpointer",
             "callbacks.generate_callback",
             "callbacks.early_stopper",

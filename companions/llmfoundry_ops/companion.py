@@ -12,6 +12,7 @@ COMPANION = Companion(
     examples=("init my-texts/ --hours 8", "init data/mine --size 125m", "watch runs/mpt-1b", "relay relay.yaml"),
     builders={
         "additions to a report": "llmfoundry_ops.report:Launches",
+        "energy counters": "llmfoundry_ops.energy:build_meter",
         "callbacks.hf_checkpointer": "llmfoundry_ops.after_saves:build_hf_checkpointer",
         "callbacks.generate_callback": "llmfoundry_ops.after_saves:build_generate",
         "callbacks.early_stopper": "llmfoundry_ops.stoppers:EarlyStopper",
