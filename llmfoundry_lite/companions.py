@@ -43,6 +43,7 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "llmfoundry_ops": {
         "commands": ("init", "train -n", "watch", "relay"),
+        "readers": ("runs that are still written",),
         "builders": (
             "additions to a report",
             "energy counters",

@@ -10,6 +10,7 @@ COMPANION = Companion(
         "relay": "llmfoundry_ops.commands:relay_command",
     },
     examples=("init my-texts/ --hours 8", "init data/mine --size 125m", "watch runs/mpt-1b", "relay relay.yaml"),
+    readers={"runs that are still written": "llmfoundry_ops.runs:list_runs"},
     builders={
         "additions to a report": "llmfoundry_ops.report:Launches",
         "energy counters": "llmfoundry_ops.energy:build_meter",

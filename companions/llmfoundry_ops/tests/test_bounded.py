@@ -6,6 +6,7 @@ import pytest
 
 from llmfoundry_ops import companion
 from llmfoundry_ops.journal import JOURNAL, read_allocations
+from llmfoundry_ops.runs import LiveRun
 from llmfoundry_ops.starter import check_places
 from tests.helpers.readers import find_whole_reads, give_brackets, give_pipe
 
@@ -19,6 +20,14 @@ def test_no_reader_waits_for_a_pipe_or_ends_in_a_traceback(tmp_path):
     give_brackets(path, lambda path: read_allocations(path.parent))
     path.unlink()
     give_pipe(path, lambda path: read_allocations(path.parent))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl"])
+def test_no_reader_of_a_live_run_waits_for_a_pipe_or_ends_in_a_traceback(tmp_path, name):
+    give_pipe(tmp_path / name, lambda path: LiveRun(path.parent))
+    (tmp_path / "folder").mkdir()
+    give_brackets(tmp_path / "folder" / name, lambda path: LiveRun(path.parent))
 
 
 @pytest.mark.timeout(60)
