@@ -12,10 +12,9 @@ if _typing.TYPE_CHECKING:
     from llmfoundry_lite.errors import UserError
     from llmfoundry_lite.evaluation.compare import compare_files as compare
     from llmfoundry_lite.evaluation.loaded import load
-    from llmfoundry_lite.programs import evaluate, train
+    from llmfoundry_lite.programs import evaluate, runs, train
     from llmfoundry_lite.report.batch import read_batches as batches
     from llmfoundry_lite.report.reading import read_run
-    from llmfoundry_lite.report.runs import runs
 
 __version__: str
 __all__ = ["UserError", "batches", "compare", "evaluate", "load", "open_dataset", "read_run", "runs", "train"]
@@ -28,7 +27,7 @@ _HOMES = {
     "load": ("evaluation.loaded", "load"),
     "open_dataset": ("data.stateful", "open_dataset"),
     "read_run": ("report.reading", "read_run"),
-    "runs": ("report.runs", "runs"),
+    "runs": ("programs", "runs"),
     "train": ("programs", "train"),
 }
 """Name -> its module, and its name there."""

@@ -26,7 +26,6 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "llmfoundry_planner": {"commands": ("plan", "fabric", "rehearse")},
     "llmfoundry_machines": {"commands": ("bench", "doctor")},
     "llmfoundry_formats": {
-        "commands": ("init",),
         "readers": (
             "causal models of other types",
             "folders of GPT-2, Llama, Mistral and Qwen",
@@ -41,14 +40,21 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "rows of parquet and arrow",
             "logs of lm-eval and Inspect",
         ),
+    },
+    "llmfoundry_ops": {
+        "commands": ("init", "train -n", "watch", "relay"),
+        "readers": ("runs that are still written",),
         "builders": (
+            "additions to a report",
+            "energy counters",
             "callbacks.hf_checkpointer",
             "callbacks.generate_callback",
             "callbacks.early_stopper",
             "callbacks.kill_loss_spike",
+            "loggers.wandb",
+            "loggers.tensorboard",
         ),
     },
-    "llmfoundry_ops": {"commands": ("train -n", "watch", "relay"), "readers": ("relay.jsonl",)},
     "llmfoundry_layouts": {
         "builders": (
             "tp_config.tensor_parallel_degree",
@@ -149,10 +155,15 @@ def checked_parts(slot: str, kind: type[Part], prefix: str = "") -> dict[str, Pa
 
 def find(slot: str, name: str, where: str = "") -> Any:
     """Import the part of this name. Raises ConfigError, which names the missing companion, and `where` it is needed."""
-    for companion in find_companions():
-        if name in getattr(companion, slot):
-            return bring(getattr(companion, slot)[name])
-    raise missing(name, where)
+    if (part := look_for(slot, name)) is None:
+        raise missing(name, where)
+    return part
+
+
+def look_for(slot: str, name: str) -> Any:
+    """Import the part of this name; return None if no companion has it."""
+    given = next((there for one in find_companions() if name in (there := getattr(one, slot))), None)
+    return None if given is None else bring(given[name])
 
 
 def require(slot: str, name: str, where: str = "") -> None:

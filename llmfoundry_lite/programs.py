@@ -1,4 +1,4 @@
-"""`lf.train` and `lf.evaluate`: training and evaluation, called from a program."""
+"""`lf.train`, `lf.evaluate` and `lf.runs`: training, evaluation and watching, called from a program."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.ranks.ending import Preempted
@@ -73,6 +74,23 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
 
     given, arguments = _read(config, overrides)
     return {one.model: one for one in _as_rank(lambda: launch(arguments, given))}
+
+
+def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
+    """List the runs in a folder by name, with the state of each. No torch is needed.
+
+    A run that is still written stands as it is now; `look()` reads what has come since. It stands for its folder
+    wherever a path is asked for, as in `lf.load(run)`.
+
+    >>> lf.runs("runs")
+    [<runs/tiny: done at batch 6, loss ..., saved ba6>]
+    >>> run = lf.runs("runs")[0]
+    >>> run.batch, run.has_ended, run.progress, run.last_checkpoint(), run.config["global_train_batch_size"]
+    (6, True, 1.0, 'ba6', 8)
+
+    Raises DataError if there is no such folder, and ConfigError without the companion `llmfoundry_ops`.
+    """
+    return companions.find("readers", "runs that are still written")(folder)
 
 
 def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:

@@ -25,7 +25,6 @@ from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.prepare.listing import list_files, read_object
 from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.report.reading import read_run
-from llmfoundry_lite.report.runs import LiveRun
 from scripts.make_tasks import is_replaceable
 from tests.helpers.bombs import MIB, little_memory
 from tests.helpers.readers import find_whole_reads, give_brackets, give_pipe
@@ -69,9 +68,9 @@ def test_a_window_of_gigabytes_is_refused():
 
 
 READERS = {
-    "status.json": [lambda path: read_status(path.parent), lambda path: LiveRun(path.parent)],
+    "status.json": [lambda path: read_status(path.parent)],
     "launches.jsonl": [lambda path: read_run(path.parent)],
-    "metrics.jsonl": [lambda path: read_run(path.parent), lambda path: LiveRun(path.parent)],
+    "metrics.jsonl": [lambda path: read_run(path.parent)],
     "config.yaml": [lambda path: read_run(path.parent), lambda path: read_layers([str(path)])],
     "manifest.json": [lambda path: is_checkpoint(str(path.parent))],
     "summary.json": [
@@ -154,7 +153,6 @@ def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):
 
 OURS_OR_THE_SYSTEM_S = {
     *("checkpoint/start.py", "cli/listing.py", "config/auto_hardware.py", "config/foundry.py", "devices.py"),
-    "energy.py",
     *("launch/replay.py", "models/products.py", "ranks/identity.py", "ranks/siblings.py", "release.py"),
     *("training/mirrors.py", "training/replay.py", "training/run_folder.py"),
 }

@@ -3,8 +3,6 @@
 from llmfoundry_lite.companions import Companion
 
 COMPANION = Companion(
-    commands={"init": "llmfoundry_formats.commands:init"},
-    examples=("init my-texts/ --hours 8", "init data/mine --size 125m"),
     readers={
         "checkpoints of Composer and DCP": "llmfoundry_formats.checkpoints:import_pickled",
         "causal models of other types": "llmfoundry_formats.plain_models:open_plain",
@@ -18,11 +16,5 @@ COMPANION = Companion(
         "rows of CSV, parquet and arrow": "llmfoundry_formats.tables:cut_table",
         "rows of parquet and arrow": "llmfoundry_formats.tables:read_table",
         "logs of lm-eval and Inspect": "llmfoundry_formats.logs:load_logs",
-    },
-    builders={
-        "callbacks.hf_checkpointer": "llmfoundry_formats.after_saves:build_hf_checkpointer",
-        "callbacks.generate_callback": "llmfoundry_formats.after_saves:build_generate",
-        "callbacks.early_stopper": "llmfoundry_formats.stoppers:EarlyStopper",
-        "callbacks.kill_loss_spike": "llmfoundry_formats.stoppers:KillLossSpike",
     },
 )

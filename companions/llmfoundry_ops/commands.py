@@ -1,11 +1,15 @@
-"""`watch`, `relay`, and what `train -n` of the core calls."""
+"""`init`, `watch`, `relay`, and what `train -n` of the core calls."""
 
 import contextlib
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from llmfoundry_lite.errors import UserError, printable
+from llmfoundry_lite.ranks.rank import set_environment
 
 
 def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log_dir: Path | None) -> int:
@@ -48,3 +52,63 @@ def relay_command(
 
     ignore_output_errors()
     raise typer.Exit(run(load_relay(path)))
+
+
+def init(
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made; with --hours, of texts too.")
+    ],
+    size: Annotated[
+        str | None, typer.Option(help="Choose the model's size: quickstart, 3m, 10m, 30m, 125m, 350m, 1b, … [125m].")
+    ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Choose a model that this machine, measured now, trains in these hours."),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Train on from a Hugging Face model, a folder or hf:NAME."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write this file [mpt-SIZE-DATA.yaml, LIKE-DATA.yaml, with --hours DATA.yaml]."),
+    ] = None,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Read pytorch_model.bin, which is a pickle, with --like.")
+    ] = False,
+) -> None:
+    """Write a commented YAML for a data folder and a model. The model is one of our sizes, or trained on from another.
+
+    With --like, the model is that folder's (Llama, Mistral, Qwen2, Qwen3, GPT-2 or MPT). Its weights become a
+    checkpoint beside the YAML. Prepare the data with `--tokenizer FOLDER`.
+    With --hours, a folder of texts is prepared first, as data/NAME.
+    """
+    if out is not None and out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out: {out} given, expected a name that ends in .yaml")
+    if hours is not None:
+        if size is not None or like is not None:
+            raise UserError("--hours: given with --size or --like, which name a model; leave one of them out")
+        set_environment({})
+        from llmfoundry_ops.hours import prepare_texts, write_for_hours
+        from llmfoundry_ops.starter import check_free
+
+        path = out or Path(f"{data.resolve().name}.yaml")
+        check_free(path)
+        if data.is_dir() and not (data / "summary.json").is_file():
+            data = prepare_texts(data)
+        note, wrote = write_for_hours(data, hours, path), str(path)
+    elif like is None:
+        from llmfoundry_ops.starter import write_starter
+
+        size = size or "125m"
+        path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
+        note, wrote = write_starter(data, size, path), str(path)
+    else:
+        if size is not None:
+            raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
+        from llmfoundry_ops.like import write_like
+
+        path, folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
+        wrote = f"{folder} and {path}"
+    print(printable(f"trains for {note}"))
+    print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run=here"))

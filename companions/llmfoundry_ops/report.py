@@ -1,4 +1,4 @@
-"""The allocations of a relay in `llmfoundry-lite report`, by its journal.
+"""Launches, failures and a relay's allocations in `llmfoundry-lite report`: `launches.py` and the journal have them.
 
 held            from the launch to its end, start-up and saves included
 training        `time/batch_seconds` of the batches that count, those up to the save at which an allocation ended
@@ -8,7 +8,6 @@ cost            hours held x the site's price, if relay.yaml names one
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +15,102 @@ import numpy as np
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.figure import clean, color, stack, write
-from llmfoundry_lite.report.page import MAX_LAUNCHES, Section, clock, ending, shown, small, span
+from llmfoundry_lite.report.page import Additions, Facts, Section, clock, shown, small, span
 from llmfoundry_lite.report.reading import SECONDS, Run
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_ops.journal import Allocation, read_allocations
+from llmfoundry_ops.launches import MIN_FAILURES, describe_failures
+
+MAX_LAUNCHES = 20
+"""Launches in a table: the newest ones."""
 
 
-@dataclass(frozen=True)
-class Relay:
-    """A relay, for the report of its run."""
+class Launches(Additions):
+    """Launches and failures of each run, and sites of a run that a relay has moved."""
 
-    facts: dict[str, Any]
+    def __init__(self, runs: Sequence[Run], form: str):
+        self.answers, self.title = [f"relay.{form}"], runs[0].name
+        self.of_runs = [{"failures": describe_failures(run), "relay": describe_relay(run)} for run in runs]
+        self.relay = self.of_runs[0]["relay"] if len(runs) == 1 else None
+        self.facts = {"relay_figure": None if self.relay is None else self.answers[0]}
 
-    def sections(self, name: str, figure: str | None) -> list[Section]:
-        return [sites(name, self.facts), time_line(name, self.facts["allocations"], figure)]
+    def around(self, run: Facts, sections: list[Section]) -> list[Section]:
+        first, *rest = sections
+        failures, relay = run["failures"], run["relay"]
+        if failures["num_failures"] or len(failures["launches"]) > 1:
+            rest.insert(0, launches(run))
+        if relay is not None:
+            rest.append(sites(run["name"], relay))
+            rest.append(time_line(run["name"], relay["allocations"], self.facts["relay_figure"]))
+        return [first, *rest]
 
-    def plot(self, path: Path, title: str) -> None:
-        plot(path, self.facts["allocations"], title=title)
+    def draw(self, folder: Path) -> list[Path]:
+        if self.relay is None:
+            return []
+        plot(folder / self.answers[0], self.relay["allocations"], title=self.title)
+        return [folder / self.answers[0]]
 
 
-def describe_relay(run: Run) -> Relay | None:
-    """Return None for a run that no relay has moved."""
+def launches(run: Facts) -> Section:
+    """Show how each launch ended, and the batches and device-hours lost with it."""
+    facts = run["failures"]
+    numbered = list(enumerate(facts["launches"], start=1))
+    rows: list[Sequence[str]] = [
+        (
+            f"{number}",
+            span(launch["first_batch"], launch["last_batch"]),
+            clock(launch["hours"]),
+            ending(launch["ended"], launch["reason"]),
+            shown(launch["batches_lost"]),
+            small(launch["device_hours_lost"]),
+        )
+        for number, launch in numbered[-MAX_LAUNCHES:]
+    ]
+    lines = []
+    if len(numbered) > MAX_LAUNCHES:
+        lines.append(f"the {len(numbered) - MAX_LAUNCHES:,} launches before are in report.json")
+    causes = ", ".join(f"{number} {ended}" for ended, number in facts["causes"].items())
+    lost = f"{shown(facts['batches_lost'])} batches and {small(facts['device_hours_lost'])} device-hours lost"
+    lines.append(f"{len(numbered)} launches: {causes}; {lost}")
+    columns = ("launch", "batches", "time", "ended", "batches lost", "device-hours lost")
+    return Section(Table(f"Launches of {run['name']}", columns, rows, (0, 2, 4, 5)), [*lines, *advise_saves(run)])
+
+
+def advise_saves(run: Facts) -> list[str]:
+    """Say how often the run failed, and after MIN_FAILURES, how often to save at that rate."""
+    facts = run["failures"]
+    num, between = facts["num_failures"], facts["hours_between_failures"]
+    span = f" in {clock(facts['hours'])} of training" if facts["hours"] else ""
+    text = f"{num or 'no'} failure{'s' * (num > 1)}{span}"
+    if num < MIN_FAILURES:
+        return [text]
+    if between is None:
+        return [f"{num} failures; the log has no time/elapsed_seconds, so no mean time between them"]
+    text = f"mean time between failures {clock(between)}: {text}"
+    if facts["save_every_seconds"] is None:
+        return [text, "no interval of saves to suggest: no save was timed"]
+    every = f"save every {clock(facts['save_every_seconds'] / 3600)}"
+    if facts["save_every_batches"] is not None:
+        every += f", {facts['save_every_batches']:,} batches"
+    asked = f"; save_interval is {run['save_interval']}" if run["save_interval"] else ""
+    return [text, f"a save holds training up for {facts['save_stall_seconds']:.3g} s: {every} (Daly 2006){asked}"]
+
+
+def describe_relay(run: Run) -> Facts | None:
+    """Return facts of a run's relay; None for a run that no relay has moved."""
     allocations = read_allocations(run.folder.path_here) if run.folder.path_here is not None else []
     if not allocations:
         return None
     held = [hold(run, one, allocations[0].began) for one in allocations]
     sites = dict.fromkeys(one.site for one in allocations)
     last = max(one["began_hours"] + one["hours"] for one in held)
-    facts = {
+    return {
         "allocations": held,
         "sites": [{"site": site, **sums([one for one in held if one["site"] == site])} for site in sites],
         "total": sums(held),
         "hours": last,
         "idle_hours": max(0.0, last - sum(one["hours"] for one in held)),
     }
-    return Relay(facts)
 
 
 def hold(run: Run, allocation: Allocation, start: float) -> dict[str, Any]:
@@ -124,6 +184,11 @@ def time_line(name: str, allocations: Sequence[dict[str, Any]], figure: str | No
     columns = ("allocation", "site", "batches", "began", "held", "ended")
     table = Table(f"Time line of {name}", columns, rows, (0, 2, 3, 4))
     return Section(table, lines, figure=f"![time line]({figure})" if figure else "")
+
+
+def ending(ended: str, reason: str | None) -> str:
+    """Format `preempted: SIGTERM`."""
+    return f"{ended}: {reason}" if reason else ended
 
 
 def plot(path: Path, allocations: Sequence[dict[str, Any]], *, title: str) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.launch.log_lines import console_line
 from llmfoundry_lite.report import tables
-from llmfoundry_lite.report.runs import LiveRun
+from llmfoundry_ops.runs import LiveRun
 
 PIPE_SECONDS = 10.0
 """Time between two lines that go to a file or pipe."""

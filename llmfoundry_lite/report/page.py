@@ -6,18 +6,17 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.report.launches import MIN_FAILURES
+from llmfoundry_lite.report.reading import Run
 from llmfoundry_lite.report.segments import changes_of, short_precision
 from llmfoundry_lite.report.tables import Table, console, markdown_list, markdown_text
 
 Facts = dict[str, Any]
 
 UNKNOWN = "-"
-MAX_LAUNCHES = 20
-"""Launches in a table: the newest ones."""
 SAMPLES_WIDTH = 117
 KEEP: dict[str, Any] = {"drop_whitespace": False, "replace_whitespace": False}
 
@@ -33,17 +32,33 @@ class Section:
     """`![what it shows](file)`."""
 
 
-def build_sections(facts: Facts, relays: Sequence[Any]) -> list[Section]:
-    """Build the sections of every run, with those of its relay, then comparisons and samples."""
+class Additions:
+    """Facts, sections and figures that a companion adds to a report; without one, none."""
+
+    def __init__(self, runs: Sequence[Run], form: str):
+        self.answers: list[str] = []
+        """Names of files that it may write."""
+        self.facts: Facts = {}
+        """Facts of the report; `of_runs` has those of each run."""
+        self.of_runs: list[Facts] = [{} for _ in runs]
+
+    def around(self, run: Facts, sections: list[Section]) -> list[Section]:
+        """Return the sections of a run, with those that are added."""
+        return sections
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Draw figures into `folder`, and return their paths."""
+        return []
+
+
+def build_sections(facts: Facts, added: Additions) -> list[Section]:
+    """Build the sections of every run, with those that are added, then comparisons and samples."""
     sections = []
-    for run, relay in zip(facts["runs"], relays, strict=True):
-        sections.append(losses(run))
-        if run["failures"]["num_failures"] or len(run["failures"]["launches"]) > 1:
-            sections.append(launches(run))
+    for run in facts["runs"]:
+        own = [losses(run)]
         if run["segments"]:
-            sections.append(segments(run, with_cost=bool(facts["prices_per_device_hour"])))
-        if relay is not None:
-            sections += relay.sections(run["name"], facts["relay_figure"])
+            own.append(segments(run, with_cost=bool(facts["prices_per_device_hour"])))
+        sections += added.around(run, own)
     if facts["comparisons"]:
         sections.append(comparisons(facts["comparisons"]))
     sections[0].figure = f"![loss]({facts['figure']})"
@@ -100,51 +115,6 @@ def losses(run: Facts) -> Section:
     if run["not_finite"]:
         lines.append(f"loss not finite: {listed(run['not_finite'])}; in no figure here")
     return Section(Table(run["run"], ("", "nats per token", "bits per byte"), rows), lines + run["notes"])
-
-
-def launches(run: Facts) -> Section:
-    """Show how each launch ended, and the batches and device-hours lost with it."""
-    facts = run["failures"]
-    numbered = list(enumerate(facts["launches"], start=1))
-    rows: list[Sequence[str]] = [
-        (
-            f"{number}",
-            span(launch["first_batch"], launch["last_batch"]),
-            clock(launch["hours"]),
-            ending(launch["ended"], launch["reason"]),
-            shown(launch["batches_lost"]),
-            small(launch["device_hours_lost"]),
-        )
-        for number, launch in numbered[-MAX_LAUNCHES:]
-    ]
-    lines = []
-    if len(numbered) > MAX_LAUNCHES:
-        lines.append(f"the {len(numbered) - MAX_LAUNCHES:,} launches before are in report.json")
-    causes = ", ".join(f"{number} {ended}" for ended, number in facts["causes"].items())
-    lost = f"{shown(facts['batches_lost'])} batches and {small(facts['device_hours_lost'])} device-hours lost"
-    lines.append(f"{len(numbered)} launches: {causes}; {lost}")
-    columns = ("launch", "batches", "time", "ended", "batches lost", "device-hours lost")
-    return Section(Table(f"Launches of {run['name']}", columns, rows, (0, 2, 4, 5)), [*lines, *advise_saves(run)])
-
-
-def advise_saves(run: Facts) -> list[str]:
-    """Say how often the run failed, and after MIN_FAILURES, how often to save at that rate."""
-    facts = run["failures"]
-    num, between = facts["num_failures"], facts["hours_between_failures"]
-    span = f" in {clock(facts['hours'])} of training" if facts["hours"] else ""
-    text = f"{num or 'no'} failure{'s' * (num > 1)}{span}"
-    if num < MIN_FAILURES:
-        return [text]
-    if between is None:
-        return [f"{num} failures; the log has no time/elapsed_seconds, so no mean time between them"]
-    text = f"mean time between failures {clock(between)}: {text}"
-    if facts["save_every_seconds"] is None:
-        return [text, "no interval of saves to suggest: no save was timed"]
-    every = f"save every {clock(facts['save_every_seconds'] / 3600)}"
-    if facts["save_every_batches"] is not None:
-        every += f", {facts['save_every_batches']:,} batches"
-    asked = f"; save_interval is {run['save_interval']}" if run["save_interval"] else ""
-    return [text, f"a save holds training up for {facts['save_stall_seconds']:.3g} s: {every} (Daly 2006){asked}"]
 
 
 def segments(run: Facts, *, with_cost: bool) -> Section:
@@ -270,11 +240,6 @@ def span(first_batch: int | None, last_batch: int | None) -> str:
     """Format `1-100`; UNKNOWN for no batches."""
     is_known = first_batch is not None and last_batch is not None and first_batch <= last_batch
     return f"{first_batch:,}-{last_batch:,}" if is_known else UNKNOWN
-
-
-def ending(ended: str, reason: str | None) -> str:
-    """Format `preempted: SIGTERM`."""
-    return f"{ended}: {reason}" if reason else ended
 
 
 def small(value: float | None) -> str:

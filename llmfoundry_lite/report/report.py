@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
-from llmfoundry_lite.report.launches import describe_failures, find_relay
-from llmfoundry_lite.report.page import build_sections, markdown, print_sections
+from llmfoundry_lite.report.page import Additions, build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, Run, read_run
 from llmfoundry_lite.report.segments import changes_of, parse_prices, segment_facts, spans_of, total, unused_prices
 
@@ -66,34 +66,31 @@ def report(
     folder = out or runs[0].folder.path_here
     if folder is None:
         raise ConfigError(f"{runs[0].where} is not on this disk; say with --out DIR where the report goes")
-    answer = ("report.md", f"loss.{form}", f"report.{form}", f"relay.{form}", "report.csv")
+    added: Additions = (companions.look_for("builders", "additions to a report") or Additions)(runs, form)
+    answer = ("report.md", f"loss.{form}", f"report.{form}", *added.answers, "report.csv")
     check_replaceable(folder / "report.json", [folder / name for name in answer])
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [run.where for run in runs]
-    relays = [find_relay(run) for run in runs]
-    relay = relays[0] if len(runs) == 1 else None
     facts: dict[str, Any] = {
-        "runs": [describe(*each, by_device) for each in zip(runs, names, relays, strict=True)],
+        "runs": [describe(*each, by_device) for each in zip(runs, names, added.of_runs, strict=True)],
         "comparisons": [],
         "samples": samples(runs[0], prompts, temperature=temperature, top_k=top_k) if len(runs) == 1 else [],
         "prices_per_device_hour": by_device,
         "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",
-        "relay_figure": f"relay.{form}" if relay is not None else None,
+        **added.facts,
     }
     for name in unused_prices(runs, by_device):
         facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
     folder.mkdir(parents=True, exist_ok=True)
     draw_figures(folder, runs, facts, x, None if smooth_batches is None else smooth_batches // 2)
-    if relay is not None:
-        relay.plot(folder / facts["relay_figure"], title=runs[0].name)
-    sections = build_sections(facts, relays)
+    figures = [*added.draw(folder), folder / facts["figure"]]
+    sections = build_sections(facts, added)
     print_sections(sections)
     (folder / "report.md").write_text(mask_credentials(markdown(sections)), encoding="utf-8")
     (folder / "report.json").write_text(mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
-    if facts["relay_figure"]:
-        print(printable(f"plot: {folder / facts['relay_figure']}"))
-    print(printable(f"plot: {folder / facts['figure']}"))
+    for figure in figures:
+        print(printable(f"plot: {figure}"))
     print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))
     if with_csv:
         write_csv(folder / "report.csv", runs, names)
@@ -169,7 +166,7 @@ def compare(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, A
 # --------------------------------------------------------------------------------------------------- one run
 
 
-def describe(run: Run, name: str, relay: Any, prices: dict[str, float]) -> dict[str, Any]:
+def describe(run: Run, name: str, added: dict[str, Any], prices: dict[str, float]) -> dict[str, Any]:
     log = run.log
     trained = log.batch > 0
     losses, validation = finite(log.numbers(LOSS)), finite(log.validation)
@@ -202,8 +199,7 @@ def describe(run: Run, name: str, relay: Any, prices: dict[str, float]) -> dict[
         "training_bytes_per_token": bytes_per_token["training"],
         "not_finite": log.not_finite,
         "dead_branches": [branch.as_dict() for branch in log.dead],
-        "failures": describe_failures(run),
-        "relay": None if relay is None else relay.facts,
+        **added,
         "save_interval": (run.config or {}).get("save_interval"),
         "segments_from": run.segments_from,
         "state_digest": run.state_digest,

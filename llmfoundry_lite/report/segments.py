@@ -8,7 +8,7 @@ each batch:
     hours        `time/elapsed_seconds` of each launch, from the start of its first batch here to the end of its last:
                  evaluation and saves between them included, start-up not
     MFU          tokens/s times `throughput/device/mfu` of a token; only if the run has computed it
-    energy       the sum of `energy/joules`, if each batch has it (`energy.py`: from the end of the batch before it on);
+    energy       the sum of `energy/joules`, if each batch has it (from the end of the batch before it on);
                  else rated power of the device's row in `hardware.py` x devices x hours; hosts are not in it
     cost         the user's price of a device-hour x devices x hours
 

@@ -12,7 +12,6 @@ import torch
 
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.loader import batch_digest
-from llmfoundry_lite.energy import EnergyMeter
 from llmfoundry_lite.ranks.exchange import all_reduce_sum
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 
@@ -39,6 +38,17 @@ class Upcoming(NamedTuple):
 NOTHING = Upcoming(False, 0, 0, 0, 0, 0)
 
 
+class Meter:
+    """Meter of this rank's energy. A companion has one that measures; this one cannot."""
+
+    def sample(self) -> None:
+        """Read the counters amid a batch, before one can wrap around twice."""
+
+    def take(self) -> tuple[int, int]:
+        """Return millijoules since the last call, and the number of processes that could not measure theirs: 0 or 1."""
+        return 0, 1
+
+
 @dataclass(eq=False)
 class Agreement:
     """Reads batches one ahead. One sum over ranks agrees on the next batch, on leaving and on saving.
@@ -49,7 +59,7 @@ class Agreement:
     preemption: Preemption
     changed: Callable[[], Iterator[Any] | None]
     """Returns other batches to go on with if this rank's rows have changed; else None."""
-    meter: EnergyMeter = field(default_factory=lambda: EnergyMeter(()))
+    meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
         self.current = NOTHING

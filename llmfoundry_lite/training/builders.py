@@ -23,7 +23,6 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import LazyTokenizer, load_tokenizer
-from llmfoundry_lite.energy import EnergyMeter, find_counters
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
@@ -34,7 +33,7 @@ from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.agreement import Agreement, count_tokens
+from llmfoundry_lite.training.agreement import Agreement, Meter, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
 from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
@@ -66,7 +65,7 @@ def build_trainer(
         reduces_every_microbatch=config.reduces_every_microbatch,
         sums=model.sums,
     )
-    meter = EnergyMeter(find_counters(this_rank().local_rank))
+    meter: Meter = (companions.look_for("builders", "energy counters") or Meter)()
     agreement = Agreement(ranks, preemption, partners.move_on, meter)
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.eval_interval != 0 else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)

@@ -94,7 +94,7 @@ def _program(words: list[str], typed: str) -> None:
     for name in rank_variables(0, 1):
         os.environ.pop(name, None)
     if words[1] == "init":
-        from llmfoundry_formats import hours
+        from llmfoundry_ops import hours
 
         hours.MEASURED_WIDTHS, hours.STEPS_SECONDS = (96,), 0.1
     sys.exit(main.run(words[1:]))

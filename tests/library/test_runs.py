@@ -10,12 +10,22 @@ import pytest
 import yaml
 
 import llmfoundry_lite as lf
+from llmfoundry_lite import companions
 from llmfoundry_lite.launch.status import write_status
 from tests.helpers.launch import ROOT
+from tests.helpers.present import needs
 
 pytestmark = pytest.mark.multiprocess
+watches = needs("runs that are still written")
 
 
+def test_without_the_companion_that_watches_runs_it_is_named(monkeypatch):
+    monkeypatch.setattr(companions, "find_companions", list)
+    with pytest.raises(lf.UserError, match=r"^runs that are still written: needs the companion llmfoundry_ops$"):
+        lf.runs()
+
+
+@watches
 def test_a_run_that_is_still_written_stands_as_it_is_now(here, tmp_path):
     run = shutil.copytree(here / "runs/tiny", tmp_path / "runs/tiny")
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -30,6 +40,7 @@ def test_a_run_that_is_still_written_stands_as_it_is_now(here, tmp_path):
     assert found.batch == 6
 
 
+@watches
 def test_a_folder_without_runs_has_none_and_no_folder_is_an_error(tmp_path):
     assert lf.runs(tmp_path) == []
     with pytest.raises(lf.UserError, match="nowhere is no folder"):
@@ -45,6 +56,7 @@ def test_batches_across_the_end_of_an_epoch_have_the_digests_of_the_log(here, tm
     assert before[:6] == lf.read_run("runs/tiny").log.digest
 
 
+@watches
 def test_a_run_is_taken_where_its_path_is(here):
     (watched,), read = lf.runs("runs"), lf.read_run("runs/tiny")
     assert repr(lf.load(watched)) == repr(lf.load(read)) == repr(lf.load("runs/tiny"))

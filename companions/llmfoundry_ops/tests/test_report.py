@@ -1,5 +1,6 @@
-"""`llmfoundry-lite report` on a run that a relay has moved."""
+"""`llmfoundry-lite report` on runs that have failed, and on one that a relay has moved."""
 
+import json
 import re
 import time
 from xml.etree import ElementTree
@@ -9,7 +10,7 @@ import pytest
 from llmfoundry_lite.report.report import report
 from llmfoundry_ops.journal import append
 from llmfoundry_ops.report import plot
-from tests.helpers.reported import on_cpu, record, write_run
+from tests.helpers.reported import elapsed, on_cpu, record, write_run
 
 
 def moved_by_a_relay(folder):
@@ -58,3 +59,62 @@ def test_names_of_sites_are_drawn_as_text(tmp_path):
     plot(tmp_path / "relay.svg", [allocation], title=name)
     ElementTree.parse(tmp_path / "relay.svg")
     assert "$x_{\\x1b[31m\\ud800" in (tmp_path / "relay.svg").read_text()
+
+
+def event(status, batch, reason=None, has_begun=True):
+    return {"time": 0.0, "status": status, "batch": batch, "reason": reason, "has_begun": has_begun, "host": "a"}
+
+
+def failing(folder, events):
+    """Saves after 10 and 20 that hold up for 1 s. Killed at 14, failed at 26, preempted after 24, done at 30: batches
+    of 10 s, on two devices."""
+    lines = []
+    for launch, (first, last) in enumerate([(1, 14), (11, 26), (21, 24), (25, 30)], start=1):
+        for b in range(first, last + 1):
+            stall = {"checkpoint__stall_seconds": 1.0} if b % 10 == 0 else {}
+            line = record(b, launch=launch, seconds=10.0, num_devices=2, **stall)
+            lines.append(line | elapsed(b - first + 1, 10.0))
+    where = write_run(folder, lines, save_interval="10ba")
+    (folder / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    return where
+
+
+def test_failures_are_counted_with_what_they_cost_and_how_often_to_save(tmp_path):
+    events = [event("running", 0), event("running", 10), event("failed", 26, "cuda:1 is gone")]
+    events += [
+        event("failed", 26, "disk full", has_begun=False),
+        event("running", 20),
+        event("failed", 24, "SIGBUS"),
+    ]
+    events += [event("running", 24), event("done", 30)]
+    facts = report([failing(tmp_path / "run", events)])["runs"][0]["failures"]
+    assert [(x["first_batch"], x["last_batch"], x["ended"], x["batches_lost"]) for x in facts["launches"]] == [
+        (1, 14, "killed without a word", 4),
+        (11, 26, "failed", 6),
+        (None, None, "never began", 0),
+        (21, 24, "failed", 0),
+        (25, 30, "done", 0),
+    ]
+    assert (facts["num_failures"], facts["batches_lost"]) == (3, 10)
+    assert facts["device_hours_lost"] == pytest.approx(10 * 10 * 2 / 3600)
+    assert facts["hours_between_failures"] == pytest.approx(400 / 3 / 3600)
+    assert facts["save_every_seconds"] == pytest.approx(15.67, abs=0.01)
+    assert facts["save_every_batches"] == 2
+    page = (tmp_path / "run/report.md").read_text()
+    assert "| 2 | 11-26 | 0:02:40 | failed: cuda:1 is gone | 6 | 0.0333 |" in page
+    assert "5 launches: 1 killed without a word, 2 failed, 1 never began, 1 done; 10 batches and" in page
+    assert "mean time between failures 0:02:13: 3 failures in 0:06:40 of training" in page
+    assert "save every 0:00:16, 2 batches (Daly 2006); save_interval is 10ba" in page
+
+
+def test_launches_that_ran_elsewhere_failed_if_they_lost_batches(tmp_path):
+    facts = report([failing(tmp_path / "run", [])])["runs"][0]["failures"]
+    assert facts["causes"] == {"not known here": 4}
+    assert (facts["num_failures"], facts["batches_lost"]) == (2, 10)
+    page = (tmp_path / "run/report.md").read_text()
+    assert "- 2 failures in 0:06:40 of training\n" in page and "Daly" not in page, "two failures make no mean"
+    assert (facts["hours_between_failures"], facts["save_every_seconds"]) == (None, None)
+    lines = [record(1), record(2, launch=2) | elapsed(1, 2.0)]
+    facts = report([write_run(tmp_path / "sound", lines)])["runs"][0]["failures"]
+    assert (facts["num_failures"], facts["hours_between_failures"], facts["save_every_seconds"]) == (0, None, None)
+    assert "no failure in 0:00:04 of training" in (tmp_path / "sound/report.md").read_text()

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from llmfoundry_formats import hours, starter
-from llmfoundry_formats.hours import Point, choose
-from llmfoundry_formats.starter import Facts, count_parameters, read_shape, sizes, write_starter
+from llmfoundry_lite import companions
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.auto_hardware import Found
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_ops import hours, like, starter
+from llmfoundry_ops.hours import Point, choose
+from llmfoundry_ops.starter import Facts, count_parameters, read_shape, sizes, write_starter
 
 
 def data_folder(folder, samples, num_val=32):
@@ -174,6 +175,15 @@ def test_beside_other_programs_the_rate_is_that_of_a_quiet_machine(tmp_path, mon
 def test_hours_and_a_size_are_one_too_many(tmp_path, capsys):
     assert main.run(["init", str(tmp_path), "--hours", "8", "--size", "3m"]) == 2
     assert "--hours: given with --size or --like, which name a model" in capsys.readouterr().err
+
+
+def test_without_the_companion_of_formats_a_foreign_model_is_refused_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(companions, "find_companions", list)
+    monkeypatch.setattr(like, "check_tokenizer", lambda *given: None)
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"theirs: folders of GPT-2, .*: needs the companion llmfoundry_formats$"):
+        like.write_like(data_folder(tmp_path, 100), str(theirs), tmp_path / "mine.yaml")
 
 
 def test_texts_are_prepared_with_a_part_held_out(tmp_path, monkeypatch):

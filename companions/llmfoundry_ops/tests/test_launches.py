@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmfoundry_lite.report.launches import KILLED, Launch, match
+from llmfoundry_ops.launches import KILLED, Launch, match
 
 
 @pytest.mark.parametrize("first_batch", [100, 101])

@@ -11,11 +11,12 @@ import pytest
 import torch
 from composer.core import Callback
 
-from llmfoundry_lite import devices, energy
+from llmfoundry_lite import devices
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.energy import Counter, EnergyMeter, find_counters, find_packages
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_ops import energy
+from llmfoundry_ops.energy import Counter, EnergyMeter, find_counters, find_packages
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
@@ -217,7 +218,7 @@ class FiveJoulesABatch(Callback):
 @pytest.mark.multiprocess
 def test_runs_on_one_and_two_ranks_log_their_energy(tmp_path, capsys):
     data = write_data(tmp_path / "data")
-    callbacks = {"python:tests.test_energy:FiveJoulesABatch": {}}
+    callbacks = {"python:llmfoundry_ops.tests.test_energy:FiveJoulesABatch": {}}
     config = tiny_config(data, max_duration="8ba", eval_interval="4ba", callbacks=callbacks)
     for name, num_ranks in (("one", 1), ("two", 2)):
         train([write_config(tmp_path / f"{name}.yaml", {**config, "run_name": name})], tmp_path, num_ranks).check()

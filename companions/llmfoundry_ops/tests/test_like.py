@@ -15,6 +15,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.convert.huggingface import import_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from tests.helpers.launch import train
+from tests.helpers.present import needs
 from tests.helpers.tiny import read_metrics, values
 
 SHAPE: dict[str, Any] = {
@@ -41,6 +42,7 @@ MODELS = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
 }
 TEMPLATE = "{% for message in messages %}{{ message.content }};{% endfor %}"
+pytestmark = needs("folders of GPT-2, Llama, Mistral and Qwen")
 WORDS = ["import", "return", "for", "in", "def", "range", "class", "self", "None", "list"]
 
 

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.launch.status import write_status
-from llmfoundry_lite.report.runs import LiveRun
+from llmfoundry_ops.runs import LiveRun
 from tests.checkpoint.saves import save as save_checkpoint
+from tests.helpers.reported import record, write_run
 
 
 @pytest.fixture
@@ -49,3 +51,10 @@ def test_checkpoints_of_a_run_that_saved_to_a_variable_are_looked_for_in_its_own
     found = LiveRun(run)
     found.look()
     assert found.last_checkpoint() == "ba2"
+
+
+def test_a_folder_of_islands_says_which_of_them_to_watch(tmp_path):
+    write_run(tmp_path / "run/a", [record(1)])
+    write_run(tmp_path / "run/b", [record(1), record(2)])
+    with pytest.raises(DataError, match=f"no status.json here; its folders a, b are runs.* give {tmp_path}/run/b"):
+        LiveRun(tmp_path / "run")

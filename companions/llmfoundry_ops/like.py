@@ -7,7 +7,12 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from llmfoundry_formats.starter import (
+from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.convert.to_checkpoint import HUB, open_empty_store, publish_weights, read_hugging_face_source
+from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.errors import ConfigError, DataError, printable
+from llmfoundry_ops.starter import (
     Facts,
     as_yaml,
     check_places,
@@ -17,11 +22,6 @@ from llmfoundry_formats.starter import (
     write_yaml,
     yaml_word,
 )
-from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
-from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert.to_checkpoint import HUB, open_empty_store, publish_weights, read_hugging_face_source
-from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.errors import ConfigError, DataError, printable
 
 OPTIMIZER = {"name": "decoupled_adamw", "lr": 5e-5, "betas": [0.9, 0.95], "weight_decay": 0.0}
 """Optimizer for training on. The rate is the default of transformers' Trainer."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from llmfoundry_formats.stoppers import EarlyStopper, KillLossSpike
 from llmfoundry_lite.config.schema import EarlyStopperConfig, KillLossSpikeConfig
+from llmfoundry_ops.stoppers import EarlyStopper, KillLossSpike
 from tests.helpers.runs import attempt, metrics, run, saved_names, status
 from tests.helpers.tiny import tiny_config
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
 from llmfoundry_lite.launch.status import is_running, read_status
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, Log, Rows, Run
@@ -23,7 +22,6 @@ from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, Log, Rows, R
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
 FAILURES = ("failed", KILLED)
 ELSEWHERE = "not known here"
-JOURNAL = "relay.jsonl"
 MIN_FAILURES = 3
 """Failures from which on a mean time between them, and advice by it, are given."""
 
@@ -131,14 +129,3 @@ def match(logged: list[Launch], recorded: list[Recorded]) -> list[Launch]:
             launches += [*left[:at], replace(left[at], ended=ended, reason=reason)]
             left = left[at + 1 :]
     return launches + left
-
-
-def find_relay(run: Run) -> Any:
-    """Return what a companion tells of the run's relay: `facts`, `sections` and `plot`; None without one."""
-    path = run.folder.path_here
-    if path is None or not (path / JOURNAL).exists():
-        return None
-    if JOURNAL in companions.list_missing("readers"):
-        run.notes.append(f"no sites and no allocations: {companions.missing(JOURNAL)}")
-        return None
-    return companions.find("readers", JOURNAL)(run)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from llmfoundry_formats.after_saves import AfterSaves, Job
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from llmfoundry_ops.after_saves import AfterSaves, Job
 from tests.checkpoint.s3_server import s3_server
 from tests.helpers.runs import run, saved_names, status
 from tests.helpers.tiny import build_tokenizer, tiny_config
@@ -111,7 +111,7 @@ def test_a_launch_that_leaves_early_says_what_was_not_exported(monkeypatch, capf
 
 
 def test_the_process_ends_with_rank_0():
-    code = "import threading; from llmfoundry_formats.one_checkpoint import _end_with_rank_0 as end; end()"
+    code = "import threading; from llmfoundry_ops.one_checkpoint import _end_with_rank_0 as end; end()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     assert child.stdin is not None
     child.stdin.close()

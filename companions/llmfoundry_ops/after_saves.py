@@ -127,7 +127,7 @@ class AfterSaves(Callback):
     def _start(self, job: Job) -> None:
         environment = {key: value for key, value in os.environ.items() if key not in rank_variables(0, 1)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        code = f"import sys; sys.path[:] = {sys.path!r}; from llmfoundry_formats.one_checkpoint import main; main()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from llmfoundry_ops.one_checkpoint import main; main()"
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with its process
         self.child = subprocess.Popen(
             [sys.executable, "-c", code, job.function, json.dumps(job.arguments)],

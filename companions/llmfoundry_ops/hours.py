@@ -13,22 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llmfoundry_formats.starter import (
-    MAX_EPOCHS,
-    MILLIONS,
-    WIDTHS,
-    Facts,
-    Shape,
-    Speed,
-    check_places,
-    count_devices,
-    count_parameters,
-    length_of_run,
-    precision_here,
-    scaled_shape,
-    starter,
-    write_yaml,
-)
 from llmfoundry_lite.companions import bring, find
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -45,6 +29,22 @@ from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.summary import print_summary
 from llmfoundry_lite.ranks.start import choose_device
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
+from llmfoundry_ops.starter import (
+    MAX_EPOCHS,
+    MILLIONS,
+    WIDTHS,
+    Facts,
+    Shape,
+    Speed,
+    check_places,
+    count_devices,
+    count_parameters,
+    length_of_run,
+    precision_here,
+    scaled_shape,
+    starter,
+    write_yaml,
+)
 
 MIN_TOKENS_PER_PARAMETER = 5
 """Fewest tokens of text for a parameter. Between it and TOKENS_PER_PARAMETER, a larger model is chosen

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.training.agreement import Meter
 
 POWERCAP = Path("/sys/class/powercap")
 MAX_PACKAGE_WATTS = 1000
@@ -34,7 +36,7 @@ class Counter:
     wraps_at: float = math.inf
 
 
-class EnergyMeter:
+class EnergyMeter(Meter):
     """Meter of the energy between two calls of `take`, over several counters.
 
     `counters` is empty if there are none, and None if another process measures this one's devices.
@@ -73,6 +75,10 @@ class EnergyMeter:
         if self.counters is None:
             return 0, 0
         return (round(1000 * joules), 0) if self.counters and is_whole else (0, 1)
+
+
+def build_meter() -> EnergyMeter:
+    return EnergyMeter(find_counters(this_rank().local_rank))
 
 
 def find_counters(local_rank: int) -> list[Counter] | None:

@@ -1,4 +1,4 @@
-"""State of runs that may still be written: `lf.runs`, and `llmfoundry-lite watch`. No torch.
+"""State of runs that may still be written, for `lf.runs` and `watch`. No torch.
 
 Reads status.json, config.yaml and, at each look, what metrics.jsonl has since the last one.
 """
@@ -112,20 +112,8 @@ class LiveRun:
         return None
 
 
-def runs(folder: str | os.PathLike[str] = "runs") -> list[LiveRun]:
-    """List the runs in a folder by name, with the state of each. No torch is needed.
-
-    A run that is still written stands as it is now; `look()` reads what has come since. It stands for its folder
-    wherever a path is asked for, as in `lf.load(run)`.
-
-    >>> lf.runs("runs")
-    [<runs/tiny: done at batch 6, loss ..., saved ba6>]
-    >>> run = lf.runs("runs")[0]
-    >>> run.batch, run.has_ended, run.progress, run.last_checkpoint(), run.config["global_train_batch_size"]
-    (6, True, 1.0, 'ba6', 8)
-
-    Raises DataError if there is no such folder.
-    """
+def list_runs(folder: str | os.PathLike[str]) -> list[LiveRun]:
+    """List the runs in a folder by name. Raises DataError if there is no such folder."""
     if not os.path.isdir(folder):
         raise DataError(f"{os.fspath(folder)} is no folder on this disk; expected one whose folders are runs")
     found = []
