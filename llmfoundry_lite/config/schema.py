@@ -206,27 +206,6 @@ class PipelineConfig:
         """Whether the gradients of weights are computed apart from those of inputs."""
         return self.schedule in ("zero_bubble", "zbv")
 
-    def problems(self, n_layers: int) -> Iterator[str]:
-        """Yield `key: what is wrong` for runs of blocks that do not suit the schedule or the number of layers."""
-        degree, num_runs, blocks = self.pipeline_parallel_degree, self.num_runs, self.blocks
-        most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, num_runs)
-        least = {"interleaved": 2, "zbv": 2}.get(self.schedule, 1)
-        if not least <= num_runs <= most:
-            expected = str(least) if least == most else f"{least} or more"
-            yield f"virtual_stages: {num_runs} given, {self.schedule} has {expected}; change it or the schedule"
-        if blocks is not None and min(blocks, default=0) < 1:
-            yield f"blocks: {blocks} given, expected 1 or more for each"
-        if blocks is not None and sum(blocks) != n_layers:
-            remedy = "change one of them"
-            yield f"blocks: {blocks} given, {sum(blocks)} in all, and model.n_layers is {n_layers}; {remedy}"
-        if degree > 1 and degree * num_runs > n_layers:
-            remedy = "use a smaller degree" + ("" if num_runs == least else " or fewer virtual_stages")
-            runs = f"{degree} x {num_runs} runs of blocks"
-            yield f"pipeline_parallel_degree: {runs} are more than model.n_layers, {n_layers}; {remedy}"
-        if degree > 1 and blocks is not None and len(blocks) != degree * num_runs:
-            what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
-            yield f"blocks: {blocks} given, expected {degree * num_runs} counts, for {what}"
-
     def default_num_microbatches(self, device_batch_size: int) -> int:
         """Return the fewest microbatches that divide the batch and give each stage 4 or more; else the most below that;
         else one for each sample."""
