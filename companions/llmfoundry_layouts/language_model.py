@@ -1,6 +1,7 @@
 """The ComposerModel of a pipeline's stages: all microbatches of a batch in one call of the training loop."""
 
 import itertools
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ def build_language_model(
 ) -> "PipelinedLanguageModel":
     """Build this rank's stages, for the training loop. `rows` are options of `LanguageModel` that say how it reads
     rows; `options` are those of `build_pipeline`."""
+    loss = partial(loss, backward_runs_once=not pipeline.splits_backward)
     stages = build_pipeline(config, pipeline, loss, context, precision=precision, **options)
     return PipelinedLanguageModel(stages, precision, context=context, **rows)
 
