@@ -6,6 +6,7 @@
 import math
 from collections.abc import Iterator
 
+from llmfoundry_layouts.pieces import count_pieces
 from llmfoundry_lite.config.check_layout import refuse
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import divisors
@@ -93,13 +94,13 @@ def _check_context_parallel(config: TrainConfig) -> None:
     """Check that samples are cut into equal pieces; with `heads` devices also get equally many heads."""
     context, tensor = config.context, config.tensor_parallel_degree
     degree, key = context.context_parallel_degree, "cp_config.context_parallel_degree"
-    lengths, heads = lengths_of(config), _heads(config)
+    lengths, heads, num_pieces = lengths_of(config), _heads(config), count_pieces(context)
     num_heads, shortest = math.gcd(*heads.values()) // tensor, math.gcd(*lengths.values())
     for name, length in lengths.items():
-        if length % context.num_pieces:
+        if length % num_pieces:
             pieces = f"{degree}, of which each has two pieces," if context.kind == "gather" else str(degree)
             shares = divisors(math.gcd(shortest, num_heads) if context.kind == "heads" else shortest)[1:]
-            fitting = [n for n in shares if shortest % (n * context.num_pieces // degree) == 0][:8]
+            fitting = [n for n in shares if shortest % (n * num_pieces // degree) == 0][:8]
             raise ConfigError(
                 f"{key}: {pieces} does not divide {name}, {length}; use {either(fitting or ['another length'])}"
             )

@@ -1,5 +1,6 @@
 """Lines of a dry run on a division: the tokens and the blocks of each rank, and groups across nodes. No torch."""
 
+from llmfoundry_layouts.pieces import count_pieces, pieces_of
 from llmfoundry_layouts.stage_memory import estimate_stages
 from llmfoundry_layouts.stages import describe_stages
 from llmfoundry_lite.config.layout import Layout
@@ -13,14 +14,14 @@ def _describe_parts(config: TrainConfig, layout: Layout) -> list[str]:
     context = config.context
     if layout.context == 1:
         return []
-    num_heads, size = config.model.n_heads // layout.tensor, config.max_seq_len // context.num_pieces
+    num_heads, size = config.model.n_heads // layout.tensor, config.max_seq_len // count_pieces(context)
     has = f"{num_heads // layout.context} of {num_heads} heads of all tokens"
     if context.kind == "gather":
         has = "the keys and values of all tokens, gathered"
     lines = [f"in attention each rank has {has}"]
     for number, rank in enumerate(layout.group(0, "context")):
         if number < MAX_LISTED - 1 or number == layout.context - 1:
-            spans = [f"{piece * size}-{(piece + 1) * size - 1}" for piece in context.pieces_of(number)]
+            spans = [f"{piece * size}-{(piece + 1) * size - 1}" for piece in pieces_of(context, number)]
             lines.append(f"rank {rank}: tokens {' and '.join(spans)} of each sample")
     return lines
 

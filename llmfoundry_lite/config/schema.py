@@ -171,16 +171,6 @@ class ContextParallelConfig:
     """heads: in attention, each device computes some heads, for all tokens. gather: it computes all heads, for its own
     tokens, from all keys and values; for models with fewer heads than devices."""
 
-    @property
-    def num_pieces(self) -> int:
-        """Equal pieces that a sample is cut into."""
-        return self.context_parallel_degree * (2 if self.kind == "gather" else 1)
-
-    def pieces_of(self, rank: int) -> list[int]:
-        """Return the pieces of a rank of the group. gather: one from the beginning and one from the end, so that under
-        a causal mask all ranks see equally many tokens."""
-        return [rank] if self.kind == "heads" else [rank, self.num_pieces - 1 - rank]
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PipelineConfig:
