@@ -1,6 +1,6 @@
 """Checks that tp_config, cp_config and pp_config can divide a model. No torch.
 
-`config/layout.py` has the arithmetic of a division, `config/stages.py` that of stages.
+`config/layout.py` has the arithmetic of a division, `stages.py` that of stages.
 """
 
 import math
@@ -11,7 +11,6 @@ from llmfoundry_lite.config.check_layout import refuse
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig, TrainConfig
-from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError, either
 
 
@@ -30,17 +29,17 @@ def check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) ->
     """Check that there are microbatches for all stages; interleaved schedules need equal rounds."""
     pipeline, size = config.pipeline, config.device_train_microbatch_size
     what = f"{num_samples} samples of a data rank through {layout.pipeline} stages of {pipeline.schedule}"
-    fitting = [count for count in divisors(num_samples) if takes_microbatches(pipeline, count)]
+    fitting = [count for count in divisors(num_samples) if pipeline.takes_microbatches(count)]
     count = -(-num_samples // config.first_microbatch_size(num_samples))
     if size == "auto":
-        fits = any(takes_microbatches(pipeline, n) for n in range(1, count + 1))
+        fits = any(pipeline.takes_microbatches(n) for n in range(1, count + 1))
     elif size is None and pipeline.num_microbatches is not None:
         count, fits = pipeline.num_microbatches, pipeline.num_microbatches in fitting
     else:
-        fits = takes_microbatches(pipeline, count)
+        fits = pipeline.takes_microbatches(count)
     if fits:
         return
-    fitting_sizes = [n for n in range(num_samples, 0, -1) if takes_microbatches(pipeline, -(-num_samples // n))]
+    fitting_sizes = [n for n in range(num_samples, 0, -1) if pipeline.takes_microbatches(-(-num_samples // n))]
     if not fitting_sizes:
         raise ConfigError(
             f"global_train_batch_size: {what} fit no number of microbatches; use a batch that gives a data rank a "

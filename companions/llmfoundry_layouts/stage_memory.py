@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from llmfoundry_layouts.schedule import Pass, few_rounds, order_of
-from llmfoundry_layouts.stages import stages_of
+from llmfoundry_layouts.stages import Stage, stages_of
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.estimate.memory import add_the_rest, fullest
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate, autocast_copies, estimate_moments
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion

@@ -3,9 +3,28 @@
 Blocks stay in order. A stage is a run of consecutive ones; interleaved schedules give each device several stages.
 """
 
+from dataclasses import dataclass
+
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    index: int
+    """Place in the model, from 0."""
+    num_stages: int
+    blocks: range
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has the embeddings."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the last norm, the head and the loss."""
+        return self.index == self.num_stages - 1
 
 
 def stages_of(model: ModelConfig, pipeline: PipelineConfig) -> list[list[Stage]]:

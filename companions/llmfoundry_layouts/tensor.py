@@ -49,12 +49,14 @@ def divide_layers(model: MPT, tensor_mesh: DeviceMesh, sequence_parallel: bool =
     if hasattr(model, "lm_head"):
         group.divide(model.lm_head, Shard(0))
     norms = [norm for block in transformer.blocks for norm in (block.norm_1, block.norm_2)]
-    norms += [transformer.norm_f] if model.stage.is_last else []
+    stage = getattr(model, "stage", None)  # of a pipeline
+    is_last = stage is None or stage.is_last
+    norms += [transformer.norm_f] if is_last else []
     if sequence_parallel:
-        _divide_stream(transformer, group)
+        _divide_stream(transformer, group, is_first=stage is None or stage.is_first)
         for norm in norms:
             _share_norm(norm, group)
-    if model.stage.is_last:
+    if is_last:
         last_norm = transformer.norm_f.forward
         transformer.norm_f.forward = lambda x_btd: group.enter(last_norm(x_btd))
     for block in transformer.blocks:
@@ -104,20 +106,20 @@ class TensorGroup:
         return x_bt.chunk(self.degree, dim=1)[self.rank] if self.divides_stream else x_bt
 
 
-def _divide_stream(transformer: Any, group: TensorGroup) -> None:
+def _divide_stream(transformer: Any, group: TensorGroup, *, is_first: bool) -> None:
     """Divide every sequence among ranks while gradients are computed."""
     forward, embed = transformer.forward, transformer.embed
 
     def divided(inputs: Tensor, positions_bt: Tensor | None = None, **options: Any) -> Tensor:
         """`inputs` are tokens_bt, or in a later stage this rank's slice of hidden_btd."""
         group.divides_stream = torch.is_grad_enabled()
-        if group.divides_stream and positions_bt is None and not transformer.stage.is_first:
+        if group.divides_stream and positions_bt is None and not is_first:
             positions_bt = torch.arange(inputs.size(1) * group.degree, device=inputs.device)[None]
         return forward(inputs, positions_bt, **options)
 
     transformer.forward = divided
     transformer.stream_part = group.slice_of
-    transformer.embed = lambda tokens_bt, positions_bt: embed(tokens_bt, group.slice_of(positions_bt))
+    transformer.embed = lambda tokens_bt, positions_bt, *keys: embed(tokens_bt, group.slice_of(positions_bt), *keys)
     if hasattr(transformer, "wpe"):
         positions = transformer.wpe
         group.divide(positions, Replicate())

@@ -196,6 +196,14 @@ class PipelineConfig:
         """Whether the gradients of weights are computed apart from those of inputs."""
         return self.schedule in ("zero_bubble", "zbv")
 
+    def takes_microbatches(self, count: int) -> bool:
+        """Return whether the schedule runs with `count` microbatches: at least one for each stage, in equal rounds."""
+        degree = self.pipeline_parallel_degree
+        if self.schedule == "gpipe":
+            return count >= 1
+        has_rounds = self.schedule in ("interleaved", "zero_bubble")
+        return count >= degree and not (has_rounds and count % (count // degree))
+
     def default_num_microbatches(self, device_batch_size: int) -> int:
         """Return the fewest microbatches that divide the batch and give each stage 4 or more; else the most below that;
         else one for each sample."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 from llmfoundry_lite.companions import find
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.estimate.model_memory import (
     MemoryEstimate,
     count_rounding,
@@ -123,7 +122,7 @@ def _smaller_microbatch(config: TrainConfig, layout: Layout, microbatch_size: in
     """Name the run's own key for microbatches of so many samples; None if its schedule does not take them."""
     num_samples = config.global_train_batch_size // layout.num_data_ranks
     count, pipeline = -(-num_samples // microbatch_size), config.pipeline
-    if layout.pipeline > 1 and not takes_microbatches(pipeline, count):
+    if layout.pipeline > 1 and not pipeline.takes_microbatches(count):
         return None
     if layout.pipeline == 1 or pipeline.num_microbatches is None:
         return f"device_train_microbatch_size: {microbatch_size}"

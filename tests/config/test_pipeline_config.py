@@ -1,7 +1,6 @@
 import pytest
 
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import takes_microbatches
 
 
 @pytest.mark.parametrize(
@@ -15,7 +14,7 @@ from llmfoundry_lite.config.stages import takes_microbatches
 )
 def test_a_schedule_takes_so_many_microbatches(schedule, taken):
     pipeline = PipelineConfig(pipeline_parallel_degree=4, schedule=schedule)
-    assert [count for count in range(1, 10) if takes_microbatches(pipeline, count)] == taken
+    assert [count for count in range(1, 10) if pipeline.takes_microbatches(count)] == taken
 
 
 def test_microbatches_are_about_four_for_each_stage_unless_said():
