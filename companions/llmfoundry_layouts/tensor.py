@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
@@ -59,6 +59,8 @@ def divide_layers(model: MPT, tensor_mesh: DeviceMesh, sequence_parallel: bool =
     if is_last:
         last_norm = transformer.norm_f.forward
         transformer.norm_f.forward = lambda x_btd: group.enter(last_norm(x_btd))
+    forward = model.forward
+    model.forward = lambda *inputs, head=None, **options: forward(*inputs, head=head or logits, **options)
     for block in transformer.blocks:
         _divide_attention(block.attn, group)
         _divide_feed_forward(block.ffn, group)
@@ -194,6 +196,16 @@ def _look_up(embedding: nn.Embedding, group: TensorGroup, tokens_bt: Tensor) -> 
     is_here_bt = (places_bt >= 0) & (places_bt < rows_vd.size(0))
     x_btd = F.embedding(places_bt.where(is_here_bt, 0), rows_vd) * is_here_bt[..., None]
     return group.leave(x_btd)
+
+
+def logits(hidden_btd: Tensor, unembedding_vd: Any) -> Tensor:
+    """Compute logits, [b, t, v], gathered from the ranks."""
+    part = linear(hidden_btd, unembedding_vd.to_local())
+    shape = torch.Size((*hidden_btd.shape[:-1], unembedding_vd.size(0)))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, unembedding_vd.device_mesh, [Shard(len(shape) - 1)], shape=shape, stride=stride
+    ).full_tensor()
 
 
 def divided_rows(weight_vd: Any) -> tuple[Tensor, int]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, ModelConfig
 from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, build_mask, build_rotation, rotate
 from llmfoundry_lite.models.dropout import drop, drop_keys_of_site, place_keys
-from llmfoundry_lite.models.products import Linear, logits
+from llmfoundry_lite.models.products import Linear, linear
 
 Head = Callable[[Tensor, Tensor], Any]
 """(hidden_btd, unembedding_vd) -> logits, a loss, or log-probabilities."""
@@ -52,7 +52,7 @@ class MPT(nn.Module):
         if self.logit_scale is not None:
             hidden_btd = hidden_btd * self.logit_scale
         output = self.transformer.wte if self.config.tie_word_embeddings else self.lm_head
-        return (head or logits)(hidden_btd, output.weight)
+        return (head or linear)(hidden_btd, output.weight)
 
 
 class Transformer(nn.Module):
