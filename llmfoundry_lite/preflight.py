@@ -20,8 +20,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.checkpoint.start import Start, choose_start
 from llmfoundry_lite.config.blocks import given_blocks
-from llmfoundry_lite.config.check import check_kernels
-from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.check import check_batch, check_kernels
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from llmfoundry_layouts.pieces import count_pieces
-from llmfoundry_lite.config.check_layout import refuse
+from llmfoundry_lite.config.check import refuse
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig, TrainConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import Invocation, load_train_config
 from llmfoundry_lite.config.schema import as_dict, data_label

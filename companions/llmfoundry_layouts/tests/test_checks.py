@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig

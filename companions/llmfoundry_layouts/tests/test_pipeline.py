@@ -15,7 +15,7 @@ from llmfoundry_layouts.pipeline import Pipeline, StageModel
 from llmfoundry_layouts.stages import stages_of
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.checkpoint.state import join_optimizers
-from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
