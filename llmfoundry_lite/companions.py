@@ -62,6 +62,9 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "cp_config.context_parallel_degree",
             "pp_config.pipeline_parallel_degree",
             "fsdp_config.sharding_strategy: ZERO_1",
+            "checks of tp_config, cp_config and pp_config",
+            "check of a pipeline's microbatches",
+            "dry run of tp_config, cp_config and pp_config",
             "memory of a pipeline's ranks",
         )
     },
@@ -85,8 +88,8 @@ class Companion:
     readers: Mapping[str, str] = field(default_factory=dict)
     """A kind of foreign file -> the function that reads it."""
     builders: Mapping[str, str] = field(default_factory=dict)
-    """A key or setting of a run -> the function that builds the object for it; `optimizer.name: NAME` -> its
-    `AddedOptimizer` (config/optimizers.py)."""
+    """A key or setting of a run -> the function that builds the object for it, or checks or estimates it;
+    `optimizer.name: NAME` -> its `AddedOptimizer` (config/optimizers.py)."""
 
 
 @cache

@@ -20,15 +20,13 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.checkpoint.start import Start, choose_start
 from llmfoundry_lite.config.blocks import given_blocks
-from llmfoundry_lite.config.check import check_kernels
-from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.check import check_batch, check_kernels
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
-from llmfoundry_lite.config.stages import describe_stages
 from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
@@ -42,16 +40,16 @@ from llmfoundry_lite.errors import (
     list_names,
     printable,
 )
-from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_stages, estimate_training_memory
+from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_training_memory
 from llmfoundry_lite.files import open_regular
-from llmfoundry_lite.hardware import GIB, Device, in_bytes
+from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 
 C_COMPILERS = ("gcc", "clang", "g++")
 MANY_EPOCHS = 100
 """Number of epochs from which a dry run warns."""
 MAX_LISTED = 8
-"""Most stages, ranks of a context group or streams that a dry run lists."""
+"""Most streams, stages or ranks of a context group that a dry run lists."""
 
 
 @dataclass(kw_only=True)
@@ -73,9 +71,9 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
 
     With `must_exist` (a launch) missing data are an error. Without it (a dry run) they are noted as not checked.
     """
-    check_batch(config, layout)
     for part in _parts_of_companions(config, layout):
         companions.require("builders", part)
+    check_batch(config, layout)
     for block in given_blocks(config.blocks).values() if must_exist else ():
         block.check_here(config)
     if must_exist and config.fuses_loss:
@@ -364,8 +362,8 @@ def describe(
         f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch_tokens)} per batch",
         *_under("devices", describe_layout(layout)),
         *_under("batch", _describe_batch(config, layout)),
-        *_under("samples", _describe_parts(config, layout)),
-        *_under("stages", _describe_stages(config, layout)),
+        *_under("samples", describe_division("samples", config, layout)),
+        *_under("stages", describe_division("stages", config, layout)),
         f"duration       {config.max_duration}{_describe_duration(config, found)}",
         *_describe_data(config, found),
         f"precision      {_describe_precision(config)}",
@@ -374,7 +372,7 @@ def describe(
         f"saves          {_describe_saves(config)}",
         f"logs           {_describe_logs(config)}",
     ]
-    lines += [f"warning        {text}" for text in describe_slow_groups(layout)]
+    lines += [f"warning        {text}" for text in describe_division("warning", config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
     not_checked = [*found.not_checked, *not_looked_at]
     if not is_for_here:
@@ -495,52 +493,12 @@ def _under(heading: str, lines: Sequence[str]) -> list[str]:
     return [f"{'' if i else heading:<15}{line}" for i, line in enumerate(lines)]
 
 
-def _describe_parts(config: TrainConfig, layout: Layout) -> list[str]:
-    """List the tokens of a sample that each rank of a context group has. If there are many, list the first and last."""
-    context = config.context
-    if layout.context == 1:
+def describe_division(heading: str, config: TrainConfig, layout: Layout) -> list[str]:
+    """Describe ranks that see the same samples: `samples`, which tokens each has; `stages`, which blocks; `warning`,
+    where they exchange across nodes in every block."""
+    if layout.ranks_per_data_rank == 1:
         return []
-    num_heads, size = config.model.n_heads // layout.tensor, config.max_seq_len // context.num_pieces
-    has = f"{num_heads // layout.context} of {num_heads} heads of all tokens"
-    if context.kind == "gather":
-        has = "the keys and values of all tokens, gathered"
-    lines = [f"in attention each rank has {has}"]
-    for number, rank in enumerate(layout.group(0, "context")):
-        if number < MAX_LISTED - 1 or number == layout.context - 1:
-            spans = [f"{piece * size}-{(piece + 1) * size - 1}" for piece in context.pieces_of(number)]
-            lines.append(f"rank {rank}: tokens {' and '.join(spans)} of each sample")
-    return lines
-
-
-def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
-    """List each stage of a pipeline with its devices, part of the model and memory. If there are many, list the ends
-    and the fullest one."""
-    if layout.pipeline == 1:
-        return []
-    num_devices, parts = layout.world_size // layout.pipeline, estimate_stages(config, layout)
-    fullest = max(range(len(parts)), key=lambda rank: parts[rank][1].total_bytes)
-    lines = [config.pipeline.schedule]
-    for rank, (stages, estimate) in enumerate(parts):
-        if len(parts) <= MAX_LISTED or rank in (0, fullest, len(parts) - 1):
-            first, last = rank * num_devices, (rank + 1) * num_devices - 1
-            ranks = f"ranks {first}-{last}" if num_devices > 1 else f"rank {rank}"
-            word = "the fullest: " if rank == fullest else ""
-            lines.append(f"{ranks}: {describe_stages(stages)}; {word}about {in_bytes(estimate.total_bytes)} per device")
-    return lines
-
-
-def describe_slow_groups(layout: Layout) -> list[str]:
-    """Warn of groups that span nodes and exchange in every block. `llmfoundry-lite plan` tells the cost."""
-    lines, context, tensor = list[str](), layout.context, layout.tensor
-    slow = f"devices span nodes of {layout.node_size}: every block exchanges over the network"
-    if layout.spans_nodes("context"):
-        among = f"{context} x {tensor} (tp_config)" if tensor > 1 else str(context)
-        stays = f"a group whose size divides {layout.node_size} stays in a node"
-        lines.append(f"cp_config.context_parallel_degree: groups of {among} {slow}; {stays}")
-    if layout.spans_nodes("tensor"):
-        stays = f"a degree that divides {layout.node_size} stays in a node"
-        lines.append(f"tp_config.tensor_parallel_degree: groups of {tensor} {slow}; {stays}")
-    return lines
+    return companions.find("builders", "dry run of tp_config, cp_config and pp_config")[heading](config, layout)
 
 
 def _describe_variable(name: str, value: str) -> str:

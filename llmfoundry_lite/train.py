@@ -97,7 +97,8 @@ def check(
         found = preflight.check(config, layout, must_exist=must_exist)
         invocation.notes.extend(found.notes)
         if not invocation.dry_run:
-            invocation.notes.extend(f"warning: {text}" for text in preflight.describe_slow_groups(layout))
+            slow = preflight.describe_division("warning", config, layout)
+            invocation.notes.extend(f"warning: {text}" for text in slow)
         if invocation.dry_run == "here":
             from llmfoundry_lite.devices import local_devices  # imports torch
 

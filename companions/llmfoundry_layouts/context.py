@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from llmfoundry_layouts.pieces import count_pieces, pieces_of
 from llmfoundry_layouts.tensor import exchange, mirrored
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig
@@ -51,11 +52,11 @@ class Context:
 
     @property
     def pieces(self) -> list[int]:
-        return self.config.pieces_of(self.rank)
+        return pieces_of(self.config, self.rank)
 
     def part(self, x_bs: Tensor) -> Tensor:
         """Return this rank's tokens of whole rows: [b, t]."""
-        pieces = x_bs.chunk(self.config.num_pieces, dim=1)
+        pieces = x_bs.chunk(count_pieces(self.config), dim=1)
         return torch.cat([pieces[number] for number in self.pieces], dim=1)
 
     def options(self, num_tokens: int, device: torch.device) -> dict[str, Any]:

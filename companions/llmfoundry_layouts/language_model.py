@@ -1,6 +1,7 @@
 """The ComposerModel of a pipeline's stages: all microbatches of a batch in one call of the training loop."""
 
 import itertools
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,6 @@ from llmfoundry_layouts.context import Context
 from llmfoundry_layouts.pipeline import Loss, build_pipeline
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -27,6 +27,7 @@ def build_language_model(
 ) -> "PipelinedLanguageModel":
     """Build this rank's stages, for the training loop. `rows` are options of `LanguageModel` that say how it reads
     rows; `options` are those of `build_pipeline`."""
+    loss = partial(loss, backward_runs_once=not pipeline.splits_backward)
     stages = build_pipeline(config, pipeline, loss, context, precision=precision, **options)
     return PipelinedLanguageModel(stages, precision, context=context, **rows)
 
@@ -68,7 +69,7 @@ class PipelinedLanguageModel(LanguageModel):
         """
         tokens_bt = batch["input_ids"]
         counts = itertools.count(-(-len(tokens_bt) // num_samples))
-        num_microbatches = next(count for count in counts if takes_microbatches(self.model.pipeline, count))
+        num_microbatches = next(count for count in counts if self.model.pipeline.takes_microbatches(count))
         missing = num_microbatches * num_samples - len(tokens_bt)
         tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
         labels_bt = next_token_labels(tokens_bt)

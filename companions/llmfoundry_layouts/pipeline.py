@@ -1,13 +1,13 @@
 """Pipeline parallelism: a rank's stages of the model, and the schedules that pass microbatches through them.
 
-`config/stages.py` assigns blocks to stages. The schedules are torch's (torch.distributed.pipelining).
+`stages.py` assigns blocks to stages. The schedules are torch's (torch.distributed.pipelining).
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,9 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor
 
 from llmfoundry_layouts.context import Context
+from llmfoundry_layouts.stages import Stage, stages_of
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.precision import Precision
@@ -65,6 +65,24 @@ def build_pipeline(
     return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), degree)
 
 
+def keep_stage(model: MPT, stage: Stage) -> None:
+    """Remove the modules of other stages. Those that stay keep the names that they have in the whole model."""
+    config, transformer = model.config, cast(Any, model.transformer)
+    for number in {*range(config.n_layers)} - {*stage.blocks}:
+        delattr(transformer.blocks, str(number))
+    transformer.first_block = stage.blocks[0]
+    if not stage.is_first:
+        transformer.embed = lambda hidden_btd, *options: hidden_btd
+        if config.uses_learned_positions:
+            del transformer.wpe
+        if not (stage.is_last and config.tie_word_embeddings):
+            del transformer.wte
+    if not stage.is_last:
+        transformer.norm_f = nn.Identity()
+        if not config.tie_word_embeddings:
+            del model.lm_head
+
+
 class StageModel(MPT):
     """One stage of the model. Given labels, the last stage returns the sum of the loss."""
 
@@ -77,22 +95,32 @@ class StageModel(MPT):
         precision: Precision,
         context: Context | None = None,
     ):
-        super().__init__(config, attn_impl, stage)
+        super().__init__(config, attn_impl)
+        self.stage = stage
+        keep_stage(self, stage)
         self.context = context
         self.sum_loss = loss
         self.autocast = precision.autocast
 
     def forward(  # type: ignore[override]
-        self, inputs: Tensor, *, labels_bt: Tensor | None = None, weights_bt: Tensor | None = None, **options: Any
+        self,
+        inputs: Tensor,
+        *,
+        labels_bt: Tensor | None = None,
+        weights_bt: Tensor | None = None,
+        head: Head | None = None,
+        **options: Any,
     ) -> Any:
         """Run the stage. `inputs`: tokens_bt, or hidden_btd in later stages. Labels are of this rank's tokens."""
         if labels_bt is not None:
             sum_loss = self.sum_loss if weights_bt is None else partial(self.sum_loss, weights_bt=weights_bt)
-            options["head"] = lambda hidden_btd, unembedding_vd: sum_loss(hidden_btd, unembedding_vd, labels_bt)
+            head = partial(sum_loss, labels_bt=labels_bt)
             if self.context is not None:
                 options |= self.context.options(labels_bt.size(1) * self.context.size, inputs.device)
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
-            return super().forward(inputs, **options)
+            if not self.stage.is_last:
+                return self.transformer(inputs, **options)
+            return super().forward(inputs, head=head, **options)
 
 
 class Pipeline(nn.Module):

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmfoundry_layouts.schedule import Pass, few_rounds, order_of
+from llmfoundry_layouts.stages import Stage, stages_of
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.estimate.memory import add_the_rest, fullest
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate, autocast_copies, estimate_moments
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
@@ -32,6 +32,25 @@ class _Chunk(NamedTuple):
     loose: int
     """Gradients from a separate pass for weights, until the next backward pass adds them to the sum."""
     num_blocks: int
+
+
+def estimate_fullest(config: TrainConfig, layout: Layout, device: Accelerator | None) -> MemoryEstimate:
+    """Estimate the rank of a pipeline that needs the most."""
+    ranks: dict[Any, tuple[int, list[Stage]]] = {}
+    for rank, stages in enumerate(stages_of(config.model, config.pipeline)):
+        # Of ranks whose stages are alike, the first keeps the most.
+        ranks.setdefault(tuple((len(s.blocks), s.is_first, s.is_last) for s in stages), (rank, stages))
+    return fullest(estimate_rank(config, layout, rank, stages, device) for rank, stages in ranks.values())
+
+
+def estimate_stages(
+    config: TrainConfig, layout: Layout, device: Accelerator | None = None
+) -> list[tuple[list[Stage], MemoryEstimate]]:
+    """Estimate each rank of a pipeline. Returns its stages, and its memory at the peak of the schedule."""
+    return [
+        (stages, estimate_rank(config, layout, rank, stages, device))
+        for rank, stages in enumerate(stages_of(config.model, config.pipeline))
+    ]
 
 
 def estimate_rank(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
@@ -49,14 +49,18 @@ def divide_layers(model: MPT, tensor_mesh: DeviceMesh, sequence_parallel: bool =
     if hasattr(model, "lm_head"):
         group.divide(model.lm_head, Shard(0))
     norms = [norm for block in transformer.blocks for norm in (block.norm_1, block.norm_2)]
-    norms += [transformer.norm_f] if model.stage.is_last else []
+    stage = getattr(model, "stage", None)  # of a pipeline
+    is_last = stage is None or stage.is_last
+    norms += [transformer.norm_f] if is_last else []
     if sequence_parallel:
-        _divide_stream(transformer, group)
+        _divide_stream(transformer, group, is_first=stage is None or stage.is_first)
         for norm in norms:
             _share_norm(norm, group)
-    if model.stage.is_last:
+    if is_last:
         last_norm = transformer.norm_f.forward
         transformer.norm_f.forward = lambda x_btd: group.enter(last_norm(x_btd))
+    forward = model.forward
+    model.forward = lambda *inputs, head=None, **options: forward(*inputs, head=head or logits, **options)
     for block in transformer.blocks:
         _divide_attention(block.attn, group)
         _divide_feed_forward(block.ffn, group)
@@ -104,20 +108,20 @@ class TensorGroup:
         return x_bt.chunk(self.degree, dim=1)[self.rank] if self.divides_stream else x_bt
 
 
-def _divide_stream(transformer: Any, group: TensorGroup) -> None:
+def _divide_stream(transformer: Any, group: TensorGroup, *, is_first: bool) -> None:
     """Divide every sequence among ranks while gradients are computed."""
     forward, embed = transformer.forward, transformer.embed
 
     def divided(inputs: Tensor, positions_bt: Tensor | None = None, **options: Any) -> Tensor:
         """`inputs` are tokens_bt, or in a later stage this rank's slice of hidden_btd."""
         group.divides_stream = torch.is_grad_enabled()
-        if group.divides_stream and positions_bt is None and not transformer.stage.is_first:
+        if group.divides_stream and positions_bt is None and not is_first:
             positions_bt = torch.arange(inputs.size(1) * group.degree, device=inputs.device)[None]
         return forward(inputs, positions_bt, **options)
 
     transformer.forward = divided
     transformer.stream_part = group.slice_of
-    transformer.embed = lambda tokens_bt, positions_bt: embed(tokens_bt, group.slice_of(positions_bt))
+    transformer.embed = lambda tokens_bt, positions_bt, *keys: embed(tokens_bt, group.slice_of(positions_bt), *keys)
     if hasattr(transformer, "wpe"):
         positions = transformer.wpe
         group.divide(positions, Replicate())
@@ -192,6 +196,16 @@ def _look_up(embedding: nn.Embedding, group: TensorGroup, tokens_bt: Tensor) -> 
     is_here_bt = (places_bt >= 0) & (places_bt < rows_vd.size(0))
     x_btd = F.embedding(places_bt.where(is_here_bt, 0), rows_vd) * is_here_bt[..., None]
     return group.leave(x_btd)
+
+
+def logits(hidden_btd: Tensor, unembedding_vd: Any) -> Tensor:
+    """Compute logits, [b, t, v], gathered from the ranks."""
+    part = linear(hidden_btd, unembedding_vd.to_local())
+    shape = torch.Size((*hidden_btd.shape[:-1], unembedding_vd.size(0)))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, unembedding_vd.device_mesh, [Shard(len(shape) - 1)], shape=shape, stride=stride
+    ).full_tensor()
 
 
 def divided_rows(weight_vd: Any) -> tuple[Tensor, int]:

@@ -1,21 +1,23 @@
 """Checks of combinations of keys of a training configuration, and warnings about settings that are perhaps not meant.
 
-`build.py` has checked each key by itself. A block's `problems` checks its own keys against each other.
-`check_layout.py` checks how devices divide the model.
+`build.py` has checked each key by itself. A block's `problems` checks its own keys against each other. A companion
+checks whether tp_config, cp_config and pp_config can divide the model.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.blocks import given_blocks
-from llmfoundry_lite.config.check_layout import check_layout, find_undivided, refuse
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, streams_of_stages
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
-from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, name_data_ranks
+from llmfoundry_lite.config.model_schema import ModelConfig, divisors
 from llmfoundry_lite.config.optimizers import find_optimizers
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
@@ -32,6 +34,9 @@ TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast"
 MAX_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
+DIVISION = "checks of tp_config, cp_config and pp_config"
+MICROBATCHES = "check of a pipeline's microbatches"
+
 
 def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     """Check combinations of keys that are valid by themselves. Raises ConfigError. The planner calls this often."""
@@ -42,7 +47,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_optimizer(config.optimizer, config.sharding)
         refuse(config.sharding.problems(), "fsdp_config")
         _check_compilation(config.compile_config or {})
-        check_layout(config)
+        _check_layout(config)
         _check_blocks(config)
         _check_exact_sums(config)
         _check_only(config.scheduler, "scheduler")
@@ -53,6 +58,12 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
 def check_model(model: ModelConfig) -> None:
     """Raise ConfigError for a model that cannot be built or makes no sense."""
     refuse(model.problems(), "model")
+
+
+def refuse(problems: Iterator[str], path: str) -> None:
+    """Raise ConfigError for the first problem of the block at `path`."""
+    for problem in problems:
+        raise ConfigError(f"{path}.{problem}")
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -172,6 +183,43 @@ def _check_compilation(options: dict[str, Any]) -> None:
             raise ConfigError(f"compile_config.{key}: torch.compile has no such argument; it has {known}")
         if key == "mode" and value not in (None, *COMPILE_MODES):
             raise ConfigError(f"compile_config.mode: {value!r} given, expected one of {', '.join(COMPILE_MODES)}")
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+def _check_layout(config: TrainConfig) -> None:
+    """Check the rules that hold on any number of devices. Raises ConfigError. `check_batch` checks the others.
+
+    Without the companion nothing is checked: `preflight` refuses a launch that needs it.
+    """
+    if config.tp_config or config.cp_config or config.pp_config:
+        for _, check_division in companions.parts("builders", lambda name: name == DIVISION):
+            check_division(config)
+
+
+def check_batch(config: TrainConfig, layout: Layout) -> None:
+    """Check that the devices can share a batch. Raises ConfigError."""
+    batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
+    num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout)
+    if batch % num_ranks:
+        fitting = ", ".join(str(n) for n in divisors(batch) if n <= 4 * num_ranks)
+        raise ConfigError(
+            f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
+            f"start with a number of {devices} that divides it ({fitting}) or change the batch size"
+        )
+    if isinstance(microbatch, int) and microbatch > batch // num_ranks:
+        raise ConfigError(
+            f"device_train_microbatch_size: {microbatch} is more than the {batch // num_ranks} samples "
+            f"each device gets ({batch} / {num_ranks} {devices}); set it to {batch // num_ranks} or less"
+        )
+    if config.exact_sums and isinstance(microbatch, int) and batch // num_ranks % microbatch:
+        raise ConfigError(
+            f"device_train_microbatch_size: {microbatch} does not divide the {batch // num_ranks} samples of each "
+            "device; with exact_sums every microbatch has as many"
+        )
+    if layout.pipeline > 1:
+        companions.find("builders", MICROBATCHES)(config, layout, batch // num_ranks)
 
 
 # ---------------------------------------------------------------------------------------------- schedule
@@ -297,7 +345,7 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
     for name in config.tokenizer.kwargs:
         if name not in TOKENIZER_OPTIONS:
             yield f"tokenizer.kwargs.{name}", " has no effect: the tokenizer's own files decide"
-    for key, what in find_undivided(config).items():
+    for key, what in _find_undivided(config).items():
         yield key, f": {what}"
     dataset, batch = config.train_loader.dataset, config.global_train_batch_size
     if dataset.shuffle and dataset.shuffle_block_size is not None and dataset.shuffle_block_size < 2 * batch:
@@ -332,3 +380,20 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
             f": {grace:g} is for srun alone; `composer` and `torchrun` kill after 30 s ({MAX_GRACE_SECONDS} or "
             "less leaves them time)",
         )
+
+
+def _find_undivided(config: TrainConfig) -> dict[str, str]:
+    """Return block -> keys without effect, for blocks whose degree is 1.
+
+    They are allowed, so that setting the degree to 1 is enough to run the same YAML on a smaller cluster.
+    """
+    found = {}
+    for degree_key in DEGREE_KEYS.values():
+        block, _, degree = degree_key.partition(".")
+        section = getattr(config, block)
+        if section is not None and getattr(section, degree) == 1:
+            fields = [field for field in dataclasses.fields(section) if field.name != degree]
+            idle = [field.name for field in fields if getattr(section, field.name) != field.default]
+            if idle:
+                found[block] = f"{', '.join(idle)} without effect, for {degree} is 1"
+    return found

@@ -167,16 +167,6 @@ class ContextParallelConfig:
     """heads: in attention, each device computes some heads, for all tokens. gather: it computes all heads, for its own
     tokens, from all keys and values; for models with fewer heads than devices."""
 
-    @property
-    def num_pieces(self) -> int:
-        """Equal pieces that a sample is cut into."""
-        return self.context_parallel_degree * (2 if self.kind == "gather" else 1)
-
-    def pieces_of(self, rank: int) -> list[int]:
-        """Return the pieces of a rank of the group. gather: one from the beginning and one from the end, so that under
-        a causal mask all ranks see equally many tokens."""
-        return [rank] if self.kind == "heads" else [rank, self.num_pieces - 1 - rank]
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PipelineConfig:
@@ -202,26 +192,13 @@ class PipelineConfig:
         """Whether the gradients of weights are computed apart from those of inputs."""
         return self.schedule in ("zero_bubble", "zbv")
 
-    def problems(self, n_layers: int) -> Iterator[str]:
-        """Yield `key: what is wrong` for runs of blocks that do not suit the schedule or the number of layers."""
-        degree, num_runs, blocks = self.pipeline_parallel_degree, self.num_runs, self.blocks
-        most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, num_runs)
-        least = {"interleaved": 2, "zbv": 2}.get(self.schedule, 1)
-        if not least <= num_runs <= most:
-            expected = str(least) if least == most else f"{least} or more"
-            yield f"virtual_stages: {num_runs} given, {self.schedule} has {expected}; change it or the schedule"
-        if blocks is not None and min(blocks, default=0) < 1:
-            yield f"blocks: {blocks} given, expected 1 or more for each"
-        if blocks is not None and sum(blocks) != n_layers:
-            remedy = "change one of them"
-            yield f"blocks: {blocks} given, {sum(blocks)} in all, and model.n_layers is {n_layers}; {remedy}"
-        if degree > 1 and degree * num_runs > n_layers:
-            remedy = "use a smaller degree" + ("" if num_runs == least else " or fewer virtual_stages")
-            runs = f"{degree} x {num_runs} runs of blocks"
-            yield f"pipeline_parallel_degree: {runs} are more than model.n_layers, {n_layers}; {remedy}"
-        if degree > 1 and blocks is not None and len(blocks) != degree * num_runs:
-            what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
-            yield f"blocks: {blocks} given, expected {degree * num_runs} counts, for {what}"
+    def takes_microbatches(self, count: int) -> bool:
+        """Return whether the schedule runs with `count` microbatches: at least one for each stage, in equal rounds."""
+        degree = self.pipeline_parallel_degree
+        if self.schedule == "gpipe":
+            return count >= 1
+        has_rounds = self.schedule in ("interleaved", "zero_bubble")
+        return count >= degree and not (has_rounds and count % (count // degree))
 
     def default_num_microbatches(self, device_batch_size: int) -> int:
         """Return the fewest microbatches that divide the batch and give each stage 4 or more; else the most below that;

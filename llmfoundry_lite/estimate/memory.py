@@ -7,13 +7,11 @@ buffers, and the allocator's fragmentation.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from llmfoundry_lite.companions import find
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.optimizers import find_optimizers
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.stages import Stage, stages_of, takes_microbatches
 from llmfoundry_lite.estimate.model_memory import (
     MemoryEstimate,
     count_rounding,
@@ -35,7 +33,7 @@ ROUNDING = 1 / 300
 GATHER_BYTES = 1 << 27
 """Bytes of parameters that ZeRO-1 gathers at a time after a step."""
 STAGES = "memory of a pipeline's ranks"
-"""Builder: (config, layout, rank, stages, device) -> the estimate of one device of that rank."""
+"""Builder: (config, layout, device) -> the estimate of one device of the fullest rank."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
 """Scratch numbers for each parameter during an optimizer's step; torch's fused AdamW needs none."""
 
@@ -45,31 +43,15 @@ def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accele
 
     Without `device`, libraries are assumed to take the most that they take on any.
     """
-    if layout.pipeline == 1:
-        moments = estimate_moments(Portion(config, layout)).values()
-        return add_the_rest(Portion(config, layout), fullest(moments), device)
-    ranks: dict[Any, tuple[int, list[Stage]]] = {}
-    for rank, stages in enumerate(stages_of(config.model, config.pipeline)):
-        # Of ranks whose stages are alike, the first keeps the most.
-        ranks.setdefault(tuple((len(s.blocks), s.is_first, s.is_last) for s in stages), (rank, stages))
-    estimate_rank = find("builders", STAGES)
-    return fullest(estimate_rank(config, layout, rank, stages, device) for rank, stages in ranks.values())
+    if layout.pipeline > 1:
+        return find("builders", STAGES)(config, layout, device)
+    moments = estimate_moments(Portion(config, layout)).values()
+    return add_the_rest(Portion(config, layout), fullest(moments), device)
 
 
 def as_on_cpu(config: TrainConfig) -> TrainConfig:
     """Name an attention as a CPU computes it, where every kernel needs a bias. Other estimates are for GPUs."""
     return replace(config, model=replace(config.model, attn_config=replace(config.model.attn_config, attn_impl="sdpa")))
-
-
-def estimate_stages(
-    config: TrainConfig, layout: Layout, device: Accelerator | None = None
-) -> list[tuple[list[Stage], MemoryEstimate]]:
-    """Estimate each rank of a pipeline. Returns its stages, and its memory at the peak of the schedule."""
-    estimate_rank = find("builders", STAGES)
-    return [
-        (stages, estimate_rank(config, layout, rank, stages, device))
-        for rank, stages in enumerate(stages_of(config.model, config.pipeline))
-    ]
 
 
 def fullest(estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
@@ -142,7 +124,7 @@ def _smaller_microbatch(config: TrainConfig, layout: Layout, microbatch_size: in
     """Name the run's own key for microbatches of so many samples; None if its schedule does not take them."""
     num_samples = config.global_train_batch_size // layout.num_data_ranks
     count, pipeline = -(-num_samples // microbatch_size), config.pipeline
-    if layout.pipeline > 1 and not takes_microbatches(pipeline, count):
+    if layout.pipeline > 1 and not pipeline.takes_microbatches(count):
         return None
     if layout.pipeline == 1 or pipeline.num_microbatches is None:
         return f"device_train_microbatch_size: {microbatch_size}"

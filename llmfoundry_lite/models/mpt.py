@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, ModelConfig
-from llmfoundry_lite.config.stages import Stage
 from llmfoundry_lite.models.attention import Mask, Rotation, alibi_slopes, build_mask, build_rotation, rotate
 from llmfoundry_lite.models.dropout import drop, drop_keys_of_site, place_keys
-from llmfoundry_lite.models.products import Linear, logits
+from llmfoundry_lite.models.products import Linear, linear
 
 Head = Callable[[Tensor, Tensor], Any]
 """(hidden_btd, unembedding_vd) -> logits, a loss, or log-probabilities."""
@@ -32,15 +31,13 @@ class MPT(nn.Module):
     """The language model; weights are uninitialised until `models.initialise` or a checkpoint fills them.
 
     `attn_impl` is reference, sdpa, blocked, flex or flash, which changes how the model is computed, not its function.
-    `stage` is the part of the model to build, with the parameter names of the whole; None is all of it.
     """
 
-    def __init__(self, config: ModelConfig, attn_impl: str = "sdpa", stage: Stage | None = None):
+    def __init__(self, config: ModelConfig, attn_impl: str = "sdpa"):
         super().__init__()
         self.config = config
-        self.stage = stage or Stage(index=0, num_stages=1, blocks=range(config.n_layers))
-        self.transformer = Transformer(config, attn_impl, self.stage)
-        if self.stage.is_last and not config.tie_word_embeddings:
+        self.transformer = Transformer(config, attn_impl)
+        if not config.tie_word_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
         scale = config.logit_scale
         self.logit_scale = 1.0 / math.sqrt(config.d_model) if isinstance(scale, str) else scale
@@ -48,33 +45,28 @@ class MPT(nn.Module):
     def forward(self, tokens_bt: Tensor, *, head: Head | None = None, **options: Any) -> Any:
         """Compute logits [b, t, v] of tokens_bt (int64), or what `head` makes of hidden states and output embedding.
 
-        Other options are those of `Transformer`. A stage returns hidden_btd; the next one takes that instead of tokens.
-        The head runs inside the forward pass, because only there a sharded embedding is whole.
+        Other options are those of `Transformer`. The head runs inside the forward pass, because only there a sharded
+        embedding is whole.
         """
         hidden_btd = self.transformer(tokens_bt, **options)
-        if not self.stage.is_last:
-            return hidden_btd
         if self.logit_scale is not None:
             hidden_btd = hidden_btd * self.logit_scale
         output = self.transformer.wte if self.config.tie_word_embeddings else self.lm_head
-        return (head or logits)(hidden_btd, output.weight)
+        return (head or linear)(hidden_btd, output.weight)
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: ModelConfig, attn_impl: str, stage: Stage):
+    def __init__(self, config: ModelConfig, attn_impl: str):
         super().__init__()
         self.config = config
         self.attn_impl = attn_impl
-        self.stage = stage
-        if stage.is_first or (stage.is_last and config.tie_word_embeddings):
-            self.wte = nn.Embedding(config.vocab_size, config.d_model)
-        if stage.is_first and config.uses_learned_positions:
+        self.wte = nn.Embedding(config.vocab_size, config.d_model)
+        if config.uses_learned_positions:
             self.wpe = nn.Embedding(config.max_seq_len, config.d_model)
-        self.blocks = nn.ModuleList()
-        for number in stage.blocks:
-            self.blocks.add_module(str(number), Block(config))
-        if stage.is_last:
-            self.norm_f = Norm(config.d_model, config, has_bias=not config.no_bias)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.first_block = 0
+        """Number of the first block; a stage of a pipeline has later ones."""
+        self.norm_f = Norm(config.d_model, config, has_bias=not config.no_bias)
         options = config.attn_config
         self.slopes = alibi_slopes(config.n_heads, options.alibi_bias_max) if options.alibi else None
         self._slopes_h: Tensor | None = None
@@ -89,7 +81,7 @@ class Transformer(nn.Module):
         build_mask: Callable[..., Mask] = build_mask,
         drop_keys_b: Tensor | None = None,
     ) -> Tensor:
-        """Compute hidden_btd of tokens_bt (int64), or of the hidden_btd of the stage before.
+        """Compute hidden_btd of tokens_bt (int64).
 
         Rows that are not plain text, such as several continuations of one context, give their tokens' positions and an
         attention mask (bool). `documents_bt` numbers documents, which do not attend to each other. With a cache, the
@@ -102,9 +94,7 @@ class Transformer(nn.Module):
         if positions_bt is None:
             positions_bt = torch.arange(num_past, num_keys, device=tokens_bt.device)[None]
         drop_keys_bt = None if drop_keys_b is None else self.stream_part(place_keys(drop_keys_b, positions_bt))
-        x_btd = tokens_bt
-        if self.stage.is_first:
-            x_btd = drop(self.embed(tokens_bt, positions_bt), config.emb_pdrop, self.training, drop_keys_bt)
+        x_btd = self.embed(tokens_bt, positions_bt, drop_keys_bt)
 
         # One of each for all blocks: a bias is h*t*s numbers kept for the backward pass, and per block it would add up.
         mask = build_mask(
@@ -119,15 +109,15 @@ class Transformer(nn.Module):
         rotation = None
         if config.attn_config.rope:
             rotation = build_rotation(config.attn_config, config.head_dim, config.max_seq_len, positions_bt)
-        for layer, block in zip(self.stage.blocks, self.blocks, strict=True):
+        for layer, block in enumerate(self.blocks, self.first_block):
             extend = None if cache is None else partial(cache.extend, layer)
             keys = () if drop_keys_bt is None else (drop_keys_of_site(drop_keys_bt, layer + 1),)
             x_btd = block(x_btd, mask, rotation, extend, *keys)
         if cache is not None:
             cache.length = num_keys
-        return self.norm_f(x_btd) if self.stage.is_last else x_btd
+        return self.norm_f(x_btd)
 
-    def embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
+    def embed(self, tokens_bt: Tensor, positions_bt: Tensor, drop_keys_bt: Tensor | None) -> Tensor:
         config = self.config
         x_btd = self.wte(tokens_bt)
         if config.uses_learned_positions:
@@ -135,7 +125,7 @@ class Transformer(nn.Module):
         if config.embedding_fraction != 1.0:
             # Shrinks the embeddings' gradient alone (Zeng et al. 2022, GLM-130B).
             x_btd = x_btd * config.embedding_fraction + x_btd.detach() * (1.0 - config.embedding_fraction)
-        return x_btd
+        return drop(x_btd, config.emb_pdrop, self.training, drop_keys_bt)
 
     def stream_part(self, x_bt: Tensor) -> Tensor:
         """Take this rank's tokens of the residual stream, which tensor parallelism may divide."""

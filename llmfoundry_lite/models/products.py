@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 CPU_LOGITS_BYTES, LOGITS_BYTES = 1 << 23, 1 << 28
 """Size of the fp32 logits that are computed at a time: on a CPU, what its cache holds."""
@@ -37,18 +37,6 @@ def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor
 def multiply(a_ni: Tensor, b_oi: Tensor) -> Tensor:
     """Compute a b^T by the faster library, [n, o]."""
     return product(a_ni, b_oi) if _gains(a_ni, b_oi) else a_ni @ b_oi.T
-
-
-def logits(hidden_btd: Tensor, unembedding_vd: Tensor) -> Tensor:
-    """Compute logits, [b, t, v], gathered where ranks have divided the vocabulary."""
-    if not isinstance(unembedding_vd, DTensor):
-        return linear(hidden_btd, unembedding_vd)
-    part = linear(hidden_btd, unembedding_vd.to_local())
-    shape = torch.Size((*hidden_btd.shape[:-1], unembedding_vd.size(0)))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        part, unembedding_vd.device_mesh, [Shard(len(shape) - 1)], shape=shape, stride=stride
-    ).full_tensor()
 
 
 def logits_in_parts(hidden_nd: Tensor, unembedding_vd: Tensor) -> Iterator[Tensor]:

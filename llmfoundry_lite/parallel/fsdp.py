@@ -72,7 +72,7 @@ def shard_model(
     """Divide each block among the tensor group, checkpoint its activations, compile it and shard it; then shard the
     embeddings and the last norm. In place. Their gradients go to `sums`, if given."""
     data_mesh = within_stage(mesh)
-    if sums and model.config.tie_word_embeddings and model.stage.is_first:
+    if sums and model.config.tie_word_embeddings and hasattr(model.transformer, "wte"):
         round_tied_gradients(model.transformer.wte)
     # Exact sums round each use's gradient by itself; a copy for the whole block would add them up before.
     sees_copies = sums is not None and precision.parameters != torch.float32

@@ -168,12 +168,14 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         context = build_context(config.context, layout, device_type)
     compiled = torch.compile(log_p_and_gradient, **(config.compile_config or {})) if config.fuses_loss else None
     loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled)
+    if layout.tensor > 1:
+        divide_vocabulary = companions.find("builders", "tp_config.tensor_parallel_degree: the loss")
+        loss = partial(loss, divide_vocabulary=divide_vocabulary)
     if config.exact_sums and config.model.tie_word_embeddings:
         loss = round_unembedding(loss)
     by_rows = not config.accumulate_train_batch_on_tokens
     rows: dict[str, Any] = {"separator": separator, "separator_begins": begins, "by_rows": by_rows}
     if layout.pipeline > 1:
-        loss = partial(loss, backward_runs_once=not config.pipeline.splits_backward)
         build = companions.find("builders", "pp_config.pipeline_parallel_degree")
         language_model: Any = build(config.model, config.pipeline, loss, context, rows=rows, **options)
     else:

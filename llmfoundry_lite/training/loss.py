@@ -12,11 +12,10 @@ Legend: b batch, t time, n tokens (b*t), c tokens of a chunk, d model width, v v
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.config.schema import LOSS_CHUNK_MIB
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.products import multiply
@@ -53,11 +52,12 @@ def cross_entropy_sum(
     backward_runs_once: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
     compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    divide_vocabulary: Callable[[torch.Tensor], tuple[torch.Tensor, Any]] | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of -log p(label) in nats, weighted if there are weights; fp32, whatever its arguments are.
 
-    Where ranks divide the embedding's rows (a DTensor), all of them get the sum, and each its part of the hidden
-    states' gradient, which the model adds up.
+    Where ranks divide the embedding's rows (a DTensor), `divide_vocabulary` is a companion's. All of them get the sum,
+    and each its part of the hidden states' gradient, which the model adds up.
 
     `compiled`: `log_p_and_gradient` by a compiler. Where ranks divide the vocabulary they exchange numbers between its
     steps, and it is not used.
@@ -66,8 +66,7 @@ def cross_entropy_sum(
     hidden states, and again for the embedding.
     """
     part = None
-    if isinstance(unembedding_vd, DTensor):
-        divide_vocabulary = companions.find("builders", "tp_config.tensor_parallel_degree: the loss")
+    if divide_vocabulary is not None:
         unembedding_vd, part = divide_vocabulary(unembedding_vd)
     return _ChunkedCrossEntropy.apply(  # type: ignore
         *(hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten()),

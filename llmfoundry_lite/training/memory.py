@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import divisors, layout_here
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
 from llmfoundry_lite.estimate.memory import advise_less_memory, as_on_cpu, estimate_training_memory, slots_of
 from llmfoundry_lite.hardware import GIB, MIB
@@ -46,7 +45,7 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
         if config.exact_sums:
             sizes = divisors(device_batch_size)
         if layout.pipeline > 1:
-            sizes = [n for n in sizes if takes_microbatches(config.pipeline, -(-device_batch_size // n))]
+            sizes = [n for n in sizes if config.pipeline.takes_microbatches(-(-device_batch_size // n))]
         advise = partial(advise_less_memory, config, layout, devices.device_type())
         search = Search(
             model, optimizer, device_batch_size, sizes, config.max_seq_len, not config.reduces_every_microbatch, advise

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import Invocation, load_train_config
 from llmfoundry_lite.config.schema import as_dict, data_label
@@ -493,7 +493,6 @@ def test_a_configuration_as_a_run_folder_has_it_is_accepted_again(tmp_path):
 
 
 def test_the_same_blocks_serve_a_smaller_cluster_with_a_degree_of_1():
-    """What they say of a division that is not made is checked as far as it can be, and named in a line."""
     tensor = "tp_config={tensor_parallel_degree: 1, sequence_parallel: true}"
     stages = ("pp_config={pipeline_parallel_degree: 1, schedule: interleaved, blocks: [1, 1]}", "model.n_layers=2")
     assert load(tensor, *stages).notes == [
@@ -502,14 +501,6 @@ def test_the_same_blocks_serve_a_smaller_cluster_with_a_degree_of_1():
     ]
     assert load("tp_config.tensor_parallel_degree=1", "cp_config={}", "pp_config={}").notes == []
     assert load("tp_config={tensor_parallel_degree: 2, sequence_parallel: true}").notes == []
-    for argument, message in {
-        "pp_config.blocks=[1,3]": (
-            "pp_config.blocks: [1, 3] given, 4 in all, and model.n_layers is 2; change one of them"
-        ),
-        "pp_config.blocks=[]": "pp_config.blocks: [] given, expected 1 or more for each",
-        "pp_config.virtual_stages=3": "pp_config.virtual_stages: 3 given, 1f1b has 1; change it or the schedule",
-    }.items():
-        assert refusal("run.yaml", argument) == f"command line: {message}"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.data.tokenizer import train_tokenizer
+from tests.helpers.present import needs
 from tests.helpers.runs import attempt, losses, metrics, run, saved_names, saves, status
 from tests.helpers.tiny import tiny_config, values, write_data
 
@@ -191,6 +192,7 @@ def test_fp16_carries_its_loss_scale(tmp_path, data):
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
 
 
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.slow
 def test_fp16_skips_the_same_batches_on_any_number_of_ranks(tmp_path, data):
     """Gradients times 2^24 overflow, and which lower scale they stand follows from the data alone."""

@@ -9,6 +9,7 @@ from composer.core import Callback
 from benchmarks.switch.band import judge, read_series
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_checkpoint
 from tests.helpers.covering import cover
+from tests.helpers.present import needs
 from tests.helpers.runs import attempt, metrics, run, saves
 from tests.helpers.tiny import tiny_config, values, write_data
 
@@ -121,6 +122,7 @@ def test_one_rank_and_two_shards_train_the_same_bits_and_without_it_they_do_not(
     assert bits(tmp_path, "plain-one")[0] != bits(tmp_path, "plain-two")[0]
 
 
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.slow
 def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data):
     references = {}
@@ -128,6 +130,7 @@ def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data)
         check_case(tmp_path, data, case, references)
 
 
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.long
 @pytest.mark.parametrize("precision", FACTORS["precision"])
 def test_twenty_batches_on_every_layout_and_then_on_other_ranks(tmp_path, data, precision):

@@ -20,6 +20,7 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import count_rows
 from llmfoundry_lite.training.loss import next_token_labels
 from llmfoundry_lite.training.monitor import DropoutSeed
+from tests.helpers.present import needs
 from tests.helpers.runs import carry_on, losses, metrics, run
 from tests.helpers.tiny import tiny_config, values
 
@@ -113,6 +114,7 @@ def unequal(texts: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_rows_of_unlike_length_and_dropout_give_one_run_on_any_ranks_in_any_microbatch(tmp_path, texts):

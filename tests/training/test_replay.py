@@ -16,6 +16,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch.replay import Outcome, compare, plan_replay, write_replay
 from llmfoundry_lite.training.replay import main
 from tests.helpers.launch import launch
+from tests.helpers.present import needs
 from tests.helpers.runs import run, saves
 from tests.helpers.tiny import tiny_config, write_data
 
@@ -151,6 +152,7 @@ def test_without_exact_sums_other_ranks_are_within_a_band(folder):
     assert outcome.text.startswith("within a band: ") and "devices 1 -> 2" in outcome.text and not outcome.is_equal
 
 
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_in_stages_is_bit_equal_in_stages_and_on_one_rank(folder, num_ranks):
     if not (folder / "runs/stages").exists():

@@ -21,6 +21,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch.status import read_status, write_status
 from llmfoundry_lite.training import run_folder
 from llmfoundry_lite.training import train as training
+from tests.helpers.present import needs
 from tests.helpers.runs import run, saved_names, status
 from tests.helpers.tiny import tiny_config
 
@@ -100,6 +101,7 @@ FINISHED_ON: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.slow
 def test_a_run_that_finds_itself_done_is_exported_from_any_layout(tmp_path, data):
     """Also where its own folder has no save: nothing is left to train."""

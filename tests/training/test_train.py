@@ -12,6 +12,7 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.launch.log_lines import console_line
 from llmfoundry_lite.training.builders import find_separator
 from tests.helpers.launch import train
+from tests.helpers.present import needs
 from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
@@ -170,6 +171,7 @@ def test_each_of_several_validation_loaders_is_logged_by_its_label(tmp_path, dat
     assert "validation wiki " in console_line(two[-1], Duration(2, "ba"))
 
 
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.slow
 def test_several_validation_loaders_lose_the_same_in_a_pipeline(tmp_path, data):
     config = tiny_config(data, max_duration="2ba", eval_interval="2ba", eval_loader=two_loaders(data))

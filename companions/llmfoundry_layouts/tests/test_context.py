@@ -3,6 +3,7 @@
 import itertools
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmfoundry_layouts.context import Context, HeadsMask, build_context
+from llmfoundry_layouts.tensor import divide_vocabulary
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.config.layout import Layout, divide_devices
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -23,6 +25,7 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.loss import cross_entropy_sum
 from tests.helpers import flash_attn
 from tests.helpers.exchanged import CountBytes
 from tests.helpers.launch import launch
@@ -97,7 +100,8 @@ def compare(kind: str, degree: int, tensor: int, attn_impl: str, names: list[str
         initialise_weights(whole_model, 1)
         whole = LanguageModel(whole_model, precision, separator)
         model = build_parallel_model(config, fsdp, precision, mesh, seed=1, attn_impl=attn_impl)
-        divided = LanguageModel(model, precision, separator, context)
+        sum_loss = partial(cross_entropy_sum, divide_vocabulary=divide_vocabulary if tensor > 1 else None)
+        divided = LanguageModel(model, precision, separator, context, sum_loss)
 
         with torch.set_grad_enabled(attn_impl != "flex"):  # which has no backward pass on a CPU
             expected, found = whole({"input_ids": rows}), divided({"input_ids": mine})

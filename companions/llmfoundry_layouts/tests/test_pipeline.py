@@ -12,14 +12,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_layouts.pipeline import Pipeline, StageModel
+from llmfoundry_layouts.stages import stages_of
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.checkpoint.state import join_optimizers
-from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import stages_of
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.models.mpt import MPT

@@ -1,7 +1,6 @@
 """Schedules of pipelines: each device's passes are those of torch's."""
 
 import re
-from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -13,7 +12,6 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from llmfoundry_layouts.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
 from llmfoundry_layouts.schedule import order_of
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import takes_microbatches
 
 
 @pytest.mark.parametrize(
@@ -23,7 +21,7 @@ def test_devices_do_what_they_do_in_torchs_schedules(schedule, num_runs):
     """torch has no list for gpipe and 1f1b; here each is a line or two."""
     for num_stages in (2, 3, 4):
         pipeline = PipelineConfig(pipeline_parallel_degree=num_stages, schedule=schedule, virtual_stages=num_runs)
-        for num_microbatches in filter(partial(takes_microbatches, pipeline), range(num_stages, 4 * num_stages)):
+        for num_microbatches in filter(pipeline.takes_microbatches, range(num_stages, 4 * num_stages)):
             for rank in range(num_stages):
                 theirs = order_of_torch(schedule, rank, num_stages, num_microbatches, num_runs)
                 ours = order_of(schedule, rank, num_stages, num_microbatches, num_runs)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from composer.core import Callback
 from torch.distributed.tensor import Replicate
 
+from llmfoundry_layouts.tensor import divide_vocabulary
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.config.layout import Coordinates, DataRanks, Layout, divide_devices
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -209,7 +210,8 @@ def compare_vocabularies() -> None:
         config = replace(SMALL, vocab_size=97, tie_word_embeddings=is_tied)
         whole, divided = (build_divided(degree, config) for degree in (1, 2))
         several_chunks = {"chunk_bytes": 128 * 4 * 97}
-        totals = [sum_loss(model, tokens_bt, **several_chunks) for model in (whole, divided)]
+        in_parts = {**several_chunks, "divide_vocabulary": divide_vocabulary}
+        totals = [sum_loss(whole, tokens_bt, **several_chunks), sum_loss(divided, tokens_bt, **in_parts)]
         torch.testing.assert_close(totals[1], totals[0], rtol=1e-6, atol=0)
         assert_same_gradient(divided, whole)
         with torch.no_grad():
@@ -239,7 +241,7 @@ def compare_streams() -> None:
             fsdp = FSDPConfig(activation_checkpointing=recomputes)
             model = build_divided(2, fsdp=fsdp, sequence_parallel=sequence_parallel)
             with CountBytes() as count:
-                found[sequence_parallel] = sum_loss(model, tokens_bt), model
+                found[sequence_parallel] = sum_loss(model, tokens_bt, divide_vocabulary=divide_vocabulary), model
             reductions = (SMALL.n_layers * (5 if recomputes else 4) + 2) * stream_bytes
             if not sequence_parallel:
                 assert count.num_bytes == {"all_reduce": reductions, "all_gather_into_tensor": logit_bytes}

@@ -232,10 +232,12 @@ def divide(model: ModelConfig, num_devices: int) -> ContextParallelConfig | None
     """Divide by heads where they suffice, else by tokens; None for one device. Raises ConfigError if neither works."""
     if num_devices == 1:
         return None
+    from llmfoundry_layouts.pieces import count_pieces  # only several devices need that companion
+
     kind = "heads" if model.n_heads % num_devices == 0 else "gather"
     config = ContextParallelConfig(context_parallel_degree=num_devices, kind=kind)
-    if model.max_seq_len % config.num_pieces:
-        raise ConfigError(f"{model.max_seq_len} tokens cannot be divided by {config.num_pieces}")
+    if model.max_seq_len % (num_pieces := count_pieces(config)):
+        raise ConfigError(f"{model.max_seq_len} tokens cannot be divided by {num_pieces}")
     return config
 
 

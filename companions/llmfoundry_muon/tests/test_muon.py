@@ -31,6 +31,7 @@ from llmfoundry_muon.muon import Matrix, Muon, build_muon, newton_schulz, to_par
 from llmfoundry_muon.settings import MuonConfig
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_launches
+from tests.helpers.present import needs
 from tests.helpers.runs import metrics, run
 from tests.helpers.tiny import tiny_config, values, write_config, write_data
 
@@ -207,6 +208,7 @@ def data(tmp_path_factory) -> Path:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_run_changes_its_layout_at_any_checkpoint(tmp_path, data):

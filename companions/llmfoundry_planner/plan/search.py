@@ -18,7 +18,6 @@ from llmfoundry_lite.config.schema import (
     TrainConfig,
 )
 from llmfoundry_lite.config.spans import Duration, SaveInterval
-from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
@@ -242,7 +241,7 @@ def find_sizes(config: TrainConfig, device_batch_size: int) -> list[int]:
     """Return microbatch sizes, ascending, that divide a device's batch and suit the pipeline's schedule."""
     has_one_stage = config.pipeline.pipeline_parallel_degree == 1
     counts = {size: device_batch_size // size for size in divisors(device_batch_size)}
-    return [size for size, count in counts.items() if has_one_stage or takes_microbatches(config.pipeline, count)]
+    return [size for size, count in counts.items() if has_one_stage or config.pipeline.takes_microbatches(count)]
 
 
 def usable_bytes(accelerator: Accelerator) -> int:

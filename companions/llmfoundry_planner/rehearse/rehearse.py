@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Sequence
 
+from llmfoundry_layouts.stage_memory import estimate_stages
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_DONE, ConfigError
-from llmfoundry_lite.estimate.memory import estimate_stages
 from llmfoundry_planner.rehearse.device import find_device
 from llmfoundry_planner.rehearse.fork_server import ForkServer, Job
 from llmfoundry_planner.rehearse.report import describe

@@ -4,10 +4,11 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from llmfoundry_layouts.stage_memory import estimate_stages
+from llmfoundry_layouts.stages import Stage, describe_stages, stages_of
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.stages import Stage, describe_stages, stages_of
-from llmfoundry_lite.estimate.memory import estimate_stages, estimate_training_memory
+from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
 from llmfoundry_lite.hardware import FREE_FRACTION, GIB, in_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token

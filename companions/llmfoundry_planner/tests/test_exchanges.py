@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from llmfoundry_layouts.stages import Stage, stages_of
 from llmfoundry_lite.config.layout import Coordinates, Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.stages import Stage, stages_of
 from llmfoundry_lite.estimate.portion import Portion
 from llmfoundry_planner.plan.exchanges import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
 from llmfoundry_planner.plan.step import count_block_and_outside, count_microbatches

@@ -13,11 +13,12 @@ import pytest
 
 from benchmarks.memory import MAX_EXCESS, compare, difference, find_cases
 from benchmarks.papers.published import Published, published
+from llmfoundry_layouts.stage_memory import estimate_stages
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
-from llmfoundry_lite.estimate.memory import estimate_stages, estimate_training_memory
+from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_planner.rehearse.fork_server import ForkServer, Job
 from llmfoundry_planner.rehearse.report import describe

@@ -1,95 +1,45 @@
-"""Checks that tp_config, cp_config and pp_config can divide a model, and that the devices can share a batch.
+"""Checks that tp_config, cp_config and pp_config can divide a model. No torch.
 
-`layout.py` has the arithmetic of a division, `stages.py` that of stages.
+`config/layout.py` has the arithmetic of a division, `stages.py` that of stages.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
-from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, name_data_ranks
+from llmfoundry_layouts.pieces import count_pieces
+from llmfoundry_lite.config.check import refuse
+from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig, TrainConfig
-from llmfoundry_lite.config.stages import takes_microbatches
 from llmfoundry_lite.errors import ConfigError, either
 
 
-def check_layout(config: TrainConfig) -> None:
-    """Check the rules that hold on any number of devices. Raises ConfigError. `check_batch` checks the others."""
+def check_division(config: TrainConfig) -> None:
+    """Check the rules that hold on any number of devices. Raises ConfigError."""
     if config.tensor_parallel_degree > 1:
         _check_tensor_parallel(config)
     if config.context.context_parallel_degree > 1:
         _check_context_parallel(config)
-    refuse(config.pipeline.problems(config.model.n_layers), "pp_config")
+    refuse(find_problems(config.pipeline, config.model.n_layers), "pp_config")
     if config.pipeline.pipeline_parallel_degree > 1:
         _check_beside_pipeline(config, config.pipeline, config.sharding)
 
 
-def find_undivided(config: TrainConfig) -> dict[str, str]:
-    """Return block -> keys without effect, for blocks whose degree is 1.
-
-    They are allowed, so that setting the degree to 1 is enough to run the same YAML on a smaller cluster.
-    """
-    found = {}
-    for degree_key in DEGREE_KEYS.values():
-        block, _, degree = degree_key.partition(".")
-        section = getattr(config, block)
-        if section is not None and getattr(section, degree) == 1:
-            fields = [field for field in dataclasses.fields(section) if field.name != degree]
-            idle = [field.name for field in fields if getattr(section, field.name) != field.default]
-            if idle:
-                found[block] = f"{', '.join(idle)} without effect, for {degree} is 1"
-    return found
-
-
-def refuse(problems: Iterator[str], path: str) -> None:
-    """Raise ConfigError for the first problem of the block at `path`."""
-    for problem in problems:
-        raise ConfigError(f"{path}.{problem}")
-
-
-# ------------------------------------------------------------------------------------------------- batch
-
-
-def check_batch(config: TrainConfig, layout: Layout) -> None:
-    """Check that the devices can share a batch. Raises ConfigError."""
-    batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
-    num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout)
-    if batch % num_ranks:
-        fitting = ", ".join(str(n) for n in divisors(batch) if n <= 4 * num_ranks)
-        raise ConfigError(
-            f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
-            f"start with a number of {devices} that divides it ({fitting}) or change the batch size"
-        )
-    if isinstance(microbatch, int) and microbatch > batch // num_ranks:
-        raise ConfigError(
-            f"device_train_microbatch_size: {microbatch} is more than the {batch // num_ranks} samples "
-            f"each device gets ({batch} / {num_ranks} {devices}); set it to {batch // num_ranks} or less"
-        )
-    if config.exact_sums and isinstance(microbatch, int) and batch // num_ranks % microbatch:
-        raise ConfigError(
-            f"device_train_microbatch_size: {microbatch} does not divide the {batch // num_ranks} samples of each "
-            "device; with exact_sums every microbatch has as many"
-        )
-    if layout.pipeline > 1:
-        _check_microbatches(config, layout, batch // num_ranks)
-
-
-def _check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -> None:
+def check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -> None:
     """Check that there are microbatches for all stages; interleaved schedules need equal rounds."""
     pipeline, size = config.pipeline, config.device_train_microbatch_size
     what = f"{num_samples} samples of a data rank through {layout.pipeline} stages of {pipeline.schedule}"
-    fitting = [count for count in divisors(num_samples) if takes_microbatches(pipeline, count)]
+    fitting = [count for count in divisors(num_samples) if pipeline.takes_microbatches(count)]
     count = -(-num_samples // config.first_microbatch_size(num_samples))
     if size == "auto":
-        fits = any(takes_microbatches(pipeline, n) for n in range(1, count + 1))
+        fits = any(pipeline.takes_microbatches(n) for n in range(1, count + 1))
     elif size is None and pipeline.num_microbatches is not None:
         count, fits = pipeline.num_microbatches, pipeline.num_microbatches in fitting
     else:
-        fits = takes_microbatches(pipeline, count)
+        fits = pipeline.takes_microbatches(count)
     if fits:
         return
-    fitting_sizes = [n for n in range(num_samples, 0, -1) if takes_microbatches(pipeline, -(-num_samples // n))]
+    fitting_sizes = [n for n in range(num_samples, 0, -1) if pipeline.takes_microbatches(-(-num_samples // n))]
     if not fitting_sizes:
         raise ConfigError(
             f"global_train_batch_size: {what} fit no number of microbatches; use a batch that gives a data rank a "
@@ -143,13 +93,13 @@ def _check_context_parallel(config: TrainConfig) -> None:
     """Check that samples are cut into equal pieces; with `heads` devices also get equally many heads."""
     context, tensor = config.context, config.tensor_parallel_degree
     degree, key = context.context_parallel_degree, "cp_config.context_parallel_degree"
-    lengths, heads = lengths_of(config), _heads(config)
+    lengths, heads, num_pieces = lengths_of(config), _heads(config), count_pieces(context)
     num_heads, shortest = math.gcd(*heads.values()) // tensor, math.gcd(*lengths.values())
     for name, length in lengths.items():
-        if length % context.num_pieces:
+        if length % num_pieces:
             pieces = f"{degree}, of which each has two pieces," if context.kind == "gather" else str(degree)
             shares = divisors(math.gcd(shortest, num_heads) if context.kind == "heads" else shortest)[1:]
-            fitting = [n for n in shares if shortest % (n * context.num_pieces // degree) == 0][:8]
+            fitting = [n for n in shares if shortest % (n * num_pieces // degree) == 0][:8]
             raise ConfigError(
                 f"{key}: {pieces} does not divide {name}, {length}; use {either(fitting or ['another length'])}"
             )
@@ -173,6 +123,28 @@ def lengths_of(config: TrainConfig) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------------------------ stages
+
+
+def find_problems(pipeline: PipelineConfig, n_layers: int) -> Iterator[str]:
+    """Yield `key: what is wrong` for runs of blocks that do not suit the schedule or the number of layers."""
+    degree, num_runs, blocks = pipeline.pipeline_parallel_degree, pipeline.num_runs, pipeline.blocks
+    most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(pipeline.schedule, num_runs)
+    least = {"interleaved": 2, "zbv": 2}.get(pipeline.schedule, 1)
+    if not least <= num_runs <= most:
+        expected = str(least) if least == most else f"{least} or more"
+        yield f"virtual_stages: {num_runs} given, {pipeline.schedule} has {expected}; change it or the schedule"
+    if blocks is not None and min(blocks, default=0) < 1:
+        yield f"blocks: {blocks} given, expected 1 or more for each"
+    if blocks is not None and sum(blocks) != n_layers:
+        remedy = "change one of them"
+        yield f"blocks: {blocks} given, {sum(blocks)} in all, and model.n_layers is {n_layers}; {remedy}"
+    if degree > 1 and degree * num_runs > n_layers:
+        remedy = "use a smaller degree" + ("" if num_runs == least else " or fewer virtual_stages")
+        runs = f"{degree} x {num_runs} runs of blocks"
+        yield f"pipeline_parallel_degree: {runs} are more than model.n_layers, {n_layers}; {remedy}"
+    if degree > 1 and blocks is not None and len(blocks) != degree * num_runs:
+        what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
+        yield f"blocks: {blocks} given, expected {degree * num_runs} counts, for {what}"
 
 
 def _check_beside_pipeline(config: TrainConfig, pipeline: PipelineConfig, fsdp: FSDPConfig) -> None:

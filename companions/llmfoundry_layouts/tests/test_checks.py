@@ -1,4 +1,4 @@
-"""Division of layers and of samples, which the core checks, describes and estimates without a companion."""
+"""Division of layers and of samples: what is refused, what a dry run says of it, and what it saves."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -103,6 +103,23 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path, divided, arguments,
     with pytest.raises(ConfigError) as error:
         load(tmp_path, divided, *arguments.split())
     assert str(error.value).split(": ", 1)[1] == words
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        (
+            "pp_config.blocks=[1,3]",
+            "pp_config.blocks: [1, 3] given, 4 in all, and model.n_layers is 2; change one of them",
+        ),
+        ("pp_config.blocks=[]", "pp_config.blocks: [] given, expected 1 or more for each"),
+        ("pp_config.virtual_stages=3", "pp_config.virtual_stages: 3 given, 1f1b has 1; change it or the schedule"),
+    ],
+)
+def test_blocks_of_a_pipeline_with_a_degree_of_1_are_checked_too(tmp_path, argument, words):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, {}, "model.n_layers=2", argument)
+    assert str(error.value) == f"command line: {words}"
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmfoundry_layouts.stages import block_and_head, divide_blocks, stages_of
 from llmfoundry_lite.config.model_schema import FFNConfig, ModelConfig
 from llmfoundry_lite.config.schema import PipelineConfig
-from llmfoundry_lite.config.stages import block_and_head, divide_blocks, stages_of, takes_microbatches
 
 MPT_7B = ModelConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432)
 SCHEDULES = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3), "zero_bubble": (1, 2), "zbv": (2,)}
@@ -58,23 +58,3 @@ def test_a_stage_costs_no_more_than_any_other_way_of_dividing():
 
     ways = [way for way in itertools.product(range(1, 10), repeat=4) if sum(way) == 9]
     assert costliest(divide_blocks(model, 4)) == min(map(costliest, ways))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "taken"),
-    [
-        ("gpipe", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        ("1f1b", [4, 5, 6, 7, 8, 9]),
-        ("interleaved", [4, 5, 6, 7, 8]),
-        ("zbv", [4, 5, 6, 7, 8, 9]),
-    ],
-)
-def test_a_schedule_takes_so_many_microbatches(schedule, taken):
-    pipeline = PipelineConfig(pipeline_parallel_degree=4, schedule=schedule)
-    assert [count for count in range(1, 10) if takes_microbatches(pipeline, count)] == taken
-
-
-def test_microbatches_are_about_four_for_each_stage_unless_said():
-    default = PipelineConfig(pipeline_parallel_degree=2).default_num_microbatches
-    assert [default(n) for n in (2, 6, 8, 16, 20, 24, 64)] == [2, 6, 8, 8, 10, 8, 8]
-    assert default(5) == 5

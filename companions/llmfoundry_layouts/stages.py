@@ -49,15 +49,6 @@ def describe_stages(stages: list[Stage]) -> str:
     return ", ".join([*held, "last norm, head and loss"] if stages[-1].is_last else held)
 
 
-def takes_microbatches(pipeline: PipelineConfig, count: int) -> bool:
-    """Return whether the schedule runs with `count` microbatches: at least one for each stage, in equal rounds."""
-    degree = pipeline.pipeline_parallel_degree
-    if pipeline.schedule == "gpipe":
-        return count >= 1
-    has_rounds = pipeline.schedule in ("interleaved", "zero_bubble")
-    return count >= degree and not (has_rounds and count % (count // degree))
-
-
 def divide_blocks(model: ModelConfig, num_stages: int) -> list[int]:
     """Return the number of blocks of each stage, at least one, such that the costliest stage is as cheap as possible.
 
