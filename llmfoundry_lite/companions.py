@@ -46,6 +46,7 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "callbacks.generate_callback",
             "callbacks.early_stopper",
             "callbacks.kill_loss_spike",
+            "fast encoder of text: gigatoken",
         ),
     },
     "llmfoundry_ops": {"commands": ("train -n", "watch", "relay"), "readers": ("relay.jsonl",)},

@@ -24,5 +24,6 @@ COMPANION = Companion(
         "callbacks.generate_callback": "llmfoundry_formats.after_saves:build_generate",
         "callbacks.early_stopper": "llmfoundry_formats.stoppers:EarlyStopper",
         "callbacks.kill_loss_spike": "llmfoundry_formats.stoppers:KillLossSpike",
+        "fast encoder of text: gigatoken": "llmfoundry_formats.fast_encoder:FastEncoder",
     },
 )
