@@ -33,8 +33,8 @@ def make_run(lab: Lab, name: str) -> None:
     if name in CASES["runs"]:
         num_ranks, *changes = split(CASES["runs"][name])
         train(lab, name, int(num_ranks), *changes)
-    elif name in CASES["resumed"]:
-        first, second = CASES["resumed"][name]
+    elif name in CASES["halves"]:
+        first, second = CASES["halves"][name]
         train(lab, name, first, "autoresume=true", "stop_after=2ba")
         train(lab, name, second, "autoresume=true")
     else:
@@ -61,7 +61,7 @@ def make_islands(lab: Lab, name: str) -> None:
 
 
 def jobs(lab: Lab) -> dict[str, Callable[[], dict[str, Any]]]:
-    names = [*CASES["runs"], *CASES["resumed"], "islands"]
+    names = [*CASES["runs"], *CASES["halves"], "islands"]
     return {name: lambda name=name: record_run(lab, name) for name in names}
 
 
