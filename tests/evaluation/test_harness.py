@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import llmfoundry_lite.eval
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -437,7 +438,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
         load_subject("runs/tiny", device=CPU)
 
 
-def test_what_cannot_be_evaluated_is_said_in_one_line(here):
+def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
     for where, message in (
         ("nowhere", "models: nowhere does not exist; expected a run, a checkpoint, an exported folder or hf:NAME"),
         ("evals", "models: evals holds neither a checkpoint nor the config.json of a Hugging Face model"),
@@ -452,7 +453,13 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
         load_subject("model", tokenizer="other", device=CPU)
     for path in (here / "model").glob("tokenizer*"):
         path.unlink()
-    assert load_subject("model", tokenizer="tokenizer", device=CPU).source == "model"
+    assert not load_subject("model", tokenizer="tokenizer", device=CPU).notes
+    (here / "model/vocab.json").write_text("{}")
+    monkeypatch.setattr(companions, "find_companions", list)
+    assert load_subject("model", tokenizer="tokenizer", device=CPU).notes == [
+        "passed over the model's own tokenizer model: tokenizers without tokenizer.json: needs the companion "
+        "llmfoundry_formats"
+    ]
     (here / "icl.yaml").write_text("icl_tasks: [choice]\n")
     with pytest.raises(ConfigError, match="models: none given; name one"):
         load_eval_config(["icl.yaml"])
