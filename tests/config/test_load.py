@@ -493,7 +493,7 @@ def test_a_configuration_as_a_run_folder_has_it_is_accepted_again(tmp_path):
 
 
 def test_the_same_blocks_serve_a_smaller_cluster_with_a_degree_of_1():
-    """What they say of a division that is not made is checked as far as it can be, and named in a line."""
+    """Keys of a division that is not made are checked as far as possible, and named in a line."""
     tensor = "tp_config={tensor_parallel_degree: 1, sequence_parallel: true}"
     stages = ("pp_config={pipeline_parallel_degree: 1, schedule: interleaved, blocks: [1, 1]}", "model.n_layers=2")
     assert load(tensor, *stages).notes == [

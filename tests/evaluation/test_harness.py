@@ -119,7 +119,7 @@ def test_a_killed_evaluation_does_not_do_finished_tasks_again(here, monkeypatch)
 
 @pytest.mark.parametrize("tokenization", ["separate", "joint"])
 def test_a_finished_task_is_known_again_before_a_model_is_loaded(here, tokenization):
-    """Of a schema task without examples the delimiter may be left out."""
+    """A schema task without examples may leave out its delimiter."""
     rows = [{"context_options": ["the cat", "the dog"], "continuation": word, "gold": 0} for word in TEXT.split()]
     (here / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"label": "s", "icl_task_type": "schema", "dataset_uri": "s.jsonl", "continuation_delimiter": ": "}
