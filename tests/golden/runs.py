@@ -18,8 +18,15 @@ PASSING = ("throughput/", "memory/", "time/batch_seconds", "time/elapsed", "time
 
 
 def train(lab: Lab, name: str, num_ranks: int, *arguments: str, **environment: str) -> None:
-    ranks = ("-n", num_ranks, "--max-restarts", 0) if num_ranks > 1 else ()
-    lab.check("train", *ranks, "base.yaml", f"run_name={name}", *arguments, **environment)
+    given = ("base.yaml", f"run_name={name}", *arguments)
+    if num_ranks == 1 or lab.has("llmfoundry_ops"):
+        ranks = ("-n", num_ranks, "--max-restarts", 0) if num_ranks > 1 else ()
+        lab.check("train", *ranks, *given, **environment)
+        return
+    logs = lab.folder / "runs" / name / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    ranks = ("-n", num_ranks, *("--stdout", f"{logs}/rank{{rank}}.txt", "--stderr", f"{logs}/rank{{rank}}.txt"))
+    lab.check(*ranks, "-m", "llmfoundry_lite.train", *given, module="composer.cli.launcher")
 
 
 def need_run(lab: Lab, name: str) -> None:
