@@ -67,7 +67,7 @@ def hold_folder(folder: str, launch_id: str, *, alone: bool, timeout_seconds: fl
         if process == describe_this_process() or time.monotonic() > deadline:
             file.close()
             raise _refused(folder, process)
-        log.info("Waiting for %s to let go of %s", _name(process), folder)
+        log.info("Waiting for process %s to let go of %s", _place(process), folder)
         time.sleep(0.1)
 
 
@@ -84,15 +84,15 @@ def _refused(folder: str, process: dict[str, Any]) -> DataError:
             "or leave `remote` out if the folder is complete"
         )
     return DataError(
-        f"another run ({_name(process)}) is downloading into {folder}; give this run a `local` of its own, "
+        f"another run (process {_place(process)}) is downloading into {folder}; give this run a `local` of its own, "
         "end the other one, or leave `remote` out if the folder is complete"
     )
 
 
-def _name(process: dict[str, Any]) -> str:
-    """Name a process: containers of one machine count theirs anew, and may share its memory."""
+def _place(process: dict[str, Any]) -> str:
+    """Return a process's number and its container: those of one machine count anew, and may share its memory."""
     is_elsewhere = process.get("namespace", pid_namespace()) != pid_namespace()
-    return f"process {process.get('pid', 'unknown')}" + f" in another container, {process.get('host')}" * is_elsewhere
+    return f"{process.get('pid', 'unknown')}" + f" in another container, {process.get('host')}" * is_elsewhere
 
 
 def _read_note(file: BinaryIO) -> tuple[str, dict[str, Any]]:
