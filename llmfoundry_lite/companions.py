@@ -40,6 +40,7 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "rows of parquet and arrow",
             "logs of lm-eval and Inspect",
         ),
+        "builders": ("fast encoder of text: gigatoken",),
     },
     "llmfoundry_ops": {
         "commands": ("init", "train -n", "watch", "relay"),

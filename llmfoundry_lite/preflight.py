@@ -311,7 +311,7 @@ def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool)
             message += f", and {found.text_keys[0]} is text that needs it"
             if must_exist:
                 raise ConfigError(f"{message}; {_fetch(name)}")
-        elif found.text_keys and must_exist:
+        elif found.text_keys:
             companions.require("readers", f"tokenizers without {TOKENIZER_FILE}", f"tokenizer.name: {name}")
         found.not_checked.append(message)
         return

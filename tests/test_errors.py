@@ -1,4 +1,4 @@
-"""Whose fault an error is: a mistake comes again with every try, a fault of the world may pass."""
+"""Transient errors and the user's: a mistake comes again with every try, a fault of the world may pass."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ from llmfoundry_lite.errors import (
 
 
 class ClientError(Exception):
-    """As botocore's: the server's answer is in `response`."""
+    """Like botocore's: the server's answer is in `response`."""
 
     def __init__(self, code: str, status: int):
         super().__init__(f"An error occurred ({code})")
@@ -28,28 +28,28 @@ class ClientError(Exception):
 
 
 class HttpError(Exception):
-    """As gcsfs's (`code`), aiohttp's (`status`) and adlfs's (`status_code`)."""
+    """Like gcsfs's (`code`), aiohttp's (`status`) and adlfs's (`status_code`)."""
 
     def __init__(self, **answer: int):
         self.__dict__ |= answer
 
 
 class HTTPClientError(Exception):
-    """As botocore's, of which lost and refused connections are."""
+    """Like botocore's, the base of lost and refused connections."""
 
 
 class HttpProcessingError(Exception):
-    """As aiohttp's: it has a code of its own, also when the answer was cut."""
+    """Like aiohttp's: it has a code of its own, even when the answer was cut."""
 
     code = 400
 
 
 class ClientPayloadError(Exception):
-    """As aiohttp's."""
+    """Like aiohttp's."""
 
 
 class NoCredentialsError(Exception):
-    """As botocore's."""
+    """Like botocore's."""
 
 
 def as_s3fs(kind, cause: Exception) -> OSError:

@@ -78,7 +78,7 @@ def load(run, out):
 
 
 def restore_weights(run, out):
-    """As `load_path` does."""
+    """Restore as `load_path` does."""
     checkpoint = lf.read_run(run).segments_from
     assert checkpoint is not None
     config = open_checkpoint(checkpoint).manifest.config

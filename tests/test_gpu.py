@@ -92,7 +92,7 @@ def test_flex_and_sdpa_compute_logits_and_gradients_of_the_definition(name, with
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_the_last_queries_of_plain_text_see_what_is_before_them(dtype, num_kv_heads):
-    """As context parallelism of kind `gather` asks."""
+    """Context parallelism of kind `gather` asks for these."""
     q_bthk = torch.randn(2, 128, 4, 64, device="cuda", dtype=dtype).requires_grad_()
     k_bsgk, v_bsgk = (torch.randn(2, 384, num_kv_heads, 64, device="cuda", dtype=dtype).requires_grad_() for _ in "kv")
     found = []

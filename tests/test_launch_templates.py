@@ -267,7 +267,7 @@ os.abort()
 def test_a_job_whose_ranks_abort_is_requeued_if_it_says_that_it_was_preempted(
     tmp_path, status, age_seconds, is_requeued
 ):
-    """As NCCL's watchdog aborts a rank whose peer has left: the launcher's exit code is 134."""
+    """NCCL's watchdog aborts a rank whose peer has left; the launcher's exit code is then 134."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/slurm").symlink_to(ROOT / "scripts/slurm")
     (tmp_path / "scripts/train.py").write_text(ABORTED)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from llmfoundry_lite import preflight
+from llmfoundry_lite import companions, preflight
 from llmfoundry_lite.checkpoint import start as starting
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.config.layout import Layout, layout_of
@@ -368,7 +368,7 @@ def test_the_folder_of_a_stream_is_its_own_split_or_the_data_sets(tmp_path, data
     assert check(tmp_path, config)[1].num_samples["train"] == 60 + 9
 
 
-def test_text_needs_its_tokenizer_before_a_launch(tmp_path):
+def test_text_needs_its_tokenizer_before_a_launch(tmp_path, monkeypatch):
     folder = write_data(tmp_path / "data", num_train=20, num_val=5)
     index = folder / "train/index.json"
     index.write_text(index.read_text().replace('"tokens"', '"text"'))
@@ -380,6 +380,10 @@ def test_text_needs_its_tokenizer_before_a_launch(tmp_path):
         check(tmp_path, tiny_config(folder))
     _, found = check(tmp_path, tiny_config(folder), must_exist=False)
     assert found.not_checked[0].endswith("and train_loader.dataset is text that needs it")
+    (tmp_path / "old").mkdir()
+    monkeypatch.setattr(companions, "list_missing", lambda *slots: ["tokenizers without tokenizer.json"])
+    with pytest.raises(ConfigError, match=r"^tokenizer.name: .*/old: .* needs the companion llmfoundry_formats$"):
+        check(tmp_path, tiny_config(folder, tokenizer={"name": str(tmp_path / "old")}), must_exist=False)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the package says of itself where it is installed, and where it only lies on the path."""
+"""Version and facts that the package states, installed or only on the path."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError

@@ -1,4 +1,4 @@
-"""What this project takes from others: declared packages, pinned actions, known advisories."""
+"""Third parties of this project: declared packages, pinned actions, known advisories."""
 
 import ast
 import re
@@ -74,7 +74,7 @@ def test_an_action_is_pinned_by_its_commit_and_may_only_read():
 
 @pytest.mark.long
 def test_no_package_has_a_known_vulnerability(tmp_path):
-    """Of those that were tested together, the tests' own included."""
+    """Checks the releases that were tested together, those of the tests included."""
     for name in ("pyproject.toml", "README.md", "scripts"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)

@@ -1,4 +1,4 @@
-"""What `pip install` brings is all that is needed: a wheel, in environments of its own and an empty folder."""
+"""`pip install` brings everything that is needed: a wheel, in its own environments and an empty folder."""
 
 import json
 import os

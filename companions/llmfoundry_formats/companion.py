@@ -17,4 +17,5 @@ COMPANION = Companion(
         "rows of parquet and arrow": "llmfoundry_formats.tables:read_table",
         "logs of lm-eval and Inspect": "llmfoundry_formats.logs:load_logs",
     },
+    builders={"fast encoder of text: gigatoken": "llmfoundry_formats.fast_encoder:FastEncoder"},
 )

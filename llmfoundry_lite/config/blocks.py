@@ -40,6 +40,11 @@ def given_blocks(values: Mapping[str, Any]) -> dict[str, Block]:
     return {key: block for key, block in find_blocks().items() if values.get(key) is not None}
 
 
+def missing_blocks(values: Mapping[str, Any]) -> list[str]:
+    """Return the blocks that `values` sets and that no companion here has."""
+    return [key for key in companions.list_missing("blocks") if values.get(key) is not None]
+
+
 def keys_of_blocks() -> dict[str, Key]:
     return {
         key: Key(block.settings | None, None, block.setting, block.settings, None)

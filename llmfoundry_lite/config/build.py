@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmfoundry_lite import companions
+from llmfoundry_lite.config.blocks import missing_blocks
 from llmfoundry_lite.config.fields import Key, Setting, is_number, join, keys_of, schema_keys
 from llmfoundry_lite.config.layers import Layer, naming_source, source_of
 from llmfoundry_lite.config.schema import TrainConfig
@@ -33,15 +34,16 @@ def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] 
 def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
     """Raise ConfigError that names every key, at any depth, that `cls` does not have.
 
-    A block of a run that a companion would bring is answered with the companion's name.
+    A block of a run that a companion would bring is answered with the companion's name; null leaves it out anywhere.
     """
-    for name in companions.list_missing("blocks") if cls is TrainConfig and isinstance(values, dict) else ():
-        if name in values:
-            raise ConfigError(f"{source_of(name, layers)}: {companions.missing(name)}")
+    is_run = cls is TrainConfig and isinstance(values, dict)
+    for name in missing_blocks(values) if is_run else ():
+        raise ConfigError(f"{source_of(name, layers)}: {companions.missing(name)}")
+    absent = companions.list_missing("blocks") if is_run else ()
     unknown = [
         (join(inside, name), _suggest(str(name), inside, keys_of(block)))
         for block, inside, name, _ in _walk(cls, values, path)
-        if name not in keys_of(block)
+        if name not in keys_of(block) and not (block is cls and name in absent)
     ]
     refuse_keys(unknown, layers, "unknown key; ", "unknown keys")
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.config.blocks import missing_blocks
 from llmfoundry_lite.config.fields import REQUIRED, Rule, keys_of, settings_along
 from llmfoundry_lite.config.layers import get, leaf_keys
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -29,9 +30,11 @@ class Change(NamedTuple):
 def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule, list[Change]]:
     """Return all keys that differ between two configurations (as `schema.as_dict` gives them), by their rules.
 
-    `there` may come from another release. A key that it lacks counts as the default; a key unknown here is ignored.
+    `there` may come from another release. A key that it lacks counts as the default; a key unknown here is ignored,
+    but for a block of a companion that is missing here: it is left out.
     """
-    found: dict[Rule, list[Change]] = {"freely": [], "logged": [], "never": []}
+    absent = [Change(key, there[key], None) for key in missing_blocks(there)]
+    found: dict[Rule, list[Change]] = {"freely": absent, "logged": [], "never": []}
     has_dropout = bool(get(here, "model.attn_config.attn_pdrop")[1])
     for change in _compare(TrainConfig, there, here, ""):
         is_drawn = has_dropout and any(one.shapes_dropout for one in settings_along(TrainConfig, change.key))

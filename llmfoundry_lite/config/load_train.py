@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config import foundry
-from llmfoundry_lite.config.blocks import given_blocks
+from llmfoundry_lite.config.blocks import given_blocks, missing_blocks
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
 from llmfoundry_lite.config.check import check_together, find_surprises
 from llmfoundry_lite.config.layers import Layer, merge_layers, naming_source, read_layers, source_of
@@ -80,7 +80,7 @@ def find_run_folder(
         _fill_in_names(values, layers, environ)
     except ConfigError:
         return None
-    return Path(values["run_folder"])
+    return None if missing_blocks(values) else Path(values["run_folder"])  # a block may name a folder within it
 
 
 def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Mapping[str, str]) -> None:

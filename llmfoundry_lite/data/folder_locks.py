@@ -14,10 +14,11 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from llmfoundry_lite.errors import DataError, one_line
 from llmfoundry_lite.files import open_own
+from llmfoundry_lite.ranks.identity import describe_this_process, pid_namespace
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +57,17 @@ def hold_folder(folder: str, launch_id: str, *, alone: bool, timeout_seconds: fl
         with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
             file.truncate(0)
-            file.write(json.dumps({"launch": launch_id, "pid": os.getpid()}).encode())
+            file.write(json.dumps({"launch": launch_id, "process": describe_this_process()}).encode())
             file.flush()
         fcntl.flock(file, fcntl.LOCK_SH)  # waits only while another writes its note
-        holder, pid = _read_note(file)
+        holder, process = _read_note(file)
         if not alone or holder == launch_id:
             return file
         fcntl.flock(file, fcntl.LOCK_UN)
-        if pid == os.getpid() or time.monotonic() > deadline:
+        if process == describe_this_process() or time.monotonic() > deadline:
             file.close()
-            raise _refused(folder, pid)
-        log.info("Waiting for process %s to let go of %s", pid, folder)
+            raise _refused(folder, process)
+        log.info("Waiting for process %s to let go of %s", _place(process), folder)
         time.sleep(0.1)
 
 
@@ -76,22 +77,28 @@ def check_not_held(folder: str) -> None:
         file.close()
 
 
-def _refused(folder: str, pid: int) -> DataError:
-    if pid == os.getpid():
+def _refused(folder: str, process: dict[str, Any]) -> DataError:
+    if process == describe_this_process():
         return DataError(
             f"two data sets of this run download into {folder}; give each its own `local`, "
             "or leave `remote` out if the folder is complete"
         )
     return DataError(
-        f"another run (process {pid}) is downloading into {folder}; give this run a `local` of its own, "
+        f"another run (process {_place(process)}) is downloading into {folder}; give this run a `local` of its own, "
         "end the other one, or leave `remote` out if the folder is complete"
     )
 
 
-def _read_note(file: BinaryIO) -> tuple[str, int]:
-    """Return the launch that took a lock first, and its process; empty and 0 if no run has written that."""
+def _place(process: dict[str, Any]) -> str:
+    """Return a process's number and its container: those of one machine count anew, and may share its memory."""
+    is_elsewhere = process.get("namespace", pid_namespace()) != pid_namespace()
+    return f"{process.get('pid', 'unknown')}" + f" in another container, {process.get('host')}" * is_elsewhere
+
+
+def _read_note(file: BinaryIO) -> tuple[str, dict[str, Any]]:
+    """Return the launch that took a lock first, and its process; both empty if no run has written that."""
     file.seek(0)
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         note = json.loads(file.read(MAX_NOTE_BYTES))
-        return str(note["launch"]), int(note["pid"])
-    return "", 0
+        return str(note["launch"]), dict(note["process"])
+    return "", {}

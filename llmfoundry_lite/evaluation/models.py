@@ -198,20 +198,29 @@ def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement)
         except ConfigError as error:
             raise DataError(f"models: {where}: its model_type is {kind!r}, not {', '.join(KINDS)}; {error}") from error
     found = load_tokenizer(tokenizer or folder)
-    own = _own_tokenizer(folder) if tokenizer else None
+    notes: list[str] = []
+    own = _own_tokenizer(folder, notes) if tokenizer else None
     if own is not None and own.fingerprint != found.fingerprint:
         raise DataError(
             f"models: {where} has another tokenizer of its own ({own.fingerprint}) than {tokenizer} "
             f"({found.fingerprint}); leave tokenizer=… out"
         )
-    save_id = _identify(folder)
-    return Subject(source=where, save_id=save_id, num_tokens_trained=None, load=lambda: load(at), tokenizer=found)
+    return Subject(
+        source=where,
+        save_id=_identify(folder),
+        num_tokens_trained=None,
+        load=lambda: load(at),
+        tokenizer=found,
+        notes=notes,
+    )
 
 
-def _own_tokenizer(folder: Path) -> Tokenizer | None:
+def _own_tokenizer(folder: Path, notes: list[str]) -> Tokenizer | None:
     try:
         return load_tokenizer(folder)
-    except DataError:  # the folder has none that can be read, which is why the user names one
+    except DataError as error:  # the folder has none that can be read, which is why the user names one
+        if isinstance(error.__cause__, ConfigError):  # a companion could read it
+            notes.append(f"passed over the model's own {error}")
         return None
 
 

@@ -19,16 +19,17 @@ from functools import cached_property
 from io import BytesIO
 from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.progress import Progress
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.data.spelling import Loss, Speller, describe_loss, load_loss
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents
-from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal, may_be_used
 from llmfoundry_lite.prepare.request import Request
 from llmfoundry_lite.prepare.sources import Source
 
@@ -41,6 +42,11 @@ MAX_LOST_TEXT = 0.01
 VERDICT = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 IN_GIGATOKEN = " in gigatoken"
+FAST_ENCODER = "fast encoder of text: gigatoken"
+
+
+class Unequal(Exception):
+    """The two libraries made different tokens of one document, or the fast one failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +98,8 @@ def tokenize(
     The fast encoder is used where it is worth while. If it proves unequal, all it has made is made again without it.
     Raises DataError for a tokenizer that loses more than `max_lost_text` of the text.
     """
-    if may_be_used(source.total_bytes, partial / VERDICT):
+    fast = find_fast_encoder()
+    if fast and fast.may_be_used(source.total_bytes, partial / VERDICT):
         files = TokenFiles(request, partial, tokenizer, is_fast=True)
         try:
             return make_token_files(source, files, num_workers, bars, max_lost_text)
@@ -100,6 +107,11 @@ def tokenize(
             notify(f"{error}: tokenising by tokenizers alone, and again what was not")
     files = TokenFiles(request, partial, tokenizer, is_fast=False)
     return make_token_files(source, files, num_workers, bars, max_lost_text)
+
+
+def find_fast_encoder() -> Any:
+    """Return the class of the fast encoder; None where no companion has it."""
+    return dict(companions.parts("builders", lambda name: name == FAST_ENCODER)).get(FAST_ENCODER)
 
 
 def make_token_files(
@@ -257,9 +269,9 @@ class TokenFiles:
         self.is_fast = is_fast
 
     @cached_property
-    def encoder(self) -> FastEncoder | None:
+    def encoder(self) -> Any:
         """The fast encoder if there is one, built by the first task, where an error can be reported."""
-        return FastEncoder(self.tokenizer, self.partial / VERDICT) if self.is_fast else None
+        return find_fast_encoder()(self.tokenizer, self.partial / VERDICT) if self.is_fast else None
 
     @cached_property
     def speller(self) -> Speller:

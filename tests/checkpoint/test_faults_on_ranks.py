@@ -155,7 +155,7 @@ def test_what_one_rank_finds_all_ranks_do(tmp_path):
 
 
 def views(folder):
-    """What one rank sees otherwise than the others. All in one launch, the lasting fault last."""
+    """Faults that only one rank sees, all in one launch. The lasting fault comes last."""
     start()
     rank, host = dist.get_rank(), socket.gethostname()
     model, opt = build("FULL_SHARD")

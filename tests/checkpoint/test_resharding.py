@@ -86,7 +86,7 @@ def plan_simulated(whole, layouts, mesh_shape, absent=()):
 
 
 def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
-    """What each rank's plan is, then what each rank writes."""
+    """Plan for each rank, then write for each rank."""
     plans = plan_simulated(whole, layouts, mesh_shape, absent)
     folder, files = LocalFolder(folder), []
     folder.make(with_parents=True)

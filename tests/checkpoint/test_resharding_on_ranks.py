@@ -86,7 +86,7 @@ def test_whole_tensors_need_no_process_group(tmp_path):
 
 @pytest.mark.multiprocess
 def test_ranks_may_hold_different_tensors_of_one_model(tmp_path):
-    """As under pipeline parallelism; another number of stages restores what these two have saved."""
+    """Two pipeline stages save; another number of stages restores."""
     folder = tmp_path / "checkpoints"
     launch(save_and_load_stages, (str(folder),), tmp_path, 2).check()
     verify_checkpoint(open_checkpoint(folder / "ba1"))

@@ -19,7 +19,7 @@ def uuid_of(number: int) -> str:
 
 
 def nvidia(root: Path, *names: str) -> Path:
-    """As the driver's kernel module lists its devices."""
+    """Write devices where the NVIDIA driver's kernel module lists them."""
     for number, name in enumerate(names):
         folder = root / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0"
         folder.mkdir(parents=True)
@@ -29,7 +29,7 @@ def nvidia(root: Path, *names: str) -> Path:
 
 
 def amd(root: Path, *devices: tuple[int, int], processors: int = 2) -> Path:
-    """As KFD does: nodes of processors, then a node for each (number of PCI, compute units)."""
+    """Write devices as KFD lists them: processors' nodes, then a node for each (PCI number, compute units)."""
     nodes = [CPU_NODE] * processors
     nodes += [
         {"simd_count": units * 4, "simd_per_cu": 4, "device_id": pci, "vendor_id": 4098, "unique_id": 0xABC0 + number}
@@ -140,7 +140,7 @@ def test_cuda_s_own_order_of_unlike_devices_is_not_guessed(tmp_path):
 
 
 def test_uuids_that_the_kernel_does_not_tell(tmp_path):
-    """As of a device that is asleep. Where all are alike, one more or less is all there is to know."""
+    """A sleeping device has no UUID. Where all devices are alike, only their number matters."""
     for name, devices in (("alike", [H100] * 4), ("mixed", MIXED)):
         for file in nvidia(tmp_path / name, *devices).rglob("information"):
             file.write_text(re.sub(r"GPU-.*", "GPU-????????-????-????-????-????????????", file.read_text()))
@@ -171,7 +171,7 @@ MI250, MI300X = (0x740C, 104), (0x74A1, 304)
     ],
 )
 def test_amd_devices_that_variables_name_are_looked_at(tmp_path, visible, expected):
-    """Of twelve, so that the kernel's node 10 is not the third."""
+    """With twelve devices, the kernel's node 10 is not the third."""
     found = find_devices(amd(tmp_path, *[MI250] * 8, *[MI300X] * 4), visible)
     assert found and (found.name, found.num_devices) == expected
 

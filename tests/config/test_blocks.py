@@ -8,13 +8,13 @@ from llmfoundry_lite import companions, preflight
 from llmfoundry_lite.companions import Companion
 from llmfoundry_lite.config import blocks, fields
 from llmfoundry_lite.config.blocks import Block
-from llmfoundry_lite.config.build import refuse_unknown_keys
+from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, Setting, setting
 from llmfoundry_lite.config.layers import is_for_hardware
 from llmfoundry_lite.config.layout import layout_of
-from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.load_train import find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.partners import Partners, find_partners
@@ -120,6 +120,14 @@ def test_a_block_whose_companion_is_missing_names_it(tmp_path):
     overlay.write_text("overlay: hardware\nislands: {name: a}\n")
     with pytest.raises(ConfigError, match=r"here.yaml: islands: needs the companion llmfoundry_islands$"):
         load(str(overlay))
+
+
+def test_a_run_of_a_missing_block_is_read_and_carried_on_with_a_word():
+    here = as_dict(load("islands=null"))
+    assert "islands" not in here and build_block(TrainConfig, here | {"islands": None}).trains_alone
+    (change,) = find_changes(here | {"islands": {"name": "a"}}, here)["freely"]
+    assert str(change) == "islands left out"
+    assert find_run_folder(["mpt-125m"]) and not find_run_folder(["mpt-125m", "islands.name=a"])
 
 
 @pytest.mark.parametrize(("block", "key"), [(EvalConfig, "islands"), (TrainConfig, "plan"), (TrainConfig, "bench")])

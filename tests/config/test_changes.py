@@ -1,4 +1,4 @@
-"""What may change in the middle of a run: every key has a rule, and nothing that may not change does."""
+"""Changes in the middle of a run: every key has a rule, and a key that may not change does not."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a limit of the cache counts."""
+"""The limit of the cache: which files it counts."""
 
 from types import SimpleNamespace
 from typing import Any

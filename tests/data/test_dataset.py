@@ -461,7 +461,7 @@ def bucket(request, tmp_path, monkeypatch) -> Iterator[tuple[Path, Callable[[], 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_cache_limit_never_removes_what_a_bucket_has_not_shown_to_hold(tmp_path, bucket, downloads, compression):
-    """What came from the bucket goes, of an earlier launch too; what came from elsewhere stays."""
+    """Shards fetched from the bucket are evicted, an earlier launch's too. Shards from elsewhere stay."""
     remote, upload = bucket
     write_shards(remote, 300, compression=compression, hashes=["xxh64"])
     upload()

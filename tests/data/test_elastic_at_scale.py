@@ -22,7 +22,7 @@ LAYOUTS = [(1, 1), (1, 3), (2, 1), (3, 4), (2, 8), (3, 8), (4, 8), (6, 8), (8, 8
 
 
 def digest_of_ids(ids: np.ndarray) -> int:
-    """Of the rows that these samples stand for, as a rank computes it."""
+    """Compute the digest of these samples' rows, as a rank does."""
     tokens = np.where(ids == NO_SAMPLE, PAD_TOKEN, ids)[:, None] * np.ones(2, np.int64)
     return batch_digest(torch.from_numpy(tokens))
 
@@ -84,7 +84,7 @@ def test_any_number_of_stops_on_any_layouts_across_epochs_gives_the_same_digests
 
 
 def test_a_skipped_a_repeated_and_a_torn_batch_each_change_the_digests():
-    """What the test above would see."""
+    """The test above would notice each of these."""
     order = SampleOrder(
         shard_sizes_per_stream=[[500, 900]], choose_per_stream=[1400], batch_size=BATCH_SIZE, seed=1, shuffle=True
     )

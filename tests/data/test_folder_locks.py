@@ -1,6 +1,7 @@
 """Killed runs and live neighbours, with real processes."""
 
 import gc
+import json
 import os
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from llmfoundry_lite.data import folder_locks
 from llmfoundry_lite.data.folder_locks import SHARED_MEMORY, check_not_held, hold_folder, lock_path
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.ranks.identity import describe_this_process
 from tests.helpers.launch import ROOT
 from tests.helpers.numbered import numbers_of, open_data, write_shards
 
@@ -117,6 +119,16 @@ def test_waiting_ends_as_soon_as_the_other_run_is_gone(other, cache):
     Timer(0.3, process.kill).start()
     hold(cache, timeout_seconds=60)
     assert process.wait() < 0
+
+
+def test_a_process_of_another_container_with_our_number_is_another(cache):
+    ours = hold_folder(str(cache), "theirs", alone=True)
+    theirs = describe_this_process() | {"namespace": "pid:[1]", "host": "theirs"}
+    lock_path(str(cache)).write_text(json.dumps({"launch": "theirs", "process": theirs}))
+    with pytest.raises(DataError, match=rf"another run \(process {os.getpid()} in another container, theirs\) is down"):
+        hold(cache)
+    assert ours
+    ours.close()
 
 
 # Other users of the machine -----------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_shares_are_exact_beyond_64_bits(data):
 
 
 def test_five_thousand_million_samples_and_a_half_are_all_there():
-    """Of a partial repeat above 3 thousand million samples, 64 bits used to lose whole shards."""
+    """With 64 bits, a partial repeat above 3 thousand million samples used to lose whole shards."""
     order = make_order(shard_sizes=[50_000] * 100_000, choose=7_500_000_000, batch_size=65_536, window_samples=1 << 20)
     assert order.epoch(3)._unit_bounds[-1] == 7_500_000_000
     last = order.epoch(3).sample_ids(range(65_530, 65_536), range(order.num_batches - 1, order.num_batches))

@@ -45,7 +45,7 @@ def test_epochs_of_all_stages_are_every_batch_once(stages, more):
 
 @pytest.fixture
 def mixture(tmp_path):
-    """Of streams `web` (0 to 99), `code` (1000 to 1099) and `math` (2000 to 2049): three stages."""
+    """Three stages of the streams `web` (ids 0 to 99), `code` (1000 to 1099) and `math` (2000 to 2049)."""
     places = {}
     for name, count, first in (("web", 100, 0), ("code", 100, 1000), ("math", 50, 2000)):
         places[name] = {"local": str(write_shards(tmp_path / name, count, first=first))}

@@ -46,7 +46,7 @@ def test_the_tour_names_every_companion():
 
 
 def test_no_test_module_imports_from_another():
-    """What several share lies in tests/helpers, or beside them in a module that has no tests."""
+    """Shared code lies in tests/helpers, or beside the tests in a module without tests."""
     found = [
         f"{path.relative_to(ROOT)}: {line}"
         for path in sorted((ROOT / "tests").rglob("*.py"))

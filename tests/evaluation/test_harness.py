@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import llmfoundry_lite.eval
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -118,7 +119,7 @@ def test_a_killed_evaluation_does_not_do_finished_tasks_again(here, monkeypatch)
 
 @pytest.mark.parametrize("tokenization", ["separate", "joint"])
 def test_a_finished_task_is_known_again_before_a_model_is_loaded(here, tokenization):
-    """Of a schema task without examples the delimiter may be left out."""
+    """A schema task without examples may leave out its delimiter."""
     rows = [{"context_options": ["the cat", "the dog"], "continuation": word, "gold": 0} for word in TEXT.split()]
     (here / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"label": "s", "icl_task_type": "schema", "dataset_uri": "s.jsonl", "continuation_delimiter": ": "}
@@ -437,7 +438,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
         load_subject("runs/tiny", device=CPU)
 
 
-def test_what_cannot_be_evaluated_is_said_in_one_line(here):
+def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
     for where, message in (
         ("nowhere", "models: nowhere does not exist; expected a run, a checkpoint, an exported folder or hf:NAME"),
         ("evals", "models: evals holds neither a checkpoint nor the config.json of a Hugging Face model"),
@@ -452,7 +453,13 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here):
         load_subject("model", tokenizer="other", device=CPU)
     for path in (here / "model").glob("tokenizer*"):
         path.unlink()
-    assert load_subject("model", tokenizer="tokenizer", device=CPU).source == "model"
+    assert not load_subject("model", tokenizer="tokenizer", device=CPU).notes
+    (here / "model/vocab.json").write_text("{}")
+    monkeypatch.setattr(companions, "find_companions", list)
+    assert load_subject("model", tokenizer="tokenizer", device=CPU).notes == [
+        "passed over the model's own tokenizer model: tokenizers without tokenizer.json: needs the companion "
+        "llmfoundry_formats"
+    ]
     (here / "icl.yaml").write_text("icl_tasks: [choice]\n")
     with pytest.raises(ConfigError, match="models: none given; name one"):
         load_eval_config(["icl.yaml"])

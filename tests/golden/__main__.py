@@ -4,13 +4,13 @@
     python -m tests.golden compare BEFORE.json AFTER.json
     python -m tests.golden moved REV [REV2] [--code-only]
 
-Parts: commands, errors, data, runs, eval, costs; of a part one job, as in `--only runs/bf16`.
+Parts: commands, errors, data, runs, eval, costs; of a part one job, as in `--only runs/bf16`. `core` or a companion's
+name takes its keys alone. Without --only, those of the core and of every companion in DIR are recorded.
 """
 
 import argparse
 import json
 import platform
-import shutil
 import sys
 import tempfile
 import time
@@ -24,6 +24,7 @@ from tests.golden import commands, costs, data, errors, evaluation, runs
 from tests.golden.compare import compare, describe
 from tests.golden.lab import Lab
 from tests.golden.moved import list_moved
+from tests.golden.owners import OWNERS, owner_of, owners_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"commands": commands, "errors": errors, "data": data, "runs": runs, "eval": evaluation, "costs": costs}
@@ -31,22 +32,25 @@ PARTS = {"commands": commands, "errors": errors, "data": data, "runs": runs, "ev
 
 def record(repo: Path, only: Sequence[str] = (), jobs_at_once: int = 2) -> dict[str, Any]:
     """Run everything that `only` selects, or all."""
-    if unknown := [name for name in only if name.partition("/")[0] not in PARTS]:
-        raise SystemExit(f"{', '.join(unknown)}: expected one of {', '.join(PARTS)}, or such as runs/bf16")
-    folder = Path(tempfile.mkdtemp(prefix="golden-"))
-    lab, found = Lab(repo, folder), {}
-    try:
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="golden-", ignore_cleanup_errors=True) as folder:
+        lab = Lab(repo, Path(folder))
+        here = [owner for owner in OWNERS if lab.has(owner)]
+        if unknown := [name for name in only if name.partition("/")[0] not in (*PARTS, *here)]:
+            raise SystemExit(
+                f"{', '.join(unknown)}: expected one of {', '.join((*PARTS, *here))}, or such as runs/bf16"
+            )
+        owners, asked = [owner for owner in here if owner in only] or here, {*only} - {*here}
         for part, module in PARTS.items():
             jobs = {
                 f"{part}/{name}": job
                 for name, job in module.jobs(lab).items()
-                if not only or part in only or f"{part}/{name}" in only
+                if (not asked or asked & {part, f"{part}/{name}"}) and owners_of(f"{part}/{name}") & {*owners}
             }
             with ThreadPoolExecutor(1 if part == "costs" else jobs_at_once) as pool:
-                found.update(zip(jobs, pool.map(run_job, jobs, jobs.values()), strict=True))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return {"machine": machine(), "jobs": dict(sorted(found.items()))}
+                for name, results in zip(jobs, pool.map(run_job, jobs, jobs.values()), strict=True):
+                    found[name] = {key: results[key] for key in results if owner_of(f"{part}/{key}") in owners}
+    return {"machine": machine(), "owners": owners, "jobs": dict(sorted(found.items()))}
 
 
 def run_job(name: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def run_job(name: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    """What decides the last bits of a sum."""
+    """Describe everything here that decides the last bits of a sum."""
     import torch
 
     return {
@@ -82,7 +86,8 @@ def write(recorded: dict[str, Any], path: Path) -> None:
         ]
         texts.append(f"{json.dumps(job)}: {{\n" + ",\n".join(lines) + "\n}")
     body = ",\n".join(texts)
-    path.write_text(f'{{"machine": {json.dumps(recorded["machine"])}, "jobs": {{\n{body}\n}}}}\n')
+    head = json.dumps({key: value for key, value in recorded.items() if key != "jobs"})
+    path.write_text(f'{head[:-1]}, "jobs": {{\n{body}\n}}}}\n')
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.golden.lab import CASES, Lab, split
+from tests.golden.owners import LISTED
 from tests.golden.runs import need_run
 
 SHOWN = 6
@@ -26,7 +27,7 @@ def jobs(lab: Lab) -> dict[str, Callable[[], dict[str, Any]]]:
 def walk(lab: Lab, path: list[str]) -> dict[str, Any]:
     """The help of a command and of all below it."""
     said = lab.call(*path, "--help")
-    found: dict[str, Any] = {f"help/{'.'.join(path) or 'top'}": str(said)}
+    found: dict[str, Any] = {f"help/{'.'.join(path) or 'top'}": str(said) if path else LISTED.sub("", str(said))}
     _, _, commands = said.out.partition("\nCommands:\n")
     for name in re.findall(r"^  ([a-z][\w-]*)  ", commands, re.M):
         found.update(walk(lab, [*path, name]))
@@ -38,10 +39,10 @@ def dry_runs(lab: Lab) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted((lab.repo / "yamls/pretrain").glob("*.yaml")):
         name = path.stem
-        alone = str(lab.call("train", name, "--dry-run=full"))
+        alone = LISTED.sub("", str(lab.call("train", name, "--dry-run=full")))
         found[f"dry-run/{name}"] = alone if name == "mpt-125m" else difference(found["dry-run/mpt-125m"], alone)
         if overlay := CASES["overlays"].get(name):
-            laid_over = str(lab.call("train", name, *split(overlay), "--dry-run=full"))
+            laid_over = LISTED.sub("", str(lab.call("train", name, *split(overlay), "--dry-run=full")))
             found[f"dry-run/{name} {overlay}"] = difference(alone, laid_over)
     return found
 
@@ -114,7 +115,7 @@ def of_a_run(lab: Lab) -> dict[str, Any]:
     facts = json.loads((lab.folder / "runs/told/report.json").read_text())
     found["report/keys"] = sorted(set(keys_of(facts)))
     found["status.json"] = (lab.folder / "runs/told/status.json").read_text()
-    found["config.yaml"] = lab.plain((lab.folder / "runs/told/config.yaml").read_text())
+    found["config.yaml"] = LISTED.sub("", lab.plain((lab.folder / "runs/told/config.yaml").read_text()))
     return found
 
 

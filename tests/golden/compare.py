@@ -5,9 +5,11 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.golden.intended import INTENDED
+from tests.golden.owners import OWNERS, owner_of
 
 NUMBER = re.compile(r"[-+]?0x[01]\.[0-9a-f]+p[-+]\d+|[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 MACHINE_BOUND = ("runs/*/tensors", "eval/*/digest", "data/make-tasks/*", "commands/checkpoint/diff", "eval/*table*")
@@ -19,17 +21,17 @@ WORSE = 1.25
 CONTEXT = 2
 
 
+@dataclass
 class Comparison:
     """Keys that differ, each with lines that show it."""
 
-    def __init__(self) -> None:
-        self.different: dict[str, list[str]] = {}
-        self.intended: dict[str, tuple[str, list[str]]] = {}
-        self.warnings: list[str] = []
+    different: dict[str, list[str]] = field(default_factory=dict)
+    intended: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
-    """Compare the jobs that both records have."""
+    """Compare the jobs that both records have, by the keys of owners whose keys both have."""
     found = Comparison()
     same_machine = before["machine"] == after["machine"]
     if not same_machine:
@@ -37,6 +39,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
             f"recorded on {before['machine']} and {after['machine']}: numbers compared to {TOLERANCE}"
         )
     for key, ours, theirs in pairs(before["jobs"], after["jobs"]):
+        if not all(owner_of(key) in record.get("owners", OWNERS) for record in (before, after)):
+            continue
         if key.startswith("costs/"):
             found.warnings += worse(key, ours or {}, theirs or {})
         elif ours == theirs or (not same_machine and same_elsewhere(key, ours, theirs)):
@@ -100,8 +104,10 @@ def describe(found: Comparison) -> str:
     lines = []
     for key, (reason, shown) in found.intended.items():
         lines += [f"== {key}: differs on purpose: {reason}", *indent(shown)]
-    for key, shown in found.different.items():
-        lines += [f"== {key}", *indent(shown)]
+    for owner in OWNERS:
+        keys = [key for key in found.different if owner_of(key) == owner]
+        lines += [f"# {owner}: {len(keys)} keys differ"] if keys else []
+        lines += [line for key in keys for line in (f"== {key}", *indent(found.different[key]))]
     lines += [f"warning: {warning}" for warning in found.warnings]
     lines.append(f"{len(found.different)} keys differ, {len(found.intended)} on purpose")
     return "\n".join(lines)

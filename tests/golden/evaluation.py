@@ -58,11 +58,8 @@ def record_suite(lab: Lab) -> dict[str, Any]:
     for path in sorted((lab.folder / "compared").iterdir()):
         if path.suffix in (".md", ".csv", ".json"):
             found[f"compare/{path.name}"] = lab.plain(path.read_text())
-    found["generate"] = str(
-        lab.call("generate", "runs/fp32", "--prompt", "1: one", "--max-new-tokens", 12, "--temperature", 0)
-    )
-    found["generate/sampled"] = str(
-        lab.call("generate", "runs/bf16", "--prompt", "1: one", "--max-new-tokens", 12, "--seed", 5)
-    )
+    asked = ("--prompt", "1: one", "--max-new-tokens", 12)
+    found["generate"] = str(lab.call("generate", "runs/fp32", *asked, "--temperature", 0))
+    found["generate/sampled"] = str(lab.call("generate", "runs/bf16", *asked, "--seed", 5))
     found["again"] = str(lab.call("eval", "suite.yaml", "models.ours=runs/bf16"))
     return found

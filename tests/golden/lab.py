@@ -32,7 +32,6 @@ MEANINGLESS = [
     (r"\b(process|pid) \d+\b", r"\1 PID"),
     (r"\b127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
     (r"\b\d+\.\d+\.\d+ [0-9a-f]{12}(\+changes)?\b", "VERSION"),
-    (r"[\d,.]+ (tokens/s|items/s|documents/s|MB/s|GB/s)(?! )", r"N \1"),
     (r"[\d,.]+ (tokens/s|items/s|documents/s|MB/s|GB/s)\b", r"N \1"),
     (r"(?<![\w.,-])[\d,]+(\.\d+)? s\b(?!\w)", "N s"),
     (r"\.py:\d+", ".py:LINE"),
@@ -59,11 +58,7 @@ class Lab:
         python = self.repo / ".venv/bin/python"
         self.python = str(python if python.exists() else sys.executable)
         self.environment = {
-            **{
-                key: value
-                for key, value in os.environ.items()
-                if not key.startswith(("COMPOSER", "PYTEST", "RUN_NAME"))
-            },
+            **{key: os.environ[key] for key in os.environ if not key.startswith(("COMPOSER", "PYTEST", "RUN_NAME"))},
             "PYTHONPATH": str(self.repo),
             "PATH": f"{Path(self.python).parent}:{os.environ['PATH']}",
             "COLUMNS": "120",
@@ -78,10 +73,16 @@ class Lab:
         self._made: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def call(self, *arguments: object, timeout_seconds: float = 600, **environment: str) -> Said:
-        """Run `llmfoundry-lite ARGUMENTS`, or one of scripts/ if the first of them is `SCRIPT.py`."""
+    def has(self, owner: str) -> bool:
+        """Return whether the checkout has this companion; the core is everywhere."""
+        return owner == "core" or (self.repo / "companions" / owner).is_dir()
+
+    def call(
+        self, *arguments: object, module: str = "llmfoundry_lite", timeout_seconds: float = 600, **environment: str
+    ) -> Said:
+        """Run `llmfoundry-lite ARGUMENTS`, another module, or one of scripts/ if the first of them is `SCRIPT.py`."""
         is_script = str(arguments[0]).endswith(".py")
-        program = [str(self.repo / "scripts" / str(arguments[0]))] if is_script else ["-m", "llmfoundry_lite"]
+        program = [str(self.repo / "scripts" / str(arguments[0]))] if is_script else ["-m", module]
         command = [self.python, *program, *map(str, arguments[is_script:])]
         try:
             ended = subprocess.run(
@@ -137,19 +138,23 @@ class Lab:
         return [f"{i}: {' '.join(chance.choices(lexicon, k=chance.randint(1, 120)))}.\n" for i in range(400)]
 
     def need_text(self) -> None:
-        """`text/`: plain files, JSON lines, compressed ones and a table."""
+        """`text/`: plain files, JSON lines, compressed ones and a table, whose rows are lines where none reads it."""
 
         def write() -> None:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
             text, documents = self.folder / "text", self.documents
             text.mkdir()
             for i, document in enumerate(documents[:40]):
                 (text / f"{i:02}.txt").write_text(document)
-            (text / "a.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents[40:200]))
+            lines = [json.dumps({"text": document}) + "\n" for document in documents]
+            (text / "a.jsonl").write_text("".join(lines[40:200]))
             with gzip.GzipFile(text / "b.jsonl.gz", "wb", mtime=0) as file:
-                file.write("".join(json.dumps({"text": d}) + "\n" for d in documents[200:300]).encode())
+                file.write("".join(lines[200:300]).encode())
+            if not self.has("llmfoundry_formats"):
+                (text / "c.jsonl").write_text("".join(lines[300:]))
+                return
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
             pq.write_table(pa.table({"text": documents[300:]}), text / "c.parquet")
 
         self.once("text", write)

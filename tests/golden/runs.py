@@ -18,8 +18,15 @@ PASSING = ("throughput/", "memory/", "time/batch_seconds", "time/elapsed", "time
 
 
 def train(lab: Lab, name: str, num_ranks: int, *arguments: str, **environment: str) -> None:
-    ranks = ("-n", num_ranks, "--max-restarts", 0) if num_ranks > 1 else ()
-    lab.check("train", *ranks, "base.yaml", f"run_name={name}", *arguments, **environment)
+    given = ("base.yaml", f"run_name={name}", *arguments)
+    if num_ranks == 1 or lab.has("llmfoundry_ops"):
+        ranks = ("-n", num_ranks, "--max-restarts", 0) if num_ranks > 1 else ()
+        lab.check("train", *ranks, *given, **environment)
+        return
+    logs = lab.folder / "runs" / name / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    ranks = ("-n", num_ranks, *("--stdout", f"{logs}/rank{{rank}}.txt", "--stderr", f"{logs}/rank{{rank}}.txt"))
+    lab.check(*ranks, "-m", "llmfoundry_lite.train", *given, module="composer.cli.launcher")
 
 
 def need_run(lab: Lab, name: str) -> None:
@@ -33,8 +40,8 @@ def make_run(lab: Lab, name: str) -> None:
     if name in CASES["runs"]:
         num_ranks, *changes = split(CASES["runs"][name])
         train(lab, name, int(num_ranks), *changes)
-    elif name in CASES["resumed"]:
-        first, second = CASES["resumed"][name]
+    elif name in CASES["halves"]:
+        first, second = CASES["halves"][name]
         train(lab, name, first, "autoresume=true", "stop_after=2ba")
         train(lab, name, second, "autoresume=true")
     else:
@@ -61,7 +68,7 @@ def make_islands(lab: Lab, name: str) -> None:
 
 
 def jobs(lab: Lab) -> dict[str, Callable[[], dict[str, Any]]]:
-    names = [*CASES["runs"], *CASES["resumed"], "islands"]
+    names = [*CASES["runs"], *CASES["halves"], "islands"]
     return {name: lambda name=name: record_run(lab, name) for name in names}
 
 

@@ -72,8 +72,7 @@ def slices_of_workers(
     first_batch: int,
     num_batches: int | None = None,
 ) -> list[Iterator[np.ndarray]]:
-    """What each DataLoader worker of a simulated rank reads: the ids of its batches, or of so many that it has its
-    share of `num_batches`."""
+    """Return the ids that each worker of a simulated rank reads: all its batches, or its share of `num_batches`."""
     slices, num_workers = [], max(1, num_workers)
     for worker in range(num_workers):
         batch_indices, steps = share_of_worker(

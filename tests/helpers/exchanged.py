@@ -1,4 +1,4 @@
-"""What ranks exchange in a forward and a backward pass, counted by operation."""
+"""Exchanges of ranks in a forward and a backward pass, counted by operation."""
 
 from collections import defaultdict
 
@@ -8,7 +8,7 @@ HANDLES = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class CountBytes(TorchDispatchMode):
-    """Of the model's own exchanges, in bytes of the whole message; FSDP's collectives are of another kind."""
+    """Count bytes of whole messages in the model's own exchanges; FSDP's collectives are of another kind."""
 
     def __init__(self) -> None:
         super().__init__()

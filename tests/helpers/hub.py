@@ -42,7 +42,7 @@ class Repository:
 
 @dataclass
 class Asked:
-    """What one request was."""
+    """One request."""
 
     method: str
     path: str

@@ -4,7 +4,7 @@ import re
 
 
 def section(page: str, heading: str) -> str:
-    """What stands under a heading of the second level."""
+    """Return the text under a heading of the second level."""
     return dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.M | re.S))[heading]
 
 
@@ -17,7 +17,7 @@ def links(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """As a code host and the site's generator name headings."""
+    """Name headings as a code host and the site's generator do."""
     headings = re.findall(r"^#+ (.+)$", without_code(page), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -30,7 +30,7 @@ def commands(page: str) -> list[str]:
 
 
 def sentences(page: str) -> list[str]:
-    """Of paragraphs, list items and cells of tables; what is in backquotes, or a list of that, is one word."""
+    """Split paragraphs, list items and cells of tables. Text in backquotes, or a list of it, is one word."""
     prose = re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", without_code(page)))
     prose = re.sub(r"\bX(?:, X)+\b", "X", prose)
     pieces = re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.))|\|", prose)

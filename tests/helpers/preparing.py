@@ -1,4 +1,4 @@
-"""What the tests of `data prepare` share: a request, its input, and what its result has to hold."""
+"""Parts that tests of `data prepare` share: a request, its input, and checks of the result."""
 
 import json
 from pathlib import Path

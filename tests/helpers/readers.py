@@ -1,4 +1,4 @@
-"""What every reader of other people's files must bear, and where files are read without a limit."""
+"""Input that every reader of other people's files must bear, and the places that read files without a limit."""
 
 import contextlib
 import os

@@ -194,7 +194,7 @@ class Slurm:
         return submitted.stdout.strip()
 
     def show(self, job: str) -> dict[str, str]:
-        """What `scontrol` says of a job."""
+        """Return what `scontrol` says of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "-o", job).stdout))
 
     def wait_for_end(self, job: str, state: str) -> None:

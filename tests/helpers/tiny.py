@@ -69,7 +69,7 @@ def write_config(path: Path, config: dict[str, Any]) -> str:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Of each batch the last line, in order."""
+    """Return the last line of each batch, in order."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [record for _, record in sorted({record["batch"]: record for record in lines}.items())]
 
@@ -79,7 +79,7 @@ def values(records: list[dict[str, Any]], key: str) -> list[Any]:
 
 
 def build_tokenizer(folder: Path) -> None:
-    """Of three words, in transformers' files."""
+    """Write a tokenizer of three words in transformers' files."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

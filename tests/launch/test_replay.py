@@ -385,7 +385,7 @@ def test_a_difference_is_explained_or_it_does_not_fit(run, tmp_path, changes, di
 
 
 def test_kernels_whose_digits_vary_explain_a_difference_unless_the_run_had_none(run, tmp_path):
-    """As a GPU that trained it with torch's own choice, beside a replay's there."""
+    """A GPU trained the run with kernels of torch's own choice; the replay takes deterministic ones."""
     changes = {"batch5": {"loss/train/total": 3.37501}}
     outcome = found(plan(run(), "ba4..ba6"), tmp_path / "varied", deterministic=True, **changes)
     assert outcome.text == "within a band: loss/train/total within 3.0e-06; deterministic false -> true"

@@ -106,7 +106,7 @@ def test_a_zombie_does_not_run(tmp_path):
 
 
 def step_wall_clock(monkeypatch, seconds):
-    """As NTP does: dates of processes that are computed from the boot's move along."""
+    """Set the wall clock, as NTP does: start dates of processes, computed from the boot's, move along."""
     real_time, real_boot = time.time, psutil._pslinux.boot_time  # type: ignore[attr-defined]
     monkeypatch.setattr(time, "time", lambda: real_time() + seconds)
     monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: real_boot() + seconds)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What FSDP is told of each block: when parameters are given up again, and in which type gradients are summed."""
+"""Settings of FSDP for each block: when it frees gathered parameters, and in which type it sums gradients."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -188,7 +188,7 @@ def large_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(large_file: Path, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process makes of it at one go."""
+    """The result of one process that nothing interrupts."""
     out = tmp_path_factory.mktemp("uninterrupted")
     prepare(request(large_file, tokenizer_folder, size_limit_bytes=500_000), out, num_workers=1)
     return out

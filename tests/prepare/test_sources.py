@@ -279,7 +279,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody els
 
 
 def assert_nobody_finds(source: Path, files: list[str], unreadable: list[Path]) -> None:
-    """Who may not read everything finds these files; the first place without permission stops, the others are named."""
+    """A user who may not read everything finds these files. The first unreadable place stops; the others are named."""
     for place in filter(Path.exists, source.parents):
         if place.owner() == "root" and place.stat().st_mode & 0o005 != 0o005 and "pytest" in str(place):
             place.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What ranks tell each other, without a process group."""
+"""Exchanges between ranks, without a process group."""
 
 from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.exchange import all_gather_distinct

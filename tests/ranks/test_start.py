@@ -1,4 +1,4 @@
-"""What a rank checks before it waits for the others."""
+"""Checks of a rank before it waits for the others."""
 
 import socket
 

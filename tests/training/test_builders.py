@@ -1,4 +1,4 @@
-"""What the parts of a run are built with, without building them."""
+"""Arguments with which the parts of a run are built, without building them."""
 
 from types import SimpleNamespace
 

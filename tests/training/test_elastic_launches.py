@@ -99,7 +99,7 @@ def config(data):
 
 @pytest.fixture(scope="module")
 def expected(config, tmp_path_factory):
-    """What the same run logs when nothing happens to it."""
+    """The log of the same run when nothing happens to it."""
     folder = tmp_path_factory.mktemp("whole")
     train([write_config(folder / "tiny.yaml", config)], folder, 2).check()
     return read_metrics(folder / "runs/tiny")

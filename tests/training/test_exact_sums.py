@@ -84,7 +84,7 @@ def start(folder, config, name, layout, **changes):
 
 
 def bits(folder, name):
-    """What a run has recorded and saved, as it is to the last bit."""
+    """Return everything that a run has recorded and saved, bit by bit."""
     records = metrics(folder, name)
     newest = max(saves(folder, name).glob("ba*"), key=lambda path: int(path.name[2:]))
     keys = ("loss/train/total", "grad_norm", "eval/loss", "data/digest")

@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and what its user sees."""
+"""Failures in a run, and what its user sees."""
 
 import json
 import os

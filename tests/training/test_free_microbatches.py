@@ -38,7 +38,7 @@ def language_model(*, by_rows: bool, **changes: Any) -> LanguageModel:
 
 
 def train_in_parts(model: LanguageModel, rows_bt: torch.Tensor, size: int) -> tuple[float, list[torch.Tensor]]:
-    """As the Trainer weighs microbatches by samples: the batch's loss and its gradient."""
+    """Weigh microbatches by samples, as the Trainer does: returns the batch's loss and its gradient."""
     model.zero_grad()
     total, num_rows = torch.zeros(()), count_rows({"input_ids": rows_bt})
     for part_bt in rows_bt.split(size):

@@ -1,4 +1,4 @@
-"""What stands between backward and optimizer, without a run: which batches count, and by what gradients are scaled."""
+"""Between backward and optimizer, without a run: which batches count, and how gradients are scaled."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What can go wrong while a run saves: it stops with the cause, or goes on from what stands."""
+"""Faults while a run saves: it stops with the cause, or goes on from the last checkpoint."""
 
 import os
 import pickle

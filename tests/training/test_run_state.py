@@ -1,4 +1,4 @@
-"""What of a launch is recorded, and which differences between two launches change the last digits."""
+"""Records of a launch, and which differences between two launches change the last digits."""
 
 from dataclasses import replace
 from types import SimpleNamespace

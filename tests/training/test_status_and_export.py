@@ -1,4 +1,4 @@
-"""What status.json says while a run runs; and the export at its end, which is its own affair: training is done."""
+"""status.json of a run under way, and the export at its end. A failed export does not undo the training."""
 
 import datetime
 import errno

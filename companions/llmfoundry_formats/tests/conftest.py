@@ -1,4 +1,4 @@
-"""What tests of checkpoints and of evaluation have, too."""
+"""Fixtures shared with the tests of checkpoints and of evaluation."""
 
 from tests.checkpoint.conftest import one_thread, url
 from tests.evaluation.conftest import folder, tokenizer_folder

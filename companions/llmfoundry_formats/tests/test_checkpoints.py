@@ -29,7 +29,7 @@ from tests.helpers.tiny import build_tokenizer, tiny_config, write_config
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory):
-    """Of Composer's Trainer: composer/ep0-ba2-rank0.pt and expected/, sharded/ep0-ba2 and sharded/full.pt."""
+    """Saves by Composer's Trainer: composer/ep0-ba2-rank0.pt and expected/, sharded/ep0-ba2 and sharded/full.pt."""
     folder = tmp_path_factory.mktemp("composer")
     build_tokenizer(folder / "tokenizer")
     launch(save_one_file, (str(folder),), folder, 1).check()

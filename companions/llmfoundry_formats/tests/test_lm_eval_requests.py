@@ -1,4 +1,4 @@
-"""What our model says of one of lm_eval's requests. lm_eval itself is not needed: its base class has a stand-in."""
+"""Answers of our model to lm_eval's requests. lm_eval is not needed: a stand-in replaces its base class."""
 
 import importlib
 import sys

@@ -195,7 +195,7 @@ class Slow(Callback):
 
 
 class FreezeLink(Callback):
-    """What is sent after a batch goes nowhere, while both ends live, until the coordinator begins a new epoch."""
+    """Drop every message after a batch, with both ends alive, until the coordinator begins a new epoch."""
 
     def __init__(self, batch: int):
         whole, is_frozen = Exchange.send, threading.Event()

@@ -1,4 +1,4 @@
-"""What strangers can do to a coordinator: nothing."""
+"""Strangers can do nothing to a coordinator."""
 
 import os
 import random

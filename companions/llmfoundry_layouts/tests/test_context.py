@@ -183,7 +183,7 @@ def test_samples_can_be_divided_whatever_the_attention_and_the_sharding(tmp_path
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_that_gathers_plain_rows_has_no_bias_over_their_length(rank):
-    """Of 65,536 tokens on 8 devices it would be 1.1 GB for each forward pass, in fp32, and no flash attention."""
+    """For 65,536 tokens on 8 devices, a bias would take 1.1 GB in each forward pass, and no flash attention."""
     config = parts(4, "gather")
     context = Context(config=config, group=dist.group.WORLD, rank=rank)  # type: ignore[arg-type]
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a schedule has the words, codes and guarantees that it has without stages."""
+"""Faults in the middle of a schedule end with the words, exit codes and guarantees of a run without stages."""
 
 import json
 import os

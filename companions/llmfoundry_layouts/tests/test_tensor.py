@@ -268,7 +268,7 @@ def test_a_divided_stream_gives_the_same_gradient_for_the_bytes_of_the_formula(t
 
 
 class CopiesAreEqual(Callback):
-    """What every rank of a group has whole is the same to the last bit after every batch."""
+    """Tensors that every rank of a group holds whole are bit-equal after every batch."""
 
     def batch_end(self, state, logger):
         norms = [p for name, p in state.model.named_parameters() if "norm_" in name and ".blocks." in name]

@@ -1,4 +1,4 @@
-"""What ranks exchange in a batch, counted by operation, group and dtype."""
+"""Exchanges of ranks in a batch, counted by operation, group and dtype."""
 
 import json
 from collections import defaultdict

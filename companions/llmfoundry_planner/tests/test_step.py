@@ -1,4 +1,4 @@
-"""What a step's time is made of, and which way it goes. `test_published.py` has figures of others beside it."""
+"""Parts of a step's time, and how a layout changes each. `test_published.py` compares with published figures."""
 
 import dataclasses
 import itertools

@@ -59,7 +59,7 @@ def test_each_dtype_batch_and_attention_has_its_row(tmp_path):
 
 
 def layers_of_parts() -> None:
-    """As one of two ranks: what a divided layer makes of its tokens is what the whole one makes of them."""
+    """Check on one of two ranks that a divided layer makes of its tokens what the whole layer makes of them."""
     dist.init_process_group("gloo")
     for heads in (4, 3):  # by heads, and by gathered keys
         model = block.model_of(48, heads, 16)

@@ -86,7 +86,7 @@ def time_for_ever(task, mark):
 
 
 def be_measured(told):
-    """As a bench does: one is timed, and the next, which stands still, waits."""
+    """Measure as a bench does: one process is timed while the next stands still."""
     with Turns(time_for_ever, [FRESH | {"told": told, "name": str(number)} for number in range(2)]) as measured:
         measured.measure(0, LONG_SECONDS)
 

@@ -1,4 +1,4 @@
-"""What a machine has and has not, and how the whole examination behaves."""
+"""Findings about a machine, and how the whole examination behaves."""
 
 import io
 import json

@@ -9,13 +9,14 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from llmfoundry_formats import fast_encoder
+from llmfoundry_formats.fast_encoder import FastEncoder
+from llmfoundry_lite import companions
 from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare import fast_encoder
 from llmfoundry_lite.prepare.documents import Document, split_key
-from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal
 from llmfoundry_lite.prepare.prepare import prepare
-from llmfoundry_lite.prepare.token_files import VERDICT
+from llmfoundry_lite.prepare.token_files import VERDICT, Unequal
 from tests.helpers.data import folder_bytes, make_documents
 from tests.helpers.preparing import request, write_jsonl
 
@@ -177,7 +178,7 @@ def test_a_difference_outlives_an_error_of_another_unit(tmp_path: Path, tokenize
     with pytest.raises(Unequal, match="differ on \"I'm we'll THEY'RE"):
         FastEncoder(tokenizer, tmp_path / VERDICT).prove()
     assert (tmp_path / VERDICT).read_text().startswith("gigatoken 0 and tokenizers differ on")
-    assert not fast_encoder.may_be_used(None, tmp_path / VERDICT)
+    assert not FastEncoder.may_be_used(None, tmp_path / VERDICT)
 
 
 @pytest.mark.multiprocess
@@ -221,11 +222,14 @@ def test_a_worker_that_its_encoder_kills_is_told_of(tmp_path: Path, tokenizer_fo
 @pytest.mark.multiprocess
 def test_with_and_without_it_the_shards_are_the_same(tmp_path: Path, tokenizer_folder: Path, monkeypatch) -> None:
     text = write_jsonl(tmp_path / "a.jsonl", make_documents(3000))
-    said_by_preparing(text, tokenizer_folder, tmp_path / "plain")
     monkeypatch.setattr(fast_encoder, "WORTH_PROVING_BYTES", 0)
     used = []
     encode = FastEncoder.encode
     monkeypatch.setattr(FastEncoder, "encode", lambda self, document: used.append(1) or encode(self, document))
+    with monkeypatch.context() as core:
+        core.setattr(companions, "find_companions", list)
+        said_by_preparing(text, tokenizer_folder, tmp_path / "plain")
+    assert not used
     for num_workers in (1, 2):
         said_by_preparing(text, tokenizer_folder, tmp_path / str(num_workers), num_workers)
         for name in ("train", "val"):

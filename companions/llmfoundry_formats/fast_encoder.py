@@ -21,6 +21,7 @@ import numpy as np
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import Document
+from llmfoundry_lite.prepare.token_files import Unequal
 
 WORTH_PROVING_BYTES = 32 * 1024 * 1024
 """Size below which an input is tokenised in about the time that the proof takes."""
@@ -38,18 +39,14 @@ NUM_RANDOM_PROBES = 500
 ALPHABET = [*"aBéß漢😀's1²_-\n\r\t  \xa0\u3000\u0301\u200d\u200b\u2028.<|>"]
 
 
-class Unequal(Exception):
-    """The two libraries made different tokens of one document, or the fast one failed."""
-
-
-def may_be_used(total_bytes: int | None, verdict: Path) -> bool:
-    """Return whether the library is installed, worth its proof for a source of this size, and not known to differ."""
-    is_worth_it = total_bytes is None or total_bytes >= WORTH_PROVING_BYTES
-    return is_worth_it and not verdict.exists() and importlib.util.find_spec("gigatoken") is not None
-
-
 class FastEncoder:
     """Encodes documents by `gigatoken`, and checks some of them by `tokenizers`."""
+
+    @staticmethod
+    def may_be_used(total_bytes: int | None, verdict: Path) -> bool:
+        """Return whether the library is installed, worth its proof for this size, and not known to differ."""
+        is_worth_it = total_bytes is None or total_bytes >= WORTH_PROVING_BYTES
+        return is_worth_it and not verdict.exists() and importlib.util.find_spec("gigatoken") is not None
 
     def __init__(self, tokenizer: Tokenizer, verdict: Path) -> None:
         """Load the library's tokenizer. `verdict` is the file that a difference is written to. Raises Unequal."""
