@@ -52,8 +52,6 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "callbacks.generate_callback",
             "callbacks.early_stopper",
             "callbacks.kill_loss_spike",
-            "loggers.wandb",
-            "loggers.tensorboard",
         ),
     },
     "llmfoundry_layouts": {

@@ -99,7 +99,7 @@ def _parts_of_companions(config: TrainConfig, layout: Layout) -> Iterator[str]:
     yield from (key for dimension, key in DEGREE_KEYS.items() if getattr(layout, dimension) > 1)
     if config.sharding.sharding_strategy == "ZERO_1":
         yield "fsdp_config.sharding_strategy: ZERO_1"
-    yield from (*config.callbacks.of_companions, *config.loggers.of_companions)
+    yield from config.callbacks.of_companions
 
 
 def check_installed(*packages: str) -> None:

@@ -70,7 +70,6 @@ def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
         ("pp_config.pipeline_parallel_degree=2", "pp_config.pipeline_parallel_degree"),
         ("fsdp_config.sharding_strategy=ZERO_1", "fsdp_config.sharding_strategy: ZERO_1"),
         ("callbacks.early_stopper={monitor: loss, dataloader_label: eval}", "callbacks.early_stopper"),
-        ("loggers.tensorboard={}", "loggers.tensorboard"),
     ],
 )
 def test_a_missing_one_is_named_by_a_dry_run_too(monkeypatch, changes, part):

@@ -18,7 +18,5 @@ COMPANION = Companion(
         "callbacks.generate_callback": "llmfoundry_ops.after_saves:build_generate",
         "callbacks.early_stopper": "llmfoundry_ops.stoppers:EarlyStopper",
         "callbacks.kill_loss_spike": "llmfoundry_ops.stoppers:KillLossSpike",
-        "loggers.wandb": "llmfoundry_ops.loggers:build_wandb",
-        "loggers.tensorboard": "llmfoundry_ops.loggers:build_tensorboard",
     },
 )

@@ -344,11 +344,6 @@ class LoggersConfig:
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
 
-    @property
-    def of_companions(self) -> list[str]:
-        """Keys of the loggers that the run asks for and a companion builds."""
-        return [f"loggers.{name}" for name in ("wandb", "tensorboard") if getattr(self, name) is not None]
-
 
 DEFAULT_EVAL_TOKENS = 8192
 """Tokens of a device in one forward pass of an evaluation, which keeps no activations."""

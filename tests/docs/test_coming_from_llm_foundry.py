@@ -10,10 +10,10 @@ from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS, LEFT_OUT, WI
 from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT, THEIR_METRICS
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.evaluation.tasks import Prepared
+from llmfoundry_lite.training.mirrors import FOUNDRY_NAMES
 from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import section
-from tests.helpers.present import needs
 
 OF_OTHER_KINDS = [
     key for key in schema_keys(TrainConfig) if settings_along(TrainConfig, key)[-1].instead and "*" not in key
@@ -64,10 +64,7 @@ def test_keys_that_load_unchanged_are_keys_of_ours():
     assert not {key for row in rows("Loads unchanged") for key in quoted(row[1])} - ours
 
 
-@needs("loggers.wandb")
 def test_metrics_have_the_names_of_the_code():
-    from llmfoundry_ops.loggers import FOUNDRY_NAMES
-
     theirs, ours = ([name for row in rows("Metric names") for name in quoted(row[i])] for i in (0, 1))
     theirs.remove("LanguagePerplexity")
     renamed = {key: name.format(optimizer="DecoupledAdamW") for key, (name, _) in FOUNDRY_NAMES.items()}

@@ -13,19 +13,6 @@ TOKENS = 1000
 H100 = "NVIDIA H100 80GB HBM3"
 FLOPS_PER_TOKEN = 1e9
 
-RECORD = {
-    "batch": 20,
-    "launch": 1,
-    "loss/train/total": 4.12345,
-    "lr": 3e-4,
-    "grad_norm": 0.5,
-    "throughput/tokens_per_sec": 12345.6,
-    "time/remaining_seconds": 3725.0,
-    "time/epoch": 0,
-    "time/token": 8192,
-}
-"""A record as a run logs it, with a learning rate, a norm and the time that remains."""
-
 
 def record(batch, loss: Any = 2.0, launch: Any = 1, *, seconds=2.0, device=None, num_devices: Any = 1, **more):
     rate = TOKENS / seconds

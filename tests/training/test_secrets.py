@@ -1,11 +1,13 @@
 """Nothing that a launch writes or prints has a secret from the environment or from a URL."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from llmfoundry_lite.config.schema import WandbConfig
+from llmfoundry_lite.training.mirrors import WandbMirror
 from tests.helpers.launch import train
-from tests.helpers.present import needs
 from tests.helpers.tiny import tiny_config, write_config
 
 SECRETS = {"FROM_ENV": "hunter2env", "FROM_DECODE": "hunter2decode"}
@@ -16,7 +18,6 @@ def secrets_in(folder: Path, output: str) -> list[str]:
     return [name for name, content in {**texts, "output": output.encode()}.items() if b"hunter2" in content]
 
 
-@needs("loggers.wandb")
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_no_file_of_a_run_and_no_line_of_a_launch_has_a_secret(tmp_path, data):
@@ -45,3 +46,12 @@ def test_no_file_of_a_run_and_no_line_of_a_launch_has_a_secret(tmp_path, data):
     assert again.exit_codes == [2] and "save_folder: memory://user:***@host" in again.output
     assert "credentials are not recorded; give them here, by ${oc.env:NAME}" in again.output
     assert secrets_in(run, again.output) == []
+
+
+@pytest.mark.slow
+def test_wandb_is_not_told_of_credentials_on_the_command_line(tmp_path, monkeypatch):
+    """It records the arguments of the process."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "save_folder=s3://user:hunter2@host/b"])
+    monkeypatch.setattr("wandb.init", lambda **_: sys.argv[1])
+    mirror = WandbMirror(WandbConfig(), "run", tmp_path, {})
+    assert mirror.run == "save_folder=s3://user:***@host/b"
