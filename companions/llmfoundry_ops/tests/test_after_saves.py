@@ -33,6 +33,7 @@ def config_of(tmp_path, data, **callbacks: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_exports_and_texts_follow_published_checkpoints(tmp_path, data):
     texts = {"generate_callback": {"prompts": ["a b", "b"], "interval": "4ba", "max_new_tokens": 4}}
@@ -58,7 +59,7 @@ def test_a_failed_export_is_a_line_and_the_run_goes_on(tmp_path, data):
     assert status(tmp_path, "run")["status"] == "done"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_checkpoints_and_exports_may_lie_on_s3(tmp_path, data):
     s3fs = pytest.importorskip("s3fs")

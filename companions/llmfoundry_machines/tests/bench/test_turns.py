@@ -156,7 +156,7 @@ sys.meta_path.insert(0, Slow())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slow_start_is_paid_once_for_all_cases(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_START)
     log, caches = tmp_path / "log", {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
