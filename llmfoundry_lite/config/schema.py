@@ -21,7 +21,7 @@ from llmfoundry_lite.config.fields import (
     span,
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.optimizers import find_optimizers, keys_of_optimizers, settings_of
+from llmfoundry_lite.config.optimizers import OWN, find_optimizers, keys_of_optimizers, settings_of
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
 from llmfoundry_lite.config.written import FromEnvironment, map_texts
 from llmfoundry_lite.errors import mask_credentials
@@ -38,9 +38,7 @@ FRACTION_OF_RUN = (*TIME_UNITS, "dur")
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
     name: str = setting(
-        choices="decoupled_adamw adamw lion decoupled_lionw",
-        more=lambda: [*find_optimizers(), "python:"],
-        instead="expected {choices}",
+        choices=" ".join(OWN), more=lambda: [*find_optimizers(), "python:"], instead="expected {choices}"
     )
     lr: float = setting(REQUIRED, POSITIVE, change="logged")
     betas: tuple[float, float] | None = setting(None, must_be("0 <= beta < 1", lambda value: 0 <= value < 1))
@@ -57,7 +55,7 @@ class OptimizerConfig:
     @property
     def settings(self) -> Any:
         """Settings of a companion's optimizer, made of the keys that it adds."""
-        return settings_of(self.name, self.added)
+        return settings_of(self.name, asdict(self) | self.added)
 
     @property
     def decay(self) -> float:
