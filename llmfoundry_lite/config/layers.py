@@ -67,7 +67,7 @@ def read_layers(
         elif is_key_value(argument):
             dotlist.append(argument)
         elif is_yaml(argument):
-            layers.append(_read_file(argument))
+            layers.append(read_file(argument))
         else:
             hint = f"; did you mean {near}?" if (near := near_name(argument)) else ""
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{hint}")
@@ -112,7 +112,8 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
 
 
-def _read_file(name: str) -> Layer:
+def read_file(name: str) -> Layer:
+    """Read a YAML: a file, or one that comes with the package. Raises ConfigError."""
     path = find_yaml(name)
     if path is None:
         names = [other.name for other in Path(name).parent.glob("*.y*ml")]
@@ -159,9 +160,9 @@ def _read_overlay(name: str) -> Layer:
     if name == "auto":
         values, note = choose_overlay()
         if isinstance(values, Path):
-            return _read_file(str(values))._replace(note=note)
+            return read_file(str(values))._replace(note=note)
         return Layer(AUTO, {"overlay": "hardware", **values}, note)
-    layer = _read_file(name) if is_yaml(name) else None
+    layer = read_file(name) if is_yaml(name) else None
     if layer is None or layer.values.get("overlay") != "hardware":
         ours = ", ".join(sorted(path.stem for path in (shipped_folder("yamls") / "hardware").glob("*.yaml")))
         raise ConfigError(

@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
 from llmfoundry_lite.config.check_layout import check_batch
+from llmfoundry_lite.config.eval_schema import EvalConfig, TaskConfig
+from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import Invocation, load_train_config
-from llmfoundry_lite.config.schema import as_dict, data_label
+from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
@@ -341,6 +344,23 @@ def test_one_validation_loader_does_not_go_with_several():
     assert refusal("run.yaml", f"eval_loader=[{WIKI}]", f"eval_loaders=[{C4}]") == (
         "command line: eval_loader: eval_loaders given too; keep one of them"
     )
+
+
+def test_every_number_has_a_range():
+    numbers = {
+        f"{block.__name__}.{name}"
+        for block in (TrainConfig, EvalConfig, TaskConfig)
+        for name, key in walk_keys(block)
+        if {int, float} & {key.hint, *typing.get_args(key.hint)} and not (key.setting.checks or key.setting.choices)
+    }
+    assert numbers == {"TaskConfig.fewshot_random_seed"}
+
+
+def walk_keys(block, path=""):
+    for name, key in keys_of(block).items():
+        yield path + name, key
+        if key.block:
+            yield from walk_keys(key.block, f"{path}{name}.")
 
 
 def test_objects_of_ones_own_keep_their_keyword_arguments():
