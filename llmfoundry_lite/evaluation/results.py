@@ -232,22 +232,23 @@ def outline_tasks(
 
 
 def differences(record: Record, task: Outline | Prepared) -> list[str]:
-    """Return the settings in which a finished task differs from `task`; empty if it is the same."""
+    """Describe how a finished task differs from `task`, as it is asked for now; empty if it is the same."""
     stored, asked, is_exact = record["settings"], dict(task.settings), isinstance(task, Prepared)
     if isinstance(task, Prepared) and record["fingerprint"] == task.fingerprint:
-        begins = record.get("beginning", [])
-        return [] if begins == task.beginning else [f"texts that begin with {begins}, not {task.beginning} as"]
+        begins, now = record.get("beginning", []), task.beginning
+        return [] if begins == now else [f"texts that begin with {begins}, not {now} as asked for now"]
     # The outline does not know how many windows a text has.
     if asked.get("icl_task_type") == "perplexity" and not is_exact and stored.get("limit") is None:
         asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
     unknown = () if is_exact else ("max_seq_len", "stop_tokens")  # unknown before tokenising
     keys = [key for key in {**stored, **asked} if key not in unknown]
-    found = [
-        f"{key} {stored.get(key)!r}, not {asked.get(key)!r} as" for key in keys if stored.get(key) != asked.get(key)
+    changed = [
+        f"{key} {stored.get(key)!r}, not {asked.get(key)!r}" for key in keys if stored.get(key) != asked.get(key)
     ]
+    found = [f"{'; '.join(changed)} as asked for now"] if changed else []
     if task.data_fingerprint not in (None, record["data_fingerprint"]):
-        found.append("other data than")
-    return found or (["another fingerprint than"] if is_exact else [])
+        found.append("other data than asked for now")
+    return found or (["another fingerprint than asked for now"] if is_exact else [])
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -297,9 +298,7 @@ class ResultFiles:
         for task in asked:
             is_whole = task.name in finished and self._is_whole(task.name)
             if is_whole and (found := differences(self.known.tasks[task.name], task)):
-                raise DataError(
-                    f"{self.path} holds {task.name} with {'; '.join(found)} asked for now; {remedy.format('it')}"
-                )
+                raise DataError(f"{self.path} holds {task.name} with {', and '.join(found)}; {remedy.format('it')}")
 
     def _other_model(self, results: Results) -> str:
         """Describe the file's model and the one evaluated now, if they differ; else empty."""

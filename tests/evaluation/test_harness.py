@@ -190,15 +190,21 @@ def test_a_results_folder_that_fills_up_is_one_line(here, monkeypatch):
         run(["next"])
 
 
-def change_the_data(here):
-    (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SENTENCES[:-1]))
+def change_the_data(here, name="next"):
+    file = here / f"{name}.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     return {}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda here: {"limit": 5}, "holds choice/0-shot with limit None, not 5 as asked for now"),
+        (lambda here: {"limit": 5}, "holds choice/0-shot with limit None, not 5 as asked for now; name"),
+        (
+            lambda here: change_the_data(here, "choice") | {"limit": 5, "tokenization": "joint"},
+            "holds choice/0-shot with tokenization 'separate', not 'joint'; limit None, not 5 as asked for now, and "
+            "other data than asked for now; name",
+        ),
         (lambda here: {"tokenization": "joint"}, "choice/0-shot with tokenization 'separate', not 'joint' as ask"),
         (change_the_data, "holds next/0-shot with other data than asked for now"),
         (lambda here: {"source": "other"}, "holds 4 finished tasks of model, and other is to be evaluated"),
@@ -510,6 +516,7 @@ def test_a_runs_own_held_out_text_is_a_task_where_it_is_here(here):
     [
         ([], "no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b"),
         (["--all-checkpoints"], "--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b"),
+        (["models.a=b", "icl-zero-shot", "icl_tasks=[x=1.yaml]"], "x=1.yaml: no such file"),
         (["runs/a"], "'runs/a' is neither a .yaml file nor key=value; a model is given as models.a=runs/a"),
         (["--all-checkpoints", "a/x", "b/x"], "models: a/x and b/x are both x; name one otherwise: models.NAME=b/x"),
         (
