@@ -16,6 +16,7 @@ from llmfoundry_lite.evaluation.records import BITS, RESULT, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, Z_POWER, Counts, z_of
 from llmfoundry_lite.evaluation.tables import print_notes
+from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 
 Point = tuple[float, float, float, bool]
@@ -191,8 +192,8 @@ def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: 
         table, notes = pair.table(), [*filter(None, [pair.sentence]), *pair.notes]
         lines += [f"## {markdown_text(table.title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
-    markdown.write_text(mask_credentials("\n".join([*lines, legend(pairs), ""])))
-    facts.write_text(mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
+    write_atomically(markdown, mask_credentials("\n".join([*lines, legend(pairs), ""])))
+    write_atomically(facts, mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
     return [markdown, facts]
 
 

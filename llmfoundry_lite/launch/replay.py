@@ -186,7 +186,7 @@ def write_replay(
     values |= _layout_for(plan, values, num_ranks)
     folder.mkdir(parents=True)
     recorded = folder / "recorded.yaml"
-    recorded.write_text(dump_record(values, keep_variables=False))
+    recorded.write_text(dump_record(values, keep_variables=False), encoding="utf-8")
     try:
         config = load_train_config([str(recorded), *changes]).config
     except ConfigError as error:
@@ -207,7 +207,7 @@ def write_replay(
         values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
     (folder / RECORDED).write_text(json.dumps([encode_record(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
-    path.write_text(dump_record(as_given(values | own), keep_variables=False))
+    path.write_text(dump_record(as_given(values | own), keep_variables=False), encoding="utf-8")
     return str(path)
 
 

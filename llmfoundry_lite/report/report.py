@@ -20,7 +20,7 @@ import numpy as np
 
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
-from llmfoundry_lite.files import check_replaceable
+from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.launches import describe_failures, find_relay
@@ -89,8 +89,8 @@ def report(
         relay.plot(folder / facts["relay_figure"], title=runs[0].name)
     sections = build_sections(facts, relays)
     print_sections(sections)
-    (folder / "report.md").write_text(mask_credentials(markdown(sections)), encoding="utf-8")
-    (folder / "report.json").write_text(mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
+    write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
+    write_atomically(folder / "report.json", mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     if facts["relay_figure"]:
         print(printable(f"plot: {folder / facts['relay_figure']}"))
     print(printable(f"plot: {folder / facts['figure']}"))
