@@ -6,7 +6,7 @@ from typing import Any
 from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, must_be, setting
 
 TOKENIZATIONS = "separate joint"
-METRICS = "acc_per_token acc acc_norm"
+ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -40,7 +40,7 @@ class TaskConfig:
     tokenization: str | None = setting(None, choices=TOKENIZATIONS)
     """separate: context and answer are tokenised apart, as in LLM Foundry. joint: together, then divided, as in
     lm-evaluation-harness. Default: the evaluation's."""
-    metric: str | None = setting(None, choices=METRICS)
+    metric: str | None = setting(None, choices=" ".join(ACCURACIES))
     """Metric of the task in tables and averages: acc_per_token, acc (summed) or acc_norm (per character). Default:
     acc_per_token for tasks with choices, as in LLM Foundry. The results have all three."""
     has_categories: bool = False

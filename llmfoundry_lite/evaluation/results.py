@@ -19,7 +19,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at
+from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, is_accuracy, score_of
 from llmfoundry_lite.evaluation.tasks import (
     TEXT_SETTINGS,
     NothingToAsk,
@@ -57,9 +57,14 @@ class Results:
     name: str = ""  # distinguishes it from results of models of the same name
 
     @property
+    def averaged(self) -> list[str]:
+        """Names of the tasks whose number is an accuracy."""
+        return [name for name, record in self.tasks.items() if is_accuracy(record)]
+
+    @property
     def average(self) -> float | None:
         """The mean of the tasks' accuracies, with equal weights; None without any."""
-        values = [task[task["metric"]] for task in self.tasks.values() if task["metric"].startswith("acc")]
+        values = [score_of(self.tasks[name])[0] for name in self.averaged]
         return sum(values) / len(values) if values else None
 
     def as_json(self) -> Record:
