@@ -105,41 +105,31 @@ def tokenize(
 def make_token_files(
     source: Source, files: "TokenFiles", num_workers: int, bars: Progress, max_lost_text: float
 ) -> Work:
-    """Make the missing token files by the encoder that `files` has. Raises Unequal, and DataError for lost text."""
-    work, total, num_judged = Work(), source.total_bytes, 0
+    """Make the missing token files by the encoder that `files` has. Raises Unequal, and DataError for lost text.
+
+    Units are counted in their order, those of earlier launches too, so that each launch refuses the same.
+    """
+    work, total = Work(), source.total_bytes
     task = bars.add_task("tokenising", total=total)
     done = {path.name for path in files.folder.glob("*.npz")}
-
-    def missing_units() -> Iterator[tuple[int, Unit]]:
-        nonlocal total
-        for number, unit in enumerate(source.units()):
-            work.num_units = number + 1
-            if files.path(number).name not in done or not files.is_of(number, unit):
-                yield number, unit
-                continue
-            if number == num_judged:
-                judge(number + 1)
-            if total is not None:  # shrink the work rather than advance, or the ETA believes the old speed
-                total -= unit.num_bytes
-                bars.update(task, total=total)
-
-    def judge(end: int) -> None:
-        """Add up what the first units lost, in their order, so that each launch refuses the same."""
-        nonlocal num_judged
-        while num_judged < end:
-            work.loss += files.loss(num_judged)
-            num_judged += 1
-            if work.loss.characters >= ENOUGH_CHARACTERS:
-                refuse_loss(work.loss, files.request, max_lost_text)
-
-    units = missing_units()
-    made = make_here(files, units) if num_workers == 1 else make_in_processes(files, units, num_workers)
-    for number, unit, (documents, text_bytes) in made:
-        work.documents += documents
-        work.text_bytes += text_bytes
-        bars.advance(task, unit.num_bytes)
-        judge(number + 1)
-    judge(work.num_units)
+    units = (
+        (number, unit, files.path(number).name in done and files.is_of(number, unit))
+        for number, unit in enumerate(source.units())
+    )
+    for number, unit, made in (
+        make_here(files, units) if num_workers == 1 else make_in_processes(files, units, num_workers)
+    ):
+        work.num_units = number + 1
+        if made is not None:
+            work.documents += made[0]
+            work.text_bytes += made[1]
+            bars.advance(task, unit.num_bytes)
+        elif total is not None:  # shrink the work rather than advance, or the ETA believes the old speed
+            total -= unit.num_bytes
+            bars.update(task, total=total)
+        work.loss += files.loss(number)
+        if work.loss.characters >= ENOUGH_CHARACTERS:
+            refuse_loss(work.loss, files.request, max_lost_text)
     refuse_loss(work.loss, files.request, max_lost_text)
     return work
 
@@ -159,16 +149,20 @@ def allowing(share: float) -> float:
     return math.ceil(100 * share) / 100
 
 
-def make_here(files: "TokenFiles", units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[int, Unit, tuple[int, int]]]:
-    """Make the token files of units in this process. Yields each unit with its documents and their bytes."""
+Units = Iterator[tuple[int, Unit, bool]]
+"""Units with their numbers, and whether the token file of each is there already."""
+Made = Iterator[tuple[int, Unit, tuple[int, int] | None]]
+"""Units with their numbers, and the documents and bytes of text in each; None where the token file was there."""
+
+
+def make_here(files: "TokenFiles", units: Units) -> Made:
+    """Make the missing token files in this process."""
     files.prove()
-    for number, unit in units:
-        yield number, unit, files.make(number, unit)
+    for number, unit, is_done in units:
+        yield number, unit, None if is_done else files.make(number, unit)
 
 
-def make_in_processes(
-    files: "TokenFiles", units: Iterator[tuple[int, Unit]], num_workers: int
-) -> Iterator[tuple[int, Unit, tuple[int, int]]]:
+def make_in_processes(files: "TokenFiles", units: Units, num_workers: int) -> Made:
     """Do the same in worker processes, two units under way for each: enough to keep all busy; streams wait in memory.
 
     Results are taken in order, so that every launch over the same input names the same bad document.
@@ -180,17 +174,17 @@ def make_in_processes(
         initializer=start_worker,
         initargs=(files.request, files.partial, files.is_fast),
     )
-    running: deque[tuple[int, Unit, Future[tuple[int, int]]]] = deque()
+    running: deque[tuple[int, Unit, Future[tuple[int, int]] | None]] = deque()
     try:
         if files.is_fast:  # not here, where a crash of the library would end the command
             workers.submit(prove_in_worker).result()
-        for number, unit in units:
-            running.append((number, unit, workers.submit(make_in_worker, number, unit)))
-            if len(running) > 2 * num_workers:
+        for number, unit, is_done in units:
+            running.append((number, unit, None if is_done else workers.submit(make_in_worker, number, unit)))
+            while running and (running[0][2] is None or len(running) > 2 * num_workers):
                 first, its_unit, future = running.popleft()
-                yield first, its_unit, future.result()
+                yield first, its_unit, future and future.result()
         for number, unit, future in running:
-            yield number, unit, future.result()
+            yield number, unit, future and future.result()
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
