@@ -48,7 +48,7 @@ def read_layers(
     arguments: Sequence[str],
     *,
     check_overlays: bool = True,
-    needs_file: bool = True,
+    for_training: bool = True,
     given: Mapping[str, Any] | None = None,
 ) -> list[Layer]:
     """Return a layer for each file, then the overlay of `hardware=NAME` or `hardware=auto`, then one layer for all
@@ -60,9 +60,9 @@ def read_layers(
     overlays: list[Layer] = []
     dotlist: list[str] = []
     for argument in arguments:
-        if needs_file and argument.startswith(HARDWARE):
+        if for_training and argument.startswith(HARDWARE):
             overlays.append(_read_overlay(argument.removeprefix(HARDWARE)))
-        elif needs_file and argument in AUTO_NAMES:
+        elif for_training and argument in AUTO_NAMES:
             layers.append(_read_overlay("auto"))
         elif is_key_value(argument):
             dotlist.append(argument)
@@ -71,7 +71,7 @@ def read_layers(
         else:
             hint = f"; did you mean {near}?" if (near := near_name(argument)) else ""
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{hint}")
-    if needs_file and not layers:
+    if for_training and not layers:
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
     layers += overlays
     if check_overlays:
@@ -80,7 +80,7 @@ def read_layers(
         layers.append(Layer("command line", _read_dotlist(dotlist)))
         if "overlay" in layers[-1].values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
-    if needs_file:
+    if for_training:
         _name_eval_loaders(layers)
     return layers
 

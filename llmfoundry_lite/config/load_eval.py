@@ -65,7 +65,7 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
         raise ConfigError(
             f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
         )
-    layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False, given=given)
+    layers = read_layers([a for a in arguments if a not in flags and a not in runs], for_training=False, given=given)
     values = merge_layers(layers, EvalConfig) if layers else {}
     foundry.refuse_left_out_keys(values, layers, foundry.EVAL_LEFT_OUT)
     notes = _translate(values, layers)

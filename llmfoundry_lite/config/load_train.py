@@ -23,7 +23,7 @@ from llmfoundry_lite.errors import ConfigError, either
 DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "here"}
 
 
-class Invocation(NamedTuple):
+class LoadedTrain(NamedTuple):
     config: TrainConfig
     dry_run: str
     """Empty for a launch. `plan` and `full` check the configuration alone, `here` also this machine."""
@@ -34,7 +34,7 @@ class Invocation(NamedTuple):
 
 def load_train_config(
     arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
-) -> Invocation:
+) -> LoadedTrain:
     """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs and `DRY_RUNS`. They override `given`, a
     program's configuration.
 
@@ -69,7 +69,7 @@ def load_train_config(
     tasks = environ.get("SLURM_STEP_NUM_TASKS")
     under_srun = tasks is not None and environ.get("WORLD_SIZE") == (None if tasks == "1" else tasks)
     notes += find_surprises(config, layers, under_srun=under_srun)
-    return Invocation(config, dry_run=dry_run, notes=notes)
+    return LoadedTrain(config, dry_run=dry_run, notes=notes)
 
 
 def find_run_folder(

@@ -25,10 +25,10 @@ from llmfoundry_lite.evaluation.tasks import (
     NothingToAsk,
     Prepared,
     data_fingerprint,
-    decide,
     find_askable,
     limit_that_cuts,
     read_rows,
+    resolve_settings,
     settings_of,
 )
 from llmfoundry_lite.files import write_atomically
@@ -231,7 +231,7 @@ def outline_tasks(
             continue
         for shots in config.num_fewshot:
             cut = limit_that_cuts(limit, len(find_askable(config, rows, shots)))
-            settings = settings_of(decide(config, shots, tokenization), shots, cut)
+            settings = settings_of(resolve_settings(config, shots, tokenization), shots, cut)
             found.append(Outline(f"{config.label}/{shots}-shot", settings, data_fingerprint(rows)))
     return found
 
@@ -319,7 +319,7 @@ class ResultFiles:
     def _is_whole(self, name: str) -> bool:
         return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
-    def find(self, task: Prepared, results: Results) -> Record | None:
+    def finished_record(self, task: Prepared, results: Results) -> Record | None:
         """Return the finished result of this very task on this very model."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
         if record is None or not self._is_whole(task.name) or differences(record, task):

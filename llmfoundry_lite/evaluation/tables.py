@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
-from llmfoundry_lite.data.spelling import describe_loss
+from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.records import Record, cut_at, error_of_sum, is_accuracy, lost_share, score_of
 from llmfoundry_lite.evaluation.results import Results
@@ -161,7 +161,7 @@ def _oddities(record: Record) -> Iterator[str]:
         if count := record.get(key):
             yield f"{text.format(f'{count:,}')}, {n}"
     if lost_share(record):
-        yield f"bits per byte leave out text that its tokenizer loses: {describe_loss(record['lost_text'])}"
+        yield f"bits per byte leave out text that its tokenizer loses: {describe_lost_text(record['lost_text'])}"
     for reason, count in (record.get("skipped") or {}).items():
         yield f"{count:,} skipped ({reason}); {record['n']:,} asked"
     if num_clusters := record.get("num_clusters"):

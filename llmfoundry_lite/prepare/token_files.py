@@ -23,13 +23,13 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from llmfoundry_lite.data.spelling import Loss, Speller, describe_loss, load_loss
+from llmfoundry_lite.data.spelling import LostText, Speller, describe_lost_text, load_lost_text
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents
 from llmfoundry_lite.prepare.fast_encoder import FastEncoder, Unequal, may_be_used
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import Source
 
 SPELLED_CHARACTERS = 16 * 1024
@@ -62,7 +62,7 @@ class TokenUnit:
     made_of: np.ndarray
     """One str: the unit and the tokenizer."""
     loss: np.ndarray
-    """One str: characters of the unit's beginning that the tokens do not spell, as `Loss.stored` has it."""
+    """One str: characters of the unit's beginning that the tokens do not spell, as `LostText.stored` has it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,13 +73,13 @@ class Work:
     """Units of the whole source, those of earlier launches included."""
     documents: int = 0
     text_bytes: int = 0
-    loss: Loss = field(default_factory=Loss)
+    loss: LostText = field(default_factory=LostText)
     """Text of all units that the tokens do not spell."""
 
 
 def tokenize(
     source: Source,
-    request: Request,
+    request: PrepareRequest,
     tokenizer: Tokenizer,
     partial: Path,
     num_workers: int,
@@ -134,12 +134,12 @@ def make_token_files(
     return work
 
 
-def refuse_loss(loss: Loss, request: Request, max_lost_text: float) -> None:
+def refuse_loss(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
     """Raise DataError where a tokenizer loses more of the text than is allowed."""
     if loss.share > max_lost_text:
         raise DataError(
-            f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_loss(loss.as_json())}; choose a "
-            f"tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
+            f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_lost_text(loss.as_json())}; choose "
+            f"a tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
             f"{allowing(loss.share):g}"
         )
 
@@ -215,7 +215,7 @@ _files_of_worker: "TokenFiles"
 """Set by `start_worker`, in a worker process alone."""
 
 
-def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
+def start_worker(request: PrepareRequest, partial: Path, is_fast: bool) -> None:
     """Make this process a worker: load the tokenizer, and never outlive the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each worker has a thread for every core, all of them idle
@@ -243,7 +243,7 @@ def make_in_worker(number: int, unit: Unit) -> tuple[int, int]:
 class TokenFiles:
     """The token files of a preparation, and one process's means to make them."""
 
-    def __init__(self, request: Request, partial: Path, tokenizer: Tokenizer, *, is_fast: bool) -> None:
+    def __init__(self, request: PrepareRequest, partial: Path, tokenizer: Tokenizer, *, is_fast: bool) -> None:
         self.request = request
         self.partial = partial
         self.folder = partial / "units"
@@ -259,9 +259,9 @@ class TokenFiles:
     def speller(self) -> Speller:
         return Speller(self.tokenizer)
 
-    def loss(self, number: int) -> Loss:
+    def loss(self, number: int) -> LostText:
         with np.load(self.path(number)) as stored:
-            return load_loss(str(stored["loss"]))
+            return load_lost_text(str(stored["loss"]))
 
     def prove(self) -> None:
         """Compare the two encoders, if there are two. Raises Unequal."""
@@ -290,7 +290,7 @@ class TokenFiles:
         skipped = Skipped()
         documents: list[tuple[int, int, int]] = []
         pieces: list[np.ndarray] = []
-        end_of_text, loss = np.array([self.tokenizer.eos_token_id], dtype), Loss()
+        end_of_text, loss = np.array([self.tokenizer.eos_token_id], dtype), LostText()
         for document in read_documents(unit, self.request, skipped):
             ids = self.encoder.encode(document) if self.encoder else self.tokenizer.encode_to_array(document.text)
             pieces += ids.astype(dtype), end_of_text

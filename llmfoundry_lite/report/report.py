@@ -108,7 +108,7 @@ def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: st
     curves = [curve_of(run, facts, x, is_alone=is_alone) for run, facts in zip(runs, facts["runs"], strict=True)]
     spans = [spans_of(run["segments"]) for run in facts["runs"]]
     if not is_alone:
-        pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
+        pairs = [compare_runs(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
         facts["comparisons"] = [comparison for comparison, _ in pairs]
         differences = [difference for _, difference in pairs]
         plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
@@ -133,7 +133,7 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------------------------ several runs
 
 
-def compare(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, Any], Difference]:
+def compare_runs(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, Any], Difference]:
     """Compare losses and data digests over the batches that both have. Signed differences are `other` less `first`."""
     a, b = first.log, other.log
     batches, in_a, in_b = np.intersect1d(a.batch, b.batch, assume_unique=True, return_indices=True)

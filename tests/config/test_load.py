@@ -13,7 +13,7 @@ from llmfoundry_lite.config.check_layout import check_batch
 from llmfoundry_lite.config.eval_schema import EvalConfig, TaskConfig
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layout import layout_of
-from llmfoundry_lite.config.load_train import Invocation, load_train_config
+from llmfoundry_lite.config.load_train import LoadedTrain, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
@@ -55,7 +55,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def load(*arguments: str, **environ: str) -> Invocation:
+def load(*arguments: str, **environ: str) -> LoadedTrain:
     return load_train_config(["run.yaml", *arguments], environ)
 
 
@@ -673,7 +673,7 @@ def test_the_files_that_llm_foundry_ships_load_unchanged(name):
     assert_is_shipped_run(load_train_config([str(files[0])], {}).config, name)
 
 
-def packed(*arguments: str) -> Invocation:
+def packed(*arguments: str) -> LoadedTrain:
     """A YAML of packed documents, written as bytes, as LLM Foundry has it."""
     dataset = "train_loader.dataset."
     own = [f"{dataset}token_encoding_type=uint16", "model.attn_config.attn_uses_sequence_id=true", *arguments]

@@ -27,7 +27,7 @@ from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
-from llmfoundry_lite.evaluation.tasks import prepare
+from llmfoundry_lite.evaluation.tasks import prepare_task
 from tests.helpers.launch import launch, train
 from tests.helpers.models import normal_model
 from tests.helpers.present import needs
@@ -751,7 +751,7 @@ def ask_by_hand(kind, rows, nats, greedy=()):
     words: Any = Words()
     found = {i: Score(value, i in greedy) for i, value in enumerate(nats)}
     config = TaskConfig(label="t", icl_task_type=kind, dataset_uri="")
-    task = prepare(config, rows, 0, words, max_seq_len=64, tokenization="separate")
+    task = prepare_task(config, rows, 0, words, max_seq_len=64, tokenization="separate")
     asker = harness.Asker(model=model, tokenizer=words, max_batch_tokens=64, share=(0, 1), on_progress=lambda *_: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "score", lambda *_, **__: [found])
