@@ -22,7 +22,7 @@ from typing import Any
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.config.layout import Layout, layout_here
-from llmfoundry_lite.config.load_train import DRY_RUNS, Invocation, find_run_folder, load_train_config
+from llmfoundry_lite.config.load_train import DRY_RUNS, LoadedTrain, find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.launch.status import hear_of_other_nodes, refusals_recorded
@@ -84,7 +84,7 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
 
 def check(
     arguments: Sequence[str], given: Mapping[str, Any] | None = None
-) -> tuple[Invocation, Layout, preflight.Preflight]:
+) -> tuple[LoadedTrain, Layout, preflight.Preflight]:
     """Check all that needs no heavy import. Raises UserError, which is also recorded in an earlier launch's status."""
     is_dry = bool(DRY_RUNS.keys() & set(arguments))
     with refusals_recorded(lambda: None if is_dry else find_run_folder(arguments, given=given)):

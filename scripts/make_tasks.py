@@ -34,7 +34,7 @@ from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import PYTHON_STDLIB, open_standard_library
 
 NUM_QUESTIONS = 400
@@ -104,7 +104,7 @@ def is_replaceable(path: Path, row: Mapping[str, Any]) -> bool:
 def held_out_modules() -> list[Module]:
     """Read the validation split of `python-stdlib`, as text."""
     source = open_standard_library()
-    request = Request(sources=(PYTHON_STDLIB,), tokenizer="", max_seq_len=1)
+    request = PrepareRequest(sources=(PYTHON_STDLIB,), tokenizer="", max_seq_len=1)
     documents = (document for unit in source.units() for document in read_documents(unit, request, Skipped()))
     threshold = int(source.val_fraction * 2**64)
     texts = [document.text for document in documents if document.split_key < threshold]

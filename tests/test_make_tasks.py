@@ -11,10 +11,10 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.evaluation.tasks import prepare as ask
+from llmfoundry_lite.evaluation.tasks import prepare_task as ask
 from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.prepare.prepare import prepare
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from scripts import make_tasks as own
 from tests.helpers.pieces import Pieces
 
@@ -88,7 +88,7 @@ def test_what_is_asked_is_what_preparing_the_library_holds_out(tmp_path: Path, m
         (library / f"module_{i}.py").write_text(f"# marker_{i}_\n" + f"value_{i} = {i}\n" * 40)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
     out = tmp_path / "data"
-    prepare(Request(sources=("python-stdlib",), tokenizer="train:300", max_seq_len=16), out, num_workers=1)
+    prepare(PrepareRequest(sources=("python-stdlib",), tokenizer="train:300", max_seq_len=16), out, num_workers=1)
     held_out = {marker for module in own.held_out_modules() for marker in re.findall(r"marker_\d+_", module.text)}
     tokenizer = load_tokenizer(out / "tokenizer")
     val = tokenizer.decode(read_tokens(out / "val").ravel().tolist())

@@ -39,7 +39,7 @@ from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
 from llmfoundry_lite.evaluation.packing import Row
 from llmfoundry_lite.evaluation.results import ResultFiles, Results
 from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare, read_rows, render_example
+from llmfoundry_lite.evaluation.tasks import choose_examples, prepare_task, read_rows, render_example
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.models.products import multiply
@@ -296,7 +296,7 @@ def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         answered = [json.loads(line) for line in files.items_path.read_text().splitlines()]
     rates += [_forward_rate(subject.model)]
-    prepared = prepare(task, read_rows(task), 0, subject.tokenizer, max_seq_len=2048, tokenization="joint")
+    prepared = prepare_task(task, read_rows(task), 0, subject.tokenizer, max_seq_len=2048, tokenization="joint")
     tree = Row()
     for number, item in enumerate(prepared.items):
         context = item.requests[0].context if is_fixed else (-1 - number, *item.requests[0].context)

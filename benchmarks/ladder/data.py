@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.ladder.plan import SEQ_LEN, VOCAB_SIZE
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.prepare.prepare import prepare
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from scripts.make_tasks import Module, identifier_questions, in_turn, next_line_questions, pieces
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
@@ -39,7 +39,7 @@ def gather(keep: Path) -> dict[str, int]:
         counts.write_text(json.dumps(sizes))
     if not (keep / "data" / "summary.json").exists():
         source = str(keep / "text" / "train.jsonl")
-        request = Request(sources=(source,), tokenizer=f"train:{VOCAB_SIZE}", max_seq_len=SEQ_LEN)
+        request = PrepareRequest(sources=(source,), tokenizer=f"train:{VOCAB_SIZE}", max_seq_len=SEQ_LEN)
         prepare(request, keep / "data", show_progress=True)
     return json.loads(counts.read_text())
 

@@ -344,9 +344,9 @@ def prepare_data(data: Path) -> None:
     if (data / "summary.json").is_file():
         return
     from llmfoundry_lite.prepare.prepare import prepare
-    from llmfoundry_lite.prepare.request import Request
+    from llmfoundry_lite.prepare.request import PrepareRequest
 
-    request = Request(sources=("python-stdlib",), tokenizer=f"train:{VOCAB_SIZE}", max_seq_len=256)
+    request = PrepareRequest(sources=("python-stdlib",), tokenizer=f"train:{VOCAB_SIZE}", max_seq_len=256)
     prepare(request, data, show_progress=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from llmfoundry_formats.hub_folders import without_magic
 from llmfoundry_lite.errors import DataError, one_line
 from llmfoundry_lite.prepare.documents import Unit, text_of_row
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import (
     DEFAULT_VAL_FRACTION,
     HUB_PREFIX,
@@ -22,7 +22,7 @@ from llmfoundry_lite.prepare.sources import (
 STREAM_UNIT_CHARACTERS = MAX_UNIT_BYTES // 4
 
 
-def open_hub(name_and_config: str, request: Request) -> Source:
+def open_hub(name_and_config: str, request: PrepareRequest) -> Source:
     """Open a data set by its Hub name (or a local data set folder), streamed: nothing is downloaded ahead of time.
 
     The revision is pinned when the name is resolved, so that a resumed preparation reads the same rows.

@@ -11,11 +11,11 @@ from typing import Any
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.contents import MAX_DOCUMENT_BYTES, Bad, named_encoding, open_content
 from llmfoundry_lite.prepare.documents import Unit, group_by_size, text_of_row
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import stream_units
 
 
-def cut_table(kind: str, path: Path, size_bytes: int, target_bytes: int, request: Request) -> Iterator[Unit]:
+def cut_table(kind: str, path: Path, size_bytes: int, target_bytes: int, request: PrepareRequest) -> Iterator[Unit]:
     """Yield the units of a file, of at least `target_bytes` each but for the last. `kind` is csv or table."""
     if kind == "table":
         yield from table_units(path, size_bytes, target_bytes)

@@ -120,8 +120,8 @@ def settings_of(config: TrainConfig) -> IslandsConfig:
 
 
 BLOCK = Block(
-    settings=IslandsConfig,
-    setting=Setting(hardware=True),
+    schema=IslandsConfig,
+    rules=Setting(hardware=True),
     partners="llmfoundry_islands.training.local_islands:find_islands",
     check=check,
     check_here=lambda config: find_token(),

@@ -25,7 +25,7 @@ from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.one_device import prepare_for_one_device
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.prepare.prepare import prepare
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import print_summary
 from llmfoundry_lite.ranks.start import choose_device
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
@@ -103,7 +103,7 @@ def prepare_texts(source: Path) -> Path:
     out = Path("data") / source.resolve().name
     if out.resolve() == source.resolve():
         out = out.with_name(f"{out.name}-tokens")
-    request = Request(
+    request = PrepareRequest(
         sources=(str(source),), tokenizer=f"train:{VOCABULARY}", max_seq_len=LENGTH, val_fraction=HELD_OUT
     )
     print_summary(prepare(request, out, show_progress=True, notify=print), out)

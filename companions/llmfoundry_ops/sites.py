@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.fields import REQUIRED, matches, must_be, setting
-from llmfoundry_lite.config.layers import merge_layers, read_layers
+from llmfoundry_lite.config.layers import merge_layers, read_file
 from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.errors import ConfigError
 
@@ -87,7 +87,7 @@ class Relay:
 
 def load_relay(path: str) -> Relay:
     """Read relay.yaml. Raises ConfigError, in one line: the file, the key, what was given, what was expected."""
-    layers = read_layers([path])
+    layers = [read_file(path)]
     values = merge_layers(layers, Relay)
     if isinstance(policy := values.get("policy"), str):
         if policy != ON_PREEMPTION:

@@ -141,7 +141,7 @@ def check_free(out: Path) -> None:
 
 def write_yaml(out: Path, text: str) -> None:
     try:
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}; name another place with --out") from error
 
@@ -215,7 +215,7 @@ def fill_template(
     were measured; the others are lines of YAML."""
     num_batches, batch_size, note = batches
     interval, num_devices = max(num_batches // 20, min(num_batches, 10)), count_devices()
-    return TEMPLATE.read_text().format(
+    return TEMPLATE.read_text(encoding="utf-8").format(
         title=printable(title),
         data=printable(str(data)),
         data_word=yaml_word(str(data)),

@@ -54,10 +54,10 @@ def data_prepare(
     """Turn text into tokenised MDS shards, from which a run trains. Killed and started again, it carries on."""
     check_is_path(out)
     from llmfoundry_lite.prepare.prepare import prepare
-    from llmfoundry_lite.prepare.request import Request
+    from llmfoundry_lite.prepare.request import PrepareRequest
     from llmfoundry_lite.prepare.summary import print_summary
 
-    request = Request(
+    request = PrepareRequest(
         sources=(*(source or ()), *(sources or ())),
         tokenizer=tokenizer,
         max_seq_len=max_seq_len,

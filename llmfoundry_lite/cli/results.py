@@ -75,6 +75,8 @@ def compare_results(
 
     written = [*write_comparison(loaded, pairs, out), out / "compare.png"]
     others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
-    plot_differences(panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, 95 % intervals")
+    plot_differences(
+        panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, intervals at the level that decides"
+    )
     for path in written:
         print(printable(str(path)))

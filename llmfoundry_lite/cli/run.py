@@ -133,7 +133,7 @@ def replay_command(
     from llmfoundry_lite.config.replayed import find_callbacks, find_code
     from llmfoundry_lite.config.schema import as_dict
     from llmfoundry_lite.launch.ranks import refuse_other_launchers, run_ranks
-    from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
+    from llmfoundry_lite.launch.replay import compare_replay, for_a_replay, plan_replay, write_replay
     from llmfoundry_lite.ranks.rank import rank_variables
     from llmfoundry_lite.train import check, prepare_environment
 
@@ -163,6 +163,6 @@ def replay_command(
         code = run_ranks("llmfoundry_lite.training.replay", [path], num_ranks, logs, finds_modules_here=trust_code)
         if code != EXIT_DONE:
             raise typer.Exit(code)
-        outcome = compare(plan, folder)
+        outcome = compare_replay(plan, folder)
     print(printable(outcome.text))
     raise typer.Exit(EXIT_DONE if outcome.is_equal else EXIT_DIFFERS)

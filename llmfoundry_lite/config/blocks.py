@@ -13,9 +13,9 @@ from llmfoundry_lite.config.fields import Key, Setting
 class Block:
     """A block by which a launch becomes one of several that train one run. Functions are given the TrainConfig."""
 
-    settings: type
+    schema: type
     """The block's dataclass, with fields made by `fields.setting`."""
-    setting: Setting
+    rules: Setting
     """Rules of the key itself: whether hardware may set it, how it may change in mid-run, whether `replay` uses it."""
     partners: str
     """`module:function`, which returns the run's `Partners`. Imported when a run trains."""
@@ -47,6 +47,5 @@ def missing_blocks(values: Mapping[str, Any]) -> list[str]:
 
 def keys_of_blocks() -> dict[str, Key]:
     return {
-        key: Key(block.settings | None, None, block.setting, block.settings, None)
-        for key, block in find_blocks().items()
+        key: Key(block.schema | None, None, block.rules, block.schema, None) for key, block in find_blocks().items()
     }

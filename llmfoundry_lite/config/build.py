@@ -5,12 +5,12 @@ An error names the file, the key, what was given, what was expected and the near
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from llmfoundry_lite import companions
@@ -251,10 +251,11 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":
         return f"valid keys here: {', '.join(keys)}; metrics.jsonl is always written"
-    if elsewhere:
-        return f"did you mean {max(elsewhere, key=lambda other: (_num_shared_parts(other, full), -other.count('.')))}?"
-    if far := nearest(word, map(_last, everywhere), cutoff=0.8):
-        return f"did you mean {next(other for other in everywhere if _last(other) == far)}?"
+    far = word if elsewhere else nearest(word, map(_last, everywhere), cutoff=0.8)
+    if far:
+        found = [other for other in everywhere if _last(other) == far]
+        shared = [len(commonprefix([other.split("."), path.split(".")])) for other in found]  # noqa: RUF071 - of lists
+        return f"did you mean {min(zip(shared, found, strict=True), key=lambda one: (-one[0], one[1].count('.')))[1]}?"
     if len(keys) > MAX_KEYS_LISTED:
         return "nothing here is spelled like it; a value of your own, for ${…}, stands under variables"
     return f"valid keys here: {', '.join(keys) or 'none'}"
@@ -268,11 +269,6 @@ def _section(key: str) -> str:
 
 def _last(key: str) -> str:
     return key.rsplit(".", 1)[-1]
-
-
-def _num_shared_parts(key: str, other: str) -> int:
-    pairs = zip(key.split("."), other.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _every_key() -> list[str]:

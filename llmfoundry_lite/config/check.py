@@ -11,7 +11,7 @@ from typing import Any
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.blocks import given_blocks
-from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.config.data_schema import OF_THE_MODEL, LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, streams_of_stages
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
@@ -52,6 +52,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_only(config.scheduler, "scheduler")
         _check_schedule_units(config, any(get(layer.values, "scheduler.t_scale")[0] for layer in layers))
         _check_schedule_spans(config.scheduler, Duration.parse(config.max_duration))
+        _check_own_loaders(config, layers)
 
 
 def check_model(model: ModelConfig) -> None:
@@ -81,6 +82,24 @@ def _check_data(config: TrainConfig) -> None:
     microbatch, batch = config.device_train_microbatch_size, config.global_train_batch_size
     if isinstance(microbatch, int) and microbatch > batch:
         raise ConfigError(f"device_train_microbatch_size: {microbatch} is more than global_train_batch_size, {batch}")
+
+
+def _check_own_loaders(config: TrainConfig, layers: Sequence[Layer]) -> None:
+    """Refuse a data set beside a `python:` loader, which is never given it."""
+    for block, loader in config.loaders.items():
+        for name in keys_of(TextDatasetConfig) if loader.name != "text" else ():
+            key = f"{block}.dataset.{name}"
+            if name not in OF_THE_MODEL and _is_from_run(key, loader.dataset, layers):
+                raise ConfigError(
+                    f"{key}: {loader.name} is not given it; remove it, and write its own arguments beside its name"
+                )
+
+
+def _is_from_run(key: str, block: Any, layers: Sequence[Layer]) -> bool:
+    """Return whether the run itself, not an overlay, gives a key of `block` another value than its default."""
+    name = key.rpartition(".")[2]
+    is_given = any(get(layer.values, key)[0] for layer in layers if not layer.is_overlay)
+    return is_given and getattr(block, name) != keys_of(type(block))[name].default
 
 
 def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None:
@@ -326,6 +345,13 @@ def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: 
     """Return a warning for each setting that is allowed but perhaps not meant."""
     given = {key for key in ("max_duration", "eval_interval", "save_interval") for one in layers if key in one.values}
     found = [f"{source_of(key, layers)}: {key}{text}" for key, text in _surprises(config, given, under_srun)]
+    found += [
+        f"{source_of(f'{block}.{name}', layers)}: {block}.{name} has no effect: {loader.name} is not given it; kwargs "
+        "passes arguments of that name"
+        for block, loader in config.loaders.items()
+        for name in ("pin_memory", "prefetch_factor", "persistent_workers", "timeout")
+        if loader.name != "text" and _is_from_run(f"{block}.{name}", loader, layers)
+    ]
     last = next((one for one in reversed(layers) if "compile_config" in one.values), None)
     if last is not None and last.is_overlay and config.compile_config is not None:
         found.append(f"{last.source}: compile_config: compiles during the first batch; without: compile_config=null")

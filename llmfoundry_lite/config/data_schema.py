@@ -14,6 +14,11 @@ HASHES = (
 )
 """Algorithms that streaming.base.hashing finds in hashlib and xxhash."""
 
+OF_THE_MODEL = {
+    *("eos_token_id", "override_eos_token_id_mismatch_error"),
+    *("bos_token_id", "override_bos_token_id_mismatch_error"),
+}
+"""Keys of a data set by which the model divides documents. They have an effect beside a `python:` loader too."""
 HELD_OUT_TEXT = "text.jsonl"
 """Text of the validation split that `data prepare` writes beside its shards."""
 REMOTES = "s3 gs hf azure azure-dl oci sftp dbfs alipan"
@@ -122,8 +127,9 @@ class LoaderConfig:
     name: str = setting(
         "text", choices="text python:", instead="expected text or python:; `llmfoundry-lite data prepare` prepares text"
     )
-    """text, or python:package.module:function, which is called with device_batch_size, num_workers, drop_last and the
-    block's other keys, and must return a DataLoader of {"input_ids": int64 [device_batch_size, tokens]}."""
+    """text, or python:package.module:function, which is called with device_batch_size, num_workers, drop_last, kwargs
+    and the block's keys that are none of ours. It must return a DataLoader of {"input_ids": int64 [device_batch_size,
+    tokens]}."""
     dataset: TextDatasetConfig = setting(TextDatasetConfig)
     drop_last: bool = True
     """Evaluation never drops a sample, whatever this says."""

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, must_be, setting
+from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, must_be, setting
 
 TOKENIZATIONS = "separate joint"
-METRICS = "acc_per_token acc acc_norm"
+ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -40,7 +40,7 @@ class TaskConfig:
     tokenization: str | None = setting(None, choices=TOKENIZATIONS)
     """separate: context and answer are tokenised apart, as in LLM Foundry. joint: together, then divided, as in
     lm-evaluation-harness. Default: the evaluation's."""
-    metric: str | None = setting(None, choices=METRICS)
+    metric: str | None = setting(None, choices=" ".join(ACCURACIES))
     """Metric of the task in tables and averages: acc_per_token, acc (summed) or acc_norm (per character). Default:
     acc_per_token for tasks with choices, as in LLM Foundry. The results have all three."""
     has_categories: bool = False
@@ -71,7 +71,7 @@ class Benchmark:
 
     name: str
     """The task's label."""
-    num_fewshot: int
+    num_fewshot: int = setting(REQUIRED, NON_NEGATIVE)
     random_baseline: float = setting(REQUIRED, must_be("a number from 0 to less than 1", lambda value: 0 <= value < 1))
     """Accuracy of guessing, below 1."""
 
@@ -158,5 +158,5 @@ class EvalConfig:
     redo: bool = False
     """Evaluate again and replace finished results: the tasks asked for, or all where they are of another model."""
     environment: dict[str, str] = setting(dict)
-    dist_timeout: float = 600.0
+    dist_timeout: float = setting(600.0, POSITIVE)
     variables: dict[str, Any] = setting(dict)

@@ -48,7 +48,7 @@ def read_layers(
     arguments: Sequence[str],
     *,
     check_overlays: bool = True,
-    needs_file: bool = True,
+    for_training: bool = True,
     given: Mapping[str, Any] | None = None,
 ) -> list[Layer]:
     """Return a layer for each file, then the overlay of `hardware=NAME` or `hardware=auto`, then one layer for all
@@ -60,18 +60,18 @@ def read_layers(
     overlays: list[Layer] = []
     dotlist: list[str] = []
     for argument in arguments:
-        if needs_file and argument.startswith(HARDWARE):
+        if for_training and argument.startswith(HARDWARE):
             overlays.append(_read_overlay(argument.removeprefix(HARDWARE)))
-        elif needs_file and argument in AUTO_NAMES:
+        elif for_training and argument in AUTO_NAMES:
             layers.append(_read_overlay("auto"))
         elif is_key_value(argument):
             dotlist.append(argument)
         elif is_yaml(argument):
-            layers.append(_read_file(argument))
+            layers.append(read_file(argument))
         else:
             hint = f"; did you mean {near}?" if (near := near_name(argument)) else ""
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{hint}")
-    if needs_file and not layers:
+    if for_training and not layers:
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
     layers += overlays
     if check_overlays:
@@ -80,7 +80,7 @@ def read_layers(
         layers.append(Layer("command line", _read_dotlist(dotlist)))
         if "overlay" in layers[-1].values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
-    if needs_file:
+    if for_training:
         _name_eval_loaders(layers)
     return layers
 
@@ -112,7 +112,8 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
 
 
-def _read_file(name: str) -> Layer:
+def read_file(name: str) -> Layer:
+    """Read a YAML: a file, or one that comes with the package. Raises ConfigError."""
     path = find_yaml(name)
     if path is None:
         names = [other.name for other in Path(name).parent.glob("*.y*ml")]
@@ -159,9 +160,9 @@ def _read_overlay(name: str) -> Layer:
     if name == "auto":
         values, note = choose_overlay()
         if isinstance(values, Path):
-            return _read_file(str(values))._replace(note=note)
+            return read_file(str(values))._replace(note=note)
         return Layer(AUTO, {"overlay": "hardware", **values}, note)
-    layer = _read_file(name) if is_yaml(name) else None
+    layer = read_file(name) if is_yaml(name) else None
     if layer is None or layer.values.get("overlay") != "hardware":
         ours = ", ".join(sorted(path.stem for path in (shipped_folder("yamls") / "hardware").glob("*.yaml")))
         raise ConfigError(

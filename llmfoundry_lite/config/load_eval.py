@@ -20,6 +20,7 @@ from llmfoundry_lite.config.layers import (
     is_yaml,
     merge_layers,
     naming_source,
+    read_file,
     read_layers,
     source_of,
 )
@@ -64,7 +65,7 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
         raise ConfigError(
             f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
         )
-    layers = read_layers([a for a in arguments if a not in flags and a not in runs], needs_file=False, given=given)
+    layers = read_layers([a for a in arguments if a not in flags and a not in runs], for_training=False, given=given)
     values = merge_layers(layers, EvalConfig) if layers else {}
     foundry.refuse_left_out_keys(values, layers, foundry.EVAL_LEFT_OUT)
     notes = _translate(values, layers)
@@ -152,7 +153,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
                 where = f"{source_of(key, layers)}: {key}"
                 raise ConfigError(f"{where}: {path} does not exist; data_root=FOLDER says where its path begins")
     if isinstance(values.get("eval_gauntlet"), str):
-        layer = read_layers([values["eval_gauntlet"]])[0]
+        layer = read_file(values["eval_gauntlet"])
         is_block = "eval_gauntlet" not in layer.values
         inside = merge_layers([layer], GauntletConfig if is_block else EvalConfig)
         values["eval_gauntlet"] = inside if is_block else inside["eval_gauntlet"]
@@ -355,7 +356,7 @@ def _load_entries(
 
 def _read_task_file(name: str, task_folder: str) -> Layer:
     is_file = name.endswith((".yaml", ".yml"))
-    return read_layers([name if is_file else f"{find_task_folder(task_folder)}/{name}.yaml"])[0]
+    return read_file(name if is_file else f"{find_task_folder(task_folder)}/{name}.yaml")
 
 
 def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[Layer]) -> Layer:

@@ -14,6 +14,8 @@ from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.blocks import given_blocks, missing_blocks
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
 from llmfoundry_lite.config.check import check_together, find_surprises
+from llmfoundry_lite.config.data_schema import LoaderConfig
+from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, merge_layers, naming_source, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, either
@@ -21,7 +23,7 @@ from llmfoundry_lite.errors import ConfigError, either
 DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "here"}
 
 
-class Invocation(NamedTuple):
+class LoadedTrain(NamedTuple):
     config: TrainConfig
     dry_run: str
     """Empty for a launch. `plan` and `full` check the configuration alone, `here` also this machine."""
@@ -32,7 +34,7 @@ class Invocation(NamedTuple):
 
 def load_train_config(
     arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
-) -> Invocation:
+) -> LoadedTrain:
     """Read the arguments of `scripts/train.py`: YAML files, `key=value` pairs and `DRY_RUNS`. They override `given`, a
     program's configuration.
 
@@ -67,7 +69,7 @@ def load_train_config(
     tasks = environ.get("SLURM_STEP_NUM_TASKS")
     under_srun = tasks is not None and environ.get("WORLD_SIZE") == (None if tasks == "1" else tasks)
     notes += find_surprises(config, layers, under_srun=under_srun)
-    return Invocation(config, dry_run=dry_run, notes=notes)
+    return LoadedTrain(config, dry_run=dry_run, notes=notes)
 
 
 def find_run_folder(
@@ -110,10 +112,14 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
 def _gather_extras(values: dict[str, Any]) -> None:
     """Move the arguments of a user's own `python:` object into a block whose keys are not checked, in place."""
     several = values.get("eval_loaders")
-    blocks = [values.get(block) for block in ("optimizer", "train_loader", "eval_loader")]
-    for block in [*blocks, *(several.values() if isinstance(several, dict) else ())]:
+    loaders = [values.get("train_loader"), values.get("eval_loader")]
+    loaders += several.values() if isinstance(several, dict) else ()
+    # A user's optimizer may have betas, or a momentum, of its own. A loader's keys may come from a hardware overlay.
+    for block, known in [
+        (values.get("optimizer"), {"name", "lr", "kwargs"}),
+        *((x, keys_of(LoaderConfig)) for x in loaders),
+    ]:
         if isinstance(block, dict) and str(block.get("name", "")).startswith("python:"):
-            known = {"name", "lr", "dataset", "num_workers", "drop_last", "kwargs"}
             extra = {key: block.pop(key) for key in list(block) if key not in known}
             block["kwargs"] = {**block.get("kwargs", {}), **extra}
     callbacks = values.get("callbacks")

@@ -7,6 +7,7 @@ No variable in their text is resolved, and code that they name runs only if the 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from llmfoundry_lite.config.data_schema import OF_THE_MODEL
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, is_masked
@@ -86,8 +87,12 @@ def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration as a YAML has them: a user's own objects lose the keys that we added."""
 
     def plain(block: Any) -> Any:
-        is_code = isinstance(block, dict) and str(block.get("name")).startswith(CODE) and "kwargs" in block
-        return {key: block[key] for key in KEYS_OF_CODE if key in block} if is_code else block
+        if not isinstance(block, dict) or not str(block.get("name")).startswith(CODE) or "kwargs" not in block:
+            return block
+        kept = {key: block[key] for key in KEYS_OF_CODE if key in block}
+        if isinstance(dataset := block.get("dataset"), dict):
+            kept["dataset"] = {key: dataset[key] for key in OF_THE_MODEL & dataset.keys()}
+        return kept
 
     return {name: plain(value) for name, value in values.items()}
 

@@ -412,7 +412,7 @@ class TrainConfig:
     icl_tasks: list[Any] | str = setting(list, change="logged", written=list[TaskConfig | str] | str)
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
     icl_task_folder: str = setting("evals", change="freely")
-    icl_limit: int | None = setting(None, change="logged")
+    icl_limit: int | None = setting(None, POSITIVE, change="logged")
     """Only so many first items of each task."""
     device_train_microbatch_size: int | str | None = setting(
         None,

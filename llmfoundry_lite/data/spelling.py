@@ -44,7 +44,7 @@ NUM_STORED = 32
 
 
 @dataclass(slots=True)
-class Loss:
+class LostText:
     """Count of the characters of some texts, and of those lost in each way."""
 
     characters: int = 0
@@ -56,7 +56,7 @@ class Loss:
     examples: Counter[str] = field(default_factory=Counter)
     """Lost characters."""
 
-    def __iadd__(self, other: "Loss") -> "Loss":
+    def __iadd__(self, other: "LostText") -> "LostText":
         self.characters += other.characters
         self.text_bytes += other.text_bytes
         self.lost_bytes += other.lost_bytes
@@ -79,7 +79,7 @@ class Loss:
         return not self.lost_bytes and not any(self.kinds.values())
 
     def stored(self) -> str:
-        """Return this count as text, for `load_loss`."""
+        """Return this count as text, for `load_lost_text`."""
         facts = {one.name: getattr(self, one.name) for one in fields(self)}
         return json.dumps(facts | {"examples": dict(self.examples.most_common(NUM_STORED))})
 
@@ -90,20 +90,20 @@ class Loss:
         return {**numbers, **{kind: self.kinds[kind] for kind in KINDS}, "examples": most}
 
 
-def load_loss(stored: str) -> Loss:
+def load_lost_text(stored: str) -> LostText:
     found = json.loads(stored)
-    return Loss(**found | {name: Counter(found[name]) for name in ("kinds", "examples")})
+    return LostText(**found | {name: Counter(found[name]) for name in ("kinds", "examples")})
 
 
-def loss_from_json(found: dict[str, Any]) -> Loss:
-    """Undo `Loss.as_json`. Each example counts once."""
+def lost_text_from_json(found: dict[str, Any]) -> LostText:
+    """Undo `LostText.as_json`. Each example counts once."""
     numbers = {name: int(found[name]) for name in ("characters", "text_bytes", "lost_bytes")}
     kinds = Counter({kind: int(found[kind]) for kind in KINDS})
-    return Loss(**numbers, kinds=kinds, examples=Counter(map(str, found["examples"])))
+    return LostText(**numbers, kinds=kinds, examples=Counter(map(str, found["examples"])))
 
 
-def describe_loss(loss: dict[str, Any]) -> str:
-    """Say in a sentence what `Loss.as_json` counts; empty where every character comes back."""
+def describe_lost_text(loss: dict[str, Any]) -> str:
+    """Say in a sentence what `LostText.as_json` counts; empty where every character comes back."""
     texts = {kind: f"{loss[kind]:,} {words}" for kind, words in KINDS.items() if loss[kind]}
     lost, apart = ("; ".join(texts[kind] for kind in texts if (kind in LOST) is is_lost) for is_lost in (True, False))
     parts = [f"{percent(loss['share'])} of characters do not come back ({lost}{_such_as(loss)})"] if lost else []
@@ -125,9 +125,9 @@ class Speller:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
-    def measure(self, text: str) -> Loss:
+    def measure(self, text: str) -> LostText:
         """Count the characters of a text that do not come back from its tokens."""
-        loss = Loss(len(text), len(text.encode()))
+        loss = LostText(len(text), len(text.encode()))
         if self.tokenizer.decode(self.tokenizer.encode(text)) == text:
             return loss
         normal = self._normalised(text)

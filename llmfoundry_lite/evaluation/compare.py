@@ -23,7 +23,7 @@ import numpy as np
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.pairs import Pair, Paired
+from llmfoundry_lite.evaluation.pairs import ComparedNumber, Comparison
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
     BITS,
@@ -43,7 +43,7 @@ Unit = tuple[str, int | str]
 """(data, index of an item or name of a cluster): the unit that is independent of others."""
 
 
-def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Pair]:
+def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Comparison]:
     """Compare each result with the first. Raises DataError for results that cannot be compared, naming task and
     reason."""
     known = {task for result in results for task in result.items}
@@ -70,7 +70,7 @@ def compare_files(
     skip: str | Sequence[str] = (),
     all_metrics: bool = False,
     cluster: str | None = None,
-) -> Pair:
+) -> Comparison:
     """Compare two evaluation results item by item, as `llmfoundry-lite compare` does.
 
     The result prints as that table. Differences are `other` less `first`. "Better" is said only where a corrected test
@@ -91,7 +91,7 @@ def compare_files(
     return compare(load_any([Path(first), Path(other)], cluster), skip=left_out, all_metrics=all_metrics)[0]
 
 
-def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metrics: bool) -> Pair:
+def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metrics: bool) -> Comparison:
     common = [task for task in first.items if task in other.items and task not in skip]
     if not common:
         raise DataError(
@@ -113,7 +113,7 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
         if not (other_tokenizer and metric == "acc_per_token")
     ]
     accuracies = [(task, metric) for task, metric in metrics.items() if metric != BITS]
-    return Pair(
+    return Comparison(
         first=first.name,
         other=other.name,
         tasks=tasks,
@@ -195,11 +195,11 @@ def has_other_tokenizer(first: Results, other: Results) -> bool:
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-def _pair_task(task: str, metric: str, first: Results, other: Results) -> Paired:
+def _pair_task(task: str, metric: str, first: Results, other: Results) -> ComparedNumber:
     return _pair_texts(task, first, other) if metric == BITS else _pair_answers([(task, metric)], first, other)
 
 
-def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> Paired:
+def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> ComparedNumber:
     """Compare the mean of the accuracies of each (task, metric), with equal weights."""
     parts: list[tuple[list[Unit], Floats, Floats, Floats]] = []
     unit_of: dict[Unit, Unit] = {}
@@ -227,7 +227,7 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Resul
     ours = sum(float(weights_i @ first_i) for _, weights_i, first_i, _ in parts) / len(parts)
     theirs = sum(float(weights_i @ other_i) for _, weights_i, _, other_i in parts) / len(parts)
     name, metric = asked[0] if len(asked) == 1 else (f"mean of {len(asked)} tasks", "mean")
-    return Paired(
+    return ComparedNumber(
         task=name,
         metric=metric,
         first=ours,
@@ -247,14 +247,14 @@ def _count_won(gains: significance.Floats) -> dict[str, Any]:
     return {"n": len(gains), "wins": wins, "losses": losses, "ties": len(gains) - wins - losses}
 
 
-def _pair_texts(task: str, first: Results, other: Results) -> Paired:
+def _pair_texts(task: str, first: Results, other: Results) -> ComparedNumber:
     """Compare bits per byte, resampling documents, or the windows of a single document."""
     a, b, _ = text_units(task, first, other)
     bits = np.array([1 / math.log(2), 1.0])
     # The seed depends on the task alone, so that another task or result changes no other number.
     generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{task} {BITS}".encode())])
     found = significance.difference_of_ratios(a * bits, b * bits, generator)
-    return Paired(
+    return ComparedNumber(
         task=task,
         metric=BITS,
         first=float(bits_per_byte(a.sum(axis=0))),
@@ -302,7 +302,7 @@ TASK_FACTS = {
 """The same for facts of a task, each with the value that a record without it has."""
 
 
-def notes_on(first: Results, other: Results, tasks: Sequence[Paired], skip: Sequence[str]) -> list[str]:
+def notes_on(first: Results, other: Results, tasks: Sequence[ComparedNumber], skip: Sequence[str]) -> list[str]:
     """Return notes that a reader of the numbers needs."""
     names, notes = f"{first.name} and {other.name}", []
     for key, text in FACTS.items():
@@ -327,7 +327,7 @@ def notes_on(first: Results, other: Results, tasks: Sequence[Paired], skip: Sequ
     return notes + [f"{paired.task}: {note}" for paired in tasks for note in _notes_on_task(paired, first, other)]
 
 
-def _notes_on_task(paired: Paired, first: Results, other: Results) -> Iterator[str]:
+def _notes_on_task(paired: ComparedNumber, first: Results, other: Results) -> Iterator[str]:
     task, counts = paired.task, paired.counts
     if limit := cut_at(first.tasks[task]):
         yield f"only its first {limit:,} items (limit): a try, not a result"

@@ -26,7 +26,7 @@ from llmfoundry_lite.evaluation.tasks import (
     Prepared,
     Request,
     is_right,
-    prepare,
+    prepare_task,
     prepare_text,
     read_rows,
 )
@@ -84,7 +84,7 @@ def evaluate(
     asker = Asker(model, tokenizer, max_batch_tokens, share or rank_and_size(None), on_progress)
     for task in prepared:
         # Rank 0 decides, because it alone may see the files.
-        if files is not None and (known := broadcast_json(files.find(task, results))) is not None:
+        if files is not None and (known := broadcast_json(files.finished_record(task, results))) is not None:
             results.tasks[task.name] = known
             continue
         results.tasks[task.name], items = run_task(asker, task)
@@ -106,7 +106,7 @@ def _prepare_task(
         rows = read_rows(config)
         for shots in config.num_fewshot:
             with _leaving_out(on_nothing):
-                found.append(prepare(config, rows, shots, tokenizer, tokenization=tokenization, **sizes))
+                found.append(prepare_task(config, rows, shots, tokenizer, tokenization=tokenization, **sizes))
     return found
 
 

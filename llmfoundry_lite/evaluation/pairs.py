@@ -16,6 +16,7 @@ from llmfoundry_lite.evaluation.records import BITS, RESULT, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, Z_POWER, Counts, z_of
 from llmfoundry_lite.evaluation.tables import print_notes
+from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
 
 Point = tuple[float, float, float, bool]
@@ -23,7 +24,7 @@ Point = tuple[float, float, float, bool]
 
 
 @dataclass(slots=True, kw_only=True)
-class Paired:
+class ComparedNumber:
     """One number of two models over the items that both were asked; differences are `other` less `first`."""
 
     task: str
@@ -102,18 +103,18 @@ class Paired:
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
-class Pair:
+class Comparison:
     """Comparison of one result with the first."""
 
     first: str
     other: str
-    tasks: list[Paired]  # each by its main metric
-    mean: Paired | None  # the mean of the accuracies, each task counting the same
-    more: list[Paired]  # the other metrics, if they were asked for
+    tasks: list[ComparedNumber]  # each by its main metric
+    mean: ComparedNumber | None  # the mean of the accuracies, each task counting the same
+    more: list[ComparedNumber]  # the other metrics, if they were asked for
     notes: list[str] = field(default_factory=list)
 
     @property
-    def rows(self) -> list[Paired]:
+    def rows(self) -> list[ComparedNumber]:
         """The tasks, and the mean if there is one."""
         return [*self.tasks, *filter(None, [self.mean])]
 
@@ -158,7 +159,7 @@ def p_text(p: float) -> str:
     return "<.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
-def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
+def print_comparison(pairs: Sequence[Comparison], console: Console) -> None:
     for pair in pairs:
         pair.table().print_blocks(console)
         console.print()
@@ -169,7 +170,7 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> None:
     console.print(Text(legend(pairs), style="dim"))
 
 
-def legend(pairs: Sequence[Pair]) -> str:
+def legend(pairs: Sequence[Comparison]) -> str:
     num, num_more = sum(len(pair.tasks) for pair in pairs), sum(len(pair.more) for pair in pairs)
     more = f", and for {num_more} by the other metrics" if num_more else ""
     means = sum(pair.mean is not None for pair in pairs)
@@ -183,7 +184,7 @@ def legend(pairs: Sequence[Pair]) -> str:
     )
 
 
-def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: Path) -> list[Path]:
+def write_comparison(results: Sequence[Results], pairs: Sequence[Comparison], folder: Path) -> list[Path]:
     """Write compare.md and compare.json."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = list[str]()
@@ -191,12 +192,12 @@ def write_comparison(results: Sequence[Results], pairs: Sequence[Pair], folder: 
         table, notes = pair.table(), [*filter(None, [pair.sentence]), *pair.notes]
         lines += [f"## {markdown_text(table.title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
-    markdown.write_text(mask_credentials("\n".join([*lines, legend(pairs), ""])))
-    facts.write_text(mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
+    write_atomically(markdown, mask_credentials("\n".join([*lines, legend(pairs), ""])))
+    write_atomically(facts, mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
     return [markdown, facts]
 
 
-def _as_json(results: Sequence[Results], pairs: Sequence[Pair]) -> dict[str, Any]:
+def _as_json(results: Sequence[Results], pairs: Sequence[Comparison]) -> dict[str, Any]:
     keys = [key for key in RESULT if key != "suite"]
     return {
         "results": {result.name: {key: getattr(result, key) for key in keys} for result in results},
@@ -215,7 +216,7 @@ def _as_json(results: Sequence[Results], pairs: Sequence[Pair]) -> dict[str, Any
     }
 
 
-def panels(pairs: Sequence[Pair]) -> dict[str, dict[str, dict[str, Point]]]:
+def panels(pairs: Sequence[Comparison]) -> dict[str, dict[str, dict[str, Point]]]:
     """Return the data of a figure: measure -> task -> model -> (difference, low, high, whether detected)."""
     found: dict[str, dict[str, dict[str, Point]]] = {}
     for pair in pairs:

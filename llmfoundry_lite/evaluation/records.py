@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmfoundry_lite.config.eval_schema import ACCURACIES
 from llmfoundry_lite.data.spelling import KINDS
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.significance import Floats
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # reading results needs no torch
 
 Record = dict[str, Any]
 
-ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 BITS = "bits_per_byte"
 MAX_MAGNITUDE = 1e30
 """Nats or bytes beyond which sums of squares may overflow."""
@@ -264,6 +264,11 @@ def lost_share(record: Record) -> float:
 def score_of(record: Record) -> tuple[float, float | None]:
     """Return the task's number, and its standard error if it has one."""
     return record[record["metric"]], record.get(f"{record['metric']}_stderr")
+
+
+def is_accuracy(record: Record) -> bool:
+    """Return whether the number that tables and averages show is an accuracy."""
+    return record["metric"] in ACCURACIES
 
 
 def has_categories(record: Record) -> bool:

@@ -19,16 +19,16 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at
+from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, cut_at, is_accuracy, score_of
 from llmfoundry_lite.evaluation.tasks import (
     TEXT_SETTINGS,
     NothingToAsk,
     Prepared,
     data_fingerprint,
-    decide,
     find_askable,
     limit_that_cuts,
     read_rows,
+    resolve_settings,
     settings_of,
 )
 from llmfoundry_lite.files import write_atomically
@@ -57,9 +57,14 @@ class Results:
     name: str = ""  # distinguishes it from results of models of the same name
 
     @property
+    def averaged(self) -> list[str]:
+        """Names of the tasks whose number is an accuracy."""
+        return [name for name, record in self.tasks.items() if is_accuracy(record)]
+
+    @property
     def average(self) -> float | None:
         """The mean of the tasks' accuracies, with equal weights; None without any."""
-        values = [task[task["metric"]] for task in self.tasks.values() if task["metric"].startswith("acc")]
+        values = [score_of(self.tasks[name])[0] for name in self.averaged]
         return sum(values) / len(values) if values else None
 
     def as_json(self) -> Record:
@@ -226,28 +231,29 @@ def outline_tasks(
             continue
         for shots in config.num_fewshot:
             cut = limit_that_cuts(limit, len(find_askable(config, rows, shots)))
-            settings = settings_of(decide(config, shots, tokenization), shots, cut)
+            settings = settings_of(resolve_settings(config, shots, tokenization), shots, cut)
             found.append(Outline(f"{config.label}/{shots}-shot", settings, data_fingerprint(rows)))
     return found
 
 
 def differences(record: Record, task: Outline | Prepared) -> list[str]:
-    """Return the settings in which a finished task differs from `task`; empty if it is the same."""
+    """Describe how a finished task differs from `task`, as it is asked for now; empty if it is the same."""
     stored, asked, is_exact = record["settings"], dict(task.settings), isinstance(task, Prepared)
     if isinstance(task, Prepared) and record["fingerprint"] == task.fingerprint:
-        begins = record.get("beginning", [])
-        return [] if begins == task.beginning else [f"texts that begin with {begins}, not {task.beginning} as"]
+        begins, now = record.get("beginning", []), task.beginning
+        return [] if begins == now else [f"texts that begin with {begins}, not {now} as asked for now"]
     # The outline does not know how many windows a text has.
     if asked.get("icl_task_type") == "perplexity" and not is_exact and stored.get("limit") is None:
         asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
     unknown = () if is_exact else ("max_seq_len", "stop_tokens")  # unknown before tokenising
     keys = [key for key in {**stored, **asked} if key not in unknown]
-    found = [
-        f"{key} {stored.get(key)!r}, not {asked.get(key)!r} as" for key in keys if stored.get(key) != asked.get(key)
+    changed = [
+        f"{key} {stored.get(key)!r}, not {asked.get(key)!r}" for key in keys if stored.get(key) != asked.get(key)
     ]
+    found = [f"{'; '.join(changed)} as asked for now"] if changed else []
     if task.data_fingerprint not in (None, record["data_fingerprint"]):
-        found.append("other data than")
-    return found or (["another fingerprint than"] if is_exact else [])
+        found.append("other data than asked for now")
+    return found or (["another fingerprint than asked for now"] if is_exact else [])
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -297,9 +303,7 @@ class ResultFiles:
         for task in asked:
             is_whole = task.name in finished and self._is_whole(task.name)
             if is_whole and (found := differences(self.known.tasks[task.name], task)):
-                raise DataError(
-                    f"{self.path} holds {task.name} with {'; '.join(found)} asked for now; {remedy.format('it')}"
-                )
+                raise DataError(f"{self.path} holds {task.name} with {', and '.join(found)}; {remedy.format('it')}")
 
     def _other_model(self, results: Results) -> str:
         """Describe the file's model and the one evaluated now, if they differ; else empty."""
@@ -315,7 +319,7 @@ class ResultFiles:
     def _is_whole(self, name: str) -> bool:
         return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
-    def find(self, task: Prepared, results: Results) -> Record | None:
+    def finished_record(self, task: Prepared, results: Results) -> Record | None:
         """Return the finished result of this very task on this very model."""
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
         if record is None or not self._is_whole(task.name) or differences(record, task):

@@ -47,7 +47,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     tell(notes)
     device = start(config)
     folder = Path(config.results_folder) / config.suite
-    asked = find_asked(config, tasks)
+    asked = outline_all(config, tasks)
     found = find_models(config, asked, device)
     all_results: list[Results] = []
     while found:
@@ -57,7 +57,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
             if kept := [name for name in results.tasks if name not in [task.name for task in asked]]:
                 tell([f"{files.path}: keeps what it has of the same model besides: {', '.join(kept)}"])
         except CheckpointError as error:
-            if pass_over(config, results.model, subject.source):
+            if was_removed(config, results.model, subject.source):
                 continue
             if not (config.all_checkpoints and isinstance(error, DamagedCheckpointError | IncompleteCheckpointError)):
                 raise
@@ -80,7 +80,7 @@ def show(config: EvalConfig, all_results: Sequence[Results], folder: Path) -> No
         print(printable(str(path)))
 
 
-def find_asked(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
+def outline_all(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
     """Outline the tasks. Raises DataError on all ranks unless all have the same tasks."""
     with user_errors_on_all_ranks():
         skips_empty = config.eval_gauntlet is not None
@@ -122,7 +122,7 @@ def find_models(
                 )
                 files.refuse_to_replace(results, asked)
         except UserError:
-            if not pass_over(config, name, where):
+            if not was_removed(config, name, where):
                 raise
             continue
         tell([f"models.{name}: {note}; {subject.source} is evaluated" for note in subject.notes])
@@ -130,7 +130,7 @@ def find_models(
     return found
 
 
-def pass_over(config: EvalConfig, name: str, where: str) -> bool:
+def was_removed(config: EvalConfig, name: str, where: str) -> bool:
     """Return whether a checkpoint has been removed since it was listed, and print that: a live run keeps few."""
 
     def is_gone() -> bool:

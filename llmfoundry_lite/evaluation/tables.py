@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
-from llmfoundry_lite.data.spelling import describe_loss
+from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.evaluation.records import ACCURACIES, Record, cut_at, error_of_sum, lost_share, score_of
+from llmfoundry_lite.evaluation.records import Record, cut_at, error_of_sum, is_accuracy, lost_share, score_of
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS
 from llmfoundry_lite.files import write_atomically
@@ -89,11 +89,11 @@ def results_table(all_results: Sequence[Results]) -> Scores:
     has_average = any(results.average is not None for results in all_results)
     for results in all_results:
         cells = [cell(results.tasks[name]) if name in results.tasks else ("", "") for name in names]
-        error = None if results.average is None else average_error(results.tasks, _averaged(results))
+        error = None if results.average is None else average_error(results.tasks, results.averaged)
         rows.append((results.model, [*cells, *([cell_of(results.average, error)] if has_average else [])]))
     return Scores(
         title=suite if all_results[0].average is None else f"{suite}, accuracy ± standard error",
-        columns={name: _heading(name, records[name]["metric"]) for name in names}
+        columns={name: _heading(name, records[name]) for name in names}
         | ({"average": "average"} if has_average else {}),
         rows=rows,
         notes=notes(all_results),
@@ -108,21 +108,17 @@ def print_results(all_results: Sequence[Results], console: Console) -> None:
     replace(table, rows=[*table.rows, row] if chances else table.rows).print(console)
 
 
-def _heading(name: str, metric: str) -> str:
+def _heading(name: str, record: Record) -> str:
     """Return the task, its number of examples, and the metric unless it is an accuracy."""
     label, _, shots = name.rpartition("/")
-    return "\n".join(filter(None, (label, shots, "" if metric in ACCURACIES else metric.replace("_", " "))))
+    return "\n".join(filter(None, (label, shots, "" if is_accuracy(record) else record["metric"].replace("_", " "))))
 
 
 def cell(record: Record) -> Cell:
     number, error = score_of(record)
-    if record["metric"] in ACCURACIES and (record.get("num_clusters") or record["n"]) == 1:
+    if is_accuracy(record) and (record.get("num_clusters") or record["n"]) == 1:
         error = None  # the error of one item is 0 and means nothing
     return cell_of(number, error)
-
-
-def _averaged(results: Results) -> list[str]:
-    return [name for name, record in results.tasks.items() if record["metric"] in ACCURACIES]
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
@@ -151,10 +147,10 @@ def notes(all_results: Sequence[Results]) -> list[str]:
     for (begin, text), tasks in tasks_of.items():
         named = ", ".join(tasks) if len(tasks) < 4 else f"{len(tasks)} tasks, {tasks[0]} the first"
         found.append(f"{begin}{named}: {text}")
-    kinds = {record["metric"] in ACCURACIES for results in all_results for record in results.tasks.values()}
+    kinds = {is_accuracy(record) for results in all_results for record in results.tasks.values()}
     if len(kinds) == 2:
         found.append("the average is of the accuracies")
-    if len({tuple(sorted(_averaged(results))) for results in all_results}) > 1:
+    if len({tuple(sorted(results.averaged)) for results in all_results}) > 1:
         found.append("warning: not all models have all tasks; the averages are over different ones")
     return found
 
@@ -165,7 +161,7 @@ def _oddities(record: Record) -> Iterator[str]:
         if count := record.get(key):
             yield f"{text.format(f'{count:,}')}, {n}"
     if lost_share(record):
-        yield f"bits per byte leave out text that its tokenizer loses: {describe_loss(record['lost_text'])}"
+        yield f"bits per byte leave out text that its tokenizer loses: {describe_lost_text(record['lost_text'])}"
     for reason, count in (record.get("skipped") or {}).items():
         yield f"{count:,} skipped ({reason}); {record['n']:,} asked"
     if num_clusters := record.get("num_clusters"):
@@ -207,7 +203,7 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
     missing: dict[str, list[str]] = {}
     for category in config.categories:
         found = {benchmark.task: tasks.get(benchmark.task) for benchmark in category.benchmarks}
-        absent = [name for name, one in found.items() if one is None or one["metric"] not in ACCURACIES]
+        absent = [name for name, one in found.items() if one is None or not is_accuracy(one)]
         if absent:
             missing[category.name] = absent
             continue

@@ -27,7 +27,7 @@ from llmfoundry_lite.bounded import (
     read_lines_at_most,
 )
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.data.spelling import Loss, Speller, loss_from_json
+from llmfoundry_lite.data.spelling import LostText, Speller, lost_text_from_json
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 
@@ -85,7 +85,7 @@ class Prepared:
     beginning: list[int] = field(default_factory=list)  # token ids before every text
     num_repeated: int = 0  # items that repeat an earlier one, and are in its cluster
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> items that could not be asked
-    lost_text: dict[str, Any] | None = None  # held-out text that its tokens do not spell: `Loss.as_json`
+    lost_text: dict[str, Any] | None = None  # held-out text that its tokens do not spell: `LostText.as_json`
     config: TaskConfig
 
     @property
@@ -201,7 +201,7 @@ def _are_texts(values: Any) -> TypeGuard[list[str]]:
 # ---------------------------------------------------------------------------------------------------------- prompts
 
 
-def prepare(
+def prepare_task(
     config: TaskConfig,
     rows: list[dict[str, Any]],
     num_fewshot: int,
@@ -212,7 +212,7 @@ def prepare(
     limit: int | None = None,
 ) -> Prepared:
     """Render and tokenise every item. Raises DataError when there are too few rows, or none that can be asked."""
-    config = decide(config, num_fewshot, tokenization)
+    config = resolve_settings(config, num_fewshot, tokenization)
     groups, askable = groups_of(config, rows), find_askable(config, rows, num_fewshot)
     group_of = {index: group for group in groups for index in group}
     if num_fewshot >= max(map(len, groups)):
@@ -308,7 +308,7 @@ def find_askable(config: TaskConfig, rows: list[dict[str, Any]], num_fewshot: in
     return [index for index in range(len(rows)) if index not in reserved]
 
 
-def decide(config: TaskConfig, num_fewshot: int, tokenization: str) -> TaskConfig:
+def resolve_settings(config: TaskConfig, num_fewshot: int, tokenization: str) -> TaskConfig:
     """Return the task with the settings that follow from the number of examples and the evaluation's tokenization.
 
     LLM Foundry has no delimiter before a schema task's question if nothing precedes it. Where context and answer are
@@ -528,7 +528,7 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     whose first token is given. An item's `index` is its document's; equal documents are a cluster. A request's
     `num_characters` counts the bytes of text that the tokens stand for. `limit` counts windows. Raises DataError.
     """
-    items, loss = list[Item](), Loss()
+    items, loss = list[Item](), LostText()
     first_of: dict[str, int] = {}
     digest, is_cut = hashlib.sha256(), False
     for number, document in enumerate(_documents(config, tokenizer, loss)):
@@ -578,13 +578,13 @@ def windows_of(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> It
         yield Request(tuple(context), tuple(window), num_bytes, 0)
 
 
-def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator[Document]:
+def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: LostText) -> Iterator[Document]:
     """Yield the documents, and add the characters that their tokens do not spell to `loss`."""
     path = Path(config.dataset_uri)
     if (path / "index.json").is_file():
         from llmfoundry_lite.data.baselines import read_shards  # imports mosaicml-streaming
 
-        loss += loss_of_split(path)
+        loss += lost_text_of_split(path)
         silent = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)  # these stand for no text
         try:
             for before, *ids in (
@@ -605,11 +605,11 @@ def _documents(config: TaskConfig, tokenizer: Tokenizer, loss: Loss) -> Iterator
             yield document._replace(num_bytes=document.num_bytes - lost.lost_bytes)
 
 
-def loss_of_split(split: Path) -> Loss:
-    """Return the lost text that `data prepare` recorded beside a split; an empty Loss without a record."""
+def lost_text_of_split(split: Path) -> LostText:
+    """Return the lost text that `data prepare` recorded beside a split; an empty LostText without a record."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return loss_from_json(read_json(split.parent / "summary.json", "a summary")["lost_text"])
-    return Loss()
+        return lost_text_from_json(read_json(split.parent / "summary.json", "a summary")["lost_text"])
+    return LostText()
 
 
 def document_of(text: str, tokenizer: Tokenizer) -> Document:

@@ -1,7 +1,7 @@
 """Batches of a run, trained again somewhere else: what to train, and whether it comes to what the run recorded.
 
-`plan_replay` reads the run's checkpoints and log, `training/replay.py` trains in a folder of its own, and `compare`
-reads what it found. Nothing of the run is changed.
+`plan_replay` reads the run's checkpoints and log, `training/replay.py` trains in a folder of its own, and
+`compare_replay` reads what it found. Nothing of the run is changed.
 """
 
 import json
@@ -176,7 +176,7 @@ def write_replay(
 
     `changes`: `key=value` of the command line. Raises ConfigError and DataError, before anything heavy starts.
     """
-    given = [key for layer in read_layers(changes, needs_file=False) for key in leaf_keys(layer.values)]
+    given = [key for layer in read_layers(changes, for_training=False) for key in leaf_keys(layer.values)]
     own = {"run_folder": str(folder), **OWN, "stop_after": f"{plan.last_batch - plan.first_batch + 1}ba"}
     if plan.start is not None:
         own |= {"load_path": plan.start.url}
@@ -186,7 +186,7 @@ def write_replay(
     values |= _layout_for(plan, values, num_ranks)
     folder.mkdir(parents=True)
     recorded = folder / "recorded.yaml"
-    recorded.write_text(dump_record(values, keep_variables=False))
+    recorded.write_text(dump_record(values, keep_variables=False), encoding="utf-8")
     try:
         config = load_train_config([str(recorded), *changes]).config
     except ConfigError as error:
@@ -207,7 +207,7 @@ def write_replay(
         values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
     (folder / RECORDED).write_text(json.dumps([encode_record(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
-    path.write_text(dump_record(as_given(values | own), keep_variables=False))
+    path.write_text(dump_record(as_given(values | own), keep_variables=False), encoding="utf-8")
     return str(path)
 
 
@@ -280,7 +280,7 @@ def for_a_replay(error: UserError) -> UserError:
 # --------------------------------------------------------------------------------------------------- what came of it
 
 
-def compare(plan: ReplayPlan, folder: Path) -> Outcome:
+def compare_replay(plan: ReplayPlan, folder: Path) -> Outcome:
     """Compare the records of a replay that has ended well with the run's."""
     begun = json.loads((folder / BEGUN).read_text())
     if other := begun.get("other_data"):

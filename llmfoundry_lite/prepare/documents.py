@@ -33,7 +33,7 @@ from llmfoundry_lite.prepare.contents import (
     Bad,
     read_text,
 )
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class Skipped:
     """A sentence for each of the first MAX_NAMED_PER_UNIT documents. Empty documents are not named."""
 
 
-def read_documents(unit: Unit, request: Request, skipped: Skipped) -> Iterator[Document]:
+def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Iterator[Document]:
     """Yield the documents of a unit, in order. Records those that it leaves out in `skipped`.
 
     With `on_error="stop"` a bad document raises DataError, which names its file and line or row.

@@ -17,7 +17,7 @@ from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import lock_folder, sync_folder, write_atomically
 from llmfoundry_lite.prepare.listing import num_files, read_object
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
 
@@ -34,7 +34,7 @@ PUBLISHING = "publishing"
 """File in `.partial` that marks the content of the output folder as this preparation's."""
 
 
-def record_of(request: Request, source: Source, given: Tokenizer | None) -> dict[str, Any]:
+def record_of(request: PrepareRequest, source: Source, given: Tokenizer | None) -> dict[str, Any]:
     """Return the request with the state of its input and tokenizer, in the form that is stored and compared."""
     record = asdict(request) | {
         "input": source.identify(),

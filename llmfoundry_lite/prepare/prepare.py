@@ -41,7 +41,7 @@ from llmfoundry_lite.prepare.out_folder import (
     record_of,
     refuse_within_source,
 )
-from llmfoundry_lite.prepare.request import TRAIN_PREFIX, Request
+from llmfoundry_lite.prepare.request import TRAIN_PREFIX, PrepareRequest
 from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
 from llmfoundry_lite.prepare.sources import Source, open_source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
@@ -61,7 +61,7 @@ RESERVED_BYTES_PER_TOKEN = 32
 
 
 def prepare(
-    request: Request,
+    request: PrepareRequest,
     out: str | Path,
     *,
     num_workers: int | None = None,
@@ -139,7 +139,7 @@ def tell_repeated(names: Sequence[str], notify: Callable[[str], None]) -> None:
 
 
 def provide_tokenizer(
-    partial: Path, given: Tokenizer | None, request: Request, source: Source, bars: Progress
+    partial: Path, given: Tokenizer | None, request: PrepareRequest, source: Source, bars: Progress
 ) -> Tokenizer:
     """Load the tokenizer in `.partial/tokenizer`. An earlier launch left it, or it is the given one, or trained now."""
     folder = partial / "tokenizer"
@@ -159,7 +159,7 @@ def provide_tokenizer(
     return load_tokenizer(folder)
 
 
-def sample_for_training(source: Source, request: Request) -> list[str]:
+def sample_for_training(source: Source, request: PrepareRequest) -> list[str]:
     """Read documents of the training split to train a tokenizer on, at most TOKENIZER_SAMPLE_BYTES of them.
 
     A source of known size gives every n-th unit, a stream its beginning. If the validation fraction alone does not give

@@ -16,7 +16,7 @@ MAX_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class PrepareRequest:
     """A request for a preparation: everything that decides the result, and nothing else. Raises DataError."""
 
     sources: tuple[str, ...]

@@ -19,7 +19,7 @@ from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder
 from llmfoundry_lite.prepare.documents import SKIP_REASONS
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import SPLITS, SplitSummary
 from llmfoundry_lite.prepare.token_files import load_unit, token_dtype
 
@@ -34,7 +34,7 @@ MAX_NAMED = 20
 
 
 def pack(
-    partial: Path, num_units: int, request: Request, tokenizer: Tokenizer, bars: Progress
+    partial: Path, num_units: int, request: PrepareRequest, tokenizer: Tokenizer, bars: Progress
 ) -> tuple[dict[str, SplitSummary], dict[str, int], list[str]]:
     """Cut the samples of both splits and write their shards into `.partial`.
 
@@ -101,7 +101,7 @@ class SplitWriter:
     in JSON, and the samples.
     """
 
-    def __init__(self, folder: Path, request: Request, dtype: np.dtype) -> None:
+    def __init__(self, folder: Path, request: PrepareRequest, dtype: np.dtype) -> None:
         self.folder = folder
         self.compression = request.compression
         self.length = request.max_seq_len
@@ -197,13 +197,13 @@ def compress(compression: str, content: bytes) -> bytes:
             import zstd
 
             return zstd.compress(content, int(level or 3))
-    raise AssertionError(f"{compression}: Request lets no other through")
+    raise AssertionError(f"{compression}: PrepareRequest lets no other through")
 
 
 # The validation split
 
 
-def choose_threshold(paths: list[Path], request: Request) -> np.uint64:
+def choose_threshold(paths: list[Path], request: PrepareRequest) -> np.uint64:
     """Choose the split key below which a document of these token files is held out for validation."""
     threshold = threshold_of(request)
     if threshold == 0:
@@ -227,7 +227,7 @@ def choose_threshold(paths: list[Path], request: Request) -> np.uint64:
     return threshold if tokens[keys < threshold].sum() >= enough else np.uint64(0)
 
 
-def threshold_of(request: Request) -> np.uint64:
+def threshold_of(request: PrepareRequest) -> np.uint64:
     """Return the split key below which the validation fraction lies, since keys are uniform over 64 bits."""
     assert request.val_fraction is not None, "prepare fills in the source's own"
     return np.uint64(int(request.val_fraction * 2**64))
@@ -246,7 +246,7 @@ def raise_threshold(threshold: np.uint64, keys: np.ndarray, sizes: np.ndarray, a
     return threshold
 
 
-def check_there_is_a_sample(request: Request, train: SplitWriter, skipped: dict[str, int]) -> None:
+def check_there_is_a_sample(request: PrepareRequest, train: SplitWriter, skipped: dict[str, int]) -> None:
     if train.tokens >= request.max_seq_len:
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)

@@ -20,7 +20,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_lines
 from llmfoundry_lite.prepare.documents import Unit, group_by_size
 from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
@@ -61,7 +61,7 @@ class Source:
     """Local files, and those that were left out."""
 
 
-def open_source(request: Request) -> Source:
+def open_source(request: PrepareRequest) -> Source:
     """Find the documents that `--source` names. Raises DataError when there are none, ConfigError for a companion."""
     sources = [source for source in request.sources if source]
     if not sources:
@@ -137,7 +137,7 @@ def unit_bytes(total_bytes: int) -> int:
     return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, total_bytes // TARGET_UNITS))
 
 
-def file_units(listing: Listing, request: Request) -> Iterator[Unit]:
+def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
     """Cut local files into units, in the order of the listing."""
     encoding, target = request.encoding, unit_bytes(sum(listing.files.values()))
     for kind, files in itertools.groupby(listing.files.items(), key=lambda item: kind_of(item[0])):

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from llmfoundry_lite.bounded import read_json
-from llmfoundry_lite.data.spelling import describe_loss
+from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.report.tables import Table
 
@@ -58,7 +58,7 @@ class Summary:
 
     format_version: int
     request: dict[str, Any]
-    """The `Request`, the state of its input, and the tokenizer's fingerprint. The same request again does nothing."""
+    """The request, the state of its input, and the tokenizer's fingerprint. The same request again does nothing."""
     max_seq_len: int
     token_dtype: str
     """`uint16` or `uint32`."""
@@ -119,7 +119,7 @@ def print_summary(summary: Summary, out: str | Path, console: Console | None = N
     if summary.unreadable:
         lines.append(f"files and folders left out because they cannot be read: {len(summary.unreadable):,}")
         lines += some_of(summary.unreadable, len(summary.unreadable))
-    if summary.lost_text and (sentence := describe_loss(summary.lost_text)):
+    if summary.lost_text and (sentence := describe_lost_text(summary.lost_text)):
         lines.append(f"text: {printable(sentence)}")
     if "val" not in summary.splits:
         lines.append("no validation split: none was asked for, or too little text to hold out a sample")

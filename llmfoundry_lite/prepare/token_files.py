@@ -25,12 +25,12 @@ import numpy as np
 from rich.progress import Progress
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.data.spelling import Loss, Speller, describe_loss, load_loss
+from llmfoundry_lite.data.spelling import LostText, Speller, describe_lost_text, load_lost_text
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import Source
 
 SPELLED_CHARACTERS = 16 * 1024
@@ -68,7 +68,7 @@ class TokenUnit:
     made_of: np.ndarray
     """One str: the unit and the tokenizer."""
     loss: np.ndarray
-    """One str: characters of the unit's beginning that the tokens do not spell, as `Loss.stored` has it."""
+    """One str: characters of the unit's beginning that the tokens do not spell, as `LostText.stored` has it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,13 +79,13 @@ class Work:
     """Units of the whole source, those of earlier launches included."""
     documents: int = 0
     text_bytes: int = 0
-    loss: Loss = field(default_factory=Loss)
+    loss: LostText = field(default_factory=LostText)
     """Text of all units that the tokens do not spell."""
 
 
 def tokenize(
     source: Source,
-    request: Request,
+    request: PrepareRequest,
     tokenizer: Tokenizer,
     partial: Path,
     num_workers: int,
@@ -117,51 +117,41 @@ def find_fast_encoder() -> Any:
 def make_token_files(
     source: Source, files: "TokenFiles", num_workers: int, bars: Progress, max_lost_text: float
 ) -> Work:
-    """Make the missing token files by the encoder that `files` has. Raises Unequal, and DataError for lost text."""
-    work, total, num_judged = Work(), source.total_bytes, 0
+    """Make the missing token files by the encoder that `files` has. Raises Unequal, and DataError for lost text.
+
+    Units are counted in their order, those of earlier launches too, so that each launch refuses the same.
+    """
+    work, total = Work(), source.total_bytes
     task = bars.add_task("tokenising", total=total)
     done = {path.name for path in files.folder.glob("*.npz")}
-
-    def missing_units() -> Iterator[tuple[int, Unit]]:
-        nonlocal total
-        for number, unit in enumerate(source.units()):
-            work.num_units = number + 1
-            if files.path(number).name not in done or not files.is_of(number, unit):
-                yield number, unit
-                continue
-            if number == num_judged:
-                judge(number + 1)
-            if total is not None:  # shrink the work rather than advance, or the ETA believes the old speed
-                total -= unit.num_bytes
-                bars.update(task, total=total)
-
-    def judge(end: int) -> None:
-        """Add up what the first units lost, in their order, so that each launch refuses the same."""
-        nonlocal num_judged
-        while num_judged < end:
-            work.loss += files.loss(num_judged)
-            num_judged += 1
-            if work.loss.characters >= ENOUGH_CHARACTERS:
-                refuse_loss(work.loss, files.request, max_lost_text)
-
-    units = missing_units()
-    made = make_here(files, units) if num_workers == 1 else make_in_processes(files, units, num_workers)
-    for number, unit, (documents, text_bytes) in made:
-        work.documents += documents
-        work.text_bytes += text_bytes
-        bars.advance(task, unit.num_bytes)
-        judge(number + 1)
-    judge(work.num_units)
+    units = (
+        (number, unit, files.path(number).name in done and files.is_of(number, unit))
+        for number, unit in enumerate(source.units())
+    )
+    for number, unit, made in (
+        make_here(files, units) if num_workers == 1 else make_in_processes(files, units, num_workers)
+    ):
+        work.num_units = number + 1
+        if made is not None:
+            work.documents += made[0]
+            work.text_bytes += made[1]
+            bars.advance(task, unit.num_bytes)
+        elif total is not None:  # shrink the work rather than advance, or the ETA believes the old speed
+            total -= unit.num_bytes
+            bars.update(task, total=total)
+        work.loss += files.loss(number)
+        if work.loss.characters >= ENOUGH_CHARACTERS:
+            refuse_loss(work.loss, files.request, max_lost_text)
     refuse_loss(work.loss, files.request, max_lost_text)
     return work
 
 
-def refuse_loss(loss: Loss, request: Request, max_lost_text: float) -> None:
+def refuse_loss(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
     """Raise DataError where a tokenizer loses more of the text than is allowed."""
     if loss.share > max_lost_text:
         raise DataError(
-            f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_loss(loss.as_json())}; choose a "
-            f"tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
+            f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_lost_text(loss.as_json())}; "
+            f"choose a tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
             f"{allowing(loss.share):g}"
         )
 
@@ -171,16 +161,20 @@ def allowing(share: float) -> float:
     return math.ceil(100 * share) / 100
 
 
-def make_here(files: "TokenFiles", units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[int, Unit, tuple[int, int]]]:
-    """Make the token files of units in this process. Yields each unit with its documents and their bytes."""
+Units = Iterator[tuple[int, Unit, bool]]
+"""Units with their numbers, and whether the token file of each is there already."""
+Made = Iterator[tuple[int, Unit, tuple[int, int] | None]]
+"""Units with their numbers, and the documents and bytes of text in each; None where the token file was there."""
+
+
+def make_here(files: "TokenFiles", units: Units) -> Made:
+    """Make the missing token files in this process."""
     files.prove()
-    for number, unit in units:
-        yield number, unit, files.make(number, unit)
+    for number, unit, is_done in units:
+        yield number, unit, None if is_done else files.make(number, unit)
 
 
-def make_in_processes(
-    files: "TokenFiles", units: Iterator[tuple[int, Unit]], num_workers: int
-) -> Iterator[tuple[int, Unit, tuple[int, int]]]:
+def make_in_processes(files: "TokenFiles", units: Units, num_workers: int) -> Made:
     """Do the same in worker processes, two units under way for each: enough to keep all busy; streams wait in memory.
 
     Results are taken in order, so that every launch over the same input names the same bad document.
@@ -192,17 +186,17 @@ def make_in_processes(
         initializer=start_worker,
         initargs=(files.request, files.partial, files.is_fast),
     )
-    running: deque[tuple[int, Unit, Future[tuple[int, int]]]] = deque()
+    running: deque[tuple[int, Unit, Future[tuple[int, int]] | None]] = deque()
     try:
         if files.is_fast:  # not here, where a crash of the library would end the command
             workers.submit(prove_in_worker).result()
-        for number, unit in units:
-            running.append((number, unit, workers.submit(make_in_worker, number, unit)))
-            if len(running) > 2 * num_workers:
+        for number, unit, is_done in units:
+            running.append((number, unit, None if is_done else workers.submit(make_in_worker, number, unit)))
+            while running and (running[0][2] is None or len(running) > 2 * num_workers):
                 first, its_unit, future = running.popleft()
-                yield first, its_unit, future.result()
+                yield first, its_unit, future and future.result()
         for number, unit, future in running:
-            yield number, unit, future.result()
+            yield number, unit, future and future.result()
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
@@ -233,7 +227,7 @@ _files_of_worker: "TokenFiles"
 """Set by `start_worker`, in a worker process alone."""
 
 
-def start_worker(request: Request, partial: Path, is_fast: bool) -> None:
+def start_worker(request: PrepareRequest, partial: Path, is_fast: bool) -> None:
     """Make this process a worker: load the tokenizer, and never outlive the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each worker has a thread for every core, all of them idle
@@ -261,7 +255,7 @@ def make_in_worker(number: int, unit: Unit) -> tuple[int, int]:
 class TokenFiles:
     """The token files of a preparation, and one process's means to make them."""
 
-    def __init__(self, request: Request, partial: Path, tokenizer: Tokenizer, *, is_fast: bool) -> None:
+    def __init__(self, request: PrepareRequest, partial: Path, tokenizer: Tokenizer, *, is_fast: bool) -> None:
         self.request = request
         self.partial = partial
         self.folder = partial / "units"
@@ -277,9 +271,9 @@ class TokenFiles:
     def speller(self) -> Speller:
         return Speller(self.tokenizer)
 
-    def loss(self, number: int) -> Loss:
+    def loss(self, number: int) -> LostText:
         with np.load(self.path(number)) as stored:
-            return load_loss(str(stored["loss"]))
+            return load_lost_text(str(stored["loss"]))
 
     def prove(self) -> None:
         """Compare the two encoders, if there are two. Raises Unequal."""
@@ -308,7 +302,7 @@ class TokenFiles:
         skipped = Skipped()
         documents: list[tuple[int, int, int]] = []
         pieces: list[np.ndarray] = []
-        end_of_text, loss = np.array([self.tokenizer.eos_token_id], dtype), Loss()
+        end_of_text, loss = np.array([self.tokenizer.eos_token_id], dtype), LostText()
         for document in read_documents(unit, self.request, skipped):
             ids = self.encoder.encode(document) if self.encoder else self.tokenizer.encode_to_array(document.text)
             pieces += ids.astype(dtype), end_of_text

@@ -103,7 +103,7 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
     for change in changes:
         if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
             raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
-    dataset, config, tokenizer = open_data(run, read_layers(changes, needs_file=False))
+    dataset, config, tokenizer = open_data(run, read_layers(changes, for_training=False))
     epoch, step = dataset.stages.locate(number - 1)
     ids = dataset.stages.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
     rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]

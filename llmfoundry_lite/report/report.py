@@ -21,7 +21,7 @@ import numpy as np
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
-from llmfoundry_lite.files import check_replaceable
+from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.page import Additions, build_sections, markdown, print_sections
@@ -87,8 +87,8 @@ def report(
     figures = [*added.draw(folder), folder / facts["figure"]]
     sections = build_sections(facts, added)
     print_sections(sections)
-    (folder / "report.md").write_text(mask_credentials(markdown(sections)), encoding="utf-8")
-    (folder / "report.json").write_text(mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
+    write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
+    write_atomically(folder / "report.json", mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     for figure in figures:
         print(printable(f"plot: {figure}"))
     print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))
@@ -105,7 +105,7 @@ def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: st
     curves = [curve_of(run, facts, x, is_alone=is_alone) for run, facts in zip(runs, facts["runs"], strict=True)]
     spans = [spans_of(run["segments"]) for run in facts["runs"]]
     if not is_alone:
-        pairs = [compare(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
+        pairs = [compare_runs(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
         facts["comparisons"] = [comparison for comparison, _ in pairs]
         differences = [difference for _, difference in pairs]
         plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
@@ -130,7 +130,7 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------------------------ several runs
 
 
-def compare(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, Any], Difference]:
+def compare_runs(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, Any], Difference]:
     """Compare losses and data digests over the batches that both have. Signed differences are `other` less `first`."""
     a, b = first.log, other.log
     batches, in_a, in_b = np.intersect1d(a.batch, b.batch, assume_unique=True, return_indices=True)

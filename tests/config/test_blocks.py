@@ -41,8 +41,8 @@ def check_here(config: TrainConfig) -> None:
 
 
 BLOCK = Block(
-    settings=SwarmConfig,
-    setting=Setting(hardware=True),
+    schema=SwarmConfig,
+    rules=Setting(hardware=True),
     partners=f"{__name__}:Swarm",
     check=check,
     check_here=check_here,

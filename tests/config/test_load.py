@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
 from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.eval_schema import EvalConfig, TaskConfig
+from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layout import layout_of
-from llmfoundry_lite.config.load_train import Invocation, load_train_config
-from llmfoundry_lite.config.schema import as_dict, data_label
+from llmfoundry_lite.config.load_train import LoadedTrain, load_train_config
+from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
@@ -52,7 +55,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def load(*arguments: str, **environ: str) -> Invocation:
+def load(*arguments: str, **environ: str) -> LoadedTrain:
     return load_train_config(["run.yaml", *arguments], environ)
 
 
@@ -343,6 +346,23 @@ def test_one_validation_loader_does_not_go_with_several():
     )
 
 
+def test_every_number_has_a_range():
+    numbers = {
+        f"{block.__name__}.{name}"
+        for block in (TrainConfig, EvalConfig, TaskConfig)
+        for name, key in walk_keys(block)
+        if {int, float} & {key.hint, *typing.get_args(key.hint)} and not (key.setting.checks or key.setting.choices)
+    }
+    assert numbers == {"TaskConfig.fewshot_random_seed"}
+
+
+def walk_keys(block, path=""):
+    for name, key in keys_of(block).items():
+        yield path + name, key
+        if key.block:
+            yield from walk_keys(key.block, f"{path}{name}.")
+
+
 def test_objects_of_ones_own_keep_their_keyword_arguments():
     config = load(
         "optimizer={name: 'python:my.optim:SGD', lr: 0.1, momentum: 0.9}",
@@ -352,6 +372,22 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
     assert config.optimizer.kwargs == {"momentum": 0.9}
     assert config.callbacks.extra == {"python:my.callbacks:Probe": {"every": 3}}
     assert config.eval_loader is not None and config.eval_loader.kwargs == {"path": "/data"}
+    assert refusal("run.yaml", "train_loader.name=python:a:b") == (
+        "run.yaml: train_loader.dataset.local: python:a:b is not given it; remove it, and write its own arguments "
+        "beside its name"
+    )
+    own = "train_loader={name: 'python:a:b', dataset: {eos_token_id: 3}, x: 1, timeout: 3}"
+    Path("own.yaml").write_text(
+        RUN.replace("train_loader: {name: text, dataset: {local: data, split: train}}", own.replace("=", ": ", 1))
+    )
+    Path("cpu.yaml").write_text(
+        "overlay: hardware\ntrain_loader: {num_workers: 0, pin_memory: false, dataset: {remote: s3://a}}"
+    )
+    with_overlay = load_train_config(["own.yaml", "cpu.yaml"], {})
+    assert with_overlay.config.train_loader.kwargs == {"x": 1}
+    assert [note for note in with_overlay.notes if "not given" in note] == [
+        "own.yaml: train_loader.timeout has no effect: python:a:b is not given it; kwargs passes arguments of that name"
+    ]
     assert refusal("run.yaml", "callbacks={'python:my.callbacks': {}}") == (
         "command line: callbacks: 'python:my.callbacks' given, expected an import path, python:package.module:Thing"
     )
@@ -628,7 +664,7 @@ def test_the_files_that_llm_foundry_ships_load_unchanged(name):
     assert_is_shipped_run(load_train_config([str(files[0])], {}).config, name)
 
 
-def packed(*arguments: str) -> Invocation:
+def packed(*arguments: str) -> LoadedTrain:
     """A YAML of packed documents, written as bytes, as LLM Foundry has it."""
     dataset = "train_loader.dataset."
     own = [f"{dataset}token_encoding_type=uint16", "model.attn_config.attn_uses_sequence_id=true", *arguments]

@@ -107,6 +107,8 @@ def test_an_optimizer_of_the_users_keeps_the_arguments_that_it_was_called_with()
     block = {"name": "python:a:B", "lr": 0.1, "betas": None, "eps": 1e-8, "kwargs": {"k": 2}}
     assert as_given({"optimizer": block})["optimizer"] == {"name": "python:a:B", "lr": 0.1, "kwargs": {"k": 2}}
     assert as_given({"optimizer": block | {"name": "adamw"}})["optimizer"]["eps"] == 1e-8
+    loader = {"name": "python:a:B", "kwargs": {}, "dataset": {"local": "x", "eos_token_id": 3}}
+    assert as_given({"train_loader": loader})["train_loader"]["dataset"] == {"eos_token_id": 3}
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)

@@ -75,7 +75,7 @@ def test_text_arrives_as_it_was_written(block, tmp_path):
             through = f"{path[0]}={nested(path[1:], QUOTED)}"
             direct = f"{path[0]}={nested(path[1:], spelling)}"
             for arguments in ([str(file)], [direct], [str(variables), through], [f"v={spelling}", through]):
-                value = found(merge_layers(read_layers(arguments, needs_file=False), block), path)
+                value = found(merge_layers(read_layers(arguments, for_training=False), block), path)
                 assert (value, type(value)) == (spelling, str), arguments
 
 
@@ -87,7 +87,7 @@ def test_every_spelling_stays_in_text(spelling):
         f"save_folder={spelling}",
         f"loggers.wandb.tags=[{spelling}, '${{v}}']",
     ]
-    values = merge_layers(read_layers(arguments, needs_file=False), TrainConfig)
+    values = merge_layers(read_layers(arguments, for_training=False), TrainConfig)
     assert values["run_name"] == values["save_folder"] == spelling
     assert values["loggers"]["wandb"]["tags"] == [spelling, spelling]
 
@@ -107,7 +107,7 @@ def test_there_are_text_fields_in_every_block():
 
 def test_a_variable_is_text_in_text_and_a_number_in_a_number():
     arguments = ["v=1_000", "seed=${v}", "run_name=${v}", "save_folder=s3://b/${v}/{run_name}", "metadata.n=${v}"]
-    values = merge_layers(read_layers(arguments, needs_file=False), TrainConfig)
+    values = merge_layers(read_layers(arguments, for_training=False), TrainConfig)
     assert values == {
         "v": 1000,
         "seed": 1000,

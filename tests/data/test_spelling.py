@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from llmfoundry_lite.data.spelling import Speller, describe_loss, load_loss
+from llmfoundry_lite.data.spelling import Speller, describe_lost_text, load_lost_text
 from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer
 
 WORDS = ["alpha beta gamma delta river stone cloud engine , . ' f i 1 2 " * 50]
@@ -30,7 +30,7 @@ def trained(model, trainer, special, parts, vocab_size=120, **options) -> Tokeni
 def measured(tokenizer: Tokenizer, text: str) -> tuple[dict[str, int], int]:
     """The kinds that are not 0, and the bytes that no token stands for."""
     loss = Speller(tokenizer).measure(text)
-    assert load_loss(loss.stored()) == loss and loss.characters == len(text)
+    assert load_lost_text(loss.stored()) == loss and loss.characters == len(text)
     return {kind: count for kind, count in loss.kinds.items() if count}, loss.lost_bytes
 
 
@@ -114,8 +114,8 @@ def test_lost_text_is_told_by_kind(tokenizer: Tokenizer, text: str, kinds: dict[
 def test_the_sentence_names_kinds_and_characters_and_normalisation_apart() -> None:
     tokenizer = unigram(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]))
     loss = Speller(tokenizer).measure("Alpha бб ﬁ" + " alpha" * 15)
-    assert describe_loss(loss.as_json()) == (
+    assert describe_lost_text(loss.as_json()) == (
         "3 % of characters do not come back (2 have no token; 1 become lower case; most often 'б' 'A'); "
         "of 100 characters, 1 are written in another form"
     )
-    assert describe_loss(Speller(tokenizer).measure("alpha").as_json()) == ""
+    assert describe_lost_text(Speller(tokenizer).measure("alpha").as_json()) == ""

@@ -504,6 +504,7 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     written = (tmp_path / "out/compare.md").read_text()
     assert all(f"| {task['verdict']} |" in written for task in [*told["tasks"], *told["other_metrics"]])
     accuracy, bits = figures[0].axes
+    assert accuracy.get_title() == "ours against base, intervals at the level that decides"
     assert [label.get_text() for label in accuracy.get_yticklabels()] == [
         "arc_easy/0-shot",
         "piqa/0-shot",

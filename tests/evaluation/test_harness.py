@@ -28,7 +28,7 @@ from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
-from llmfoundry_lite.evaluation.tasks import prepare
+from llmfoundry_lite.evaluation.tasks import prepare_task
 from tests.helpers.launch import launch, train
 from tests.helpers.models import normal_model
 from tests.helpers.present import needs
@@ -191,15 +191,21 @@ def test_a_results_folder_that_fills_up_is_one_line(here, monkeypatch):
         run(["next"])
 
 
-def change_the_data(here):
-    (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SENTENCES[:-1]))
+def change_the_data(here, name="next"):
+    file = here / f"{name}.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     return {}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda here: {"limit": 5}, "holds choice/0-shot with limit None, not 5 as asked for now"),
+        (lambda here: {"limit": 5}, "holds choice/0-shot with limit None, not 5 as asked for now; name"),
+        (
+            lambda here: change_the_data(here, "choice") | {"limit": 5, "tokenization": "joint"},
+            "holds choice/0-shot with tokenization 'separate', not 'joint'; limit None, not 5 as asked for now, and "
+            "other data than asked for now; name",
+        ),
         (lambda here: {"tokenization": "joint"}, "choice/0-shot with tokenization 'separate', not 'joint' as ask"),
         (change_the_data, "holds next/0-shot with other data than asked for now"),
         (lambda here: {"source": "other"}, "holds 4 finished tasks of model, and other is to be evaluated"),
@@ -517,6 +523,7 @@ def test_a_runs_own_held_out_text_is_a_task_where_it_is_here(here):
     [
         ([], "no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b"),
         (["--all-checkpoints"], "--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b"),
+        (["models.a=b", "icl-zero-shot", "icl_tasks=[x=1.yaml]"], "x=1.yaml: no such file"),
         (["runs/a"], "'runs/a' is neither a .yaml file nor key=value; a model is given as models.a=runs/a"),
         (["--all-checkpoints", "a/x", "b/x"], "models: a/x and b/x are both x; name one otherwise: models.NAME=b/x"),
         (
@@ -751,7 +758,7 @@ def ask_by_hand(kind, rows, nats, greedy=()):
     words: Any = Words()
     found = {i: Score(value, i in greedy) for i, value in enumerate(nats)}
     config = TaskConfig(label="t", icl_task_type=kind, dataset_uri="")
-    task = prepare(config, rows, 0, words, max_seq_len=64, tokenization="separate")
+    task = prepare_task(config, rows, 0, words, max_seq_len=64, tokenization="separate")
     asker = harness.Asker(model=model, tokenizer=words, max_batch_tokens=64, share=(0, 1), on_progress=lambda *_: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "score", lambda *_, **__: [found])

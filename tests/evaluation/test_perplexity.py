@@ -20,7 +20,7 @@ from tokenizers.trainers import BpeTrainer
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.data import baselines
-from llmfoundry_lite.data.spelling import Loss
+from llmfoundry_lite.data.spelling import LostText
 from llmfoundry_lite.data.tokenizer import build_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
@@ -304,7 +304,7 @@ def test_a_split_carries_the_text_that_its_preparation_lost(tmp_path, tokenizer)
     with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": "ndarray:uint16"}) as writer:
         writer.write({"tokens": np.arange(1, 20, dtype=np.uint16)})
     assert prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None).lost_text is None
-    lost = Loss(100, 120, 3, Counter(no_token=2), Counter("é")).as_json()
+    lost = LostText(100, 120, 3, Counter(no_token=2), Counter("é")).as_json()
     (tmp_path / "summary.json").write_text(json.dumps({"splits": {}, "lost_text": lost}))
     assert prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None).lost_text == lost
 

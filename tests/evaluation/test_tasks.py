@@ -15,7 +15,7 @@ from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.harness import Prompt, generate_answer
-from llmfoundry_lite.evaluation.tasks import choose_examples, is_right, prepare, prepare_text, read_rows
+from llmfoundry_lite.evaluation.tasks import choose_examples, is_right, prepare_task, prepare_text, read_rows
 from tests.helpers.pieces import Pieces
 
 
@@ -60,7 +60,7 @@ def task(kind="multiple_choice", **changes):
 def ask(config, rows=None, shots=0, tokenizer: Any = None, max_seq_len=100, tokenization="separate", **changes):
     rows = ROWS[config.icl_task_type] if rows is None else rows
     tokenizer = tokenizer or Pieces()
-    found = prepare(config, rows, shots, tokenizer, max_seq_len=max_seq_len, tokenization=tokenization, **changes)
+    found = prepare_task(config, rows, shots, tokenizer, max_seq_len=max_seq_len, tokenization=tokenization, **changes)
     texts = [
         [f"{tokenizer.decode(r.context)}|{tokenizer.decode(r.continuation)}" for r in i.requests] for i in found.items
     ]

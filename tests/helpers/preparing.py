@@ -8,7 +8,7 @@ import pytest
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import open_source
 from llmfoundry_lite.prepare.summary import Summary
 from tests.helpers.data import read_samples
@@ -17,8 +17,8 @@ SEQ_LEN = 32
 NESTED_ROWS = [{"title": "a", "meta": {"text": "b", "n": 1}}, {"title": "c", "meta": {"text": "d", "n": 2}}]
 
 
-def request(source: Path | str, tokenizer: Path | str, **options: object) -> Request:
-    return Request(**{"sources": (str(source),), "tokenizer": str(tokenizer), "max_seq_len": SEQ_LEN, **options})
+def request(source: Path | str, tokenizer: Path | str, **options: object) -> PrepareRequest:
+    return PrepareRequest(**{"sources": (str(source),), "tokenizer": str(tokenizer), "max_seq_len": SEQ_LEN, **options})
 
 
 def units_of(*paths: Path | str, **options: object) -> list[tuple[list[str], Skipped]]:

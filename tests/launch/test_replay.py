@@ -14,7 +14,7 @@ from llmfoundry_lite.config.replayed import find_code
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.launch import replay
-from llmfoundry_lite.launch.replay import compare, for_a_replay, plan_replay, write_replay
+from llmfoundry_lite.launch.replay import compare_replay, for_a_replay, plan_replay, write_replay
 from llmfoundry_lite.report import reading
 from tests.helpers.recorded import HERE, record_of, rewrite, write_run
 from tests.helpers.tiny import tiny_config, write_data
@@ -340,7 +340,7 @@ def found(its, folder, differences=(), digest=None, deterministic=None, **record
         for batch, record in its.records.items()
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return compare(its, folder)
+    return compare_replay(its, folder)
 
 
 def test_equal_in_every_bit_counts_each_quantity(run, tmp_path):
@@ -423,7 +423,7 @@ def test_data_that_a_checkpoint_refuses_does_not_fit(run, tmp_path):
     its = plan(run(), None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/begun.json").write_text(json.dumps({"other_data": "x holds a, the data in the checkpoint was b"}))
-    assert compare(its, tmp_path / "out") == (
+    assert compare_replay(its, tmp_path / "out") == (
         "does not fit: the data is not what the run was trained with: x holds a, the data in the checkpoint was b",
         False,
     )

@@ -26,7 +26,7 @@ from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.contents import read_lines
 from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, lines_of_range, split_key
 from llmfoundry_lite.prepare.prepare import prepare
-from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, Request
+from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, PrepareRequest
 from llmfoundry_lite.prepare.samples import SplitWriter, choose_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.prepare.token_files import TokenUnit, token_dtype
@@ -269,7 +269,7 @@ def test_a_killed_preparation_carries_on_and_nothing_is_done_twice_or_lost(
     before = {path.name: path.stat().st_mtime_ns for path in units.glob("*.npz")}
     total = len(list(sources.open_source(request(large_file, "")).units()))
     assert 3 <= len(before) < total
-    again = Request(
+    again = PrepareRequest(
         sources=(str(large_file),), tokenizer=str(tokenizer_folder), max_seq_len=SEQ_LEN, size_limit_bytes=500_000
     )
     said: list[str] = []
@@ -343,11 +343,11 @@ def test_an_end_at_any_late_moment_is_made_good(
 
 
 @pytest.fixture
-def small_request(tmp_path: Path, tokenizer_folder: Path) -> Request:
+def small_request(tmp_path: Path, tokenizer_folder: Path) -> PrepareRequest:
     return request(write_jsonl(tmp_path / "in.jsonl", make_documents(60)), tokenizer_folder)
 
 
-def test_the_same_request_again_is_no_work(small_request: Request, tmp_path: Path) -> None:
+def test_the_same_request_again_is_no_work(small_request: PrepareRequest, tmp_path: Path) -> None:
     first = prepare(small_request, tmp_path / "out", num_workers=1)
     before = folder_bytes(tmp_path / "out")
     said: list[str] = []
@@ -356,7 +356,7 @@ def test_the_same_request_again_is_no_work(small_request: Request, tmp_path: Pat
     assert folder_bytes(tmp_path / "out") == before
 
 
-def test_another_request_is_refused_by_naming_the_difference(small_request: Request, tmp_path: Path) -> None:
+def test_another_request_is_refused_by_naming_the_difference(small_request: PrepareRequest, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(small_request, out, num_workers=1)
     with pytest.raises(DataError, match=r"max_seq_len was 32 and is 64 now; choose another --out, or pass --overwrite"):
@@ -368,13 +368,13 @@ def test_another_request_is_refused_by_naming_the_difference(small_request: Requ
     assert load_summary(out).splits["train"].documents + load_summary(out).splits["val"].documents == 61
 
 
-def stop_before_packing(wanted: Request, out: Path) -> None:
+def stop_before_packing(wanted: PrepareRequest, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(prepare_module, "pack", lambda *args: 1 / 0)
         prepare(wanted, out, num_workers=1)
 
 
-def test_unfinished_work_in_units_of_another_size_loses_nothing(small_request: Request, tmp_path: Path) -> None:
+def test_unfinished_work_in_units_of_another_size_loses_nothing(small_request: PrepareRequest, tmp_path: Path) -> None:
     prepare(small_request, tmp_path / "expected", num_workers=1)
     for unit_bytes in (4000, 2500, 8000):
         with pytest.MonkeyPatch.context() as patch:
@@ -384,7 +384,7 @@ def test_unfinished_work_in_units_of_another_size_loses_nothing(small_request: R
     assert_same_result(tmp_path / "out", tmp_path / "expected")
 
 
-def test_a_torn_request_of_unfinished_work_is_named(small_request: Request, tmp_path: Path) -> None:
+def test_a_torn_request_of_unfinished_work_is_named(small_request: PrepareRequest, tmp_path: Path) -> None:
     (tmp_path / "out/.partial").mkdir(parents=True)
     (tmp_path / "out/.partial/request.json").write_text("{")
     with pytest.raises(DataError, match=r"request.json cannot be read, .* --overwrite to discard it"):
@@ -393,7 +393,7 @@ def test_a_torn_request_of_unfinished_work_is_named(small_request: Request, tmp_
 
 
 def test_unfinished_work_for_another_request_or_of_another_release_is_refused(
-    small_request: Request, tmp_path: Path, monkeypatch
+    small_request: PrepareRequest, tmp_path: Path, monkeypatch
 ) -> None:
     stop_before_packing(small_request, tmp_path / "out")
     with pytest.raises(DataError, match=r"unfinished preparation of something else: text_key was 'text' and is 'body'"):
@@ -405,7 +405,7 @@ def test_unfinished_work_for_another_request_or_of_another_release_is_refused(
 
 @pytest.mark.parametrize("damage", ["cut short", "empty", "of another unit"])
 def test_a_damaged_token_file_is_made_again(
-    damage: str, small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, small_request: PrepareRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 2000)
     prepare(small_request, tmp_path / "expected", num_workers=1)
@@ -418,7 +418,7 @@ def test_a_damaged_token_file_is_made_again(
 
 
 def test_a_tokenizer_that_changes_between_two_launches_is_noticed(
-    small_request: Request, tokenizer_folder: Path, tmp_path: Path
+    small_request: PrepareRequest, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     own = shutil.copytree(tokenizer_folder, tmp_path / "own")
     wanted, config = replace(small_request, tokenizer=str(own)), own / "special_tokens_map.json"
@@ -455,7 +455,7 @@ def test_a_mistake_in_the_first_piece_does_not_spoil_the_folder(
 
 
 def test_on_error_skip_carries_on_where_stop_stopped(
-    small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_request: PrepareRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 2000)
     with (tmp_path / "in.jsonl").open("a") as file:
@@ -483,7 +483,7 @@ def test_on_error_skip_carries_on_where_stop_stopped(
     ],
 )
 def test_folders_that_are_not_ours_are_left_alone(
-    place: str, summary: str, message: str, small_request: Request, tmp_path: Path
+    place: str, summary: str, message: str, small_request: PrepareRequest, tmp_path: Path
 ) -> None:
     precious = plain(tmp_path / "out" / place / "precious", b"mine")
     if summary:
@@ -496,7 +496,7 @@ def test_folders_that_are_not_ours_are_left_alone(
 
 
 def test_what_appears_in_the_folder_meanwhile_is_left_alone(
-    small_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_request: PrepareRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precious, publish = tmp_path / "out" / "train" / "precious", out_folder.publish
 
@@ -516,13 +516,15 @@ def test_what_appears_in_the_folder_meanwhile_is_left_alone(
 @pytest.mark.parametrize(
     ("out", "reason"), [("/proc/x/y", "No such file"), ("file/out", "Not a directory"), ("file", "File exists")]
 )
-def test_a_folder_that_cannot_be_made_is_named(out: str, reason: str, small_request: Request, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(
+    out: str, reason: str, small_request: PrepareRequest, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=rf"--out {tmp_path / out} is no folder and cannot become one: {reason}.*; cho"):
         prepare(small_request, tmp_path / out)
 
 
-def test_two_preparations_do_not_share_a_folder(small_request: Request, tmp_path: Path) -> None:
+def test_two_preparations_do_not_share_a_folder(small_request: PrepareRequest, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     descriptor = os.open(tmp_path / "out", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -575,7 +577,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_that_looks_whole(
 
 
 def test_one_validation_sample_is_held_out_if_the_data_allow(
-    small_request: Request, tmp_path: Path, tokenizer: Tokenizer
+    small_request: PrepareRequest, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     documents = make_documents(60)
     summary = prepare(replace(small_request, val_fraction=1e-9), tmp_path / "out", num_workers=1)
@@ -586,7 +588,9 @@ def test_one_validation_sample_is_held_out_if_the_data_allow(
     assert len(joined_tokens(tokenizer, by_key[: val.documents - 1])) < SEQ_LEN
 
 
-def test_held_out_documents_are_there_as_text_up_to_a_size(small_request: Request, tmp_path: Path, monkeypatch) -> None:
+def test_held_out_documents_are_there_as_text_up_to_a_size(
+    small_request: PrepareRequest, tmp_path: Path, monkeypatch
+) -> None:
     half = replace(small_request, val_fraction=0.5)
     prepare(half, tmp_path / "out", num_workers=1)
     texts = [json.loads(line)["text"] for line in (tmp_path / "out/val/text.jsonl").read_text().splitlines()]
@@ -660,7 +664,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
     assert set(index["raw_data"]["hashes"]) == {"xxh3_64"}
 
 
-def test_a_tokenizer_is_trained_on_the_training_documents_alone(small_request: Request, tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_the_training_documents_alone(small_request: PrepareRequest, tmp_path: Path) -> None:
     trained = replace(small_request, tokenizer="train:400", val_fraction=0.3)
     seen = prepare_module.sample_for_training(sources.open_source(trained), trained)
     held_out = [d for d in make_documents(60) if split_key(d.encode()) < 0.3 * 2**64]
@@ -672,7 +676,7 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(small_request: R
 
 
 def test_what_becomes_validation_to_make_up_a_sample_was_not_trained_on_either(
-    small_request: Request, tmp_path: Path, tokenizer: Tokenizer
+    small_request: PrepareRequest, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     trained = replace(small_request, tokenizer="train:400", val_fraction=1e-9)
     seen = prepare_module.sample_for_training(sources.open_source(trained), trained)
@@ -681,7 +685,7 @@ def test_what_becomes_validation_to_make_up_a_sample_was_not_trained_on_either(
     assert not set(seen) & set(by_key[: summary.splits["val"].documents])
 
 
-def test_a_large_source_is_sampled_evenly(small_request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_source_is_sampled_evenly(small_request: PrepareRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 1000)
     monkeypatch.setattr(prepare_module, "TOKENIZER_SAMPLE_BYTES", 4000)
     wanted = replace(small_request, val_fraction=0.0)
@@ -784,7 +788,7 @@ def test_with_several_workers_the_first_bad_document_is_the_one_named(
         prepare(request(path, tokenizer_folder), tmp_path / "out", num_workers=2)
 
 
-def test_the_compressions_are_those_of_the_library(small_request: Request) -> None:
+def test_the_compressions_are_those_of_the_library(small_request: PrepareRequest) -> None:
     from streaming.base.compression import get_compressions
 
     for name in get_compressions():
@@ -823,7 +827,7 @@ def test_a_shard_is_as_full_as_the_limit_allows_to_the_byte(spare: int, tmp_path
     assert all(limit - sample < size <= limit for size in sizes[:-1])
 
 
-def test_a_preparation_imports_neither_torch_nor_streaming(small_request: Request, tmp_path: Path) -> None:
+def test_a_preparation_imports_neither_torch_nor_streaming(small_request: PrepareRequest, tmp_path: Path) -> None:
     options = ["--out", tmp_path / "out", "--tokenizer", small_request.tokenizer, "--max-seq-len", SEQ_LEN]
     program = (
         "import sys; from llmfoundry_lite.cli import main\n"

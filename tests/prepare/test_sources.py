@@ -125,9 +125,9 @@ def test_gzip_padded_with_zeros_is_whole(padding: bytes, tmp_path: Path) -> None
 BOMB = """
 import sys
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
-from llmfoundry_lite.prepare.request import Request
+from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import open_source
-skipped, wanted = Skipped(), Request(sources=(sys.argv[1],), tokenizer="", max_seq_len=1, on_error="skip")
+skipped, wanted = Skipped(), PrepareRequest(sources=(sys.argv[1],), tokenizer="", max_seq_len=1, on_error="skip")
 texts = [document.text for unit in open_source(wanted).units() for document in read_documents(unit, wanted, skipped)]
 peak_kib = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(texts, skipped.counts["too_large"], int(peak_kib) // 1024)

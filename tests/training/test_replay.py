@@ -13,7 +13,7 @@ from llmfoundry_lite.checkpoint.manifest import encode
 from llmfoundry_lite.checkpoint.shards import hash_blocks, hash_buffers
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.launch.replay import Outcome, compare, plan_replay, write_replay
+from llmfoundry_lite.launch.replay import Outcome, compare_replay, plan_replay, write_replay
 from llmfoundry_lite.training.replay import main
 from tests.helpers.launch import launch
 from tests.helpers.present import needs
@@ -57,7 +57,7 @@ def replay(folder, states=None, num_ranks=1, where=RUN, env=None) -> Outcome:
     path = write_replay(plan, out, num_ranks)
     launch(main, ([path],), folder, num_ranks, env=env).check()
     assert not list(out.glob("checkpoints/ba*"))
-    return compare(plan, out)
+    return compare_replay(plan, out)
 
 
 def forget_ranks(monkeypatch):

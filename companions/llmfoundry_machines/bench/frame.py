@@ -216,7 +216,7 @@ def tell(
         else:
             lines = [part] if isinstance(part, str) else [f"- {note}" for note in part]
         blocks += ["\n".join(lines)] if lines else []
-    (out / f"{name}.md").write_text("\n\n".join(blocks) + "\n")
+    (out / f"{name}.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
     if plot is not None:
         plot(report, out / f"{name}.png")
 

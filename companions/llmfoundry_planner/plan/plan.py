@@ -169,6 +169,6 @@ def write_overlay(plan: Plan, path: Path) -> None:
     try:
         if path.is_file() and path.stat().st_size and not path.read_bytes().startswith(PLANNED.encode()):
             raise ConfigError(f"--write: {path} exists and is no plan that was written before; choose another file")
-        path.write_text(head + yaml.safe_dump(overlay, sort_keys=False))
+        path.write_text(head + yaml.safe_dump(overlay, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--write: {path}: {error.strerror}; choose another file") from None
