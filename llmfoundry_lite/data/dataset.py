@@ -423,10 +423,11 @@ class TextDataset(IterableDataset):
             first_batch=sample_in_epoch // self.global_batch_size,
             num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
         )
-        indices, (again, num_back) = self._batch_indices or indices, self._again
+        indices, (again, num_back) = indices if self._batch_indices is None else self._batch_indices, self._again
+        width = max(len(indices), 1)
         # Whole shuffled blocks, as a part of one costs as much; but neither tiny pieces nor huge ones.
         steps_per_block = epoch_order.order.block_samples // steps.step
-        steps_per_piece = min(max(steps_per_block, (1 << 14) // len(indices), 1), -(-(1 << 20) // len(indices)))
+        steps_per_piece = min(max(steps_per_block, (1 << 14) // width, 1), -(-(1 << 20) // width))
         for first in range(0, len(steps), steps_per_piece):
             piece = steps[first : first + steps_per_piece]
             ids = epoch_order.sample_ids(indices, piece)

@@ -68,6 +68,13 @@ def test_loader_yields_the_global_batches_in_order_epoch_after_epoch(shards, num
     assert [numbers(loader) for _ in range(3)] == [expected_numbers(dataset, epoch) for epoch in range(3)]
 
 
+def test_a_rank_without_rows_of_its_own_has_those_of_an_earlier_batch_alone(shards):
+    dataset = open_data(shards)
+    dataset.continue_with([], 0, 3 * dataset.order.batch_size, [2], 2)
+    of_epoch = expected_numbers(dataset)
+    assert numbers(build_text_loader(dataset)) == [[of_epoch[i - 2][2]] for i in range(3, 8)]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_rows_of_an_earlier_batch_come_beside_those_of_each_batch(shards, num_workers):
     dataset = open_data(shards)
