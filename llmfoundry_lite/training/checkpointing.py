@@ -80,6 +80,8 @@ class Checkpointing(Callback):
         self.was_preempted_by = ""
         self.last_saved_batch = -1
         """The newest batch of which a save has begun."""
+        self.has_logged_begun_digest = False
+        """`digest_interval` has logged the digest that the save in flight logs when it is published."""
         self.published_batch = -1
         """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
         self.microbatch_of_run: int | None = None
@@ -105,9 +107,9 @@ class Checkpointing(Callback):
             elif others := find_model_changes(there, here):
                 restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
             logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - began})
-            self.print_on_rank_0(
-                *restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state)
-            )
+            begins = "carrying on from" if self.carries_on else "starting from the weights of"
+            differences = self._differences(restored.manifest, state)
+            self.print_on_rank_0(*restored.notes, f"{begins} {restored.url}{differences}")
             if self.carries_on:
                 for group, options in zip(state.optimizers[0].param_groups, rates, strict=True):
                     group.update(options)
@@ -229,15 +231,19 @@ class Checkpointing(Callback):
         self.agreement.meter.sample()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._advance_save(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
-        if self.policy.digest_span is not None and has_passed(state, self.policy.digest_span):
+        is_digest_due = self.policy.digest_span is not None and has_passed(state, self.policy.digest_span)
+        if not is_digest_due or self.has_logged_begun_digest:  # a record has room for one digest
+            self._advance_save(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
+        if is_digest_due:
             digest = self.saver.digest(self.model.model, state.optimizers[0])
             metrics: dict[str, Any] = {"state/digest": digest, "state/batch": int(state.timestamp.batch)}
             logger.log_metrics(metrics)
         decision = self.partners.decide(self.policy.decide(state))
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:
+            known = self.published_batch
             self._save(state, logger)
+            self.has_logged_begun_digest = is_digest_due and self.published_batch == known
         self.was_preempted_by, self.was_stopped = decision.preempted_by, decision.stops
         if decision.preempted_by or decision.stops:
             state.stop_training()
@@ -261,7 +267,7 @@ class Checkpointing(Callback):
 
     def preempted_text(self, state: State) -> str:
         """Return the message of a launch that leaves early."""
-        saved = f"saved as ba{self.last_saved_batch}" if self.last_saved_batch > 0 else "nothing to save yet"
+        saved = f"saved as ba{self.published_batch}" if self.published_batch > 0 else "nothing to save yet"
         if not self.partners.saves_here:
             saved = self.partners.instead_of_saving
         again = "run the same command again" + ("" if self.config.autoresume else " with autoresume=true")

@@ -137,7 +137,8 @@ def test_weights_alone_begin_a_new_run(tmp_path, data):
     config = tiny_config(data, max_duration="20ba")
     run(tmp_path, config, "base")
     fresh = {"load_path": str(saves(tmp_path, "base")), "load_weights_only": True, "max_duration": "2ba"}
-    run(tmp_path, config, "fresh", **fresh)
+    output = run(tmp_path, config, "fresh", **fresh).output
+    assert f"starting from the weights of {saves(tmp_path, 'base')}/ba20" in output and "carrying on" not in output
     assert losses(tmp_path, "fresh")[0] < losses(tmp_path, "base")[0] - 1
     other = run(tmp_path, config, "other", **fresh, model=config["model"] | {"norm_eps": 0.1})
     assert "the checkpoint's model differs: model.norm_eps 1e-05 -> 0.1\n" in other.output
