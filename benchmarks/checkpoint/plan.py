@@ -159,6 +159,7 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
     first: list[bytes] = []
     with _no_others():
         saver = Saver(store)
+        saver.take_lease()
         for batch in range(1, NUM_SAVES + 1):
             started = time.thread_time()
             saver.save(model, optimizer, About(timestamp=Timestamp(batch=batch), run_name="bench"))

@@ -24,7 +24,12 @@ from llmfoundry_lite.launch.log_lines import METRICS, SAVED, read_lines
 
 
 class Start(NamedTuple):
-    """Where a launch starts: at a checkpoint, or at batch 1."""
+    """Where a launch starts: at a checkpoint, or at batch 1.
+
+    the run's own folder (`is_own`)     restores weights, optimizer, place in the data, clocks, log; under its lease
+    `load_path`                         the same, without a lease: nothing there is moved or removed
+    `load_path`, `load_weights_only`    restores weights; the run is new
+    """
 
     is_own: bool = False
     """Carry on from the newest intact checkpoint in the run's own folder."""

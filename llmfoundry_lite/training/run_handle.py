@@ -38,7 +38,7 @@ class Saving(Protocol):
     saver: Saver
     segments: tuple[Segment, ...]
     first_batch: int
-    last_saved_batch: int
+    begun_batch: int
 
     def begin(self, state: State) -> None: ...
     def segments_until(self, state: State) -> tuple[Segment, ...]: ...
@@ -165,7 +165,6 @@ class RunHandle:
         step, parameters = self._gradient_step, whole_parameters(self.optimizer)
         if step.sums:
             step.weight = weight
-            step.sums.finish(parameters, step.scale_of_sums)
         return step.measure(parameters, loss)
 
     def commit(self, measured: Measured, counts: Upcoming) -> None:
@@ -205,7 +204,7 @@ class RunHandle:
     def save(self, *, begins: bool = True) -> int:
         """Save the last batch if `begins`. Wait for all saves, and return the last one's batch. Raises UserError."""
         (self._saving.save_now if begins else self._saving.fit_end)(self._state, self._logger)
-        return self._saving.last_saved_batch
+        return self._saving.begun_batch
 
     def note_lease(self) -> None:
         """Note whose saves are the newest."""

@@ -167,6 +167,7 @@ def test_weights_may_come_in_another_dtype_and_in_part_if_that_is_said(tmp_path,
     bias = next(name for name in weights if name.endswith("bias"))
     del weights[bias]
     saver = Saver(CheckpointStore(tmp_path / "halves"))
+    saver.take_lease()
     saver.save(Weights(weights), None, About(timestamp=Timestamp(batch=1)))
     saver.wait()
     config |= {"load_path": str(tmp_path / "halves/ba1"), "load_weights_only": True, "max_duration": "1ba"}

@@ -42,7 +42,7 @@ class Run:
         parts.config = SimpleNamespace(retry_for=retry_for)
         parts.saver = SimpleNamespace(wait=self._wait)
         parts.policy = SimpleNamespace(timer=None)
-        parts.last_saved_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
+        parts.begun_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
         parts.print_on_rank_0 = lambda *lines: self.said.extend(lines)
         parts.store = SimpleNamespace(root=SimpleNamespace(url="run"))
         parts._save = lambda state, logger: self.saves.append(4)
@@ -66,7 +66,7 @@ class Run:
 def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(monkeypatch):
     run = Run(monkeypatch, not_written())
     error = run.parts._advance_save(run.parts.saver.wait, None)
-    assert error is not None and run.parts.last_saved_batch == run.parts.published_batch == 2
+    assert error is not None and run.parts.begun_batch == run.parts.published_batch == 2
     text = "warning: run/ba4: not written: No space left on device; ba2 stands, and the next save tries again"
     assert run.said == [text]
 
@@ -115,18 +115,18 @@ def digests_by_record(monkeypatch, num_batches: int, digest_interval: int, save_
     """Return batch of a record -> the batch whose digest it has. A save is published at the second poll."""
     run, records, polls = Run(monkeypatch), {}, [0, 0]
 
-    def poll(all_written):
+    def poll(all_idle):
         polls.append(run.state.timestamp.batch)
-        return published(run.parts.last_saved_batch) if len(polls) == 2 else None
+        return published(run.parts.begun_batch) if len(polls) == 2 else None
 
     run.parts.saver = SimpleNamespace(poll=poll, digest=lambda model, optimizer: "")
     run.parts.policy = SimpleNamespace(timer=None, digest_span=digest_interval, decide=lambda state: decision)
     run.parts.has_logged_begun_digest, run.parts.published_batch = False, -1
-    run.parts.agreement, run.parts.model = SimpleNamespace(all_written=True), SimpleNamespace(model=None)
+    run.parts.agreement, run.parts.model = SimpleNamespace(all_idle=True), SimpleNamespace(model=None)
     run.parts.run_state, run.state.optimizers = SimpleNamespace(), [None]
     run.parts._save = lambda state, logger: (
         polls.clear(),
-        setattr(run.parts, "last_saved_batch", state.timestamp.batch),
+        setattr(run.parts, "begun_batch", state.timestamp.batch),
     )
     monkeypatch.setattr(checkpointing, "has_passed", lambda state, span: state.timestamp.batch % span == 0)
     for batch in range(1, num_batches + 1):
