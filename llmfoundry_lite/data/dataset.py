@@ -76,15 +76,15 @@ class TextDataset(IterableDataset):
         """
         self.config = config
         self.rank = this_rank()
-        self.part, self.num_parts = share or (self.rank.rank, self.rank.world_size)
-        if global_batch_size % self.num_parts:
+        self.data_rank, self.num_data_ranks = share or (self.rank.rank, self.rank.world_size)
+        if global_batch_size % self.num_data_ranks:
             raise DataError(
-                f"a global batch of {global_batch_size} samples cannot be split evenly over {self.num_parts} ranks; "
-                f"use a multiple of {self.num_parts}, or a number of ranks that divides {global_batch_size}"
+                f"a global batch of {global_batch_size} samples cannot be split evenly over {self.num_data_ranks} "
+                f"ranks; use a multiple of {self.num_data_ranks}, or a number of ranks that divides {global_batch_size}"
             )
         self.max_seq_len = config.max_seq_len or max_seq_len
         self.global_batch_size = global_batch_size
-        self.device_batch_size = global_batch_size // self.num_parts
+        self.device_batch_size = global_batch_size // self.num_data_ranks
         self.same_every_epoch, self.max_samples = evaluation, max_samples
         self.reader = RowReader(
             self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type, config.allow_truncation
@@ -416,8 +416,8 @@ class TextDataset(IterableDataset):
         worker, epoch_order = get_worker_info(), self._lay_out(epoch)
         indices, steps = share_of_worker(
             epoch_order.order,
-            rank=self.part,
-            world_size=self.num_parts,
+            rank=self.data_rank,
+            world_size=self.num_data_ranks,
             worker=worker.id if worker else 0,
             num_workers=worker.num_workers if worker else 1,
             first_batch=sample_in_epoch // self.global_batch_size,
