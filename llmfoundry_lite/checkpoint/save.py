@@ -28,8 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
-from llmfoundry_lite.checkpoint.commit import epoch_of
-from llmfoundry_lite.checkpoint.layouts import Chunk
+from llmfoundry_lite.checkpoint.commit import lease_epoch_of
+from llmfoundry_lite.checkpoint.grid import Chunk
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
@@ -332,7 +332,7 @@ class Saver:
             **{one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"},
             save_id=flight.save_id,
             parent_save_id=self.parent_save_id,
-            lease_epoch=epoch_of(flight.save_id),
+            lease_epoch=lease_epoch_of(flight.save_id),
             written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             optimizer=optimizer,
             aliases=aliases,

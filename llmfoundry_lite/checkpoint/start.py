@@ -6,6 +6,7 @@ Reads manifests and the log; no torch. `training/checkpointing.py` restores from
 from pathlib import Path
 from typing import NamedTuple
 
+from llmfoundry_lite.checkpoint.log_lines import METRICS, SAVED, read_lines
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.store import (
@@ -20,7 +21,6 @@ from llmfoundry_lite.config.changes import find_changes, refuse_changes
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.launch.log_lines import METRICS, SAVED, read_lines
 
 
 class Start(NamedTuple):

@@ -90,7 +90,7 @@ class TextDataset(IterableDataset):
             self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type, config.allow_truncation
         )
         self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
-        self._batch_indices: Sequence[int] | None = None
+        self._row_indices: Sequence[int] | None = None
         self._again: tuple[Sequence[int], int] = ((), 0)
         self._laid_out: tuple[int, EpochOrder] | None = None
         self._next = (0, 0)
@@ -343,11 +343,11 @@ class TextDataset(IterableDataset):
     def continue_with(
         self, indices: Sequence[int], epoch: int, sample_in_epoch: int, again: Sequence[int] = (), num_back: int = 0
     ) -> None:
-        """Begin the next iteration at this place, with these batch indices, not with an even share of all.
+        """Begin the next iteration at this place, with these row indices, not with an even share of all.
 
-        Each batch also has the batch indices `again` of the batch `num_back` before it, which is in the same epoch.
+        Each batch also has the row indices `again` of the batch `num_back` before it, which is in the same epoch.
         """
-        self._batch_indices, self._again = indices, (again, num_back)
+        self._row_indices, self._again = indices, (again, num_back)
         self.device_batch_size = len(indices) + len(again)
         self.begin_at(epoch, sample_in_epoch)
 
@@ -423,7 +423,7 @@ class TextDataset(IterableDataset):
             first_batch=sample_in_epoch // self.global_batch_size,
             num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
         )
-        indices, (again, num_back) = indices if self._batch_indices is None else self._batch_indices, self._again
+        indices, (again, num_back) = indices if self._row_indices is None else self._row_indices, self._again
         width = max(len(indices), 1)
         # Whole shuffled blocks, as a part of one costs as much; but neither tiny pieces nor huge ones.
         steps_per_block = epoch_order.order.block_samples // steps.step

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmfoundry_lite.bounded import read_json
+from llmfoundry_lite.checkpoint.log_lines import read_lines
 from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable
-from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.launches import describe_failures, find_relay
 from llmfoundry_lite.report.page import build_sections, markdown, print_sections

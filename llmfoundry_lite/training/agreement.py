@@ -47,7 +47,7 @@ class Agreement:
 
     ranks: DataRanks
     preemption: Preemption
-    changed: Callable[[], Iterator[Any] | None]
+    other_batches: Callable[[], Iterator[Any] | None]
     """Returns other batches to go on with if this rank's rows have changed; else None."""
     meter: EnergyMeter = field(default_factory=lambda: EnergyMeter(()))
 
@@ -86,7 +86,7 @@ class Agreement:
         """Read the next batch, unless this one `is_last`, and agree. `is_busy`: this rank writes or publishes a save.
         `wants_save`: save after this batch; only rank 0's counts."""
         reason = self.preemption.look()
-        self._batches = self.changed() or self._batches
+        self._batches = self.other_batches() or self._batches
         counted = NOTHING if is_last else self._read_ahead()
         wants_save = wants_save and self.ranks.is_first
         self.preemption.set_agreed(self._agree(counted, reason, is_busy, wants_save, self.meter.take()))
@@ -113,7 +113,7 @@ class Agreement:
         energy: tuple[int, int] = (0, 1),
     ) -> int:
         """Sum over ranks. Returns the highest reason to leave that any rank has."""
-        counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
+        counts = [int(number) if self.ranks.is_counted else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
         sums = all_reduce_sum([*counts, int(not counted.is_there), int(is_busy), int(wants_save), *energy, *reasons])
         filled, tokens, losses, rows, digest = sums[: len(counts)]

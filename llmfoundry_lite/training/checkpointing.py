@@ -18,6 +18,7 @@ from composer import core
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.checkpoint.log_lines import METRICS, SAVED
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.paths import put_tokenizer
@@ -31,7 +32,6 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
-from llmfoundry_lite.launch.log_lines import METRICS, SAVED
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.retry import Budget

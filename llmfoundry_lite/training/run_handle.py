@@ -121,13 +121,13 @@ class RunHandle:
         """Fingerprint of the order of the data."""
         return " ".join(order.fingerprint for order in self._dataset.stages.orders)
 
-    def read(self, batch_indices: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
+    def read(self, row_indices: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
         """Read this rank's share of these rows of every batch, from the next one on. Beside them, read rows `again` of
         the batch that was `back` batches earlier."""
         ranks, stamp, loader = self._agreement.ranks, self._state.timestamp, self.config.train_loader
         mine, earlier = (
             rows[ranks.rank * len(rows) // ranks.size : (ranks.rank + 1) * len(rows) // ranks.size]
-            for rows in (batch_indices, again)
+            for rows in (row_indices, again)
         )
         place = self.batch_in_epoch * self._dataset.global_batch_size
         self._dataset.continue_with(mine, int(stamp.epoch), place, earlier, back)

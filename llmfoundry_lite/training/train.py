@@ -21,7 +21,6 @@ from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, UserError, either
-from llmfoundry_lite.launch.status import refusals_recorded
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
     Preempted,
@@ -36,6 +35,7 @@ from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ra
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
+from llmfoundry_lite.ranks.status import refusals_recorded
 from llmfoundry_lite.training.builders import build_and_restore
 from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory

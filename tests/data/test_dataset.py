@@ -354,7 +354,7 @@ def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downl
     assert seen == expected_numbers(dataset)
     # Files come and go while they are counted here.
     assert largest <= limit + 2 * 2_000 < sum(path.stat().st_size for path in remote.iterdir())
-    # Two batch indices, each reading shards one after another: no shard is fetched over and over.
+    # Two row indices, each reading shards one after another: no shard is fetched over and over.
     assert num_shards <= len(downloads) <= num_shards + 6
 
 
@@ -369,7 +369,7 @@ def test_a_shard_that_is_to_be_read_next_gives_no_room_to_another(tmp_path):
     assert [os.path.exists(cache.path(shard)) for shard in range(5)] == [True, False, True, True, True]
 
 
-def test_a_rank_downloads_only_the_shards_of_its_batch_indices(tmp_path, downloads, as_rank):
+def test_a_rank_downloads_only_the_shards_of_its_row_indices(tmp_path, downloads, as_rank):
     remote = write_shards(tmp_path / "remote", num_samples=1_200)
     num_shards, counts = len(list(remote.glob("*.mds"))), []
     for rank in range(4):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import llmfoundry_lite as lf
-from llmfoundry_lite.launch.status import write_status
+from llmfoundry_lite.ranks.status import write_status
 from tests.helpers.launch import ROOT
 
 pytestmark = pytest.mark.multiprocess

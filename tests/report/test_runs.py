@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.launch.status import write_status
+from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.runs import LiveRun
 from tests.checkpoint.saves import save as save_checkpoint
 

@@ -26,8 +26,8 @@ class Preempted:
         self.agreed = reason
 
 
-def rank(batches, *, number=0, speaks=True, reason=0):
-    ranks = DataRanks(rank=number, size=2, speaks=speaks)
+def rank(batches, *, number=0, is_counted=True, reason=0):
+    ranks = DataRanks(rank=number, size=2, is_counted=is_counted)
     made = Agreement(ranks, cast(Any, Preempted(reason)), lambda: None)
     made._batches = iter(batches)
     return made
@@ -64,7 +64,7 @@ def test_one_rank_without_a_share_ends_the_epoch_for_all(monkeypatch):
 
 
 def test_ranks_that_see_the_same_rows_count_them_once(monkeypatch):
-    ranks = rank([BATCH]), rank([BATCH], speaks=False)
+    ranks = rank([BATCH]), rank([BATCH], is_counted=False)
     end_batch(monkeypatch, *ranks)
     assert {one.upcoming.num_tokens for one in ranks} == {7}
 
