@@ -129,7 +129,8 @@ def _load_together(
         staging = read_tensors(checkpoint, targets.tensors, targets.row_orders)
     except Exception as caught:
         error = caught
-    exchange.raise_on_all_ranks(_judge(error, checkpoint))
+    error = _judge(error, checkpoint)
+    exchange.raise_on_all_ranks(error)
     assert targets is not None
     targets.write(staging)
     return checkpoint.manifest
@@ -137,7 +138,7 @@ def _load_together(
 
 def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
     """Return this rank's error or, on a rank 0 that has none, its decision on files that others could not read. It
-    verifies them itself: either the checkpoint is at fault, or that rank's node, which is named."""
+    verifies them itself: either the checkpoint is at fault, or that rank's node, which is named. Collective."""
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.all_reduce_max([int(is_unsound)])):
         return error
