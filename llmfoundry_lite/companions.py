@@ -3,6 +3,7 @@
 Ours are in `companions/` of a clone, and installed with a wheel. Others announce themselves by an entry point of the
 group `llmfoundry_lite.companions`. Each has a small `Companion` that names its parts, as `module:name`, and imports
 none of them. The core imports no companion: it asks for a part here, and a missing one is an error of one line.
+`commands` are free. `readers` and `builders` answer names that the core asks for: a new name needs a caller there.
 """
 
 import importlib

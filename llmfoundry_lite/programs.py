@@ -41,8 +41,8 @@ def train(config: Configuration, **overrides: Any) -> Run:
 
     Raises ConfigError, DataError or CheckpointError, in one line, before anything heavy starts where it can.
     """
+    from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS
     from llmfoundry_lite.train import launch
-    from llmfoundry_lite.training.lean_imports import FULL_IMPORTS
 
     os.environ.setdefault(FULL_IMPORTS, "1")  # the program may need modules that a launch skips
     given, arguments = _read(config, overrides)

@@ -25,10 +25,10 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, LoadedTrain, find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.launch.status import hear_of_other_nodes, refusals_recorded
 from llmfoundry_lite.ranks.ending import checks, imports, run_and_exit
+from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 from llmfoundry_lite.ranks.rank import set_environment, this_rank
-from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, HEAVY, import_lean
+from llmfoundry_lite.ranks.status import hear_of_other_nodes, refusals_recorded
 
 HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]

@@ -21,9 +21,9 @@ from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.files import check_replaceable, open_own, open_regular
-from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.prepare.listing import list_files, read_object
 from llmfoundry_lite.prepare.summary import load_summary
+from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_lite.report.reading import read_run
 from scripts.make_tasks import is_replaceable
 from tests.helpers.bombs import MIB, little_memory

@@ -22,7 +22,7 @@ sys.modules["amdsmi"] = None  # then torch would count by HIP's runtime, which d
 def count():
     raise AssertionError("devices were counted before the fork")
 torch._C._cuda_getDeviceCount = count
-from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
+from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
 import_lean(*HEAVY)
 import llmfoundry_lite.training.train
 assert not torch.cuda.is_initialized()

@@ -72,6 +72,7 @@ class Turns:
         self.state = (model, optimizer)
         self.train = partial(train_batch, model, optimizer, shape)
         self.saver = Saver(store, after_publish=partial(keep_one, store))
+        self.saver.take_lease()
         self.batch = 0
         train_batch(model, optimizer, Shape(MICROBATCH, shape.num_tokens))
         self.save_alone()

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
-from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
+from llmfoundry_lite.checkpoint.grid import Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import chunks_of_rank, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import find_reads, gather_names, read_tensors
@@ -159,6 +159,7 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
     first: list[bytes] = []
     with _no_others():
         saver = Saver(store)
+        saver.take_lease()
         for batch in range(1, NUM_SAVES + 1):
             started = time.thread_time()
             saver.save(model, optimizer, About(timestamp=Timestamp(batch=batch), run_name="bench"))

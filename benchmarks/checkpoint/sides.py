@@ -23,6 +23,7 @@ Start = Callable[[Path, int], Finish]
 
 def our_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Start:
     saver = Saver(CheckpointStore(folder))
+    saver.take_lease()
 
     def start(folder: Path, batch: int) -> Finish:
         saver.save(model, optimizer, About(timestamp=Timestamp(batch=batch)))

@@ -41,9 +41,9 @@ from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.workshop import NO_GPU
 from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
+from llmfoundry_lite.ranks.lean_imports import HEAVY
 from llmfoundry_lite.ranks.rank import rendezvous
 from llmfoundry_lite.report.tables import Table
-from llmfoundry_lite.training.lean_imports import HEAVY
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, spread, tell
 from llmfoundry_machines.bench.steps import write_run
 from llmfoundry_ops.launcher import World

@@ -16,7 +16,7 @@ import torch
 
 from llmfoundry_islands.tensors import summing
 from llmfoundry_islands.tensors.exchange import scatter
-from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
+from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
 
 DIES_AT = 20
 """Batches that have been trained when the island that dies does, with its gradient sent and no word said of it."""

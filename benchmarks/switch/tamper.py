@@ -65,6 +65,7 @@ def republish(checkpoint: Url, folder: Url, change: Change) -> str:
     Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as there:
         saver = Saver(CheckpointStore(there), parent_save_id=manifest.save_id)
+        saver.take_lease()
         saver.save(model, optimizer, about)
         saved = saver.wait()
         assert saved is not None

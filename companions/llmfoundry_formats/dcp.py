@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from llmfoundry_lite.checkpoint.commit import COMMITTED, SAVE_ID, Checkpoint, batch_of, committed_name, head_of
-from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
+from llmfoundry_lite.checkpoint.grid import Chunk, Grid
 from llmfoundry_lite.checkpoint.lease import is_other_live_process
 from llmfoundry_lite.checkpoint.manifest import (
     DCP_STATE,

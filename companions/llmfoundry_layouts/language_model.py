@@ -58,14 +58,14 @@ class PipelinedLanguageModel(LanguageModel):
         num_tokens = (labels_bt != IGNORED).sum()
         if loss_sum is None:
             return {"loss_sum": torch.zeros((), device=tokens_bt.device), "num_tokens": torch.zeros_like(num_tokens)}
-        return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
+        return {"loss_sum": loss_sum * self.context_size, "num_tokens": num_tokens}
 
-    def train_on(self, batch: dict[str, torch.Tensor], num_samples: int, share: float) -> torch.Tensor:
+    def train_on(self, batch: dict[str, torch.Tensor], num_samples: int, loss_divisor: float) -> torch.Tensor:
         """Add up the gradient of a batch, in m microbatches of so many samples. Returns their weighted losses: [m], or
         [0] without the last stage.
 
-        `share`: see `weight_of_loss`. A batch that is too small for a number of microbatches that the schedule takes is
-        filled up with rows of padding.
+        `loss_divisor`: see `weight_of_loss`. A batch that is too small for a number of microbatches that the schedule
+        takes is filled up with rows of padding.
         """
         tokens_bt = batch["input_ids"]
         counts = itertools.count(-(-len(tokens_bt) // num_samples))
@@ -73,7 +73,9 @@ class PipelinedLanguageModel(LanguageModel):
         missing = num_microbatches * num_samples - len(tokens_bt)
         tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
         labels_bt = next_token_labels(tokens_bt)
-        weights_m = torch.full((num_microbatches,), self.weight_of_loss(tokens_bt, share), device=tokens_bt.device)
+        weights_m = torch.full(
+            (num_microbatches,), self.weight_of_loss(tokens_bt, loss_divisor), device=tokens_bt.device
+        )
         losses_m = self.model.train_on(
             self.part(tokens_bt.clamp(min=0)),
             self.part(labels_bt),

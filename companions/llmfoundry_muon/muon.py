@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
-from llmfoundry_lite.checkpoint.layouts import Box
+from llmfoundry_lite.checkpoint.grid import Box
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
-from llmfoundry_lite.config.layout import Runs
+from llmfoundry_lite.config.layout import RowRanges
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import OptimizerConfig
 from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
@@ -34,7 +34,7 @@ class Matrix(NamedTuple):
     parameter: Parameter
     heights: tuple[int, ...]
     """Rows of each matrix that the parameter holds, one below the other."""
-    row_order: Runs | None = None
+    row_order: RowRanges | None = None
     """The order in which ranks have the rows, if not in the parameter's."""
 
 
@@ -43,7 +43,7 @@ def build_muon(
     config: OptimizerConfig,
     model: ModelConfig,
     group: dist.ProcessGroup | None = None,
-    row_orders: Mapping[str, Runs] = NO_ORDERS,
+    row_orders: Mapping[str, RowRanges] = NO_ORDERS,
     *,
     fused: bool = True,
 ) -> "Muon":
@@ -209,7 +209,7 @@ def _cell(whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole
 
 
-def to_parameter_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
+def to_parameter_order(tensor: torch.Tensor, runs: RowRanges) -> torch.Tensor:
     """Reorder a whole tensor whose rows come in the ranks' order."""
     result, at = torch.empty_like(tensor), 0
     for first, count in runs:
@@ -218,6 +218,6 @@ def to_parameter_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
     return result
 
 
-def to_rank_order(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
+def to_rank_order(tensor: torch.Tensor, runs: RowRanges) -> torch.Tensor:
     """Undo `to_parameter_order`."""
     return torch.cat([tensor[first : first + count] for first, count in runs])

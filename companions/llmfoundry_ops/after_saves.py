@@ -153,7 +153,7 @@ def build_hf_checkpointer(config: TrainConfig, checkpointing: Checkpointing) -> 
 
     def job_of(name: str, url: str) -> Job:
         folder = f"{target}/huggingface/{name}"
-        tokenizer = None if checkpointing.begins.fingerprints else "none"
+        tokenizer = None if checkpointing.start.fingerprints else "none"
         return Job(
             name=name,
             function="export",

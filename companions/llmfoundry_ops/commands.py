@@ -15,9 +15,9 @@ from llmfoundry_lite.ranks.rank import set_environment
 def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log_dir: Path | None) -> int:
     """Train on ranks of this machine and return the launch's exit code. Raises UserError as a rank would."""
     from llmfoundry_lite.config.spans import parse_seconds
-    from llmfoundry_lite.launch.status import read_status
+    from llmfoundry_lite.ranks.lean_imports import HEAVY
+    from llmfoundry_lite.ranks.status import read_status
     from llmfoundry_lite.train import check, prepare_environment
-    from llmfoundry_lite.training.lean_imports import HEAVY
     from llmfoundry_ops.launcher import Launcher, Program
 
     config = check(arguments)[0].config

@@ -36,12 +36,12 @@ from llmfoundry_lite.errors import (
     ConfigError,
     printable,
 )
-from llmfoundry_lite.launch.status import SAVES_STAND
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_lite.ranks.status import SAVES_STAND
 from llmfoundry_ops.processes import Ending, is_running
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
-from llmfoundry_lite.launch.status import is_running, read_status
+from llmfoundry_lite.ranks.status import is_running, read_status
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, Log, Rows, Run
 
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"

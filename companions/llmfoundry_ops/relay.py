@@ -39,7 +39,7 @@ from llmfoundry_lite.errors import (
     is_transient,
     printable,
 )
-from llmfoundry_lite.launch.status import STATUS, is_sound, read_status
+from llmfoundry_lite.ranks.status import STATUS, is_sound, read_status
 from llmfoundry_ops import journal, processes
 from llmfoundry_ops.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Allocation, read_allocations
 from llmfoundry_ops.sites import ARGUMENTS, Relay, Site

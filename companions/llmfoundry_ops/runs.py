@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
+from llmfoundry_lite.checkpoint.log_lines import POSITIONS, Record, number_of, read_lines, validation_losses
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import CheckpointError, DataError
-from llmfoundry_lite.launch.log_lines import POSITIONS, Record, number_of, read_lines, validation_losses
-from llmfoundry_lite.launch.status import STATUS, read_status
+from llmfoundry_lite.ranks.status import STATUS, read_status
 from llmfoundry_lite.report.reading import LOSS, METRICS, folder_of_checkpoints, read_config, what_to_give
 
 

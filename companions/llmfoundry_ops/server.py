@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llmfoundry_lite.ranks import ending
+from llmfoundry_lite.ranks.lean_imports import import_lean, no_collection
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
-from llmfoundry_lite.training.lean_imports import import_lean, no_collection
 
 BEAT_SECONDS = 1.0
 MESSAGE_BYTES = 1 << 20

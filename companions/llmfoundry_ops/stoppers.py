@@ -11,10 +11,10 @@ import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.checkpoint.log_lines import METRICS, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError, UserError, either
-from llmfoundry_lite.launch.log_lines import METRICS, read_lines
 from llmfoundry_lite.ranks.exchange import broadcast_json
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradient_step import LOSS

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from llmfoundry_lite.checkpoint.log_lines import console_line
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.launch.log_lines import console_line
 from llmfoundry_lite.report import tables
 from llmfoundry_ops.runs import LiveRun
 

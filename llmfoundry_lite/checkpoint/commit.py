@@ -21,6 +21,7 @@ DELETING = ".deleting-"
 DAMAGED = ".damaged-"
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
 HINT = "latest.json"
+"""Names the newest save, for people and scripts; nothing here reads it."""
 LOG = "log"
 """The folder of the parts of the run's log: see `log_parts`."""
 
@@ -82,7 +83,7 @@ def batch_of(name: str) -> int:
     return int(name_of_batch(name).removeprefix("ba"))
 
 
-def epoch_of(name: str) -> int:
+def lease_epoch_of(name: str) -> int:
     """Return the lease epoch of a name that has a save_id in it; 0 for others."""
     save = SAVE_ID.search(name)
     return int(save[1]) if save else 0
@@ -153,7 +154,7 @@ class RenameCommits:
         for name in self._only_replaced(self.root.names()):
             self.root.rename(name, committed_name(name.removeprefix(REPLACED)))
         for name in self.root.names():
-            if 0 < epoch_of(name) < epoch and name.startswith((DRAFT, REPLACED)):
+            if 0 < lease_epoch_of(name) < epoch and name.startswith((DRAFT, REPLACED)):
                 self.root.child(name).remove_all()
         self.clear_litter(has_lease=True)
 
@@ -170,7 +171,7 @@ class RenameCommits:
     def _only_replaced(self, names: Sequence[str]) -> list[str]:
         """Return, for each batch whose save was moved away and never replaced, the name that it has now."""
         found: dict[str, str] = {}
-        for name in sorted(names, key=epoch_of):
+        for name in sorted(names, key=lease_epoch_of):
             if name.startswith(REPLACED) and SAVE_ID.fullmatch(name.removeprefix(REPLACED)):
                 found[committed_name(name.removeprefix(REPLACED))] = name
         return [moved for name, moved in found.items() if name not in names]
@@ -236,7 +237,7 @@ class PutCommits:
         for name in self.names():
             folder = self.root.child(name)
             children = folder.names()
-            drafts = [child for child in children if SAVE_ID.fullmatch(child) and epoch_of(child) < epoch]
+            drafts = [child for child in children if SAVE_ID.fullmatch(child) and lease_epoch_of(child) < epoch]
             if len(drafts) < 1 + (MANIFEST in children):
                 continue
             with contextlib.suppress(CheckpointError):  # a manifest that cannot be read: leave everything for a person
@@ -248,7 +249,7 @@ class PutCommits:
         def is_dead(path: str) -> bool:
             """Return whether an earlier launch began this upload, by its path in the run's folder."""
             place = path.partition("/")[0]
-            return (COMMITTED.fullmatch(place) is not None or place == LOG) and epoch_of(path) < epoch
+            return (COMMITTED.fullmatch(place) is not None or place == LOG) and lease_epoch_of(path) < epoch
 
         with contextlib.suppress(OSError):  # listing uploads needs a permission of its own
             self.root.abort_uploads(is_dead)

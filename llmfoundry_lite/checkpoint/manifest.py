@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk, Extra, Grid
+from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Chunk, Extra, Grid
 from llmfoundry_lite.config.changes import Change
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
 from llmfoundry_lite.ranks.codec import Item, encode_value, fits, parse_json, shorten, write_json
@@ -132,7 +132,7 @@ class TensorRecord:
     dtype: str
     """A key of ITEM_BYTES."""
     shape: tuple[int, ...]
-    layout: Grid
+    grid: Grid
     """Shared by tensors that are cut alike."""
     extra: Extra = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class TensorRecord:
 
     @property
     def num_chunks(self) -> int:
-        return self.layout.num_chunks(self.shape)
+        return self.grid.num_chunks(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ class Manifest:
     def overlapping(self, tensor: str, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
         """Yield the chunks of a tensor that reach into a box, each with the index of its file in `files`."""
         record = self.tensors[tensor]
-        for file, box in record.layout.overlapping(record.shape, offset, lengths):
+        for file, box in record.grid.overlapping(record.shape, offset, lengths):
             yield file, Chunk(tensor, record.dtype, *box)
 
     @property
@@ -286,11 +286,11 @@ def encode(manifest: Manifest) -> bytes:
     check(manifest, manifest.save_id)
     places: dict[int, int] = {}
     layouts: dict[bytes, int] = {}
-    for layout in [record.layout for record in manifest.tensors.values()]:
-        if id(layout) not in places:
-            strides = {} if layout.strides is None else {"strides": layout.strides}
-            plain_layout = {"chunks": layout.chunks, "files": layout.files, **strides} | layout.extra
-            places[id(layout)] = layouts.setdefault(write_json(plain_layout), len(layouts))
+    for grid in [record.grid for record in manifest.tensors.values()]:
+        if id(grid) not in places:
+            strides = {} if grid.strides is None else {"strides": grid.strides}
+            plain_grid = {"chunks": grid.chunks, "files": grid.files, **strides} | grid.extra
+            places[id(grid)] = layouts.setdefault(write_json(plain_grid), len(layouts))
     plain = {name: encode_value(getattr(manifest, name), name) for name in PLAIN_FIELDS}
     content = {
         "format": FORMAT,
@@ -313,7 +313,7 @@ def encode(manifest: Manifest) -> bytes:
         "log": [encode_record(part) for part in manifest.log],
         "layouts": [json.loads(layout) for layout in layouts],
         "tensors": {
-            name: {"dtype": t.dtype, "shape": t.shape, "layout": places[id(t.layout)], **t.extra}
+            name: {"dtype": t.dtype, "shape": t.shape, "layout": places[id(t.grid)], **t.extra}
             for name, t in manifest.tensors.items()
         },
         **manifest.extra,
@@ -460,8 +460,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"tensor {name}: unknown dtype {tensor.dtype!r}"
         if any(n < 0 for n in tensor.shape) or len(tensor.shape) > 32:
             yield f"tensor {name}: shape {tensor.shape}"
-        if (kind := (id(tensor.layout), tensor.shape)) not in sound:
-            if problem := tensor.layout.problem(tensor.shape, len(manifest.files)):
+        if (kind := (id(tensor.grid), tensor.shape)) not in sound:
+            if problem := tensor.grid.problem(tensor.shape, len(manifest.files)):
                 yield f"tensor {name}: {problem}"
             sound.add(kind)
     needed, there = (sum(one.num_bytes for one in these) for these in (manifest.tensors.values(), manifest.files))

@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Box, Chunk, Grid
+from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Box, Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import TensorRecord
 from llmfoundry_lite.checkpoint.shards import file_order
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, Tensors, local_tensor
-from llmfoundry_lite.config.layout import Runs, runs_between
+from llmfoundry_lite.config.layout import RowRanges, runs_between
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
 
-NO_ORDERS: Mapping[str, Runs] = {}
+NO_ORDERS: Mapping[str, RowRanges] = {}
 """No reordering: ranks hold the rows of every tensor in the tensor's own order."""
 
 Cut = int | tuple[int, ...]
@@ -45,7 +45,7 @@ class SavePlan:
     table_of_rank: list[int]
 
 
-def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> SavePlan:
+def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, RowRanges] = NO_ORDERS) -> SavePlan:
     """Compare the ranks' tables by digest; only pipeline parallelism makes them differ. From them every rank computes
     the same layouts. Raises CheckpointError on all ranks for a sharding that is not a grid."""
     with exchange.raising_on_all_ranks():
@@ -60,7 +60,7 @@ def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) 
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def describe(tensors: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> dict[str, Any]:
+def describe(tensors: Tensors, row_orders: Mapping[str, RowRanges] = NO_ORDERS) -> dict[str, Any]:
     """Return dtypes, shapes, meshes and placements as JSON; a tensor that is no DTensor is replicated. A matrix divided
     by heads also has the ranks' row order; its layout is that of the parameter's own order."""
     meshes: dict[int, int] = {}
@@ -151,7 +151,7 @@ def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dic
                 rows[name].append(row)
     meshes = [[np.array(ranks, np.int64).reshape(shape) for shape, ranks in table["meshes"]] for table, _ in tables]
     shardings: dict[Any, Sharding] = {}
-    layouts: dict[Any, Grid] = {}
+    grids: dict[Any, Grid] = {}
     loads = np.zeros(world_size, np.int64)
     records: dict[str, TensorRecord] = {}
     sizes = {name: math.prod(first.shape) * ITEM_BYTES[first.dtype] for name, (first, *_) in rows.items()}
@@ -173,10 +173,10 @@ def lay_out(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) -> dic
         sharding, holders = shardings[key], shardings[key].holders[replica]
         np.add.at(loads, holders.ravel(), sharding.num_bytes.ravel())
         alike = (*key[:3], key[-1], sharding.cuts, holders.shape, replica)
-        if alike not in layouts:
-            layouts[alike] = _as_grid(sharding.cuts, holders)
+        if alike not in grids:
+            grids[alike] = _as_grid(sharding.cuts, holders)
         first = rows[name][0]
-        records[name] = TensorRecord(first.dtype, tuple(first.shape), layouts[alike])
+        records[name] = TensorRecord(first.dtype, tuple(first.shape), grids[alike])
     return {name: records[name] for name in rows}
 
 
@@ -184,11 +184,11 @@ def chunks_of_rank(records: dict[str, TensorRecord], rank: int, seen: dict[Any, 
     """Return what a rank writes, in the order of its file. `seen` keeps work for further calls, for other ranks."""
     chunks = []
     for name, record in records.items():
-        layout = record.layout
-        indices = seen.get(key := (id(layout), *layout.counts(record.shape), math.prod(record.shape) > 0))
+        grid = record.grid
+        indices = seen.get(key := (id(grid), *grid.counts(record.shape), math.prod(record.shape) > 0))
         if indices is None:
-            indices = seen[key] = layout.indices_by_file(record.shape)
-        chunks += [Chunk(name, record.dtype, *layout.box(record.shape, index)) for index in indices.get(rank, ())]
+            indices = seen[key] = grid.indices_by_file(record.shape)
+        chunks += [Chunk(name, record.dtype, *grid.box(record.shape, index)) for index in indices.get(rank, ())]
     return file_order({one.key: one for one in chunks})
 
 
@@ -212,7 +212,7 @@ def shard_over(shape: Sequence[int], ranks: Ranks, placements: Sequence[Sequence
     return Sharding(tuple(cuts), np.moveaxis(holders, -1, 0), num_bytes)
 
 
-def in_row_order(sharding: Sharding, runs: Runs, num_rows: int) -> Sharding:
+def in_row_order(sharding: Sharding, runs: RowRanges, num_rows: int) -> Sharding:
     """Cut a tensor whose rows ranks hold in another order, `runs`: it has smaller chunks, several on each rank."""
     assert len(sharding.cuts) == 1, "only rows are cut"
     rule, row_bytes = sharding.cuts[0], int(sharding.num_bytes.sum()) // num_rows
@@ -294,7 +294,7 @@ def box_of(tensor: torch.Tensor) -> Box:
     return tuple(map(int, begins)), tuple(int(end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
-def boxes_of(tensor: torch.Tensor, runs: Runs | None) -> list[tuple[Box, int]]:
+def boxes_of(tensor: torch.Tensor, runs: RowRanges | None) -> list[tuple[Box, int]]:
     """Return the boxes of a tensor that this rank holds, each with the local index of its first row. There are several
     if ranks hold the rows in another order, `runs`."""
     offset, lengths = box_of(tensor)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
-from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk
+from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Chunk
 from llmfoundry_lite.checkpoint.manifest import Manifest, decode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
@@ -24,7 +24,7 @@ from llmfoundry_lite.checkpoint.shards import NUM_THREADS, ReadRequest, open_sha
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES, Tensors, describe_keys, is_ignored, local_tensor
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
-from llmfoundry_lite.config.layout import Runs
+from llmfoundry_lite.config.layout import RowRanges
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -129,7 +129,8 @@ def _load_together(
         staging = read_tensors(checkpoint, targets.tensors, targets.row_orders)
     except Exception as caught:
         error = caught
-    exchange.raise_on_all_ranks(_judge(error, checkpoint))
+    error = _judge(error, checkpoint)
+    exchange.raise_on_all_ranks(error)
     assert targets is not None
     targets.write(staging)
     return checkpoint.manifest
@@ -137,7 +138,7 @@ def _load_together(
 
 def _judge(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
     """Return this rank's error or, on a rank 0 that has none, its decision on files that others could not read. It
-    verifies them itself: either the checkpoint is at fault, or that rank's node, which is named."""
+    verifies them itself: either the checkpoint is at fault, or that rank's node, which is named. Collective."""
     is_unsound = isinstance(error, UnsoundCheckpointError)
     if not any(exchange.all_reduce_max([int(is_unsound)])):
         return error
@@ -171,7 +172,7 @@ class Targets(NamedTuple):
     """Where a checkpoint's tensors belong on this rank."""
 
     tensors: Tensors
-    row_orders: dict[str, Runs]
+    row_orders: dict[str, RowRanges]
     optimizer: Optimizer | None
     parameters: dict[str, nn.Parameter]
     numbers: dict[str, Any]
@@ -268,7 +269,7 @@ class ChunkRead(NamedTuple):
     """Memory of the part's shape, to read into."""
 
 
-def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS) -> Tensors:
+def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str, RowRanges] = NO_ORDERS) -> Tensors:
     """Return the local tensors of `like` as stored, on the host. Raises UnsoundCheckpointError."""
     staging, by_file = find_reads(checkpoint.manifest, like, row_orders)
     read_files(checkpoint, by_file)
@@ -284,7 +285,7 @@ def read_files(checkpoint: Checkpoint, by_file: Mapping[int, Sequence[ChunkRead]
 
 
 def find_reads(
-    manifest: Manifest, like: Tensors, row_orders: Mapping[str, Runs] = NO_ORDERS
+    manifest: Manifest, like: Tensors, row_orders: Mapping[str, RowRanges] = NO_ORDERS
 ) -> tuple[Tensors, dict[int, list[ChunkRead]]]:
     """Return memory for the local tensors of `like`, and the reads that fill it, by the index of the file."""
     staging: Tensors = {}

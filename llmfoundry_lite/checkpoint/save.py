@@ -1,6 +1,10 @@
 """Saving: a model and its optimizer -> safetensors shards, written by all ranks of a run behind the training.
 
-Background threads never touch a collective: ranks learn of each other's progress in `Saver.poll`.
+Background threads never touch a collective: ranks learn of each other's progress in `Saver.poll`. A save of batch N:
+
+    batch N                                  ranks plan and copy their state; each begins to write
+    first later batch with no rank busy      ranks exchange reports of their files; rank 0 begins to publish
+    next batch with no rank busy             `poll` returns `Saved`
 """
 
 import contextlib
@@ -24,8 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
-from llmfoundry_lite.checkpoint.commit import epoch_of
-from llmfoundry_lite.checkpoint.layouts import Chunk
+from llmfoundry_lite.checkpoint.commit import lease_epoch_of
+from llmfoundry_lite.checkpoint.grid import Chunk
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
@@ -84,29 +88,35 @@ class Flight:
     save_id: str
     started: float
     stall_seconds: float
-    task: Future[Any]
-    """Writes this rank's file; then, on rank 0, publishes."""
+    writing: Future[tuple[FileRecord, bytes, int]]
+    """Writes this rank's file."""
+    publishing: Future[None] | None = None
+    """On rank 0, once all ranks have written."""
     manifest: Manifest | None = None
     """Without its log; None until all ranks have written."""
+
+    @property
+    def task(self) -> Future[Any]:
+        """The newest thing to be done in the background."""
+        return self.publishing or self.writing
 
 
 class Saver:
     """One rank's part in saving. At most one save is in flight; host buffers are allocated once and reused.
 
+        saver.take_lease()                       before the first save
         saver.save(model, optimizer, about)      returns once the state is copied to the host
         saver.poll()                             at each later batch: `Saved` when it has just been published
         saver.wait()                             the same, but waits
 
-    With `takes_lease` rank 0 takes the run's lease at once, else when `take_lease` is called. `after_publish` is
-    called on rank 0 in the background, such as to remove old checkpoints; the save counts as in flight until it
-    returns, and what it raises ends the run. Raises CheckpointError on all ranks if the lease cannot be had.
+    `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
+    flight until it returns, and what it raises ends the run.
     """
 
     def __init__(
         self,
         store: CheckpointStore,
         *,
-        takes_lease: bool = True,
         parent_save_id: str | None = None,
         after_publish: Callable[[Lease], None] = lambda lease: None,
     ):
@@ -132,16 +142,15 @@ class Saver:
         self._content = torch.empty(0, dtype=torch.uint8)
         """Memory of `_staged`: the content of the file after its header."""
         self._flight: Flight | None = None
-        if takes_lease:
-            self.take_lease()
 
     @property
-    def is_saving(self) -> bool:
+    def has_flight(self) -> bool:
+        """A save has begun and `poll` has not returned it; the same on all ranks."""
         return self._flight is not None
 
     @property
-    def is_writing(self) -> bool:
-        """Whether this rank still writes or publishes."""
+    def is_busy(self) -> bool:
+        """This rank writes or publishes at this moment."""
         return self._flight is not None and not self._flight.task.done()
 
     def take_lease(self, *, steal_from_live_writer: bool = False) -> None:
@@ -171,7 +180,7 @@ class Saver:
             save_id=save_id,
             started=started,
             stall_seconds=time.monotonic() - started,
-            task=self._background.submit(self._write, plan, found, save_id),
+            writing=self._background.submit(self._write, plan, found, save_id),
         )
         return earlier
 
@@ -185,18 +194,19 @@ class Saver:
             ]
         return format_digest(exchange.all_reduce_sum([sum(parts)])[0])
 
-    def poll(self, *, all_written: bool | None = None) -> Saved | None:
-        """Move the save in flight on. Returns it when it has been published since the last call.
+    def poll(self, *, all_idle: bool | None = None) -> Saved | None:
+        """Move the save in flight to its next phase if no rank is busy. Returns it when it has been published.
 
-        Every rank must call this at the same batches. `all_written`: no rank `is_writing`, if ranks have exchanged that
-        already. Raises on all ranks when any could not write; the checkpoints published before are untouched.
+        Collective: every rank must call this at the same batches. `all_idle`: no rank `is_busy`, if ranks have
+        exchanged that already. Raises on all ranks when any could not write; the checkpoints published before are
+        untouched.
         """
         flight = self._flight
         if flight is None:
             return None
-        if all_written is None:
-            all_written = not exchange.all_reduce_max([int(self.is_writing)])[0]
-        if not all_written:
+        if all_idle is None:
+            all_idle = not exchange.all_reduce_max([int(self.is_busy)])[0]
+        if not all_idle:
             return None
         try:
             error = flight.task.exception()
@@ -204,9 +214,9 @@ class Saver:
                 raise error
             exchange.raise_on_all_ranks(error)
             if flight.manifest is None:
-                flight.manifest = self._describe(flight)
+                flight.manifest = self._gather_reports(flight)
                 if self.rank == 0:
-                    flight.task = self._background.submit(self._publish, flight.manifest, flight.about.log)
+                    flight.publishing = self._background.submit(self._publish, flight.manifest, flight.about.log)
                 return None
         except BaseException:
             self._flight = None
@@ -295,10 +305,10 @@ class Saver:
 
     # ---------------------------------------------------------------------------------------------------- publishing
 
-    def _describe(self, flight: Flight) -> Manifest:
+    def _gather_reports(self, flight: Flight) -> Manifest:
         """Exchange what each rank has written, 56 bytes a rank. Returns the manifest without its log."""
         plan = flight.plan
-        record, numbers, part = flight.task.result()
+        record, numbers, part = flight.writing.result()
         mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers, part)
         reports = [REPORT.unpack(raw) for raw in exchange.all_gather_bytes(mine)]
         for rank, table in enumerate(plan.table_of_rank):
@@ -322,7 +332,7 @@ class Saver:
             **{one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"},
             save_id=flight.save_id,
             parent_save_id=self.parent_save_id,
-            lease_epoch=epoch_of(flight.save_id),
+            lease_epoch=lease_epoch_of(flight.save_id),
             written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             optimizer=optimizer,
             aliases=aliases,

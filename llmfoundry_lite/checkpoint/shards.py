@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES, Chunk
+from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Chunk
 from llmfoundry_lite.checkpoint.local_folder import Buffer
 from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, FileRecord, LogPart, TensorRecord
 from llmfoundry_lite.checkpoint.open_folder import Folder, Source, unreadable

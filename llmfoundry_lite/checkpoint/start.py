@@ -6,6 +6,7 @@ Reads manifests and the log; no torch. `training/checkpointing.py` restores from
 from pathlib import Path
 from typing import NamedTuple
 
+from llmfoundry_lite.checkpoint.log_lines import METRICS, SAVED, read_lines
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.store import (
@@ -20,11 +21,15 @@ from llmfoundry_lite.config.changes import find_changes, refuse_changes
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.launch.log_lines import METRICS, SAVED, read_lines
 
 
 class Start(NamedTuple):
-    """Where a launch starts: at a checkpoint, or at batch 1."""
+    """Where a launch starts: at a checkpoint, or at batch 1.
+
+    the run's own folder (`is_own`)     restores weights, optimizer, place in the data, clocks, log; under its lease
+    `load_path`                         the same, without a lease: nothing there is moved or removed
+    `load_path`, `load_weights_only`    restores weights; the run is new
+    """
 
     is_own: bool = False
     """Carry on from the newest intact checkpoint in the run's own folder."""

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from llmfoundry_lite.checkpoint.layouts import ITEM_BYTES
+from llmfoundry_lite.checkpoint.grid import ITEM_BYTES
 from llmfoundry_lite.checkpoint.manifest import Manifest
-from llmfoundry_lite.config.layout import Runs
+from llmfoundry_lite.config.layout import RowRanges
 from llmfoundry_lite.errors import CheckpointError
 
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -45,7 +45,7 @@ class State(NamedTuple):
     """Tied parameters and buffers: second name -> first."""
     optimizer: dict[str, Any] | None
     """Class, groups by parameter name, and slots that are one number."""
-    row_orders: dict[str, Runs]
+    row_orders: dict[str, RowRanges]
     """Tensors whose rows ranks have in another order."""
 
 
@@ -71,9 +71,9 @@ def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
     return State(tensors, aliases, numbers, row_orders(model, tensors))
 
 
-def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Runs]:
+def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, RowRanges]:
     """Return tensor -> the `row_order` of its module, for parameters and for optimizer slots of their shape."""
-    orders: dict[str, tuple[torch.Size, Runs]] = {}
+    orders: dict[str, tuple[torch.Size, RowRanges]] = {}
     for prefix, module in model.named_modules():
         order = getattr(module, "row_order", None)
         if order is not None:

@@ -17,8 +17,8 @@ from llmfoundry_lite.checkpoint.commit import (
     batch_of,
     commits_in,
     committed_name,
-    epoch_of,
     head_of,
+    lease_epoch_of,
     name_of_batch,
     read_checkpoint,
 )
@@ -179,7 +179,7 @@ class CheckpointStore:
         folder, prefix = self.commits.draft(save_id)
         with _os_errors(f"{folder.url}: not written"):
             if not self.commits.drafts_in_place:
-                self.leases.check_is_seen(epoch_of(save_id))
+                self.leases.check_is_seen(lease_epoch_of(save_id))
             folder.make()
         return folder, prefix
 

@@ -25,7 +25,7 @@ def check_structure(checkpoint: Checkpoint) -> None:
         with open_shard(checkpoint.folder, file) as shard:
             for chunk in shard.contents:
                 record, box = tensors.get(chunk.tensor), (chunk.offset, chunk.shape)
-                if record is None or record.dtype != chunk.dtype or not record.layout.has(record.shape, index, box):
+                if record is None or record.dtype != chunk.dtype or not record.grid.has(record.shape, index, box):
                     raise shard.damage(f"{chunk.key} is {chunk.dtype} {list(chunk.shape)} in its header alone")
                 num_found[chunk.tensor] += 1
     for name, count in num_found.items():

@@ -40,12 +40,12 @@ class DataRanks:
     """Data rank of this process."""
     size: int
     """Number of data ranks, each with its share of the global batch."""
-    speaks: bool
+    is_counted: bool
     """Whether this process reports for its data rank, so that its samples count once."""
 
     @property
     def is_first(self) -> bool:
-        return self.speaks and self.rank == 0
+        return self.is_counted and self.rank == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +112,10 @@ class Layout:
 
     def data_ranks(self, rank: int) -> DataRanks:
         place = self.coordinates(rank)
-        speaks = place.pipeline == place.context == place.tensor == 0
-        return DataRanks(rank=place.replicate * self.shard + place.shard, size=self.num_data_ranks, speaks=speaks)
+        is_counted = place.pipeline == place.context == place.tensor == 0
+        return DataRanks(
+            rank=place.replicate * self.shard + place.shard, size=self.num_data_ranks, is_counted=is_counted
+        )
 
 
 DEGREE_KEYS = {
@@ -188,11 +190,11 @@ def layout_here(config: TrainConfig) -> Layout:
     return layout_of(config, here.world_size, here.local_world_size)
 
 
-Runs = Sequence[Sequence[int]]
-"""Runs of a matrix's rows, each (first row, number of rows), in the order of a tensor group's ranks."""
+RowRanges = Sequence[Sequence[int]]
+"""Ranges of a matrix's rows, each (first row, number of rows), in the order of a tensor group's ranks."""
 
 
-def divide_stack(sizes: Sequence[int], tensor: int) -> Runs:
+def divide_stack(sizes: Sequence[int], tensor: int) -> RowRanges:
     """Divide a stack of matrices with `sizes` rows, such as q, k and v: each rank gets its part of every matrix."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
@@ -202,7 +204,7 @@ def divide_stack(sizes: Sequence[int], tensor: int) -> Runs:
     ]
 
 
-def runs_between(runs: Runs, begin: int, end: int) -> list[tuple[int, int, int]]:
+def runs_between(runs: RowRanges, begin: int, end: int) -> list[tuple[int, int, int]]:
     """Return the rows from `begin` to `end` in the ranks' order: (first row, number of rows, offset from `begin`)."""
     found, passed = [], 0
     for first, length in runs:

@@ -92,6 +92,7 @@ def publish_weights(weights: Weights, source: str, store: CheckpointStore, out: 
         notes.append(f"{' and '.join(narrow)} weights became fp32, which holds each of them exactly")
     model = build_model(weights)
     saver = Saver(store)
+    saver.take_lease()
     if weights.tokenizer and (problem := keep_tokenizer(weights.tokenizer, store.root, about)):
         notes.append(problem)
     saver.save(model, None, about)

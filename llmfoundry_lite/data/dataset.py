@@ -76,21 +76,21 @@ class TextDataset(IterableDataset):
         """
         self.config = config
         self.rank = this_rank()
-        self.part, self.num_parts = share or (self.rank.rank, self.rank.world_size)
-        if global_batch_size % self.num_parts:
+        self.data_rank, self.num_data_ranks = share or (self.rank.rank, self.rank.world_size)
+        if global_batch_size % self.num_data_ranks:
             raise DataError(
-                f"a global batch of {global_batch_size} samples cannot be split evenly over {self.num_parts} ranks; "
-                f"use a multiple of {self.num_parts}, or a number of ranks that divides {global_batch_size}"
+                f"a global batch of {global_batch_size} samples cannot be split evenly over {self.num_data_ranks} "
+                f"ranks; use a multiple of {self.num_data_ranks}, or a number of ranks that divides {global_batch_size}"
             )
         self.max_seq_len = config.max_seq_len or max_seq_len
         self.global_batch_size = global_batch_size
-        self.device_batch_size = global_batch_size // self.num_parts
+        self.device_batch_size = global_batch_size // self.num_data_ranks
         self.same_every_epoch, self.max_samples = evaluation, max_samples
         self.reader = RowReader(
             self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type, config.allow_truncation
         )
         self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
-        self._batch_indices: Sequence[int] | None = None
+        self._row_indices: Sequence[int] | None = None
         self._again: tuple[Sequence[int], int] = ((), 0)
         self._laid_out: tuple[int, EpochOrder] | None = None
         self._next = (0, 0)
@@ -343,11 +343,11 @@ class TextDataset(IterableDataset):
     def continue_with(
         self, indices: Sequence[int], epoch: int, sample_in_epoch: int, again: Sequence[int] = (), num_back: int = 0
     ) -> None:
-        """Begin the next iteration at this place, with these batch indices, not with an even share of all.
+        """Begin the next iteration at this place, with these row indices, not with an even share of all.
 
-        Each batch also has the batch indices `again` of the batch `num_back` before it, which is in the same epoch.
+        Each batch also has the row indices `again` of the batch `num_back` before it, which is in the same epoch.
         """
-        self._batch_indices, self._again = indices, (again, num_back)
+        self._row_indices, self._again = indices, (again, num_back)
         self.device_batch_size = len(indices) + len(again)
         self.begin_at(epoch, sample_in_epoch)
 
@@ -416,17 +416,18 @@ class TextDataset(IterableDataset):
         worker, epoch_order = get_worker_info(), self._lay_out(epoch)
         indices, steps = share_of_worker(
             epoch_order.order,
-            rank=self.part,
-            world_size=self.num_parts,
+            rank=self.data_rank,
+            world_size=self.num_data_ranks,
             worker=worker.id if worker else 0,
             num_workers=worker.num_workers if worker else 1,
             first_batch=sample_in_epoch // self.global_batch_size,
             num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
         )
-        indices, (again, num_back) = self._batch_indices or indices, self._again
+        indices, (again, num_back) = indices if self._row_indices is None else self._row_indices, self._again
+        width = max(len(indices), 1)
         # Whole shuffled blocks, as a part of one costs as much; but neither tiny pieces nor huge ones.
         steps_per_block = epoch_order.order.block_samples // steps.step
-        steps_per_piece = min(max(steps_per_block, (1 << 14) // len(indices), 1), -(-(1 << 20) // len(indices)))
+        steps_per_piece = min(max(steps_per_block, (1 << 14) // width, 1), -(-(1 << 20) // width))
         for first in range(0, len(steps), steps_per_piece):
             piece = steps[first : first + steps_per_piece]
             ids = epoch_order.sample_ids(indices, piece)

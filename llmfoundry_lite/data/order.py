@@ -8,8 +8,8 @@ How an epoch is laid out:
    left of the stream's share (a random subset of the shard, in file order).
 2. The units are permuted and stand one after another in a ring. A random offset turns it, so that each epoch drops
    other samples at its end.
-3. The ring is cut into `batch_size` contiguous spans, one for each batch index: an index within the global batch, from
-   0. A batch index therefore reads few shards, one after another, and its rank downloads only those.
+3. The ring is cut into `batch_size` contiguous spans, one for each row index: an index within the global batch, from
+   0. A row index therefore reads few shards, one after another, and its rank downloads only those.
 4. Within a span, blocks of `window_samples // batch_size` samples are shuffled. Global batch k is the k-th sample of
    every span, so at any time the batches are drawn from a window of about `window_samples` samples.
 
@@ -151,35 +151,35 @@ class EpochOrder:
         np.cumsum(unit_sizes, out=self._unit_bounds[1:])
         self._unit_is_partial = unit_sizes < order.shard_sizes[unit_shards]
 
-    def sample_ids(self, batch_indices: Sequence[int], steps: range) -> Int64Array:
-        """Return the ids of samples [len(steps), len(batch_indices)] at steps; `NO_SAMPLE` where there is none.
+    def sample_ids(self, row_indices: Sequence[int], steps: range) -> Int64Array:
+        """Return the ids of samples [len(steps), len(row_indices)] at steps; `NO_SAMPLE` where there is none.
 
         Computes only these (in shuffled order: the blocks that `steps` touches), in pieces of bounded size. `steps`
         must ascend and stay below `num_batches`.
         """
         if not self.order.shuffle:
-            places = np.asarray(steps, np.int64)[:, None] * self.order.batch_size + np.asarray(batch_indices, np.int64)
+            places = np.asarray(steps, np.int64)[:, None] * self.order.batch_size + np.asarray(row_indices, np.int64)
             exists = places < self.order.num_samples
             return np.where(exists, self._ids_at(np.where(exists, places, 0)), NO_SAMPLE)
 
-        ids_si = np.empty((len(steps), len(batch_indices)), np.int64)
+        ids_si = np.empty((len(steps), len(row_indices)), np.int64)
         block_samples = self.order.block_samples
         num_at_once = max(1, _MAX_SLICE_ELEMENTS // block_samples)
-        for first in range(0, len(batch_indices), num_at_once):
+        for first in range(0, len(row_indices), num_at_once):
             some_indices = slice(first, first + num_at_once)
             num_steps_at_once = block_samples * max(
-                1, _MAX_SLICE_ELEMENTS // (block_samples * min(len(batch_indices), num_at_once))
+                1, _MAX_SLICE_ELEMENTS // (block_samples * min(len(row_indices), num_at_once))
             )
             for some_steps in _cut_at_multiples(steps, num_steps_at_once):
-                ids_si[some_steps, some_indices] = self._shuffled_ids(batch_indices[some_indices], steps[some_steps])
+                ids_si[some_steps, some_indices] = self._shuffled_ids(row_indices[some_indices], steps[some_steps])
         return ids_si
 
-    def _shuffled_ids(self, batch_indices: Sequence[int], steps: range) -> Int64Array:
-        """Return the ids [len(steps), len(batch_indices)], after shuffling whole blocks (k blocks of b samples)."""
+    def _shuffled_ids(self, row_indices: Sequence[int], steps: range) -> Int64Array:
+        """Return the ids [len(steps), len(row_indices)], after shuffling whole blocks (k blocks of b samples)."""
         order, block_samples = self.order, self.order.block_samples
         blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)
 
-        indices_i = np.asarray(batch_indices, np.int64)
+        indices_i = np.asarray(row_indices, np.int64)
         # Begin and end in the ring. Lengths of spans differ by one sample at most.
         span_begins_i, span_ends_i = (_floor_share(indices_i + i, order.num_samples, order.batch_size) for i in (0, 1))
         begins_ik = span_begins_i[:, None] + blocks_k * block_samples
@@ -229,7 +229,7 @@ def share_of_worker(
     first_batch: int = 0,
     num_batches: int | None = None,
 ) -> tuple[range, range]:
-    """Return a rank's batch indices and the steps of one of its DataLoader workers, from global batch `first_batch` on.
+    """Return a rank's row indices and the steps of one of its DataLoader workers, from global batch `first_batch` on.
 
     `num_batches` are those of the epoch, all of the order's by default.
 

@@ -24,7 +24,7 @@ from streaming.base.hashing import is_hash
 from llmfoundry_lite.bounded import MAX_INDEX_BYTES, too_large
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
-from llmfoundry_lite.training.lean_imports import no_collection
+from llmfoundry_lite.ranks.lean_imports import no_collection
 
 FASTEST_HASHES = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32")
 NODE_COLUMNS = (("state", np.uint8), ("has_come", np.bool_), ("verified", np.uint64), ("read_at", np.int64))

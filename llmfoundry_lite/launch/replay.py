@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.checkpoint.log_lines import Record, number_of, read_lines
 from llmfoundry_lite.checkpoint.manifest import Segment, encode_record
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.blocks import find_blocks
@@ -24,7 +25,6 @@ from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.recorded import Places, given_places
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
-from llmfoundry_lite.launch.log_lines import Record, number_of, read_lines
 from llmfoundry_lite.report.reading import LOSS, METRICS, OBJECT_STORES, Run, read_recorded, say_not_opened
 
 NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llmfoundry_lite.config.layout import Runs, runs_between
+from llmfoundry_lite.config.layout import RowRanges, runs_between
 from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT, Norm
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
@@ -70,7 +70,7 @@ def draw_range(draw: Draw, seed: int, name: str, start: int, out: np.ndarray, nu
         list(pool.map(draw_every, range(num_threads)))
 
 
-def _fill(parameter: Tensor, draw: Draw, seed: int, name: str, row_order: Runs | None, num_threads: int) -> None:
+def _fill(parameter: Tensor, draw: Draw, seed: int, name: str, row_order: RowRanges | None, num_threads: int) -> None:
     lengths, offset = _own_box(parameter)
     if 0 in lengths:
         return

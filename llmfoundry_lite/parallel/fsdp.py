@@ -113,7 +113,7 @@ def shard_model(
     shard(model, mesh=data_mesh, reshard_after_forward=False)
     modules: list[Any] = [model, *model.transformer.blocks]  # of FSDP
     for module in modules:
-        if sums or precision.loss_scaling:  # no mean over ranks: its size would depend on their number
+        if sums or precision.loss_scaling:  # no mean, whose size would depend on the ranks: see training/trainer.py
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if sums:

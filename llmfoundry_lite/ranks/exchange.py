@@ -115,8 +115,8 @@ def raising_on_all_ranks(kind: type[Exception] = Exception) -> Iterator[None]:
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise on all ranks if any has an error. A rank raises its own error, unless that is a CheckpointError; all others
-    raise that of the first rank that has one."""
+    """Raise on all ranks the error of the first rank that has one. A rank with another error raises its own, unless
+    that is a CheckpointError."""
     if not any(all_reduce_max([0 if error is None else 1])):
         return
     may_pass = isinstance(error, UserError) and error.is_transient

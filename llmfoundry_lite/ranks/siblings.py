@@ -43,7 +43,7 @@ class FirstError(NamedTuple):
 _launch: str | None = None
 """An id that this launch's ranks on this node share; None: this process is alone, or nothing can be noted here."""
 failure_elsewhere: Callable[[], FirstError | None] = lambda: None  # noqa: E731
-"""Reads the failure of a rank on another node; `launch.status` sets it."""
+"""Reads the failure of a rank on another node; `ranks.status` sets it."""
 
 
 def enrol() -> None:

@@ -19,6 +19,7 @@ import yaml
 from numpy.typing import NDArray
 
 from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, MAX_YAML_BYTES, TooLargeError, too_large
+from llmfoundry_lite.checkpoint.log_lines import METRICS, Record, merge_logs, number_of, read_lines, validation_losses
 from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.open_folder import Folder, open_folder
@@ -27,8 +28,7 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
-from llmfoundry_lite.launch.log_lines import METRICS, Record, merge_logs, number_of, read_lines, validation_losses
-from llmfoundry_lite.launch.status import LAUNCHES
+from llmfoundry_lite.ranks.status import LAUNCHES
 
 CONFIG = "config.yaml"
 OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "hf", "s3", "s3a")

@@ -20,9 +20,9 @@ import numpy as np
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import read_json
+from llmfoundry_lite.checkpoint.log_lines import read_lines
 from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
-from llmfoundry_lite.launch.log_lines import read_lines
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.page import Additions, build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, Run, read_run

@@ -53,7 +53,7 @@ class LanguageModel(ComposerModel):
         """Multiplies the gradient, never the reported loss (gradient_step.py sets it)."""
 
     @property
-    def num_parts(self) -> int:
+    def context_size(self) -> int:
         """Ranks that divide each sample."""
         return 1 if self.context is None else self.context.size
 
@@ -99,22 +99,21 @@ class LanguageModel(ComposerModel):
             loss_sum = self.model(
                 self.part(tokens_bt.clamp(min=0)), head=partial(sum_loss, labels_bt=self.part(labels_bt)), **options
             )
-        return {"loss_sum": loss_sum * self.num_parts, "num_tokens": num_tokens}
+        return {"loss_sum": loss_sum * self.context_size, "num_tokens": num_tokens}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the mean over the microbatch's tokens; the trainer weights microbatches and ranks by their tokens."""
+        """Return the mean over the microbatch's tokens, or over its samples with `by_rows`. trainer.py has the weights
+        of microbatches and ranks."""
         mean, scale = outputs["loss_sum"] / outputs["num_tokens"].clamp(min=1), self.loss_scale
         if scale != 1.0 and mean.requires_grad:
             mean.register_hook(lambda gradient: gradient * scale)
         return mean
 
-    def weight_of_loss(self, tokens_bt: torch.Tensor, share: float) -> float:
-        """Return the weight in a batch of each nat of `loss_sum`.
-
-        `share`: what a data rank has of the global batch on average, in tokens with a loss or in samples.
-        """
+    def weight_of_loss(self, tokens_bt: torch.Tensor, loss_divisor: float) -> float:
+        """Return the weight of each nat of a rank's loss, before ranks are averaged or summed. trainer.py has a table
+        of `loss_divisor`."""
         full_row = max(tokens_bt.size(1) - 1, 1) if self.by_rows else 1
-        return self.num_parts / (share * full_row)
+        return self.context_size / (loss_divisor * full_row)
 
     def eval_forward(self, batch: Any, outputs: Any | None = None) -> dict[str, torch.Tensor]:
         return outputs if outputs is not None else self(batch)

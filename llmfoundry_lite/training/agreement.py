@@ -26,13 +26,13 @@ class Upcoming(NamedTuple):
     num_tokens: int
     num_losses: int
     """Tokens that have a loss."""
-    num_rows: int
+    num_rows_with_loss: int
     """Samples that have a loss. One with a single token has none."""
     digest: int
 
     def weight(self, *, by_tokens: bool) -> int:
         """Return what the batch's loss is a mean over: tokens or samples."""
-        return self.num_losses if by_tokens else self.num_rows
+        return self.num_losses if by_tokens else self.num_rows_with_loss
 
 
 NOTHING = Upcoming(False, 0, 0, 0, 0, 0)
@@ -57,7 +57,7 @@ class Agreement:
 
     ranks: DataRanks
     preemption: Preemption
-    changed: Callable[[], Iterator[Any] | None]
+    other_batches: Callable[[], Iterator[Any] | None]
     """Returns other batches to go on with if this rank's rows have changed; else None."""
     meter: Meter = field(default_factory=Meter)
 
@@ -65,8 +65,8 @@ class Agreement:
         self.current = NOTHING
         """The batch that is being trained."""
         self.upcoming = NOTHING
-        self.all_written = True
-        """No rank was writing at the last sum."""
+        self.all_idle = True
+        """No rank was writing or publishing at the last sum."""
         self.save_is_due = False
         self.joules: float | None = None
         """Energy of all devices between the last two ends of batches; None if a device has no counter."""
@@ -92,14 +92,14 @@ class Agreement:
     def end_epoch(self) -> None:
         self._batches = self._batch = self._error = None
 
-    def end_batch(self, *, is_last: bool, is_writing: bool, wants_save: bool) -> None:
-        """Read the next batch, unless this one `is_last`, and agree. `is_writing`: this rank still writes its part of a
-        save. `wants_save`: save after this batch; only rank 0's counts."""
+    def end_batch(self, *, is_last: bool, is_busy: bool, wants_save: bool) -> None:
+        """Read the next batch, unless this one `is_last`, and agree. `is_busy`: this rank writes or publishes a save.
+        `wants_save`: save after this batch; only rank 0's counts."""
         reason = self.preemption.look()
-        self._batches = self.changed() or self._batches
+        self._batches = self.other_batches() or self._batches
         counted = NOTHING if is_last else self._read_ahead()
         wants_save = wants_save and self.ranks.is_first
-        self.preemption.set_agreed(self._agree(counted, reason, is_writing, wants_save, self.meter.take()))
+        self.preemption.set_agreed(self._agree(counted, reason, is_busy, wants_save, self.meter.take()))
 
     def _read_ahead(self) -> Upcoming:
         """Read this rank's share of the next batch, and count it."""
@@ -118,18 +118,18 @@ class Agreement:
         self,
         counted: Upcoming,
         reason: int = 0,
-        is_writing: bool = False,
+        is_busy: bool = False,
         wants_save: bool = False,
         energy: tuple[int, int] = (0, 1),
     ) -> int:
         """Sum over ranks. Returns the highest reason to leave that any rank has."""
-        counts = [int(number) if self.ranks.speaks else 0 for number in counted[1:]]
+        counts = [int(number) if self.ranks.is_counted else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        sums = all_reduce_sum([*counts, int(not counted.is_there), int(is_writing), int(wants_save), *energy, *reasons])
+        sums = all_reduce_sum([*counts, int(not counted.is_there), int(is_busy), int(wants_save), *energy, *reasons])
         filled, tokens, losses, rows, digest = sums[: len(counts)]
-        missing, writing, wanting, millijoules, unmetered, *having = sums[len(counts) :]
+        missing, busy, wanting, millijoules, unmetered, *having = sums[len(counts) :]
         self.upcoming = Upcoming(missing == 0, filled, tokens, losses, rows, digest % (1 << 64))
-        self.all_written, self.save_is_due = writing == 0, wanting > 0
+        self.all_idle, self.save_is_due = busy == 0, wanting > 0
         self.joules = None if unmetered else millijoules / 1000
         return max((index for index, count in enumerate(having, 1) if count), default=0)
 

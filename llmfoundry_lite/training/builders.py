@@ -47,10 +47,11 @@ from llmfoundry_lite.training.schedule import LearningRate
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
 
-def build_trainer(
+def build_and_restore(
     config: TrainConfig, run: RunFolder, preemption: Preemption, start: Start, partners: Partners
 ) -> tuple[Trainer, Checkpointing]:
-    """Build all objects of a run, and restore it, which Composer's Trainer does when it is made."""
+    """Build all objects of a run. Composer's Trainer fires AFTER_LOAD while it is constructed;
+    `Checkpointing.after_load` restores there."""
     layout = layout_here(config)
     ranks = layout.data_ranks(this_rank().rank)
     train_data = build_data("train_loader", config.train_loader, config, config.global_train_batch_size, layout)

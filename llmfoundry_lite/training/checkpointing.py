@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from composer import core
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.checkpoint.log_lines import METRICS, SAVED
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.paths import put_tokenizer
@@ -30,7 +32,6 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
-from llmfoundry_lite.launch.log_lines import METRICS, SAVED
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.retry import Budget
@@ -59,7 +60,7 @@ class Checkpointing(Callback):
     gradient_step: GradientStep
     preemption: Preemption
     agreement: Agreement
-    begins: Start
+    start: Start
     partners: Partners
     tasks: InContext | None = None
 
@@ -67,8 +68,14 @@ class Checkpointing(Callback):
         self.store = CheckpointStore(self.config.checkpoint_folder)
         self.policy = SavePolicy(self.config, self.preemption, self.agreement)
         self.run_state = RunState(self.config, self.gradient_step)
-        self.carries_on = self.begins.is_own or not self.config.load_weights_only
+        self.carries_on = self.start.is_own or not self.config.load_weights_only
         """This launch carries on the checkpoint's run; else it starts a new run with its weights."""
+        self.saver: Saver
+        """Made by `after_load`, like all that `begin` sets."""
+        self.first_batch: int
+        """The first batch that this launch trains, from `begin` on."""
+        self.started_at: core.Timestamp
+        """Where the run was then."""
         self.segments: tuple[Segment, ...] = ()
         self.changes: list[Change] = []
         """Configuration keys whose values differ from the checkpoint's."""
@@ -78,8 +85,10 @@ class Checkpointing(Callback):
         self.wandb_run_id: str | None = None
         self.was_stopped = False
         self.was_preempted_by = ""
-        self.last_saved_batch = -1
+        self.begun_batch = -1
         """The newest batch of which a save has begun."""
+        self.has_logged_begun_digest = False
+        """`digest_interval` has logged the digest that the save in flight logs when it is published."""
         self.published_batch = -1
         """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
         self.microbatch_of_run: int | None = None
@@ -92,10 +101,10 @@ class Checkpointing(Callback):
     # -------------------------------------------------------------------------------------------------- restore
 
     def after_load(self, state: State, logger: Logger) -> None:
-        self.saver = Saver(
-            self.store, after_publish=self._after_publish, takes_lease=self.partners.takes_lease_at_start
-        )
-        rates = [chosen_options(group) for group in state.optimizers[0].param_groups]
+        self.saver = Saver(self.store, after_publish=self._after_publish)
+        if self.partners.takes_lease_at_start:
+            self.saver.take_lease()
+        chosen = [chosen_options(group) for group in state.optimizers[0].param_groups]
         began = time.monotonic()
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
@@ -105,30 +114,30 @@ class Checkpointing(Callback):
             elif others := find_model_changes(there, here):
                 restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
             logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - began})
-            self.print_on_rank_0(
-                *restored.notes, f"carrying on from {restored.url}" + self._differences(restored.manifest, state)
-            )
+            how = "carrying on from" if self.carries_on else "starting from the weights of"
+            differences = self._differences(restored.manifest, state)
+            self.print_on_rank_0(*restored.notes, f"{how} {restored.url}{differences}")
             if self.carries_on:
-                for group, options in zip(state.optimizers[0].param_groups, rates, strict=True):
+                for group, options in zip(state.optimizers[0].param_groups, chosen, strict=True):
                     group.update(options)
                 self._carry_on(restored.url, restored.manifest, state)
             self.saver.parent_save_id = restored.manifest.save_id
             self.newest_url = restored.url
-        if self.begins.note:
-            self.print_on_rank_0(self.begins.note)
+        if self.start.note:
+            self.print_on_rank_0(self.start.note)
         self.begin(state)
 
     def begin(self, state: State) -> None:
         """Note that this launch trains from the batch after `state.timestamp` on."""
         self.first_batch = int(state.timestamp.batch) + 1
-        self.last_saved_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
-        self.published_batch = self.last_saved_batch if self.begins.is_own else -1
+        self.begun_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
+        self.published_batch = self.begun_batch if self.start.is_own else -1
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
         self.preemption.what_stands = self.what_stands
 
-    def is_at_stop(self, state: State) -> bool:
-        """Return whether there is nothing to train for this launch, though the run is not done; and print it."""
+    def announce_stop(self, state: State) -> bool:
+        """Print that there is nothing to train for this launch, though the run is not done. Returns whether so."""
         is_there = self.policy.is_launch_over(state) and not self.policy.is_last(state)
         if is_there:
             why = self.policy.stop_reason or f"the run has reached stop_at, {self.config.stop_at}"
@@ -143,17 +152,17 @@ class Checkpointing(Callback):
         return f"nothing was saved yet, and the same command{again} starts over"
 
     def _restore(self, state: State) -> Restored | None:
-        url, is_own = self.begins.url, self.begins.is_own
+        url, is_own = self.start.url, self.start.is_own
         if url is None:
             return None
         optimizer = state.optimizers[0] if self.carries_on else None
-        check = partial(check_fit, self.config, self.begins.fingerprints)
+        check = partial(check_fit, self.config, self.start.fingerprints)
         options: dict[str, Any] = {"check": check} if self.carries_on else {}
         if is_own:
             options["lease"] = self.saver.lease
         else:
             options |= {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
-        if self.begins.is_one:
+        if self.start.is_one:
             return Restored(load(url, self.model.model, optimizer, **options), url, [])
         store = self.store if is_own else CheckpointStore(url)
         restored = load_newest(store, self.model.model, optimizer, **options)
@@ -174,7 +183,7 @@ class Checkpointing(Callback):
         if log is not None:
             self.history = log.content
             self.print_on_rank_0(*log.notes)
-            if self.begins.is_own:  # later checkpoints in this folder may refer to parts of the log
+            if self.start.is_own:  # later checkpoints in this folder may refer to parts of the log
                 self.saver.log_parts = log.parts
         if manifest.run_name == self.config.run_name:
             self.wandb_run_id = manifest.scalars.get("wandb_run_id")
@@ -205,8 +214,8 @@ class Checkpointing(Callback):
         timer = self.policy.timer
         self.agreement.end_batch(
             is_last=state.timestamp >= state.max_duration,
-            is_writing=self.saver.is_writing,
-            wants_save=timer is not None and timer.note_batch_end(self.saver.is_saving),
+            is_busy=self.saver.is_busy,
+            wants_save=timer is not None and timer.note_batch_end(self.saver.has_flight),
         )
         if self.agreement.joules:  # the counters of some cards stand still
             logger.log_metrics({"energy/joules": self.agreement.joules})
@@ -229,15 +238,19 @@ class Checkpointing(Callback):
         self.agreement.meter.sample()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._advance_save(partial(self.saver.poll, all_written=self.agreement.all_written), logger)
-        if self.policy.digest_span is not None and has_passed(state, self.policy.digest_span):
+        is_digest_due = self.policy.digest_span is not None and has_passed(state, self.policy.digest_span)
+        if not is_digest_due or self.has_logged_begun_digest:  # a record has room for one digest
+            self._advance_save(partial(self.saver.poll, all_idle=self.agreement.all_idle), logger)
+        if is_digest_due:
             digest = self.saver.digest(self.model.model, state.optimizers[0])
             metrics: dict[str, Any] = {"state/digest": digest, "state/batch": int(state.timestamp.batch)}
             logger.log_metrics(metrics)
         decision = self.partners.decide(self.policy.decide(state))
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:
+            known = self.published_batch
             self._save(state, logger)
+            self.has_logged_begun_digest = is_digest_due and self.published_batch == known
         self.was_preempted_by, self.was_stopped = decision.preempted_by, decision.stops
         if decision.preempted_by or decision.stops:
             state.stop_training()
@@ -261,7 +274,7 @@ class Checkpointing(Callback):
 
     def preempted_text(self, state: State) -> str:
         """Return the message of a launch that leaves early."""
-        saved = f"saved as ba{self.last_saved_batch}" if self.last_saved_batch > 0 else "nothing to save yet"
+        saved = f"saved as ba{self.published_batch}" if self.published_batch > 0 else "nothing to save yet"
         if not self.partners.saves_here:
             saved = self.partners.instead_of_saving
         again = "run the same command again" + ("" if self.config.autoresume else " with autoresume=true")
@@ -277,7 +290,7 @@ class Checkpointing(Callback):
 
     def save_now(self, state: State, logger: Logger) -> None:
         """Save this batch, unless its save has begun, and wait until it is published."""
-        if int(state.timestamp.batch) > self.last_saved_batch:
+        if int(state.timestamp.batch) > self.begun_batch:
             self._save(state, logger)
         self.fit_end(state, logger)
 
@@ -293,7 +306,7 @@ class Checkpointing(Callback):
         save = partial(self.saver.save, self.model.model, state.optimizers[0], self._about(state))
         if self._advance_save(save, logger) is not None:  # the save before failed, so this one has not begun
             save()
-        self.last_saved_batch = int(state.timestamp.batch)
+        self.begun_batch = int(state.timestamp.batch)
         if self.policy.timer is not None:
             self.policy.timer.note_begun()
 
@@ -307,7 +320,7 @@ class Checkpointing(Callback):
                 raise
             stands = f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
             self.print_on_rank_0(f"warning: {error}; {stands}, and the next save tries again")
-            self.last_saved_batch = self.published_batch
+            self.begun_batch = self.published_batch
             return error
         return None
 
@@ -353,11 +366,12 @@ class Checkpointing(Callback):
                 epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)
             ),
             run_name=self.config.run_name,
-            fingerprints=self.begins.fingerprints,
+            fingerprints=self.start.fingerprints,
             config=as_dict(self.config),
             segments=self.segments_until(state),
             scalars=self.run_state.collect(state),
-            # Checkpoints inside the run folder have the log beside them; others must hold a copy.
+            # Checkpoints inside the run folder have the log beside them; others must hold a copy. It is read when
+            # published: loggers write this batch's record after this callback.
             log=None if has_log else partial(log_until, run_folder / METRICS, int(stamp.batch)),
         )
 
@@ -381,13 +395,13 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------ in the background, on rank 0, after each save
 
     def _after_publish(self, lease: Lease) -> None:
-        self.preemption.note_saved(f"ba{self.last_saved_batch}")
+        self.preemption.note_saved(f"ba{self.begun_batch}")
         self._copy_tokenizer()
         self.remove_old(lease)
 
     def _copy_tokenizer(self) -> None:
         """Copy the tokenizer beside the checkpoints once, for evaluation or export elsewhere."""
-        if self.has_tokenizer_there or not self.begins.fingerprints:
+        if self.has_tokenizer_there or not self.start.fingerprints:
             return
         try:
             put_tokenizer(self.store.root.url, load_tokenizer(self.config.tokenizer.name).files(), last=TOKENIZER_FILE)

@@ -71,7 +71,7 @@ class GradientStep:
     """Everything between the backward pass and the optimizer: when gradients are summed over devices, unscaling,
     clipping, and the guard. A batch that is not finite on any rank is skipped, or ends the run, on all ranks.
 
-    The trainer calls the methods in their order.
+    Order: `begin`; `before_forward` and `after_loss` for each microbatch; `finish`.
     """
 
     model: LanguageModel
@@ -83,19 +83,20 @@ class GradientStep:
     sums: ExactSums | None = None
     """Set where the gradient does not depend on the number of ranks."""
     full_weight: int = 1
-    """With exact sums: tokens with a loss, or samples, of a batch without padding. Each loss is divided by it."""
+    """With exact sums: tokens with a loss, or samples, of a batch without padding; the `loss_divisor`."""
     weight: int = 1
     """The same count for this batch; over all launches when its gradient is finished."""
     num_skipped_batches: int = 0
     agreed: Measured | None = None
-    """Measured by `partners` over all launches; None: `finish` measures."""
+    """The batch's, measured by `partners` over all launches; None: `finish` measures."""
 
     def begin(self, num_microbatches: int, device: torch.device, *, num_ranks: int = 1) -> None:
-        """Begin a batch. Losses are means over `num_ranks`, so each rank's is that many times its part of the batch's.
-        A scaled gradient is only the rank's part, which FSDP sums."""
+        """Begin a batch. FSDP2 averages the unscaled loss over `num_ranks` and sums the scaled one, so the scale is
+        divided by `num_ranks`. trainer.py has a table."""
         self.bad_losses = torch.zeros((), device=device)
         self.model.loss_scale = self.scaler.scale / num_ranks if self.scaler else 1.0
         self.num_microbatches_left = num_microbatches
+        self.agreed = None
         renew_copies(self.model.model)
 
     def before_forward(self) -> None:
@@ -118,8 +119,6 @@ class GradientStep:
         """Unscale and clip the gradient, or drop it if it is not finite. Returns the global batch's loss. `loss` is
         this rank's; messages name the batch's `digest`. Raises NonFiniteError."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        if self.sums and not self.agreed:
-            self.sums.finish(parameters, self.scale_of_sums)
         norm, mean_loss, num_bad_losses, is_out_of_range = self.agreed or self.measure(parameters, loss)
         if self.sums:
             mean_loss = round_to_fp32(mean_loss * self.scale_of_sums)
@@ -151,8 +150,10 @@ class GradientStep:
         return self.full_weight / max(self.weight, 1)
 
     def measure(self, parameters: list[torch.nn.Parameter], loss: torch.Tensor) -> Measured:
-        """Unscale the gradient and measure it. Every rank must call it together."""
+        """Unscale the gradient, or round its sums, and measure it. Every rank must call it together."""
         model = self.model
+        if self.sums:
+            self.sums.finish(parameters, self.scale_of_sums)
         if self.scaler:
             torch._foreach_mul_([local(p.grad) for p in parameters], 1.0 / self.scaler.scale)
         if self.sums:

@@ -154,7 +154,7 @@ def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_
     num_rows = num_samples * num_microbatches if is_pipeline else num_samples
     batch = {"input_ids": torch.zeros((num_rows, seq_len), dtype=torch.int64, device=_device())}
     if is_pipeline:
-        cast(Any, model).train_on(batch, num_samples, share=1.0)
+        cast(Any, model).train_on(batch, num_samples, loss_divisor=1.0)
         return
     parallel = model.model if accumulates and isinstance(model.model, FSDPModule) else None  # not on one device
     for is_last in (False, True) if parallel else (True,):

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from llmfoundry_lite.checkpoint.log_lines import Record, console_line, read_lines, validation_losses
 from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError, TransientError, mask_credentials
-from llmfoundry_lite.launch.log_lines import Record, console_line, read_lines, validation_losses
 
 WANDB_ID = "wandb_id"
 

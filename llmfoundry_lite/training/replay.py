@@ -4,8 +4,8 @@ The command starts it in a temporary run folder, and compares what it finds with
 """
 
 if __name__ == "__main__":  # before the imports below, which take long
+    from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
     from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
-    from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
 
     leave_with_75_when_asked()
     import_lean(*HEAVY)

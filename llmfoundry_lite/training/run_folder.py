@@ -21,13 +21,13 @@ from composer import Trainer
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
+from llmfoundry_lite.checkpoint.log_lines import METRICS, Record, missing_lines, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_credentials, printable
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.launch.log_lines import METRICS, Record, missing_lines, read_lines
-from llmfoundry_lite.launch.status import write_ended_early, write_status
+from llmfoundry_lite.ranks.status import write_ended_early, write_status
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
 

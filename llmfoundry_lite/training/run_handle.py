@@ -38,7 +38,7 @@ class Saving(Protocol):
     saver: Saver
     segments: tuple[Segment, ...]
     first_batch: int
-    last_saved_batch: int
+    begun_batch: int
 
     def begin(self, state: State) -> None: ...
     def segments_until(self, state: State) -> tuple[Segment, ...]: ...
@@ -121,13 +121,13 @@ class RunHandle:
         """Fingerprint of the order of the data."""
         return " ".join(order.fingerprint for order in self._dataset.stages.orders)
 
-    def read(self, batch_indices: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
+    def read(self, row_indices: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
         """Read this rank's share of these rows of every batch, from the next one on. Beside them, read rows `again` of
         the batch that was `back` batches earlier."""
         ranks, stamp, loader = self._agreement.ranks, self._state.timestamp, self.config.train_loader
         mine, earlier = (
             rows[ranks.rank * len(rows) // ranks.size : (ranks.rank + 1) * len(rows) // ranks.size]
-            for rows in (batch_indices, again)
+            for rows in (row_indices, again)
         )
         place = self.batch_in_epoch * self._dataset.global_batch_size
         self._dataset.continue_with(mine, int(stamp.epoch), place, earlier, back)
@@ -165,7 +165,6 @@ class RunHandle:
         step, parameters = self._gradient_step, whole_parameters(self.optimizer)
         if step.sums:
             step.weight = weight
-            step.sums.finish(parameters, step.scale_of_sums)
         return step.measure(parameters, loss)
 
     def commit(self, measured: Measured, counts: Upcoming) -> None:
@@ -205,7 +204,7 @@ class RunHandle:
     def save(self, *, begins: bool = True) -> int:
         """Save the last batch if `begins`. Wait for all saves, and return the last one's batch. Raises UserError."""
         (self._saving.save_now if begins else self._saving.fit_end)(self._state, self._logger)
-        return self._saving.last_saved_batch
+        return self._saving.begun_batch
 
     def note_lease(self) -> None:
         """Note whose saves are the newest."""

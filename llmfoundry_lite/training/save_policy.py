@@ -8,9 +8,9 @@ from typing import NamedTuple
 from composer.core import State, Timestamp
 
 from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
+from llmfoundry_lite.checkpoint.log_lines import duration_text
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration, SaveInterval
-from llmfoundry_lite.launch.log_lines import duration_text
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.schedule import elapsed, has_passed, is_evaluation_due, progress_of

@@ -21,7 +21,6 @@ from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, UserError, either
-from llmfoundry_lite.launch.status import refusals_recorded
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
     Preempted,
@@ -36,7 +35,8 @@ from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ra
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
-from llmfoundry_lite.training.builders import build_trainer
+from llmfoundry_lite.ranks.status import refusals_recorded
+from llmfoundry_lite.training.builders import build_and_restore
 from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.partners import Partners, find_partners
@@ -69,14 +69,14 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     try:
         partners.connect()
         start = find_start(config)
-        trainer, checkpointing = build_trainer(config, run, preemption, start, partners)
+        trainer, checkpointing = build_and_restore(config, run, preemption, start, partners)
         preemption.listen()
         state, max_duration = trainer.state, Duration.parse(config.max_duration)
         size = checkpointing.microbatch_of_run
         if size is None:
             size = choose_microbatch(config, checkpointing.model, state.optimizers[0])
         state.device_train_microbatch_size = size
-        checkpointing.was_stopped = checkpointing.is_at_stop(state)
+        checkpointing.was_stopped = checkpointing.announce_stop(state)
         trains = progress_of(state, max_duration) < 1 and not checkpointing.was_stopped
         if trains:
             partners.enter(RunHandle(trainer, checkpointing, run.leave))

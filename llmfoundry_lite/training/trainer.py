@@ -1,7 +1,22 @@
-"""Composer's Trainer, with a training step that waits for the device once and for the other ranks once.
+"""Composer's Trainer, with a training step that waits for the device once and for the other ranks twice.
 
 The loop, the events and evaluation are Composer's. Composer's own step synchronises host and device, or all ranks, a
 dozen times, and twice more in each microbatch. This one does so in `measure` and, between two batches, in `Agreement`.
+Exact sums take one exchange more.
+
+The loss of a global batch is a mean over its W tokens with a loss, or samples with a loss. D data ranks divide the
+samples. C ranks divide each sample: each has C times its part of the loss, and is averaged with the others.
+
+    case         a rank's nats are divided by    over ranks     scale of fp16
+    tokens       W / D                           mean           none
+    samples      W / D and a full row's tokens   mean           none
+    fp16         the same                        sum            `loss` multiplies gradients by scale / (D C);
+                                                                `measure` divides them by scale
+    exact sums   all of a full batch, not W / D  sum, float64   refused, and so is C > 1
+    pipeline     the same, in `train_on`         the same       `train_on` multiplies the weights of losses
+
+`loss_divisor` is W / D, or with exact sums what a batch without padding has; `ExactSums.finish` then makes it W. With
+samples, `row_weights` let a short row count as much as a full one.
 """
 
 import atexit
@@ -94,11 +109,11 @@ class ParallelTrainer(Trainer):
         while True:
             rows = state.batch
             loss_sum = torch.zeros((), device=state.device._device)
-            microbatches, share = self._begin_batch(rows)
+            microbatches, loss_divisor = self._begin_batch(rows)
             for microbatch in microbatches:
                 state.batch = state.device.batch_to_device(microbatch)
                 step.before_forward()
-                loss_sum = loss_sum + self._add_gradient(microbatch, share)
+                loss_sum = loss_sum + self._add_gradient(microbatch, loss_divisor)
             state.batch = rows
             if self.partners.exchange_gradient(loss_sum):
                 break
@@ -113,30 +128,30 @@ class ParallelTrainer(Trainer):
         self.first_train_batch_complete = True
 
     def _begin_batch(self, rows: Any) -> tuple[list[Any], float]:
-        """Divide a batch into microbatches; a pipeline does so itself. Returns them, and what a data rank has of the
-        global batch on average, in tokens with a loss or in samples; with exact sums, what a batch without padding
-        has."""
+        """Divide a batch into microbatches; a pipeline does so itself. Returns them, on the host, where counting waits
+        for no device; and the `loss_divisor` of the table above."""
         state, step, model = self.state, self.gradient_step, cast(Any, self._original_model)
         size, device = state.device_train_microbatch_size, state.device._device
         assert self._train_data_spec is not None and isinstance(size, int) and device is not None
         total = self.agreement.current.weight(by_tokens=self.accumulate_train_batch_on_tokens)
-        share = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
+        loss_divisor = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
         self.partners.begin_batch()
         is_pipeline = model.num_stages > 1
         microbatches = [rows] if is_pipeline else [*self._train_data_spec.split_batch(rows, size)]
-        step.begin(len(microbatches), device, num_ranks=self.ranks.size * model.num_parts)
+        step.begin(len(microbatches), device, num_ranks=self.ranks.size * model.context_size)
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
         if step.sums:  # no means over ranks, and a weight that does not depend on the rows of other launches
             num_rows, num_tokens = self.device_batch_size * self.ranks.size, max(rows["input_ids"].size(1) - 1, 1)
-            share = num_rows * (num_tokens if self.accumulate_train_batch_on_tokens else 1)
-            step.full_weight, step.weight = share, total
+            full = num_rows * (num_tokens if self.accumulate_train_batch_on_tokens else 1)
+            step.full_weight, step.weight, loss_divisor = full, total, full
             step.sums.begin(whole_parameters(state.optimizers[0]), num_rows // size)
-        return microbatches, share
+        return microbatches, loss_divisor
 
-    def _add_gradient(self, microbatch: Any, share: float) -> torch.Tensor:
-        """Add a microbatch's gradient, or in one pass through a pipeline all microbatches'. Returns this rank's share
-        of the global batch's loss, times the number of data ranks: a scalar."""
+    def _add_gradient(self, microbatch: Any, loss_divisor: float) -> torch.Tensor:
+        """Add a microbatch's gradient, or in one pass through a pipeline all microbatches'. `microbatch` is on the
+        host, `state.batch` on the device. Returns this rank's loss, whose mean over ranks, or sum with exact sums, is
+        the global batch's: a scalar."""
         state, step, run_event, sums = self.state, self.gradient_step, self.engine.run_event, self.gradient_step.sums
         model, spec = cast(Any, self._original_model), cast(DataSpec, self._train_data_spec)
         is_pipeline = model.num_stages > 1
@@ -146,7 +161,7 @@ class ParallelTrainer(Trainer):
         run_event(Event.AFTER_FORWARD)
         run_event(Event.BEFORE_LOSS)
         if is_pipeline:  # forward and backward passes of all microbatches
-            losses = model.train_on(state.batch, cast(int, state.device_train_microbatch_size), share)
+            losses = model.train_on(state.batch, cast(int, state.device_train_microbatch_size), loss_divisor)
             state.loss = losses.sum()
         else:
             losses = state.loss = model.loss(state.outputs, state.batch)
@@ -156,11 +171,11 @@ class ParallelTrainer(Trainer):
         if not is_pipeline:
             if sums:  # as a pipeline does, to the bit
                 outputs: Any = state.outputs
-                losses = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], share)
+                losses = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], loss_divisor)
             elif self.accumulate_train_batch_on_tokens:
-                losses = losses * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / share)
+                losses = losses * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / loss_divisor)
             else:
-                losses = losses * (count_rows(microbatch) / share)
+                losses = losses * (count_rows(microbatch) / loss_divisor)
             losses.backward()
         run_event(Event.AFTER_BACKWARD)
         return (round_loss(losses.detach()) if sums else losses.detach()).sum()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.launch.status import STATUS, read_status
+from llmfoundry_lite.ranks.status import STATUS, read_status
 
 
 def was_preempted(since: float, arguments: list[str]) -> bool:

@@ -90,6 +90,8 @@ def about(batch: int, **scalars: Any) -> About:
 
 
 def save_now(saver: Saver, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: int) -> None:
+    if not saver.has_lease:
+        saver.take_lease()
     saver.save(model, optimizer, about(batch))
     saver.wait()
 
@@ -118,6 +120,7 @@ def train_and_save(folder: str, sharding: str, optimizer_name: str = "adamw", nu
     for i in range(num_steps):
         step(model, optimizer, i)
     saver = Saver(CheckpointStore(folder))
+    saver.take_lease()
     save_now(saver, model, optimizer, num_steps)
     write_state(model, optimizer, Path(folder) / "saved.safetensors")
     losses = [step(model, optimizer, 100 + i) for i in range(2)]
@@ -130,6 +133,7 @@ def save_at_odd_moments(folder: str, sharding: str) -> None:
     start()
     model, optimizer = build(sharding)
     saver = Saver(CheckpointStore(folder))
+    saver.take_lease()
     for batch, prepare in enumerate((lambda: None, lambda: evaluate(model), lambda: gradients(model))):
         prepare()
         saver.save(model, optimizer, about(batch))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
+from llmfoundry_lite.checkpoint.grid import Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import Manifest, TensorRecord, Timestamp
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, Lease

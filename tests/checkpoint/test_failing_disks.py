@@ -41,6 +41,7 @@ def save_while_it_fails(folder, patch):
     model, optimizer = build("plain")
     step(model, optimizer, 0)
     saver = Saver(CheckpointStore(folder))
+    saver.take_lease()
     save_now(saver, model, optimizer, 1)
     first = whole_state(model, optimizer)
     step(model, optimizer, 1)
@@ -93,6 +94,7 @@ def test_a_full_disk_that_is_cleared(tmp_path):
         model, optimizer = build("plain")
         step(model, optimizer, 0)
         saver = Saver(CheckpointStore(disk.path))
+        saver.take_lease()
         save_now(saver, model, optimizer, 1)
         ballast, free = disk.path / "ballast", os.statvfs(disk.path)
         ballast.write_bytes(bytes(free.f_bavail * free.f_bsize))
@@ -109,6 +111,7 @@ def test_a_disk_that_fills_up_while_a_hint_is_written_has_published(tmp_path, mo
     model, optimizer = build("plain")
     store = CheckpointStore(tmp_path)
     saver = Saver(store)
+    saver.take_lease()
     put = local_folder.LocalFolder.put
 
     def full(self, name, data, **options):
@@ -127,13 +130,14 @@ def test_a_disk_that_may_only_be_read(tmp_path):
     step(model, optimizer, 0)
     with mounted(tmp_path / "disk") as disk:
         saver = Saver(CheckpointStore(disk.path))
+        saver.take_lease()
         save_now(saver, model, optimizer, 1)
         disk.make_read_only()
         saver.save(model, optimizer, about(2))
         with pytest.raises(CheckpointError, match=r"ba2-[0-9a-f]+: not written: Read-only file system"):
             saver.wait()
         with pytest.raises(CheckpointError, match="no lease can be taken: Read-only file system"):
-            Saver(CheckpointStore(disk.path))
+            Saver(CheckpointStore(disk.path)).take_lease()
         other, other_optimizer = build("plain", seed=5)
         load(disk.path / "ba1", other, other_optimizer)
         found, expected = whole_state(other, other_optimizer), whole_state(model, optimizer)

@@ -52,6 +52,7 @@ def faults(folder):
         model(torch.zeros(1, 3, dtype=torch.int64))  # evaluation leaves the root's parameters whole
     store = CheckpointStore(folder)
     saver = Saver(store)
+    saver.take_lease()
     for batch in (1, 2):
         save_now(saver, model, opt, batch)
     at_two = whole_state(model, opt)
@@ -161,6 +162,7 @@ def views(folder):
     model, opt = build("FULL_SHARD")
     store = CheckpointStore(folder)
     saver = Saver(store)
+    saver.take_lease()
     for batch in (1, 2):
         step(model, opt, batch)
         save_now(saver, model, opt, batch)
@@ -221,8 +223,8 @@ def views(folder):
         hide(folder)
     words = raised_by(CheckpointError, lambda: restored_with(None, None) if rank == 0 else hidden_load(store))
     assert re.match(f"rank 1 on host {host}: {file}: missing{sound}", words)
-    lease, saver = saver.lease, Saver(store, takes_lease=False)  # an older thread still sees the disk
-    saver.lease = lease
+    lease, saver = saver.lease, Saver(store)  # an older thread still sees the disk
+    saver.lease, saver.has_lease = lease, True
     words = raised_by(CheckpointError, lambda: save_now(saver, model, opt, 3))
     assert f"host {host} does not find this launch's lease" in words and "not shared by all nodes" in words
     assert rank == 1 or listing(folder) == before
@@ -260,6 +262,7 @@ def train_until_killed(folder, phase, victim):
 
     store = CheckpointStore(folder, on_phase=kill)
     saver = Saver(store)
+    saver.take_lease()
     restored = load_newest(store, model, opt, lease=saver.lease)
     first = restored.manifest.timestamp.batch if restored.manifest else 0
     for batch in range(first + 1, first + 4):

@@ -53,6 +53,7 @@ def test_a_save_goes_past_the_page_cache_but_for_its_two_ends(tmp_path, monkeypa
     monkeypatch.setattr(local_folder, "WRITE", write)
     model = torch.nn.Linear(1000, 1200)
     saver = Saver(CheckpointStore(tmp_path / "run"))
+    saver.take_lease()
     saver.save(model, None, About(timestamp=Timestamp(batch=1)))
     saver.wait()
     assert ways == {0: False, 1: True, 2: True, 3: True, 4: False}

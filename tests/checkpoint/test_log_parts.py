@@ -22,6 +22,7 @@ class Run:
     def __init__(self, folder):
         self.store = CheckpointStore(folder)
         self.saver = Saver(self.store)
+        self.saver.take_lease()
         self.model = torch.nn.Linear(2, 2)
 
     def save(self, batch, log=None):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmfoundry_lite.checkpoint import manifest as manifests
-from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.grid import Grid
 from llmfoundry_lite.checkpoint.manifest import (
     FileRecord,
     LogPart,

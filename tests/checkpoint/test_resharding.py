@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmfoundry_lite.checkpoint import planning
-from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.grid import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
 from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_local_tensors, describe, make_plan

@@ -79,6 +79,7 @@ def test_groups_and_hyperparameters_come_back_but_not_how_a_step_is_computed(tmp
 def test_a_save_is_of_its_moment_though_training_goes_on(tmp_path):
     model, opt = train()
     saver = Saver(CheckpointStore(tmp_path))
+    saver.take_lease()
     expected = whole_state(model, opt)
     saver.save(model, opt, about(2))
     for i in range(3):
@@ -92,6 +93,7 @@ def test_a_save_is_of_its_moment_though_training_goes_on(tmp_path):
 def test_numbers_are_of_their_moment_though_their_owner_goes_on(tmp_path):
     model, opt = train()
     saver = Saver(CheckpointStore(tmp_path))
+    saver.take_lease()
     seen = {"batches": [1, 2]}
     saver.save(model, opt, about(2, callbacks=seen))
     seen["batches"].append(3)
@@ -108,6 +110,7 @@ def test_waiting_for_the_save_before_counts_as_stall(tmp_path, monkeypatch):
 
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     saver = Saver(CheckpointStore(tmp_path, on_phase=on_phase))
+    saver.take_lease()
     saver.save(model, opt, about(2))  # whose manifest is written when somebody asks for it
     saver.save(model, opt, about(3))
     saved = saver.wait()
@@ -117,6 +120,7 @@ def test_waiting_for_the_save_before_counts_as_stall(tmp_path, monkeypatch):
 def test_saves_in_a_row_use_one_buffer_and_know_their_parents(tmp_path):
     model, opt = train()
     saver = Saver(CheckpointStore(tmp_path), parent_save_id="e0-ba0-abc")
+    saver.take_lease()
     save_now(saver, model, opt, 2)
     address = saver._content.data_ptr()
     saver.save(model, opt, about(3))
@@ -248,6 +252,7 @@ def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_pat
     model, opt = train()
     store = CheckpointStore(tmp_path)
     saver = Saver(store)
+    saver.take_lease()
     for batch in (2, 3, 4):
         save_now(saver, model, opt, batch)
     shard = tmp_path / "ba4" / "shard-00000.safetensors"
@@ -284,6 +289,7 @@ def test_a_poisoned_state_is_never_published(tmp_path, value, where):
     target = model.gain.data if where == "model" else opt.state[model.gain]["exp_avg"]
     target[1] = value
     saver = Saver(CheckpointStore(tmp_path))
+    saver.take_lease()
     saver.save(model, opt, about(3))
     with pytest.raises(CheckpointError, match=r"not saved: non-finite values in (model/gain|optim/gain/exp_avg)"):
         saver.wait()
@@ -304,6 +310,7 @@ def test_finite_values_whose_sum_is_out_of_range_are_saved(tmp_path):
 def test_a_bug_in_the_background_keeps_its_traceback(tmp_path, monkeypatch):
     model, opt = train()
     saver = Saver(CheckpointStore(tmp_path))
+    saver.take_lease()
 
     def broken(*args, **kwargs):
         raise KeyError("oops")

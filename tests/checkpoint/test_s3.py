@@ -58,6 +58,7 @@ def test_a_run_saves_prunes_and_restores_on_s3(connect):
     url = connect()
     store = CheckpointStore(url)
     saver = Saver(store)
+    saver.take_lease()
     model, opt = build("plain")
     for batch in (1, 2, 3):
         step(model, opt, batch)
@@ -301,6 +302,7 @@ def test_a_server_that_refuses_a_save_for_a_while_costs_that_save(proxy, code, m
     """Shard and manifest, or what is asked before they are put."""
     model, opt = build("plain")
     saver = Saver(CheckpointStore(proxy.url))
+    saver.take_lease()
     save_now(saver, model, opt, 1)
     first = whole_state(model, opt)
     step(model, opt, 1)
@@ -354,6 +356,7 @@ def test_credentials_that_have_expired_are_read_again(proxy, tmp_path, monkeypat
     give("first")
     model, opt = build("plain")
     saver = Saver(CheckpointStore(proxy.url))
+    saver.take_lease()
     save_now(saver, model, opt, 1)
     refuse("first"), give("second")
     assert names(saver.store) == ["ba1"]
@@ -388,6 +391,7 @@ class Saves:
 
     def launch(self):
         self.saver = Saver(CheckpointStore(self.url))
+        self.saver.take_lease()
 
     def save(self):
         self.batch += 1

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from llmfoundry_lite.checkpoint import local_folder, shards
-from llmfoundry_lite.checkpoint.layouts import Chunk, Grid
+from llmfoundry_lite.checkpoint.grid import Chunk, Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord, TensorRecord
 from llmfoundry_lite.checkpoint.open_folder import open_folder

@@ -98,6 +98,7 @@ def test_a_save_has_the_digest_of_its_files_and_of_the_state_that_it_was_of(tmp_
     model(torch.arange(4)).sum().backward()
     optimizer.step()
     saver = Saver(CheckpointStore(tmp_path))
+    saver.take_lease()
     expected = saver.digest(model, optimizer)
     saver.save(model, optimizer, About(timestamp=Timestamp(batch=3)))
     with torch.no_grad():

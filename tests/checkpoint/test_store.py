@@ -19,7 +19,7 @@ import pytest
 from llmfoundry_lite import retry
 from llmfoundry_lite.checkpoint import commit, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
-from llmfoundry_lite.checkpoint.layouts import Grid
+from llmfoundry_lite.checkpoint.grid import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import TensorRecord, encode

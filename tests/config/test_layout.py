@@ -51,7 +51,7 @@ def test_a_batch_is_shared_out_once_whatever_the_layout(degrees, share):
     batch = range(share * layout.num_data_ranks)
     ranks = [layout.data_ranks(rank) for rank in range(layout.world_size)]
     read = [[sample for sample in batch if sample // share == here.rank] for here in ranks]
-    assert sorted(itertools.chain(*(rows for rows, here in zip(read, ranks, strict=True) if here.speaks))) == list(
+    assert sorted(itertools.chain(*(rows for rows, here in zip(read, ranks, strict=True) if here.is_counted))) == list(
         batch
     )
     assert all(here.size == layout.num_data_ranks for here in ranks)

@@ -68,6 +68,13 @@ def test_loader_yields_the_global_batches_in_order_epoch_after_epoch(shards, num
     assert [numbers(loader) for _ in range(3)] == [expected_numbers(dataset, epoch) for epoch in range(3)]
 
 
+def test_a_rank_without_rows_of_its_own_has_those_of_an_earlier_batch_alone(shards):
+    dataset = open_data(shards)
+    dataset.continue_with([], 0, 3 * dataset.order.batch_size, [2], 2)
+    of_epoch = expected_numbers(dataset)
+    assert numbers(build_text_loader(dataset)) == [[of_epoch[i - 2][2]] for i in range(3, 8)]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_rows_of_an_earlier_batch_come_beside_those_of_each_batch(shards, num_workers):
     dataset = open_data(shards)
@@ -347,7 +354,7 @@ def test_a_cache_limit_is_kept_by_evicting_and_downloading_again(tmp_path, downl
     assert seen == expected_numbers(dataset)
     # Files come and go while they are counted here.
     assert largest <= limit + 2 * 2_000 < sum(path.stat().st_size for path in remote.iterdir())
-    # Two batch indices, each reading shards one after another: no shard is fetched over and over.
+    # Two row indices, each reading shards one after another: no shard is fetched over and over.
     assert num_shards <= len(downloads) <= num_shards + 6
 
 
@@ -362,7 +369,7 @@ def test_a_shard_that_is_to_be_read_next_gives_no_room_to_another(tmp_path):
     assert [os.path.exists(cache.path(shard)) for shard in range(5)] == [True, False, True, True, True]
 
 
-def test_a_rank_downloads_only_the_shards_of_its_batch_indices(tmp_path, downloads, as_rank):
+def test_a_rank_downloads_only_the_shards_of_its_row_indices(tmp_path, downloads, as_rank):
     remote = write_shards(tmp_path / "remote", num_samples=1_200)
     num_shards, counts = len(list(remote.glob("*.mds"))), []
     for rank in range(4):

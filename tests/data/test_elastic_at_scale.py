@@ -123,7 +123,7 @@ def test_a_node_needs_its_share_of_the_shards_and_two_more(num_nodes, ranks_per_
 def test_stops_cost_a_node_few_shards_twice():
     """Stopped every 500 batches and carried on with other numbers of nodes, whose disks are empty each time.
 
-    A batch index that reads b batches in order of its shards, shuffled within blocks of w samples, touches at most
+    A row index that reads b batches in order of its shards, shuffled within blocks of w samples, touches at most
     (b + 2 w) / shard size + 2 of them: downloads follow what is read, however often the layout changes.
     """
     size, batches_per_launch, window = 500, 500, BATCH_SIZE * 100

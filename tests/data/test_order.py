@@ -225,8 +225,8 @@ def test_a_worker_of_a_c4_sized_run_needs_little_memory():
     numbers would be 136 MB."""
     tracemalloc.start()
     order = make_order(shard_sizes=[4_050] * 4_200, batch_size=512)
-    batch_indices, steps = share_of_worker(order, rank=3, world_size=8, worker=2, num_workers=8)
-    ids_si = order.epoch(1).sample_ids(batch_indices, steps)
+    row_indices, steps = share_of_worker(order, rank=3, world_size=8, worker=2, num_workers=8)
+    ids_si = order.epoch(1).sample_ids(row_indices, steps)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(np.unique(ids_si)) == ids_si.size == len(steps) * 64

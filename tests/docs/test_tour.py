@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 
 import pytest
 
@@ -30,6 +31,20 @@ def test_the_tour_has_twenty_behaviours_and_every_room():
     rooms = {path.name for path in (ROOT / "llmfoundry_lite").iterdir() if (path / "__init__.py").is_file()}
     missing = {room for room in rooms if f" {room}/" not in TOUR}
     assert not missing
+
+
+def test_the_tour_draws_the_floors_of_the_import_contract():
+    """A room is drawn where its highest part is."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    floors: dict[str, int] = {}
+    for number, layer in enumerate(next(one for one in contracts if one["name"].startswith("Floors"))["layers"]):
+        for name in re.findall(r"llmfoundry_lite\.(\w+)", layer):
+            floors.setdefault(name, number)
+    picture = TOUR.split("```")[1]
+    drawn = re.findall(r"(?:^  |; |(?<=\.py), )(\w+)(?:/|\.py)", picture, re.M)
+    assert {*drawn} == {*floors, "__init__"}
+    heights = [floors[name] for name in drawn if name in floors]
+    assert heights == sorted(heights)
 
 
 def test_files_that_the_tour_names_exist():

@@ -51,6 +51,7 @@ def write_run(
         initialise_weights(model, 17)
         optimizer = AdamW(model.parameters())
         saver = Saver(CheckpointStore(folder / "checkpoints"))
+        saver.take_lease()
         for batch in saves:
             stamp = Timestamp(batch=batch, sample=8 * batch, token=256 * batch)
             saver.save(model, optimizer, About(timestamp=stamp, run_name="recorded"))

@@ -19,6 +19,7 @@ class Resave(Callback):
 
     def fit_start(self, state, logger):
         saver = Saver(CheckpointStore(self.folder))
+        saver.take_lease()
         about = About(timestamp=Timestamp(batch=int(state.timestamp.batch)))
         saver.save(state.model.model, state.optimizers[0], about)
         saver.wait()

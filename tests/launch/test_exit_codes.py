@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmfoundry_lite.launch.status import read_status
+from llmfoundry_lite.ranks.status import read_status
 from tests.helpers.launch import ROOT
 from tests.helpers.present import needs
 from tests.helpers.tiny import tiny_config, write_config

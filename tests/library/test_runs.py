@@ -11,7 +11,7 @@ import yaml
 
 import llmfoundry_lite as lf
 from llmfoundry_lite import companions
-from llmfoundry_lite.launch.status import write_status
+from llmfoundry_lite.ranks.status import write_status
 from tests.helpers.launch import ROOT
 from tests.helpers.present import needs
 

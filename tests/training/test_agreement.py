@@ -26,8 +26,8 @@ class Preempted:
         self.agreed = reason
 
 
-def rank(batches, *, number=0, speaks=True, reason=0):
-    ranks = DataRanks(rank=number, size=2, speaks=speaks)
+def rank(batches, *, number=0, is_counted=True, reason=0):
+    ranks = DataRanks(rank=number, size=2, is_counted=is_counted)
     made = Agreement(ranks, cast(Any, Preempted(reason)), lambda: None)
     made._batches = iter(batches)
     return made
@@ -42,7 +42,7 @@ def end_batch(monkeypatch, *ranks, writes=(), wants_save=()):
         monkeypatch.setattr(agreement, "all_reduce_sum", all_reduce_sum)
         for number, (one, its) in enumerate(zip(ranks, batches, strict=True)):
             one._batches = iter(its)
-            one.end_batch(is_last=False, is_writing=number in writes, wants_save=number in wants_save)
+            one.end_batch(is_last=False, is_busy=number in writes, wants_save=number in wants_save)
 
     play(lambda values: heard.append(values) or values)
     sums = [sum(column) for column in zip(*heard, strict=True)]
@@ -64,7 +64,7 @@ def test_one_rank_without_a_share_ends_the_epoch_for_all(monkeypatch):
 
 
 def test_ranks_that_see_the_same_rows_count_them_once(monkeypatch):
-    ranks = rank([BATCH]), rank([BATCH], speaks=False)
+    ranks = rank([BATCH]), rank([BATCH], is_counted=False)
     end_batch(monkeypatch, *ranks)
     assert {one.upcoming.num_tokens for one in ranks} == {7}
 
@@ -92,7 +92,7 @@ def test_rank_0_alone_decides_that_a_save_is_due(monkeypatch, number, is_due):
 def test_one_rank_that_still_writes_is_known_to_all(monkeypatch):
     ranks = rank([BATCH]), rank([BATCH], number=1)
     end_batch(monkeypatch, *ranks, writes=[1])
-    assert [one.all_written for one in ranks] == [False, False]
+    assert [one.all_idle for one in ranks] == [False, False]
 
 
 def test_what_the_loader_raises_comes_after_this_batch_is_recorded(monkeypatch):
@@ -103,7 +103,7 @@ def test_what_the_loader_raises_comes_after_this_batch_is_recorded(monkeypatch):
     one = rank([])
     monkeypatch.setattr(agreement, "all_reduce_sum", lambda values: values)
     one._batches = broken()
-    one.end_batch(is_last=False, is_writing=False, wants_save=False)
+    one.end_batch(is_last=False, is_busy=False, wants_save=False)
     assert one.upcoming.is_there  # or the epoch would seem to have ended, and the error with it
     with pytest.raises(OSError, match="the shard is gone"):
         one.take()

@@ -138,7 +138,8 @@ def test_weights_alone_begin_a_new_run(tmp_path, data):
     config = tiny_config(data, max_duration="20ba")
     run(tmp_path, config, "base")
     fresh = {"load_path": str(saves(tmp_path, "base")), "load_weights_only": True, "max_duration": "2ba"}
-    run(tmp_path, config, "fresh", **fresh)
+    output = run(tmp_path, config, "fresh", **fresh).output
+    assert f"starting from the weights of {saves(tmp_path, 'base')}/ba20" in output and "carrying on" not in output
     assert losses(tmp_path, "fresh")[0] < losses(tmp_path, "base")[0] - 1
     other = run(tmp_path, config, "other", **fresh, model=config["model"] | {"norm_eps": 0.1})
     assert "the checkpoint's model differs: model.norm_eps 1e-05 -> 0.1\n" in other.output
@@ -167,6 +168,7 @@ def test_weights_may_come_in_another_dtype_and_in_part_if_that_is_said(tmp_path,
     bias = next(name for name in weights if name.endswith("bias"))
     del weights[bias]
     saver = Saver(CheckpointStore(tmp_path / "halves"))
+    saver.take_lease()
     saver.save(Weights(weights), None, About(timestamp=Timestamp(batch=1)))
     saver.wait()
     config |= {"load_path": str(tmp_path / "halves/ba1"), "load_weights_only": True, "max_duration": "1ba"}

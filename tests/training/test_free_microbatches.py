@@ -72,7 +72,7 @@ def test_what_a_row_drops_does_not_depend_on_microbatch_or_rank():
     found = {}
     for rank, size in ((0, 8), (0, 3), (5, 1)):
         place = Coordinates(pipeline=0, replicate=0, shard=0, context=0, tensor=0)
-        seed = DropoutSeed(17, model, DataRanks(rank=rank, size=8, speaks=True), place, sequence_parallel=False)
+        seed = DropoutSeed(17, model, DataRanks(rank=rank, size=8, is_counted=True), place, sequence_parallel=False)
         seed.batch_start(SimpleNamespace(timestamp=SimpleNamespace(batch=3)), None)  # type: ignore[arg-type]
         found[rank, size] = train_in_parts(model, ROWS_BT, size)[0]
     assert found[0, 3] == pytest.approx(found[0, 8], abs=1e-6)

@@ -143,7 +143,7 @@ def scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts):
         gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, scaler=LossScaler(1024.0)),
         agreement=SimpleNamespace(current=Upcoming(True, 4, 11, 7, 3, 0)),
         accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), device_batch_size=len(mine_bt),
-        ranks=DataRanks(rank=rank, size=num_ranks, speaks=True),
+        ranks=DataRanks(rank=rank, size=num_ranks, is_counted=True),
     )  # fmt: skip
     microbatches, share = ParallelTrainer._begin_batch(trainer, trainer.state.batch)  # type: ignore[arg-type]
     loss = 0.0

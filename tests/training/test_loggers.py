@@ -13,9 +13,9 @@ from concurrent.futures import wait
 import pytest
 from composer.core import Callback
 
+from llmfoundry_lite.checkpoint.log_lines import console_line, duration_text, validation_losses
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.launch.log_lines import console_line, duration_text, validation_losses
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.mirrors import (
     ConsoleLine,

@@ -43,7 +43,7 @@ def test_the_time_that_is_left_is_by_the_pace_of_this_launch(monkeypatch):
 
 def seed_of(*, batch: int = 5, rank: int = 1, sequence_parallel: bool = False, **place: int) -> int:
     coordinates = Coordinates(**{**dict.fromkeys(Coordinates._fields, 0), **place})
-    ranks = DataRanks(rank=rank, size=2, speaks=True)
+    ranks = DataRanks(rank=rank, size=2, is_counted=True)
     callback = DropoutSeed(17, SimpleNamespace(), ranks, coordinates, sequence_parallel)  # type: ignore[arg-type]
     callback.batch_start(state_at(batch), None)  # type: ignore[arg-type]
     return torch.initial_seed()

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.config.spans import parse_seconds
-from llmfoundry_lite.launch.status import read_status
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.ranks.signals import leaving_because
+from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder

@@ -20,7 +20,7 @@ from benchmarks.switch.band import Series, judge, measure_band, measure_deviatio
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.launch.status import read_status
+from llmfoundry_lite.ranks.status import read_status
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 

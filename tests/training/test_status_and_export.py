@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.launch.status import read_status, write_status
+from llmfoundry_lite.ranks.status import read_status, write_status
 from llmfoundry_lite.training import run_folder
 from llmfoundry_lite.training import train as training
 from tests.helpers.present import needs

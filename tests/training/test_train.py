@@ -7,9 +7,9 @@ import pytest
 import torch
 from composer.core import Callback
 
+from llmfoundry_lite.checkpoint.log_lines import console_line
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.launch.log_lines import console_line
 from llmfoundry_lite.training.builders import find_separator
 from tests.helpers.launch import train
 from tests.helpers.present import needs

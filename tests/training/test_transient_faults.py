@@ -14,6 +14,7 @@ from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training import checkpointing
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.save_policy import Decision
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
@@ -41,7 +42,7 @@ class Run:
         parts.config = SimpleNamespace(retry_for=retry_for)
         parts.saver = SimpleNamespace(wait=self._wait)
         parts.policy = SimpleNamespace(timer=None)
-        parts.last_saved_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
+        parts.begun_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
         parts.print_on_rank_0 = lambda *lines: self.said.extend(lines)
         parts.store = SimpleNamespace(root=SimpleNamespace(url="run"))
         parts._save = lambda state, logger: self.saves.append(4)
@@ -65,7 +66,7 @@ class Run:
 def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(monkeypatch):
     run = Run(monkeypatch, not_written())
     error = run.parts._advance_save(run.parts.saver.wait, None)
-    assert error is not None and run.parts.last_saved_batch == run.parts.published_batch == 2
+    assert error is not None and run.parts.begun_batch == run.parts.published_batch == 2
     text = "warning: run/ba4: not written: No space left on device; ba2 stands, and the next save tries again"
     assert run.said == [text]
 
@@ -99,6 +100,47 @@ def test_batches_are_lost_only_where_no_save_stands(monkeypatch, batch, publishe
     run = Run(monkeypatch)
     run.parts.published_batch, run.state.timestamp.batch = published_batch, batch
     assert run.parts.would_lose(run.state) is expected
+
+
+def test_a_launch_that_left_before_its_first_save_does_not_name_the_checkpoint_it_came_from(monkeypatch):
+    run = Run(monkeypatch)
+    run.parts.config.autoresume, run.parts.was_preempted_by = True, "SIGTERM"
+    run.parts.preemption = SimpleNamespace(because=lambda reason: f"preempted by {reason}")
+    run.parts.published_batch = -1
+    text = "preempted by SIGTERM at batch 4, nothing to save yet; run the same command again"
+    assert run.parts.preempted_text(run.state) == text
+
+
+def digests_by_record(monkeypatch, num_batches: int, digest_interval: int, save_at: list[int]) -> dict[int, int]:
+    """Return batch of a record -> the batch whose digest it has. A save is published at the second poll."""
+    run, records, polls = Run(monkeypatch), {}, [0, 0]
+
+    def poll(all_idle):
+        polls.append(run.state.timestamp.batch)
+        return published(run.parts.begun_batch) if len(polls) == 2 else None
+
+    run.parts.saver = SimpleNamespace(poll=poll, digest=lambda model, optimizer: "")
+    run.parts.policy = SimpleNamespace(timer=None, digest_span=digest_interval, decide=lambda state: decision)
+    run.parts.has_logged_begun_digest, run.parts.published_batch = False, -1
+    run.parts.agreement, run.parts.model = SimpleNamespace(all_idle=True), SimpleNamespace(model=None)
+    run.parts.run_state, run.state.optimizers = SimpleNamespace(), [None]
+    run.parts._save = lambda state, logger: (
+        polls.clear(),
+        setattr(run.parts, "begun_batch", state.timestamp.batch),
+    )
+    monkeypatch.setattr(checkpointing, "has_passed", lambda state, span: state.timestamp.batch % span == 0)
+    for batch in range(1, num_batches + 1):
+        run.state.timestamp.batch, record = batch, {}
+        decision = Decision(saves=batch in save_at, preempted_by="", stops=False, owes_evaluation=False)
+        run.parts.batch_checkpoint(run.state, SimpleNamespace(log_metrics=record.update))
+        records |= {batch: record["state/batch"]} if "state/batch" in record else {}
+    return records
+
+
+def test_digests_between_saves_take_no_save_its_own(monkeypatch):
+    """Saves of batches 3 and 8 are ready at batches 5 and 10, which have digests of their own."""
+    assert digests_by_record(monkeypatch, 11, 5, [3, 8]) == {5: 5, 6: 3, 10: 10, 11: 8}
+    assert digests_by_record(monkeypatch, 5, 1, [2]) == {batch: batch for batch in range(1, 6)}
 
 
 # ------------------------------------------------------------------------------------------------ real ranks

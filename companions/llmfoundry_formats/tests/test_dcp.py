@@ -305,7 +305,7 @@ def test_a_plain_fsdp_script_saves_on_two_ranks_and_loads_on_one_and_on_three(tm
         launch(plain_script, (str(folder), False), tmp_path, num_ranks).check()
     manifest = open_checkpoint(folder / "ba3").manifest
     assert manifest.state_digest == open_checkpoint(folder / "ba4").manifest.state_digest
-    owners = [record.layout.files for name, record in manifest.tensors.items() if record.shape == () or "every" in name]
+    owners = [record.grid.files for name, record in manifest.tensors.items() if record.shape == () or "every" in name]
     assert {len(files) for files in owners} == {1}, "what every rank has is written once"
     for arguments in (["verify", folder / "ba3"], ["ls", folder], ["inspect", folder / "ba4"]):
         assert command(["checkpoint", *map(str, arguments)]) == 0

@@ -114,7 +114,7 @@ class Coordinator:
         self.is_over = False
         """A member has finished the run; the others are about to."""
         self.leader = ""
-        self.batch_indices: dict[str, range] = {}
+        self.row_indices: dict[str, range] = {}
         self.shares: dict[str, int] = {}
         """Parts of the sum that islands own, see `owners`."""
         self.joiners: list[str] = []
@@ -318,7 +318,7 @@ class Coordinator:
             return False
         paces, links = self._paces(self.members), self._links()
         worth = WORTH_MOVING if num_batches >= BATCHES_BETWEEN_MOVES else WORTH_MOVING_SOON
-        if latest_seconds(divide(self.num_rows, paces), paces) <= worth * latest_seconds(self.batch_indices, paces):
+        if latest_seconds(divide(self.num_rows, paces), paces) <= worth * latest_seconds(self.row_indices, paces):
             return True
         present = busy_seconds(self.shares, links)
         return num_batches >= BATCHES_BETWEEN_MOVES and (
@@ -333,7 +333,7 @@ class Coordinator:
             self._repeat(reason)
             return
         others = [name for name in self.members if name != self.leader]
-        smallest = min(others or self.members, key=lambda name: len(self.batch_indices[name]))
+        smallest = min(others or self.members, key=lambda name: len(self.row_indices[name]))
         self._evict(smallest, f"links of {smallest} are dead")
 
     def _repeat(self, reason: str) -> None:
@@ -361,13 +361,13 @@ class Coordinator:
         self.progress = (None, math.inf)
         for name in self.members:
             self.islands[name].prepared = None
-        self.batch_indices = divide(self.num_rows, self._paces(self.members))
-        rows = ", ".join(f"{name} {len(indices)}" for name, indices in self.batch_indices.items())
+        self.row_indices = divide(self.num_rows, self._paces(self.members))
+        rows = ", ".join(f"{name} {len(indices)}" for name, indices in self.row_indices.items())
         self.log(f"epoch {self.epoch}, batch {self.batch + 1}: {rows}; {self.leader} saves")
         launches = {name: self.islands[name].launch for name in self.members}
         source = self.leader if joiners else ""
         self.shares = divide_sum(self._links())
-        who = (launches, self.batch_indices, self.leader, source, joiners, self.shares)
+        who = (launches, self.row_indices, self.leader, source, joiners, self.shares)
         view = View(self.epoch, self.batch, *who, self.is_whole).as_message()
         for name in strangers:
             self._send(self.islands[name], view)
@@ -469,7 +469,7 @@ class Coordinator:
             seconds, steps = float(one.prepared["seconds"]), one.prepared["steps"]
             # Rows of local steps are those of the view in which the first of them began.
             is_round = steps > 1 or one.prepared["again"]
-            rows = one.prepared["samples"] / steps if is_round else len(self.batch_indices[one.name])
+            rows = one.prepared["samples"] / steps if is_round else len(self.row_indices[one.name])
             if MIN_BATCH_SECONDS < seconds < math.inf and rows:
                 one.rate.add(rows / seconds)
             if one.prepared["link"] > 0:
@@ -547,7 +547,7 @@ class Coordinator:
         """Start over without members. Evict waiting islands that may lack the newest checkpoint."""
         reason = f"the run has ended after batch {self.batch}" if self.is_over else "no island is left"
         self.log(reason if self.is_over else f"{reason}; the next ones begin at the newest checkpoint")
-        self.leader, self.batch_indices, self.is_whole = "", {}, False
+        self.leader, self.row_indices, self.is_whole = "", {}, False
         self.newest_before_restart = self.newest_connection
         behind = [name for name, one in self.islands.items() if one.batch < self.batch or self.is_over]
         self._send_away(behind, reason)

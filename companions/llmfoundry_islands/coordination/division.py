@@ -59,7 +59,7 @@ Choice = tuple[float, float, tuple[int, ...]]
 
 
 def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
-    """Return the division whose slowest island is fastest: each island's batch indices, in order of names.
+    """Return the division whose slowest island is fastest: each island's row indices, in order of names.
 
     Divisions with equal times by microbatches, as where one microbatch holds all rows, are compared by rows. Every
     island gets rows. Raises ConfigError when no multiples of the islands' steps add up to `num_rows`.
@@ -90,15 +90,15 @@ def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
             f"{'data ranks x microbatch, as exact_sums needs,' if is_exact else 'data ranks'} ({steps}); "
             "use another batch size or other numbers of ranks"
         )
-    batch_indices, begin = {}, 0
+    row_indices, begin = {}, 0
     for name, rows in zip(names, best[num_rows][-1], strict=True):
-        batch_indices[name] = range(begin, begin + rows)
+        row_indices[name] = range(begin, begin + rows)
         begin += rows
-    return batch_indices
+    return row_indices
 
 
-def latest_seconds(batch_indices: Mapping[str, range], paces: Mapping[str, Pace]) -> float:
-    return max(paces[name].seconds(len(rows)) for name, rows in batch_indices.items())
+def latest_seconds(row_indices: Mapping[str, range], paces: Mapping[str, Pace]) -> float:
+    return max(paces[name].seconds(len(rows)) for name, rows in row_indices.items())
 
 
 def _candidates(num_rows: int, pace: Pace, ideal: float, num_islands: int) -> Iterable[int]:

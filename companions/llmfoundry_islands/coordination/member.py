@@ -58,7 +58,7 @@ class View(NamedTuple):
     """Number of committed batches."""
     members: dict[str, str]
     """Name -> launch, in order of names."""
-    batch_indices: dict[str, range]
+    row_indices: dict[str, range]
     """Name -> the rows of each batch that this island trains on, by their index in the batch."""
     leader: str
     """The island that saves."""
@@ -72,12 +72,12 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, message: Message) -> "View":
-        batch_indices = {name: range(*bounds) for name, bounds in message["batch_indices"].items()}
-        return cls(**{**{key: message[key] for key in cls._fields}, "batch_indices": batch_indices})
+        row_indices = {name: range(*bounds) for name, bounds in message["row_indices"].items()}
+        return cls(**{**{key: message[key] for key in cls._fields}, "row_indices": row_indices})
 
     def as_message(self) -> Message:
-        bounds = {name: [indices.start, indices.stop] for name, indices in self.batch_indices.items()}
-        return {"kind": "view", **self._asdict(), "batch_indices": bounds}
+        bounds = {name: [indices.start, indices.stop] for name, indices in self.row_indices.items()}
+        return {"kind": "view", **self._asdict(), "row_indices": bounds}
 
 
 def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, output: Path) -> None:

@@ -308,7 +308,7 @@ VIEW: Fields = {
     "epoch": is_count,
     "batch": is_count,
     "members": dict_of(is_launch),
-    "batch_indices": dict_of(lambda value: list_of(integer(0, MAX_ROWS))(value) and len(value) == 2),
+    "row_indices": dict_of(lambda value: list_of(integer(0, MAX_ROWS))(value) and len(value) == 2),
     "leader": is_name,
     "source": lambda value: value == "" or is_name(value),
     "joiners": list_of(is_name),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.planning import boxes_of
-from llmfoundry_lite.config.layout import Runs, divide_stack
+from llmfoundry_lite.config.layout import RowRanges, divide_stack
 
 
 class Box(NamedTuple):
@@ -58,7 +58,7 @@ class Part(NamedTuple):
         return held[self.at : self.at + self.box.lengths[0]]
 
 
-def parts_of(name: str, tensor: torch.Tensor, heights: Sequence[int], runs: Runs | None) -> dict[str, Part]:
+def parts_of(name: str, tensor: torch.Tensor, heights: Sequence[int], runs: RowRanges | None) -> dict[str, Part]:
     """Return this rank's parts by key: one box for each matrix that the parameter stacks, if the rank holds any of it.
 
     `heights`: rows of each matrix. `runs`: the order in which ranks have the rows, if not the parameter's.

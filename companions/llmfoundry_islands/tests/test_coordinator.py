@@ -52,7 +52,7 @@ class Play:
 
     def prepare(self, name, *, weight=100, **changes):
         here = self.coordinator
-        report = {**PREPARED, "epoch": here.epoch, "batch": here.batch, "samples": len(here.batch_indices[name])}
+        report = {**PREPARED, "epoch": here.epoch, "batch": here.batch, "samples": len(here.row_indices[name])}
         report |= {"weight": weight, "tokens": weight, "losses": weight, **changes}
         here.receive(self.number(name), report, self.now)
         self.listen()
@@ -88,7 +88,7 @@ def check_division(coordinator):
     """Every row once, in order of names."""
     begin = 0
     for name in coordinator.members:
-        indices = coordinator.batch_indices[name]
+        indices = coordinator.row_indices[name]
         assert indices.start == begin and len(indices) > 0 and len(indices) % coordinator.islands[name].size == 0
         begin = indices.stop
     assert begin == ROWS
@@ -112,7 +112,7 @@ def test_it_begins_when_all_ranks_of_as_many_islands_as_announced_are_here():
     assert play.coordinator.members == ["a", "b"]
     for who in (("a", 0), ("a", 1), ("b", 0)):
         assert (
-            play.received[who][-1]["batch_indices"] == {"a": [0, 4], "b": [4, 8]}
+            play.received[who][-1]["row_indices"] == {"a": [0, 4], "b": [4, 8]}
             and play.received[who][-1]["leader"] == "a"
         )
     for speaker in ("a", "b"):
@@ -122,7 +122,7 @@ def test_it_begins_when_all_ranks_of_as_many_islands_as_announced_are_here():
 
 
 def test_rows_are_divided_by_the_weights_that_islands_bring(play):
-    assert {name: len(indices) for name, indices in play.coordinator.batch_indices.items()} == {"a": 6, "b": 2}
+    assert {name: len(indices) for name, indices in play.coordinator.row_indices.items()} == {"a": 6, "b": 2}
 
 
 def test_a_batch_counts_when_all_have_prepared_it(play):
@@ -173,10 +173,7 @@ def test_rows_of_an_island_that_is_gone_are_divided_among_the_others(play):
     assert play.coordinator.members == ["b"] and play.coordinator.batch == 1
     view = play.last("b")
     assert (
-        view["kind"] == "view"
-        and view["batch"] == 1
-        and view["batch_indices"] == {"b": [0, 8]}
-        and view["leader"] == "b"
+        view["kind"] == "view" and view["batch"] == 1 and view["row_indices"] == {"b": [0, 8]} and view["leader"] == "b"
     )
     assert play.last("a")["kind"] == "evicted"
     play.prepare("b")
@@ -233,7 +230,7 @@ def test_an_island_that_leaves_has_trained_its_last_batch(play):
     play.prepare("a", leaving=True)
     play.prepare("b")
     view = play.last("b")["next"]
-    assert view["batch_indices"] == {"b": [0, 8]} and view["leader"] == "b" and play.last("a")["next"] == view
+    assert view["row_indices"] == {"b": [0, 8]} and view["leader"] == "b" and play.last("a")["next"] == view
     play.prepare("b")
     assert play.coordinator.members == ["b"], "it does not come back while it leaves"
 
@@ -295,7 +292,7 @@ def test_slow_links_are_not_dead(play):
 
 
 def shares(play):
-    return {name: len(indices) for name, indices in play.coordinator.batch_indices.items()}
+    return {name: len(indices) for name, indices in play.coordinator.row_indices.items()}
 
 
 def train(play, num_batches, **rates):
@@ -382,7 +379,7 @@ def test_stages_hold_unlike_tensors_and_count_as_one_data_rank():
     play.come("a", boxes={"wte": [[0, 0], [3, 2]], "0": [[0], [4]]})
     come_as_stages(play, "b", second=4)
     assert play.coordinator.members == ["a", "b"]
-    assert play.last("b", 1)["batch_indices"] == {"a": [0, 4], "b": [4, 8]}
+    assert play.last("b", 1)["row_indices"] == {"a": [0, 4], "b": [4, 8]}
 
 
 def test_stages_that_lack_a_part_of_a_tensor_are_refused():
@@ -432,7 +429,7 @@ def test_where_those_left_cannot_divide_the_batch_the_fastest_that_can_carry_on(
     else:
         for name in ("a", "b", "c"):
             play.prepare(name, leaving=name == "c")
-    assert play.coordinator.members == ["b"] and play.coordinator.batch_indices == {"b": range(12)}
+    assert play.coordinator.members == ["b"] and play.coordinator.row_indices == {"b": range(12)}
     evicted = [message for message in play.received["a", 3] if message["kind"] == "evicted"]
     assert "12 rows are no sum of multiples of the islands' data ranks (a 4, b 6)" in evicted[0]["reason"]
     before = play.coordinator.batch
@@ -536,9 +533,9 @@ def test_the_rows_of_a_batch_are_the_members_whoever_else_is_here():
     play.come("x", 2, rows=6, ranks=[0])
     play.come("a", 2)
     play.come("b")
-    assert {name: len(indices) for name, indices in play.coordinator.batch_indices.items()} == {"a": 4, "b": 4}
+    assert {name: len(indices) for name, indices in play.coordinator.row_indices.items()} == {"a": 4, "b": 4}
     play.lose("b")
-    assert play.coordinator.batch_indices == {"a": range(8)}
+    assert play.coordinator.row_indices == {"a": range(8)}
     play.come("x", 2, rows=6, ranks=[1])
     assert play.last("x")["kind"] == "refused"
 
@@ -572,7 +569,7 @@ def test_an_island_of_4096_ranks_comes_in_and_goes():
     play.come("a", batch=1)
     play.come("b", size)
     play.batch()
-    assert play.coordinator.members == ["a", "b"] and len(play.coordinator.batch_indices["b"]) == size
+    assert play.coordinator.members == ["a", "b"] and len(play.coordinator.row_indices["b"]) == size
     assert [m["rank"] for m in play.received["a", 0] if m.get("name") == "b"] == list(range(size))
     play.lose("b", 17)
     assert play.coordinator.members == ["a"] and len(play.coordinator.dropped) == size
@@ -749,7 +746,7 @@ def test_the_pace_of_local_steps_counts_the_rows_of_the_round_though_a_view_has_
     play.come("a")
     play.come("b")
     play.lose("b")
-    assert len(play.coordinator.batch_indices["a"]) == ROWS
+    assert len(play.coordinator.row_indices["a"]) == ROWS
     play.prepare("a", steps=4, samples=4 * ROWS // 2, seconds=1.0)
     assert play.coordinator.islands["a"].rate.value == ROWS / 2
 

@@ -27,17 +27,17 @@ def test_every_island_has_rows():
 
 
 def test_with_exact_sums_microbatches_are_whole_and_lie_where_one_world_has_them():
-    batch_indices = divide(24, {"a": Pace(2, 3, 1.0, 6), "b": Pace(1, 3, 1.0, 3)})
-    assert {name: (one.start % 3, len(one) % 3) for name, one in batch_indices.items()} == {"a": (0, 0), "b": (0, 0)}
-    assert {name: len(one) for name, one in batch_indices.items()} == {"a": 12, "b": 12}
+    row_indices = divide(24, {"a": Pace(2, 3, 1.0, 6), "b": Pace(1, 3, 1.0, 3)})
+    assert {name: (one.start % 3, len(one) % 3) for name, one in row_indices.items()} == {"a": (0, 0), "b": (0, 0)}
+    assert {name: len(one) for name, one in row_indices.items()} == {"a": 12, "b": 12}
     with pytest.raises(ConfigError, match=r"ranks x microbatch, as exact_sums needs, \(a 4, b 4\)"):
         rows(10, a=(2, 2, 1.0, 4), b=(2, 2, 1.0, 4))
 
 
-def test_the_batch_indices_are_all_of_the_batch_in_order_of_names():
-    batch_indices = divide(4096, {"b": Pace(8, 4, 5.0, 8), "a": Pace(64, 2, 70.0, 64), "c": Pace(3, 1, 1.0, 3)})
-    assert list(batch_indices) == ["a", "b", "c"]
-    assert [row for name in batch_indices for row in batch_indices[name]] == list(range(4096))
+def test_the_row_indices_are_all_of_the_batch_in_order_of_names():
+    row_indices = divide(4096, {"b": Pace(8, 4, 5.0, 8), "a": Pace(64, 2, 70.0, 64), "c": Pace(3, 1, 1.0, 3)})
+    assert list(row_indices) == ["a", "b", "c"]
+    assert [row for name in row_indices for row in row_indices[name]] == list(range(4096))
 
 
 def test_no_division_is_an_error_that_names_the_ranks():

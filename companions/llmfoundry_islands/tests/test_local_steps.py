@@ -33,7 +33,7 @@ def test_outer_steps_are_nesterov_s_bit_for_bit():
 
 def test_a_round_s_loss_is_weighted_by_tokens_and_a_batch_of_padding_counts_nothing():
     here = Round()
-    batch = Upcoming(True, num_filled=1, num_tokens=3, num_losses=2, num_rows=1, digest=(1 << 64) - 1)
+    batch = Upcoming(True, num_filled=1, num_tokens=3, num_losses=2, num_rows_with_loss=1, digest=(1 << 64) - 1)
     here.count(batch, weight=2, loss=1.0)
     here.count(batch, weight=6, loss=3.0)
     here.count(batch, weight=0, loss=float("nan"))
@@ -42,8 +42,8 @@ def test_a_round_s_loss_is_weighted_by_tokens_and_a_batch_of_padding_counts_noth
 
 
 def test_rows_of_the_islands_that_are_gone_are_lost():
-    batch_indices = {"a": range(4), "b": range(4, 10), "c": range(10, 12)}
-    assert lost_samples(batch_indices, {"a": 40, "c": 20}, steps=10) == {"b": 60}
+    row_indices = {"a": range(4), "b": range(4, 10), "c": range(10, 12)}
+    assert lost_samples(row_indices, {"a": 40, "c": 20}, steps=10) == {"b": 60}
 
 
 def test_fragments_are_of_like_size_and_the_same_in_any_order():

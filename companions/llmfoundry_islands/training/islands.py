@@ -72,7 +72,7 @@ class Islands(Partners):
         """Name -> machine of an island, and the rows that it has trained since this launch began."""
         self.measured: dict[str, float] = {}
         self.num_repeats = self.num_drifts = 0
-        self.batch_indices = range(0)
+        self.row_indices = range(0)
         """Rows of each batch that are read here."""
         self.data_ranks: dict[str, int] = {}
         self.summing: Summing | None = None
@@ -255,20 +255,20 @@ class Islands(Partners):
     # --------------------------------------------------------------------------------------------------- the data
 
     @property
-    def next_batch_indices(self) -> range:
+    def next_row_indices(self) -> range:
         """Rows of the next batch that are this island's."""
-        return self.view.batch_indices[self.name]
+        return self.view.row_indices[self.name]
 
     def batches(self) -> Iterator[Any]:
-        self.batch_indices = self.next_batch_indices
-        return self.run.read(self.batch_indices, *self.again)
+        self.row_indices = self.next_row_indices
+        return self.run.read(self.row_indices, *self.again)
 
     def move_on(self) -> Iterator[Any] | None:
         if self._begin_next_view() is not None:
             return None  # the next batch finds out; this one is not recorded yet, so a save would lack it
         is_due = self.run.batch % self.config.check_weights_every == 0
         self.weights = self.held.digest() if is_due else ""
-        return None if self.batch_indices == self.next_batch_indices else self.batches()
+        return None if self.row_indices == self.next_row_indices else self.batches()
 
     def _begin_next_view(self) -> Lost | None:
         """Apply the view that follows the last commit, if there is one. Returns why the coordinator is lost."""

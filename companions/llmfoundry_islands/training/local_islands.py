@@ -55,7 +55,7 @@ class LocalIslands(Islands):
         self.is_alike = True
         """The last outer step was of all weights."""
         self.round = Round()
-        self.round_batch_indices: dict[str, range] = {}
+        self.round_row_indices: dict[str, range] = {}
         """Rows of all islands until the round ends."""
         self.round_again: dict[str, list[int]] = {}
         """Rows of each batch of the round before that islands train again in this one."""
@@ -101,15 +101,15 @@ class LocalIslands(Islands):
     # ------------------------------------------------------------------------------------------------- the batches
 
     @property
-    def next_batch_indices(self) -> range:
-        return self.round_batch_indices[self.name]
+    def next_row_indices(self) -> range:
+        return self.round_row_indices[self.name]
 
     @property
     def next_again(self) -> Again:
         """Earlier rows that this island trains again in the next batch."""
-        batch_indices = self.round_again.get(self.name)
-        is_there = batch_indices and self.round.steps < self.num_back <= self.run.batch_in_epoch
-        return Again(batch_indices, self.num_back) if batch_indices and is_there else Again()
+        row_indices = self.round_again.get(self.name)
+        is_there = row_indices and self.round.steps < self.num_back <= self.run.batch_in_epoch
+        return Again(row_indices, self.num_back) if row_indices and is_there else Again()
 
     def batches(self) -> Iterator[Any]:
         self.again = self.next_again
@@ -127,7 +127,7 @@ class LocalIslands(Islands):
         self.round.seconds += seconds
         self.measured = {
             "islands/local_steps": self.every,
-            "islands/members": len(self.round_batch_indices),
+            "islands/members": len(self.round_row_indices),
             "islands/rows": self.run.counts.num_filled,
             "islands/compute_seconds": seconds,
             "islands/lost_samples": self.num_lost_samples,
@@ -140,7 +140,7 @@ class LocalIslands(Islands):
         if self.has_left:
             return None
         run, weight = self.run, self.run.counts.weight(by_tokens=self.by_tokens)
-        self.round.count(run.counts, weight, run.loss, again=len(self.again.batch_indices))
+        self.round.count(run.counts, weight, run.loss, again=len(self.again.row_indices))
         self.outer.count(weight)
         leaves, is_lost = all_reduce_max([int(run.is_asked_to_leave), int(self.member.lost is not None)])
         if is_lost:
@@ -151,14 +151,14 @@ class LocalIslands(Islands):
             self.leave_early()
         elif self.round.steps == self.interval - self.delay and not self.is_whole:
             self._depart(is_whole=False)
-        if self.has_left or (self.batch_indices, self.again) == (self.next_batch_indices, self.next_again):
+        if self.has_left or (self.row_indices, self.again) == (self.next_row_indices, self.next_again):
             return None
         return self.batches()
 
     # --------------------------------------------------------------------------------------------- the outer step
 
     def _begin_round(self) -> None:
-        self.round, self.round_batch_indices = Round(), self.view.batch_indices
+        self.round, self.round_row_indices = Round(), self.view.row_indices
         self.round_again, self.num_back = {}, 0
         self.num_bytes_before = self.exchange.num_bytes
 
@@ -265,9 +265,9 @@ class LocalIslands(Islands):
         self.lost = self._begin_next_view()
         if self.lost is None and self.next_view is None and decision["next"] and self.name in self.view.joiners:
             self.outer.take_over()  # this island's weights had drifted
-        batch_indices = self.round_batch_indices
+        row_indices = self.round_row_indices
         self._begin_round()
-        self._share_lost(batch_indices, trained, steps)
+        self._share_lost(row_indices, trained, steps)
         is_due = batch // self.config.check_weights_every > (batch - steps) // self.config.check_weights_every
         self.weights = self.held.digest(self.outer.start) if is_due else ""
         if self.lost is not None and self.lost.kind == "gone" and not self.is_alike:
@@ -278,18 +278,18 @@ class LocalIslands(Islands):
     def _note_lost(self, batch: int, trained: Mapping[str, int], again: int = 0) -> None:
         """Name the rows of islands that began the round and are not in its outer step, and those trained again."""
         batches = f"batches {batch - self.round.steps + 1} to {batch}"
-        for name, count in lost_samples(self.round_batch_indices, trained, self.round.steps).items():
+        for name, count in lost_samples(self.round_row_indices, trained, self.round.steps).items():
             self.num_lost_samples += count
             self.run.print(f"islands: rows of {name} in {batches} are lost: {count} samples")
         self.num_samples_again += again
         if again:
             self.run.print(f"islands: {batches} trained lost rows again: {again} samples")
 
-    def _share_lost(self, batch_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:
+    def _share_lost(self, row_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:
         """Divide the rows that the last round has lost among its islands that stay, to be trained in this round."""
-        lost = [index for name in batch_indices if name not in trained for index in batch_indices[name]]
+        lost = [index for name in row_indices if name not in trained for index in row_indices[name]]
         if lost and self.sync.lost_rows == "retrain":
-            staying = {name: rows for name, rows in self.view.batch_indices.items() if name in trained}
+            staying = {name: rows for name, rows in self.view.row_indices.items() if name in trained}
             self.round_again, self.num_back = share_lost(lost, staying, self.data_ranks), steps
             if staying and not self.round_again:
                 self.run.print(

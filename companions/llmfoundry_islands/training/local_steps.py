@@ -65,9 +65,9 @@ def take_outer_step(
     start.sub_(velocity.mul(momentum).add_(change).mul_(lr))
 
 
-def lost_samples(batch_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> dict[str, int]:
+def lost_samples(row_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> dict[str, int]:
     """Return the samples of islands that began the round and were not in its outer step; padding rows count."""
-    return {name: len(rows) * steps for name, rows in batch_indices.items() if name not in trained}
+    return {name: len(rows) * steps for name, rows in row_indices.items() if name not in trained}
 
 
 def divide_into_fragments(sizes: Mapping[str, int], count: int) -> list[set[str]]:
@@ -84,7 +84,7 @@ def divide_into_fragments(sizes: Mapping[str, int], count: int) -> list[set[str]
 class Again(NamedTuple):
     """Rows of earlier batches that an island trains beside its own, because the island that had them is gone."""
 
-    batch_indices: Sequence[int] = ()
+    row_indices: Sequence[int] = ()
     back: int = 0
     """Number of batches since then."""
 

@@ -301,7 +301,7 @@ def test_a_group_drops_the_same_of_the_stream_as_one_device_does(tmp_path, data)
 )
 def test_ranks_that_have_other_tokens_of_a_sequence_drop_something_else(sequence_parallel, num_drawn):
     state = SimpleNamespace(timestamp=SimpleNamespace(batch=3))
-    ranks, drawn = DataRanks(rank=0, size=1, speaks=True), set()
+    ranks, drawn = DataRanks(rank=0, size=1, is_counted=True), set()
     for pipeline, context, tensor in itertools.product(range(2), repeat=3):
         place = Coordinates(pipeline=pipeline, replicate=0, shard=0, context=context, tensor=tensor)
         DropoutSeed(17, SimpleNamespace(), ranks, place, sequence_parallel=sequence_parallel).batch_start(state, None)  # type: ignore[arg-type]

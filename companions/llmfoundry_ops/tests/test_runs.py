@@ -6,7 +6,7 @@ import pytest
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.launch.status import write_status
+from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_ops.runs import LiveRun
 from tests.checkpoint.saves import save as save_checkpoint
 from tests.helpers.reported import record, write_run

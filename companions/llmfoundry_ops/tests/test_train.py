@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmfoundry_lite.launch.status import read_status
+from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_ops.processes import is_running
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config, write_data

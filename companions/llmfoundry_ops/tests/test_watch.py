@@ -9,7 +9,7 @@ from rich.console import Console
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.launch.status import write_status
+from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_ops.watch import watch
 from tests.checkpoint.saves import save as save_checkpoint
 

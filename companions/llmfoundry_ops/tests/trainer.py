@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import EXIT_PREEMPTED
-from llmfoundry_lite.launch.status import STATUS, write_status
+from llmfoundry_lite.ranks.status import STATUS, write_status
 from tests.checkpoint.saves import save
 
 SAVE_INTERVAL = 5

@@ -25,7 +25,7 @@ from llmfoundry_lite.config.schema import LoggersConfig, TrainConfig
 from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.ranks.ending import run_and_exit
-from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
+from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
 from llmfoundry_planner.rehearse.device import choose_kernels
 
 GRADIENT_NORM = 1000.0

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.training import lean_imports
-from llmfoundry_lite.training.lean_imports import FULL_IMPORTS, import_lean
+from llmfoundry_lite.ranks import lean_imports
+from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, import_lean
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import tiny_config, write_config
 
@@ -71,7 +71,7 @@ def test_composer_is_imported_without_what_it_never_uses_here(monkeypatch):
     monkeypatch.delenv(FULL_IMPORTS, raising=False)  # another test may have built a run with components of its own
     program = """
 import json, sys
-from llmfoundry_lite.training.lean_imports import HEAVY, import_lean
+from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
 import_lean(*HEAVY)
 import llmfoundry_lite.training.train
 from composer import Callback, Trainer

@@ -13,8 +13,7 @@ import pytest
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.launch import status
-from llmfoundry_lite.ranks import siblings
+from llmfoundry_lite.ranks import siblings, status
 from llmfoundry_lite.ranks.siblings import FirstError
 from tests.helpers.launch import train
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -95,7 +94,7 @@ def test_whether_a_run_runs_is_asked_of_its_process(tmp_path, change, expected):
 def test_a_zombie_does_not_run(tmp_path):
     """Its parent has not asked yet how it ended, as a container's first process may never do."""
     code = (
-        "from pathlib import Path\nfrom llmfoundry_lite.launch import status\n"
+        "from pathlib import Path\nfrom llmfoundry_lite.ranks import status\n"
         f"status.write_status(Path({str(tmp_path)!r}), "
     )
     child = subprocess.Popen([sys.executable, "-c", f"{code}'running', 7)"])
@@ -136,7 +135,7 @@ def test_of_a_process_that_is_gone_without_a_word_readers_say_how_it_ended(tmp_p
     code = f"""
 import os
 from pathlib import Path
-from llmfoundry_lite.launch import status
+from llmfoundry_lite.ranks import status
 status.write_status(Path({str(tmp_path)!r}), "running", 7, {asked_by!r})
 os.abort()
 """
