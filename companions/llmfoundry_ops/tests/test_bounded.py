@@ -42,11 +42,10 @@ def test_no_reader_of_prepared_data_waits_for_a_pipe_or_ends_in_a_traceback(tmp_
 
 def test_files_that_others_wrote_are_read_through_one_door():
     """Exempt are files of our own: the launcher reads its ranks' logs, `processes` what its shell has written,
-    `starter` its template, `energy` the kernel's counters, `loggers` the log of its own run."""
+    `starter` its template, `energy` the kernel's counters."""
     assert find_whole_reads(Path(companion.__file__).parent) == {
         "energy.py",
         "launcher.py",
-        "loggers.py",
         "processes.py",
         "starter.py",
     }
