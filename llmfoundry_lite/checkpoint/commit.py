@@ -7,9 +7,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, MAX_BYTES, Head, Manifest, decode, read_head
-from llmfoundry_lite.checkpoint.open_folder import Folder, unreadable
+from llmfoundry_lite.checkpoint.open_folder import unreadable
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.retry import retry_on_damage

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.checkpoint.open_folder import Folder
+from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import parse_json, write_json
 from llmfoundry_lite.ranks.identity import describe_this_process, lives, pid_namespace

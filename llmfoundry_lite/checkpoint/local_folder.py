@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.checkpoint.folder import Buffer
 from llmfoundry_lite.errors import BRIEF_ERRNOS
 from llmfoundry_lite.files import open_regular, sync, write_atomically
 from llmfoundry_lite.retry import T, retry_transient_errors
 
-Buffer = Any
-"""Bytes that can be read (and, for `Source.read_into`, written): memoryview, numpy uint8 array."""
 NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 MAX_VECTORS = 512
 """Pieces of one readv or writev; the kernel takes 1024."""
@@ -30,15 +29,13 @@ DIRECT_BYTES = 4096
 
 
 class LocalFolder:
-    """A folder at a path of this machine."""
+    """A folder at a path of this machine; methods of `Folder`, and those by which `RenameCommits` commits."""
 
     max_open_files = 4
-    """How many of its files are worth reading at a time."""
 
     def __init__(self, path: Path):
         self.path = path
         self.path_here: Path | None = path
-        """Path on this machine; None behind a URL."""
         self.url = str(path)
 
     def child(self, name: str) -> "LocalFolder":
@@ -48,7 +45,6 @@ class LocalFolder:
         return LocalFolder(self.path.absolute().parent)
 
     def names(self) -> list[str]:
-        """Return the files and folders directly in this folder; none if it does not exist."""
         try:
             return sorted(_retry(lambda: os.listdir(self.path)))
         except OSError as error:
@@ -57,8 +53,6 @@ class LocalFolder:
             raise
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file directly in this folder, from one listing."""
-
         def listed() -> dict[str, int]:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -76,12 +70,9 @@ class LocalFolder:
         return self.path.is_symlink()
 
     def make(self, *, with_parents: bool = False) -> None:
-        """Create this folder. Those above it only when asked: one may be an unmounted disk."""
         self.path.mkdir(parents=with_parents, exist_ok=True)
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most `max_bytes` + 1 bytes, to tell the caller if there are more. Raises FileNotFoundError."""
-
         def content() -> bytes:
             with open(self.path / name, "rb", opener=open_regular) as file:
                 return file.read(max_bytes + 1)
@@ -92,9 +83,7 @@ class LocalFolder:
             raise FileNotFoundError(*error.args) from None
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
-        """Write a file durably, whole or not at all. With `only_if_new`, claim its name first and write the content
-        after; raises FileExistsError if the name is taken."""
-        if only_if_new:
+        if only_if_new:  # claims the name first
             (self.path / name).touch(exist_ok=False)
         write_atomically(self.path / name, data)
         sync(self.path)
@@ -116,11 +105,9 @@ class LocalFolder:
         sync(self.path)
 
     def sink(self, name: str, num_bytes: int) -> "LocalSink":
-        """Open a file of `num_bytes` for writing. The folder must have been made."""
         return LocalSink(self.path / name)
 
     def source(self, name: str, *, bypass_cache: bool = False) -> "LocalSource":
-        """Open a file for reading. `bypass_cache`: drop what this machine has cached of it, where that is possible."""
         return LocalSource(self.path / name, bypass_cache)
 
 
@@ -132,7 +119,6 @@ class LocalSink:
     """
 
     any_order = True
-    """Whether writes may have any offset, from any thread; else they must follow each other."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -154,7 +140,6 @@ class LocalSink:
         _transfer(WRITE, descriptor, offset, buffers, OSError("the disk took no more bytes"))
 
     def close(self) -> None:
-        """Make the file durable."""
         try:
             os.fsync(self._descriptor)  # syncs the file, whichever descriptor has written it
         finally:
@@ -184,7 +169,6 @@ class LocalSource:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Fill `buffers` from `offset` on. Raises EOFError when the file ends before."""
         attempts = itertools.count()
 
         def read() -> None:

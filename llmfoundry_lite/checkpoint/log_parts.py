@@ -6,8 +6,8 @@ A log is not state: if a part is lost, the others are read, and the next launch 
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.commit import LOG, Checkpoint
+from llmfoundry_lite.checkpoint.folder import Folder, Source
 from llmfoundry_lite.checkpoint.manifest import LogPart
-from llmfoundry_lite.checkpoint.open_folder import Folder, Source
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_blocks, read_bytes, read_file
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError

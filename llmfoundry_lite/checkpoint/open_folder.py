@@ -6,8 +6,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmfoundry_lite.checkpoint.local_folder import NO_FILE, LocalFolder, LocalSource
-from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RemoteSource, RenewingFilesystem
+from llmfoundry_lite.checkpoint.folder import Folder
+from llmfoundry_lite.checkpoint.local_folder import NO_FILE, LocalFolder
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -17,11 +18,6 @@ from llmfoundry_lite.errors import (
     is_masked,
 )
 from llmfoundry_lite.retry import first_line
-
-Folder = LocalFolder | RemoteFolder
-"""Both have the same methods, except what one kind of commit needs. Errors of the system pass through as OSError."""
-Source = LocalSource | RemoteSource
-"""A file being read, from any thread."""
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:

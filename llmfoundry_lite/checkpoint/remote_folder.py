@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import read_up_to
-from llmfoundry_lite.checkpoint.local_folder import Buffer
+from llmfoundry_lite.checkpoint.folder import Buffer
 from llmfoundry_lite.errors import has_expired
 from llmfoundry_lite.retry import as_os_errors, retry_transient_errors
 
@@ -56,7 +56,7 @@ class RenewingFilesystem:
 
 
 class RemoteFolder:
-    """A folder behind a URL of fsspec's, with the methods of `LocalFolder`."""
+    """A folder behind a URL of fsspec's; methods of `Folder`, and those by which `PutCommits` commits."""
 
     path_here: Path | None = None
     max_open_files = 16

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
+from llmfoundry_lite.checkpoint.folder import Buffer, Folder, Source
 from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Chunk
-from llmfoundry_lite.checkpoint.local_folder import Buffer
 from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, FileRecord, LogPart, TensorRecord
-from llmfoundry_lite.checkpoint.open_folder import Folder, Source, unreadable
+from llmfoundry_lite.checkpoint.open_folder import unreadable
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 from llmfoundry_lite.retry import T, retry_on_damage

@@ -22,9 +22,10 @@ from llmfoundry_lite.checkpoint.commit import (
     name_of_batch,
     read_checkpoint,
 )
+from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.lease import Lease, Leases
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, Manifest, encode, read_head
-from llmfoundry_lite.checkpoint.open_folder import Folder, check_files, open_folder
+from llmfoundry_lite.checkpoint.open_folder import check_files, open_folder
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,

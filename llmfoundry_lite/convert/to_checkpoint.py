@@ -23,8 +23,8 @@ import torch
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
+from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
-from llmfoundry_lite.checkpoint.open_folder import Folder
 from llmfoundry_lite.checkpoint.paths import TOKENIZER, check_outside_checkpoints
 from llmfoundry_lite.checkpoint.save import About, Saver
 from llmfoundry_lite.checkpoint.state import Tensors

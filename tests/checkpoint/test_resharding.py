@@ -206,7 +206,7 @@ def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
             assert box_of(tensor) == ((begin, 0), (4, 2))
             plan = make_plan([(describe({"model/w": tensor}), list(range(6)))], rank, 6)
             assert [(box.offset, box.shape) for box in plan.mine.values()] == [((begin, 0), (4, 2))]
-            assert plan.tensors["model/w"].layout == Grid((4,), (0, 2, 4, 1, 3, 5))
+            assert plan.tensors["model/w"].grid == Grid((4,), (0, 2, 4, 1, 3, 5))
 
 
 def strided(mesh_shape, factor):
@@ -273,8 +273,8 @@ def test_a_few_layouts_describe_many_tensors_on_many_ranks():
         for i in range(512)
     )
     raw = encode(Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plan.tensors, files=files))
-    assert {id(record.layout) for record in plan.tensors.values()} == {id(plan.tensors["model/t0"].layout)}
-    assert plan.tensors["model/t0"].layout == Grid((8,), (0,), (1,))
+    assert {id(record.grid) for record in plan.tensors.values()} == {id(plan.tensors["model/t0"].grid)}
+    assert plan.tensors["model/t0"].grid == Grid((8,), (0,), (1,))
     assert len(raw) < 50_000, "a list of all chunks has 1.2 MB"
     assert [file for file, _ in decode(raw, "m").overlapping("model/t7", (15, 0), (10, 64))] == [1, 2, 3]
 

@@ -109,7 +109,7 @@ def test_fields_that_a_later_release_adds_are_kept_and_written_again(folder):
     assert again == checkpoint.manifest
     tensors = again.tensors.values()
     records = (again, again.timestamp, *again.segments, *again.log, *tensors)
-    assert all(record.extra == added for record in (*records, *(tensor.layout for tensor in tensors)))
+    assert all(record.extra == added for record in (*records, *(tensor.grid for tensor in tensors)))
     assert again.files_extra == added
     following = Manifest(save_id="e1-ba4-00", timestamp=again.timestamp, segments=again.segments)
     assert decode(encode(following), "m").segments[0].extra == added
