@@ -138,8 +138,8 @@ def refuse_loss(loss: LostText, request: PrepareRequest, max_lost_text: float) -
     """Raise DataError where a tokenizer loses more of the text than is allowed."""
     if loss.share > max_lost_text:
         raise DataError(
-            f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_lost_text(loss.as_json())}; choose "
-            f"a tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
+            f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_lost_text(loss.as_json())}; "
+            f"choose a tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
             f"{allowing(loss.share):g}"
         )
 
