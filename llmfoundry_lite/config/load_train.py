@@ -115,10 +115,8 @@ def _gather_extras(values: dict[str, Any]) -> None:
     loaders = [values.get("train_loader"), values.get("eval_loader")]
     loaders += several.values() if isinstance(several, dict) else ()
     # A user's optimizer may have betas, or a momentum, of its own. A loader's keys may come from a hardware overlay.
-    for block, known in [
-        (values.get("optimizer"), {"name", "lr", "kwargs"}),
-        *((x, keys_of(LoaderConfig)) for x in loaders),
-    ]:
+    own = [(values.get("optimizer"), {"name", "lr", "kwargs"}), *((one, keys_of(LoaderConfig)) for one in loaders)]
+    for block, known in own:
         if isinstance(block, dict) and str(block.get("name", "")).startswith("python:"):
             extra = {key: block.pop(key) for key in list(block) if key not in known}
             block["kwargs"] = {**block.get("kwargs", {}), **extra}

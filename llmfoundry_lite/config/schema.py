@@ -10,16 +10,7 @@ from typing import Any
 from llmfoundry_lite.config.blocks import given_blocks, keys_of_blocks
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.config.fields import (
-    LOCAL,
-    NON_NEGATIVE,
-    POSITIVE,
-    REQUIRED,
-    must_be,
-    not_empty,
-    setting,
-    span,
-)
+from llmfoundry_lite.config.fields import LOCAL, NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting, span
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizers import OWN, find_optimizers, keys_of_optimizers, settings_of
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds

@@ -138,11 +138,7 @@ class Comparison:
             "items",
             self.first,
             self.other,
-            "difference",
-            "p",
-            "verdict",
-            "won/lost/tied",
-            "at",
+            *("difference", "p", "verdict", "won/lost/tied", "at"),
         )
         rows = [paired.cells() for paired in [*self.rows, *self.more]]
         return Table(f"{self.other} against {self.first}", columns, rows, right={2, 3, 4, 6, 8, 9})

@@ -76,11 +76,7 @@ def code_version() -> str:
     """Return the release, and in a clone the commit, with + where files that git tracks are changed."""
     release, commit = read_release().version, ""
     for command in (
-        (
-            "ls-files",
-            "--error-unmatch",
-            Path(__file__).name,
-        ),  # our clone, not one that we are installed in
+        ("ls-files", "--error-unmatch", Path(__file__).name),  # our clone, not one that we are installed in
         ("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"),
     ):
         try:

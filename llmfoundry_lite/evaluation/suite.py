@@ -26,14 +26,7 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
-from llmfoundry_lite.evaluation.results import (
-    Outline,
-    ResultFiles,
-    Results,
-    lock_folder,
-    outline_tasks,
-    read_others,
-)
+from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, lock_folder, outline_tasks, read_others
 from llmfoundry_lite.evaluation.tables import gauntlet_table, print_results, write_tables
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank

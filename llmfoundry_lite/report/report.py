@@ -99,10 +99,10 @@ def report(
 
 
 def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: str, reach: int | None) -> None:
-    """Draw `facts["figure"]`; add comparisons of several runs."""
+    """Draw `facts["figure"]`. Compare several runs, and add the comparisons to `facts`."""
     figure, first, is_alone = folder / facts["figure"], facts["runs"][0], len(runs) == 1
     names = [run["name"] for run in facts["runs"]]
-    curves = [curve_of(run, facts, x, is_alone=is_alone) for run, facts in zip(runs, facts["runs"], strict=True)]
+    curves = [curve_of(run, its, x, is_alone=is_alone) for run, its in zip(runs, facts["runs"], strict=True)]
     spans = [spans_of(run["segments"]) for run in facts["runs"]]
     if not is_alone:
         pairs = [compare_runs(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
