@@ -6,7 +6,8 @@ checks whether tp_config, cp_config and pp_config can divide the model.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from llmfoundry_lite import companions
@@ -42,7 +43,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     with naming_source(layers):
         check_model(config.model)
         _check_data(config)
-        _check_only(config.optimizer, "optimizer")
+        _check_only(config.optimizer, "optimizer", config.optimizer.added)
         _check_optimizer(config.optimizer, config.sharding)
         refuse(config.sharding.problems(), "fsdp_config")
         _check_compilation(config.compile_config or {})
@@ -177,9 +178,8 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 # ------------------------------------------------------------------------------- optimizer, FSDP, compilation
 
 
-def _check_only(block: OptimizerConfig | SchedulerConfig, path: str) -> None:
-    """Refuse a key that belongs to another optimizer or schedule."""
-    added = block.added if isinstance(block, OptimizerConfig) else {}
+def _check_only(block: Any, path: str, added: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Refuse a key that belongs to another optimizer or schedule. `added`: values of keys that companions add."""
     for name, key in keys_of(type(block)).items():
         only = key.setting.only.split()
         if only and block.name not in only and added.get(name, getattr(block, name, key.default)) != key.default:

@@ -146,10 +146,10 @@ def join(path: str, name: object) -> str:
 @functools.cache
 def keys_of(block: type) -> dict[str, Key]:
     hints, found = typing.get_type_hints(block), dict[str, Key]()
-    own = {one.name: _key_of(one, hints[one.name]) for one in dataclasses.fields(block)}
-    for name, key in own.items():
-        found |= key.setting.keys() if key.setting.keys else {name: key}
-    return {name: own.get(name, key) for name, key in found.items()}  # a companion changes none of the block's own
+    for one in dataclasses.fields(block):
+        brought = one.metadata.get("setting", Setting()).keys
+        found |= brought() if brought else {one.name: _key_of(one, hints[one.name])}
+    return found
 
 
 def _key_of(one: dataclasses.Field, hint: Any) -> Key:

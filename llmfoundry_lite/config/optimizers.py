@@ -8,16 +8,13 @@ from typing import Any
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.fields import Key, keys_of
 
-OWN = ("decoupled_adamw", "adamw", "lion", "decoupled_lionw")
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AddedOptimizer:
     """An optimizer of a companion, which names it `optimizer.name: NAME` among its builders."""
 
     settings: type
-    """Dataclass of the keys that it adds to the block, each with a default, with fields made by `fields.setting`. A
-    field named like a key of the block, such as betas, has that key's rules and value."""
+    """Dataclass of the keys that it adds to the block, each with a default, with fields made by `fields.setting`."""
     build: str
     """`module:function` of (parameters by name, the block, the model's configuration, the ranks that have the same
     parameters or None for all, the order of their rows, fused=bool), which returns torch's optimizer. Imported when a
@@ -32,9 +29,8 @@ class AddedOptimizer:
 
 @cache
 def find_optimizers() -> dict[str, AddedOptimizer]:
-    """Return the optimizers of the companions that are here, by name. None replaces the core's."""
-    found = companions.checked_parts("builders", AddedOptimizer, "optimizer.name: ")
-    return {name: optimizer for name, optimizer in found.items() if name not in OWN}
+    """Return the optimizers of the companions that are here, by name."""
+    return companions.checked_parts("builders", AddedOptimizer, "optimizer.name: ")
 
 
 def keys_of_optimizers() -> dict[str, Key]:

@@ -12,7 +12,7 @@ from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import LOCAL, NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting, span
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.optimizers import OWN, find_optimizers, keys_of_optimizers, settings_of
+from llmfoundry_lite.config.optimizers import find_optimizers, keys_of_optimizers, settings_of
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
 from llmfoundry_lite.config.written import FromEnvironment, map_texts
 from llmfoundry_lite.errors import mask_credentials
@@ -29,7 +29,9 @@ FRACTION_OF_RUN = (*TIME_UNITS, "dur")
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
     name: str = setting(
-        choices=" ".join(OWN), more=lambda: [*find_optimizers(), "python:"], instead="expected {choices}"
+        choices="decoupled_adamw adamw lion decoupled_lionw",
+        more=lambda: [*find_optimizers(), "python:"],
+        instead="expected {choices}",
     )
     lr: float = setting(REQUIRED, POSITIVE, change="logged")
     betas: tuple[float, float] | None = setting(None, must_be("0 <= beta < 1", lambda value: 0 <= value < 1))
@@ -46,7 +48,7 @@ class OptimizerConfig:
     @property
     def settings(self) -> Any:
         """Settings of a companion's optimizer, made of the keys that it adds."""
-        return settings_of(self.name, asdict(self) | self.added)
+        return settings_of(self.name, self.added)
 
     @property
     def decay(self) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 from llmfoundry_lite import companions, preflight
 from llmfoundry_lite.companions import Companion
+from llmfoundry_lite.config import blocks, fields
 from llmfoundry_lite.config.blocks import Block
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.changes import find_changes
@@ -17,7 +18,6 @@ from llmfoundry_lite.config.load_train import find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.partners import Partners, find_partners
-from tests.helpers.present import forget_companions
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,6 +51,11 @@ BLOCK = Block(
 )
 
 
+def forget() -> None:
+    blocks.find_blocks.cache_clear()
+    fields.keys_of.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def companion(monkeypatch):
     """None of ours, and one of somebody else's."""
@@ -60,9 +65,9 @@ def companion(monkeypatch):
         lambda: [Companion(blocks=dict.fromkeys(("swarm", "flock"), f"{__name__}:BLOCK"))],
     )
     monkeypatch.setattr(companions, "find_spec", lambda name: None)
-    forget_companions()
+    forget()
     yield
-    forget_companions()
+    forget()
 
 
 def load(*arguments):

@@ -5,10 +5,7 @@ from typing import TypeVar
 
 import pytest
 
-from llmfoundry_lite.companions import find_companions, list_missing, missing
-from llmfoundry_lite.config.blocks import find_blocks
-from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.optimizers import find_optimizers
+from llmfoundry_lite.companions import list_missing, missing
 
 Case = TypeVar("Case")
 
@@ -21,12 +18,6 @@ def present(cases: Iterable[Case]) -> list[Case]:
 def needs(name: str) -> pytest.MarkDecorator:
     """Skip a test where the companion that has this part is not here."""
     return pytest.mark.skipif(name in list_missing(), reason=str(missing(name)))
-
-
-def forget_companions() -> None:
-    """Let companions be looked for again, where a test has made some up."""
-    for remembered in (find_companions, find_blocks, find_optimizers, keys_of):
-        remembered.cache_clear()
 
 
 def command_of(case: object) -> str:
