@@ -16,7 +16,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 
@@ -68,10 +68,8 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "memory of a pipeline's ranks",
         )
     },
-    "llmfoundry_muon": {"builders": ("optimizer.name: muon",)},
 }
 """Package -> slot -> names of its parts, so that an error can name a companion that is not here."""
-Part = TypeVar("Part")
 SOURCE = Path(__file__).parents[1] / "companions"
 
 
@@ -88,8 +86,7 @@ class Companion:
     readers: Mapping[str, str] = field(default_factory=dict)
     """A kind of foreign file -> the function that reads it."""
     builders: Mapping[str, str] = field(default_factory=dict)
-    """A key or setting of a run -> the function that builds the object for it, or checks or estimates it;
-    `optimizer.name: NAME` -> its `AddedOptimizer` (config/optimizers.py)."""
+    """A key or setting of a run -> the function that builds the object for it, or checks or estimates it."""
 
 
 @cache
@@ -145,15 +142,6 @@ def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Ite
                 leave_out(name, error)
             else:
                 yield name, part
-
-
-def checked_parts(slot: str, kind: type[Part], prefix: str = "") -> dict[str, Part]:
-    """Import the parts whose names begin with `prefix`, by the rest of these. One that is no `kind` is left out with a
-    line."""
-    found = dict(parts(slot, lambda name: name.startswith(prefix)))
-    for name in [name for name, part in found.items() if not isinstance(part, kind)]:
-        leave_out(name, TypeError(f"{found.pop(name)!r} is no {kind.__name__}"))
-    return {name.removeprefix(prefix): part for name, part in found.items()}
 
 
 def find(slot: str, name: str, where: str = "") -> Any:

@@ -468,7 +468,7 @@ def _describe_precision(config: TrainConfig) -> str:
 def _describe_optimizer(config: TrainConfig) -> str:
     optimizer, clipping = config.optimizer, config.algorithms.gradient_clipping
     facts = [f"{optimizer.name}, lr {optimizer.lr:g}"]
-    facts += [f"{key} {rate:g}" for key, rate in optimizer.added.items() if key.endswith("_lr") and rate is not None]
+    facts += [] if optimizer.adamw_lr is None else [f"adamw_lr {optimizer.adamw_lr:g}"]
     facts += [f"weight decay {optimizer.decay:g}", config.scheduler.name]
     facts += [f"warm-up {config.scheduler.t_warmup}"] if Duration.parse(config.scheduler.t_warmup).value else []
     facts += [f"gradients clipped at {clipping.clipping_threshold:g}"] if clipping else []

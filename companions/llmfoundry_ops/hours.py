@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llmfoundry_lite.companions import bring, find
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
@@ -29,6 +28,7 @@ from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import print_summary
 from llmfoundry_lite.ranks.start import choose_device
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
+from llmfoundry_lite.training.muon import build_muon
 from llmfoundry_ops.starter import (
     MAX_EPOCHS,
     MILLIONS,
@@ -177,7 +177,6 @@ def measure_width(facts: Facts, shape: Shape) -> Point:
     initialise_weights(model, 17)
     model = model.to(device)
     prepare_for_one_device(model, FSDPConfig(), precision)
-    build_muon = bring(find("builders", "optimizer.name: muon").build)
     optimizer = build_muon(dict(model.named_parameters()), build_block(OptimizerConfig, shape.optimizer), config)
     num_samples, seconds = max(1, MEASURED_TOKENS // facts.max_seq_len), list[tuple[float, float]]()
     all_began, cpu_began = time.perf_counter(), time.process_time()

@@ -32,7 +32,10 @@ class Block:
 @cache
 def find_blocks() -> dict[str, Block]:
     """Return the blocks of the companions that are here, by key."""
-    return companions.checked_parts("blocks", Block)
+    found = dict(companions.parts("blocks"))
+    for key in [key for key, block in found.items() if not isinstance(block, Block)]:
+        companions.leave_out(key, TypeError(f"{found.pop(key)!r} is no Block"))
+    return found
 
 
 def given_blocks(values: Mapping[str, Any]) -> dict[str, Block]:

@@ -24,8 +24,6 @@ from llmfoundry_lite.errors import ConfigError, either, nearest
 
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> Any:
     """Fill the dataclass `cls` from a mapping that stands at `path`; `layers` name the files. Raises ConfigError."""
-    with naming_source(layers):
-        refuse_other_kinds(values if cls is TrainConfig else {})
     refuse_unknown_keys(cls, values, path, layers)
     with naming_source(layers):
         return _fill(cls, values, path)
@@ -99,9 +97,9 @@ def _fill(cls: type, values: Any, path: str) -> Any:
         elif name in values and not isinstance(key.default, dict | list):
             default = f"remove the line for the default, {key.default}"
             raise ConfigError(f"{place}: nothing given, expected {expected}; {default}")
-    own = {one.name: one.metadata.get("setting", Setting()).keys for one in dataclasses.fields(cls)}
+    own = {one.name for one in dataclasses.fields(cls)}
     brought = {name: arguments.pop(name, None) for name in keys_of(cls) if name not in own}
-    return cls(**arguments, **{name: brought for name, keys in own.items() if keys})
+    return cls(**arguments, **({"blocks": brought} if brought else {}))
 
 
 def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:
@@ -198,14 +196,13 @@ OTHER_WORDS = {
 
 
 def _check_choice(place: str, value: Any, setting: Setting) -> None:
-    choices, instead = [*setting.choices, *(setting.more() if setting.more else ())], setting.instead
+    choices, instead = setting.choices, setting.instead
     if value in choices:
         return
     if "python:" in choices and str(value).startswith("python:"):
         check_import_path(place, value)
         return
-    companions.require("builders", f"{place}: {value}")
-    hint = (instead or "expected {choices}").replace("{choices}", either(choices))
+    hint = instead or f"expected {either(choices)}"
     if nearest := _nearest_choice(str(value), choices, cutoff=0.85 if instead else 0.75):
         hint = f"did you mean {nearest}?" + ("" if instead else f" ({hint})")
     hint = hint.replace("python:", "python:package.module:Thing")

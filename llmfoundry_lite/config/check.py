@@ -6,8 +6,7 @@ checks whether tp_config, cp_config and pp_config can divide the model.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmfoundry_lite import companions
@@ -18,10 +17,9 @@ from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, name_data_ranks
 from llmfoundry_lite.config.model_schema import ModelConfig, divisors
-from llmfoundry_lite.config.optimizers import find_optimizers
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError, either
+from llmfoundry_lite.errors import ConfigError
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -43,7 +41,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     with naming_source(layers):
         check_model(config.model)
         _check_data(config)
-        _check_only(config.optimizer, "optimizer", config.optimizer.added)
+        _check_only(config.optimizer, "optimizer")
         _check_optimizer(config.optimizer, config.sharding)
         refuse(config.sharding.problems(), "fsdp_config")
         _check_compilation(config.compile_config or {})
@@ -178,20 +176,24 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 # ------------------------------------------------------------------------------- optimizer, FSDP, compilation
 
 
-def _check_only(block: Any, path: str, added: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Refuse a key that belongs to another optimizer or schedule. `added`: values of keys that companions add."""
+def _check_only(block: Any, path: str) -> None:
+    """Refuse a key that belongs to another optimizer or schedule."""
     for name, key in keys_of(type(block)).items():
-        only = key.setting.only.split()
-        if only and block.name not in only and added.get(name, getattr(block, name, key.default)) != key.default:
-            raise ConfigError(f"{path}.{name}: only {either(only)} uses it, and {path}.name is {block.name}; remove it")
+        only = key.setting.only
+        if only and block.name != only and getattr(block, name) != key.default:
+            raise ConfigError(f"{path}.{name}: only {only} uses it, and {path}.name is {block.name}; remove it")
 
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
-    if (found := find_optimizers().get(optimizer.name)) is None:
+    if optimizer.name != "muon":
         return
-    refuse(found.problems(optimizer.settings), "optimizer")
-    if fsdp.offload_optimizer and (why := found.refuses_offload):
-        raise ConfigError(f"fsdp_config.offload_optimizer: {why}; use FULL_SHARD without it, or adamw")
+    if optimizer.adjust_lr_fn == "original" and optimizer.adamw_lr is None:
+        raise ConfigError("optimizer.adamw_lr: missing; adjust_lr_fn: original scales updates differently from AdamW")
+    if fsdp.offload_optimizer:
+        raise ConfigError(
+            "fsdp_config.offload_optimizer: muon multiplies matrices in its step, which would be the host's work; use "
+            "FULL_SHARD without it, or adamw"
+        )
 
 
 def _check_compilation(options: dict[str, Any]) -> None:

@@ -33,16 +33,14 @@ class Setting:
     checks: Sequence[Check] = ()
     choices: Sequence[str] = ()
     """Values that are allowed. `python:` stands for any import path."""
-    more: "Callable[[], Sequence[str]] | None" = None
-    """Function that returns further choices, such as those of companions."""
     instead: str = ""
-    """Advice in the error for a value that is not among the choices, which `{choices}` lists. Default: the list."""
+    """Advice in the error for a value that is not among the choices. Default: their list."""
     expected: str = ""
     """Description of a value in errors. Default: its type."""
     change: Rule | None = None
     """Rule for changes in mid-run. Default: that of the block around the key."""
     only: str = ""
-    """The only `name` of the block for which the key has a use, or several with spaces; empty: any."""
+    """The only `name` of the block for which the key has a use; empty: any."""
     shapes_dropout: bool = False
     """Log a change in a run with attn_pdrop, because the masks depend on which heads and rows a kernel is given."""
     written: Any = None

@@ -12,7 +12,6 @@ from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import LOCAL, NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting, span
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.optimizers import find_optimizers, keys_of_optimizers, settings_of
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
 from llmfoundry_lite.config.written import FromEnvironment, map_texts
 from llmfoundry_lite.errors import mask_credentials
@@ -20,6 +19,8 @@ from llmfoundry_lite.errors import mask_credentials
 MAX_REPLICATED_PARAMETERS = 1.5e9
 """Larger models are sharded by default. With gradients and AdamW so many parameters take 24 GB in fp32."""
 
+NEWTON_SCHULZ_STEPS = 5
+"""Default of muon's ns_steps."""
 COMPOSERS_WEIGHT_DECAY = 1e-5
 """Default of Composer's DecoupledAdamW."""
 LOSS_CHUNK_MIB = 256
@@ -29,26 +30,29 @@ FRACTION_OF_RUN = (*TIME_UNITS, "dur")
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
     name: str = setting(
-        choices="decoupled_adamw adamw lion decoupled_lionw",
-        more=lambda: [*find_optimizers(), "python:"],
-        instead="expected {choices}",
+        choices="decoupled_adamw adamw lion decoupled_lionw muon python:",
+        instead="expected decoupled_adamw, adamw, lion, decoupled_lionw, muon or python:",
     )
     lr: float = setting(REQUIRED, POSITIVE, change="logged")
+    """Learning rate. With muon, the rate of the blocks' matrices."""
+    adamw_lr: float | None = setting(None, POSITIVE, change="logged", only="muon")
+    """Rate of embeddings, head, norms and biases, which AdamW updates. Default: lr."""
     betas: tuple[float, float] | None = setting(None, must_be("0 <= beta < 1", lambda value: 0 <= value < 1))
     """Default (0.9, 0.95) for the AdamWs, (0.9, 0.99) for the Lions."""
-    added: dict[str, Any] = setting(dict, keys=keys_of_optimizers)
-    """Keys that companions' optimizers add to the block -> values, or None where not given."""
+    momentum: float | None = setting(None, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1), only="muon")
+    """Momentum of the matrices' gradients; default 0.95."""
+    ns_steps: int | None = setting(None, POSITIVE, only="muon")
+    """Iterations of Newton and Schulz; default 5."""
+    ns_dtype: str | None = setting(None, choices="bf16 fp32", change="logged", only="muon")
+    """Precision of these iterations; default bf16."""
+    adjust_lr_fn: str | None = setting(None, choices="match_rms_adamw original", only="muon")
+    """torch's option. match_rms_adamw, the default, makes updates as large as AdamW's; original is Jordan's scale."""
     eps: float = setting(1e-8, POSITIVE)
     weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged")
     """Decoupled optimizers multiply it by lr / initial lr, the others by lr. Default: 1e-5 for decoupled_adamw, as in
     Composer, 0 for the others."""
     kwargs: dict[str, Any] = setting(dict)
     """Arguments of a `python:` optimizer."""
-
-    @property
-    def settings(self) -> Any:
-        """Settings of a companion's optimizer, made of the keys that it adds."""
-        return settings_of(self.name, self.added)
 
     @property
     def decay(self) -> float:
@@ -593,8 +597,6 @@ def with_keys(config: TrainConfig) -> dict[str, Any]:
     values = {}
     for name, value in asdict(config).items():
         values |= value if name == "blocks" else {name: value}
-    added = values["optimizer"].pop("added")
-    values["optimizer"] |= {name: value for name, value in added.items() if value is not None}
     return values
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from llmfoundry_lite.companions import find
 from llmfoundry_lite.config.layout import Layout, layout_of
-from llmfoundry_lite.config.optimizers import find_optimizers
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.model_memory import (
     MemoryEstimate,
@@ -111,8 +110,7 @@ def advise_less_memory(config: TrainConfig, layout: Layout, device_type: str, mi
     now = estimate_training_memory(config, layout)
     saved = {text: saved_by(option) for text, option in options.items()}
     saved["twice as many devices"] = saved_by(config, times=2)
-    added = find_optimizers().get(config.optimizer.name)
-    refuses_offload = layout.pipeline > 1 or (added and added.refuses_offload) or fsdp.sharding_strategy == "ZERO_1"
+    refuses_offload = layout.pipeline > 1 or config.optimizer.name == "muon" or fsdp.sharding_strategy == "ZERO_1"
     if device_type == "cuda" and not fsdp.offload_optimizer and not refuses_offload:
         saved["fsdp_config.offload_optimizer: true"] = now.parameters_bytes + now.optimizer_bytes
     best = sorted((text for text in saved if saved[text] > 0), key=lambda text: -saved[text])[:3]

@@ -7,13 +7,12 @@ import math
 from dataclasses import dataclass, replace
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.optimizers import find_optimizers
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.hardware import GIB, MIB
 
-OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,)}
-"""Numbers an optimizer keeps for each parameter."""
+OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
+"""Numbers an optimizer keeps for each parameter of a block, and for each outside of blocks if that differs."""
 ADAMW_SLOTS = (2,)
 """The same for AdamW; a user's own optimizer is assumed to keep as many."""
 
@@ -54,8 +53,7 @@ class MemoryEstimate:
 
 def slots_of(config: TrainConfig) -> tuple[int, ...]:
     """Return numbers kept for each parameter of a block, and perhaps of those outside of blocks."""
-    found = find_optimizers().get(config.optimizer.name)
-    return found.slots if found else OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
+    return OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
 
 
 def estimate_moments(p: Portion) -> dict[str, MemoryEstimate]:

@@ -17,7 +17,6 @@ from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.config.optimizers import find_optimizers
 from llmfoundry_lite.config.schema import OptimizerConfig, TrainConfig, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
@@ -39,6 +38,7 @@ from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loss import cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
+from llmfoundry_lite.training.muon import build_muon
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
@@ -202,15 +202,15 @@ def find_separator(config: TrainConfig) -> tuple[int | None, bool]:
 
 
 def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout) -> Optimizer:
-    fused, added = not config.exact_sums, find_optimizers().get(config.optimizer.name)
+    fused = not config.exact_sums
 
     def build(named: dict[str, torch.nn.Parameter]) -> Optimizer:
-        if added is None:
+        if config.optimizer.name != "muon":
             return build_optimizer_of(config.optimizer, list(named.values()), fused=fused)
         group = build_stage_group(layout, devices.device_type())
         orders = row_orders(model, {f"model/{name}": parameter for name, parameter in named.items()})
         orders = {name.removeprefix("model/"): runs for name, runs in orders.items()}
-        return companions.bring(added.build)(named, config.optimizer, config.model, group, orders, fused=fused)
+        return build_muon(named, config.optimizer, config.model, group, orders, fused=fused)
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if config.sharding.sharding_strategy == "ZERO_1":

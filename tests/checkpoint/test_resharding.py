@@ -30,6 +30,7 @@ from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.config.layout import divide_stack
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.training.muon import to_parameter_order
 
 SAVE_ID = "e1-ba1-0123456789ab"
 
@@ -242,6 +243,7 @@ def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(sha
     sizes, world_size = (16, 8, 8), shard * tensor
     runs, whole = divide_stack(sizes, tensor), torch.arange(32)[:, None].expand(32, 3)
     in_order = torch.cat([whole[first : first + count] for first, count in runs])
+    assert torch.equal(to_parameter_order(in_order, runs), whole)
     cells = set()
     for rank in range(world_size):
         with rank_of(rank, world_size):

@@ -31,7 +31,8 @@ def advise(microbatch_size: int, *options: str) -> str:
 
 def test_what_would_be_refused_is_not_advised():
     assert "offload_optimizer" in advise(1, "model.n_layers=2", "fsdp_config.mixed_precision=PURE")
-    assert "offload_optimizer" not in advise(1, "fsdp_config.sharding_strategy=ZERO_1", "global_train_batch_size=32")
+    for refusing in ("optimizer.name=muon", "fsdp_config.sharding_strategy=ZERO_1"):
+        assert "offload_optimizer" not in advise(1, refusing, "global_train_batch_size=32")
 
 
 @needs(STAGES)

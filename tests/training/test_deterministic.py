@@ -11,7 +11,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.replay import with_equal_digits
 from llmfoundry_lite.training.train import choose_kernels
 
-EXACT = load_train_config(["mpt-125m", "exact_sums=true"]).config
+EXACT = load_train_config(["mpt-quickstart"]).config
 PLAIN = dataclasses.replace(EXACT, exact_sums=False)
 
 

@@ -126,7 +126,7 @@ def test_a_launch_that_fails_before_its_process_group_is_on_record(tmp_path, mon
     monkeypatch.setattr(training, what, fail)
     write_status(tmp_path, "preempted", 7)
     monkeypatch.setattr(training, "raise_when_interrupted", lambda: None)
-    config: Any = replace(load_train_config(["mpt-125m"]).config, run_folder=str(tmp_path))
+    config: Any = replace(load_train_config(["mpt-quickstart"]).config, run_folder=str(tmp_path))
     with pytest.raises(ConfigError):
         training.train(config)
     assert read_status(tmp_path) == {"status": "failed", "batch": 7, "reason": "no device"}

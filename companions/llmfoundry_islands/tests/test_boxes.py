@@ -15,6 +15,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from llmfoundry_islands.tensors.boxes import Box, Redistribution, parts_of, share_out
 from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.config.layout import divide_stack
+from llmfoundry_lite.training.muon import to_rank_order
 
 HEIGHTS = (8, 4, 4)
 """q, k and v."""
@@ -29,8 +30,7 @@ def held_by(rank, whole, runs):
             torch.zeros(len(whole) // 4, 3), mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False
         )
         (first, _), (count, _) = box_of(like)
-        in_rank_order = torch.cat([whole[begin : begin + size] for begin, size in runs])
-        return parts_of("w", like, HEIGHTS, runs), in_rank_order[first : first + count]
+        return parts_of("w", like, HEIGHTS, runs), to_rank_order(whole, runs)[first : first + count]
     finally:
         dist.destroy_process_group()
 

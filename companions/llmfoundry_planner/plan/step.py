@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from llmfoundry_layouts.stages import block_and_head, stages_of
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, PipelineConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, rows_named
@@ -328,8 +328,8 @@ def _newton_schulz_seconds(p: Portion, num_blocks: int, hardware: Hardware) -> f
 
     The largest come first. A rank gets the parts of its matrix from the others, and sends back the result.
     """
-    model, options, d = p.model, p.config.optimizer.settings, p.model.d_model
-    dtype, num_steps = options.ns_dtype, options.ns_steps
+    model, options, d = p.model, p.config.optimizer, p.model.d_model
+    dtype, num_steps = options.ns_dtype or "bf16", options.ns_steps or NEWTON_SCHULZ_STEPS
     qkv = [(model.q_dim, d), (model.kv_dim, d), (model.kv_dim, d)]  # a fused parameter stands for three shapes
     parameters = [qkv] if model.attn_config.fused_qkv else [[shape] for shape in qkv]
     parameters += [[(d, model.q_dim)], *[[(model.ffn_dim, d)]] * p.num_up, [(d, model.ffn_dim)]]

@@ -14,21 +14,16 @@ from torch.distributed.tensor import DTensor
 from llmfoundry_lite import companions
 from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.checkpoint.state import row_orders
-from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.changes import rule_of
-from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layout import Layout, divide_stack, layout_of
+from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.estimate.memory import advise_less_memory
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_muon.muon import Matrix, Muon, build_muon, newton_schulz, to_parameter_order, to_rank_order
-from llmfoundry_muon.settings import MuonConfig
+from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz, to_parameter_order, to_rank_order
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_launches
 from tests.helpers.present import needs
@@ -41,10 +36,6 @@ SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_siz
 EXACT: dict[str, Any] = {"name": "muon", "lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32"}
 
 
-def block(**keys: Any) -> OptimizerConfig:
-    return build_block(OptimizerConfig, {"name": "muon", "lr": 0.02, **keys}, "optimizer")
-
-
 def random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
 
@@ -53,7 +44,7 @@ def random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
 def test_a_matrix_is_updated_as_torch_updates_it(shape, adjust_lr_fn):
     ours, theirs = (torch.nn.Parameter(random_like(torch.empty(shape), 0)) for _ in range(2))
-    config = block(weight_decay=0.1, momentum=0.9, adjust_lr_fn=adjust_lr_fn)
+    config = OptimizerConfig(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=adjust_lr_fn)
     other = torch.nn.Parameter(torch.ones(3))
     optimizer = Muon([Matrix(ours, (shape[0],))], [other], config)
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=adjust_lr_fn)
@@ -67,7 +58,7 @@ def test_a_matrix_is_updated_as_torch_updates_it(shape, adjust_lr_fn):
 
 
 def test_what_is_no_matrix_has_a_rate_of_its_own():
-    config = block(adamw_lr=0.3, weight_decay=0.0)
+    config = OptimizerConfig(name="muon", lr=0.02, adamw_lr=0.3, weight_decay=0.0)
     other = torch.nn.Parameter(torch.ones(3))
     optimizer = Muon([Matrix(torch.nn.Parameter(torch.ones(2, 2)), (2,))], [other], config)
     other.grad = torch.ones(3)
@@ -88,7 +79,7 @@ def test_matrices_of_blocks_are_muons_and_a_fused_q_k_v_takes_the_steps_of_three
     fused, apart = (
         MPT(replace(SMALL, attn_config=replace(options, head_dim=head_dim))) for options in (FUSED, SMALL.attn_config)
     )
-    optimizers = [build_muon(dict(m.named_parameters()), block(**EXACT), m.config) for m in (fused, apart)]
+    optimizers = [build_muon(dict(m.named_parameters()), OptimizerConfig(**EXACT), m.config) for m in (fused, apart)]
     named = dict(fused.named_parameters())
     others = {name for name, p in named.items() if not any(p is q for q in optimizers[0].param_groups[0]["params"])}
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.norm_f.weight"} <= others
@@ -108,11 +99,6 @@ def test_matrices_of_blocks_are_muons_and_a_fused_q_k_v_takes_the_steps_of_three
     for a, b in zip(fused.transformer.blocks, apart.transformer.blocks, strict=True):
         together = torch.cat([w.weight for w in (b.attn.Wq, b.attn.Wk, b.attn.Wv)])
         torch.testing.assert_close(a.attn.Wqkv.weight, together, rtol=0, atol=1e-6)
-
-
-def test_rows_in_the_order_of_ranks_return_to_that_of_the_parameter():
-    whole, runs = torch.arange(32)[:, None].expand(32, 3), divide_stack((16, 8, 8), 4)
-    assert torch.equal(to_parameter_order(to_rank_order(whole, runs), runs), whole)
 
 
 # ------------------------------------------------------------------------------------------------------- on ranks
@@ -139,7 +125,7 @@ def updates_on_ranks() -> None:
     told: dict[str, float] = {}
     single: dict[str, torch.Tensor] = {}
     for name, (strategy, layout) in {"whole": ("NO_SHARD", Layout()), **LAYOUTS}.items():
-        fsdp, config = FSDPConfig(sharding_strategy=strategy), block(**EXACT)
+        fsdp, config = FSDPConfig(sharding_strategy=strategy), OptimizerConfig(**EXACT)
         mesh = build_mesh(layout, "cpu") if name != "whole" else None
         if mesh is None:
             model = MPT(model_config)
@@ -262,15 +248,3 @@ def test_what_muon_cannot_do_is_refused_in_one_line(tmp_path, arguments, message
         load_train_config([write_config(tmp_path / "run.yaml", config), *arguments.split()])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_its_keys_have_the_rules_that_were_decided():
-    rules = {key: rule_of(f"optimizer.{key}") for key in keys_of(MuonConfig)}
-    logged, never = ("adamw_lr", "ns_dtype"), ("momentum", "ns_steps", "adjust_lr_fn")
-    assert rules == {**dict.fromkeys(logged, "logged"), **dict.fromkeys(never, "never")}
-
-
-def test_offload_is_not_advised():
-    config = load_train_config(["mpt-125m", "optimizer={name: muon, betas: null}", "compile_config=null"]).config
-    advice = advise_less_memory(config, layout_of(config, 4), "cuda")
-    assert "what helps most" in advice and "offload_optimizer" not in advice

@@ -20,7 +20,7 @@ from llmfoundry_lite.checkpoint.grid import Box
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
 from llmfoundry_lite.config.layout import RowRanges
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
 from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
 from llmfoundry_lite.training.optimizers import local
 
@@ -75,20 +75,19 @@ class Muon(Optimizer):
         fused: bool = True,
     ):
         self.matrices = matrices
-        settings = config.settings
-        self.dtype = DTYPES[settings.ns_dtype]
+        self.dtype = DTYPES[config.ns_dtype or "bf16"]
         self.group = group
         self._owners: Owners | None = None
         options = {
             "lr": config.lr,
             "weight_decay": config.decay,
-            "momentum": settings.momentum,
-            "ns_steps": settings.ns_steps,
-            "adjust_lr_fn": settings.adjust_lr_fn,
+            "momentum": 0.95 if config.momentum is None else config.momentum,
+            "ns_steps": config.ns_steps or NEWTON_SCHULZ_STEPS,
+            "adjust_lr_fn": config.adjust_lr_fn or "match_rms_adamw",
         }
         self.adamw = AdamW(
             others,
-            lr=settings.adamw_lr or config.lr,
+            lr=config.adamw_lr or config.lr,
             betas=config.betas or (0.9, 0.95),
             eps=config.eps,
             weight_decay=config.decay,
