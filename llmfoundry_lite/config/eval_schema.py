@@ -128,7 +128,7 @@ class EvalConfig:
     """Names of files in task_folder (without .yaml), files, or tasks written out here;
     `{label: arc_easy, num_fewshot: [5]}` is the task of that name with another number of examples."""
     suite: str
-    """Default: the first YAML file's name."""
+    """Default: the first YAML file's name; without a file, that of `task_folder`."""
     eval_gauntlet: GauntletConfig | None = setting(None, written=GauntletConfig | str | None)
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
     skip_missing_tasks: bool = False

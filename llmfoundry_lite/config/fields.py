@@ -38,7 +38,7 @@ class Setting:
     expected: str = ""
     """Description of a value in errors. Default: its type."""
     change: Rule | None = None
-    """Rule for changes in mid-run. Default: that of the block around the key."""
+    """Rule for changes in mid-run. Default: that of the block around the key. Not looked at beside `hardware=True`."""
     only: str = ""
     """The only `name` of the block for which the key has a use; empty: any."""
     shapes_dropout: bool = False

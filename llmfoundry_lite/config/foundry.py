@@ -1,6 +1,7 @@
 """LLM Foundry's keys that have no counterpart: ignored with a note, or refused with what to use instead.
 
-`foundry.table` has them.
+`foundry.table` has those of a run. Other names and spellings are where they are read: `build.py`, `written.py` and
+`load_eval.py`.
 """
 
 import json

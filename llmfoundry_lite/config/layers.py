@@ -1,6 +1,7 @@
 """YAML files and `key=value` arguments as layers, laid over each other: files in order < arguments, then `${…}`.
 
-A layer keeps its source, so that every message can name the file. An overlay may set only what hardware decides.
+A layer keeps its source, so that every message can name the file. Inside `naming_source` a message begins with its key;
+what looks at sources itself stands outside of it. An overlay may set only what hardware decides.
 """
 
 import contextlib

@@ -91,7 +91,7 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
     Name and run folder are recorded resolved, even if they contain variables, because the record lies there.
     """
     names = (values.get("run_name"), environ.get("RUN_NAME"), Path(layers[0].source).stem)
-    name = next(name for name in names if name not in (None, ""))  # an array's first task is 0
+    name = next(name for name in names if name not in (None, ""))  # not by truth: an array's first task is 0
     if not re.fullmatch(r"\w[\w.\-]*", str(name)):
         raise ConfigError(
             f"{source_of('run_name', layers)}: run_name: {name!r} given, expected the name of a folder: "

@@ -60,6 +60,7 @@ class ComparedNumber:
         if (found := self.interval(level)) is not None:
             self.low, self.high = found
         low, high = found or (self.difference, self.difference)
+        # Lost text must not be able to undo a verdict: to move the nearer end across 0, or past what was seen.
         room = min(abs(low), abs(high)) if self.is_detected else max(abs(self.difference), (high - low) / 2)
         self.is_comparable = not self.lost_text or self.lost_text < room
         self.is_detected = self.is_detected and self.is_comparable

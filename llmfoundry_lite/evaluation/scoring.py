@@ -78,8 +78,8 @@ def score(
 ) -> Iterator[dict[int, Score]]:
     """Yield the scores of this rank's share, batch by batch, by number of request (counted over all groups).
 
-    All ranks yield equally often, so that a sharded model's ranks stay together. A rank without work repeats its last
-    batch and yields it empty. With a `separator`, a token attends to its own document only.
+    All ranks yield equally often, so that a sharded model's ranks stay together. A rank without work computes the
+    last batch of all, and yields nothing of it. With a `separator`, a token attends to its own document only.
     """
     batches = pack(groups, max_batch_tokens, shares=model.shares_prefixes)
     for start in range(0, len(batches), world_size):

@@ -83,6 +83,7 @@ def only_of(some: Sequence[str], num_all: int) -> str:
 
 def results_table(all_results: Sequence[Results]) -> Scores:
     """Return every task that any model has, in order, and the average."""
+    # reversed: the first model's record wins
     records = {name: record for results in reversed(all_results) for name, record in results.tasks.items()}
     names = list(dict.fromkeys(task for results in all_results for task in results.tasks))
     suite, rows = all_results[0].suite, []

@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]  # empty for an answer that the model is to write
-    num_characters: int  # characters of the answer's text
+    num_characters: int  # characters of the answer's text; of a window of text, its bytes
     num_trimmed: int  # tokens of the context that did not fit
 
 
@@ -238,7 +238,7 @@ def prepare_task(
         except _Unaskable as reason:
             skipped.setdefault(str(reason), []).append(index)
     if not items:
-        reasons = ", ".join(f"{len(rows)} with {reason}" for reason, rows in skipped.items())
+        reasons = ", ".join(f"{len(indices)} with {reason}" for reason, indices in skipped.items())
         raise NothingToAsk(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
     if skipped or any(request.num_trimmed for item in items for request in item.requests):
         settings["max_seq_len"] = max_seq_len  # it cut a prompt; otherwise it changes nothing
@@ -252,7 +252,7 @@ def prepare_task(
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
         num_repeated=len(items) - len({_question(config, rows[item.index]) for item in items}),
-        skipped={f"{reason}, first in row {rows[0] + 1}": len(rows) for reason, rows in skipped.items()},
+        skipped={f"{reason}, first in row {found[0] + 1}": len(found) for reason, found in skipped.items()},
         config=config,
     )
 

@@ -102,7 +102,7 @@ def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | Bad, 
         limit = MAX_DOCUMENT_BYTES
         while line := text.readline(limit).encode("utf-8", "surrogatepass") if text else file.readline(limit):
             is_whole = line.endswith(b"\n") or len(line) < limit
-            if limit == MAX_DOCUMENT_BYTES:  # in a plain file, this is the rest of a line that is too large
+            if limit == MAX_DOCUMENT_BYTES:  # else the rest of a line that was too large: dropped
                 yield line if is_whole else TOO_LARGE, position()
             limit = MAX_DOCUMENT_BYTES if is_whole else BLOCK_BYTES
 

@@ -65,7 +65,7 @@ def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
     )
     fact = {
         **{name: getattr(segment, name) for name in recorded},
-        "computed_with": replace(segment, changes={}).computed_with,
+        "computed_with": replace(segment, changes={}).computed_with,  # changes have a line of their own
         "sharding": segment.sharding_in_words,
         "microbatch_size": segment.device_train_microbatch_size,
         "tokens": int(np.nansum(tokens)) if np.isfinite(tokens).any() else None,
