@@ -2,8 +2,9 @@
 
 Ours are in `companions/` of a clone, and installed with a wheel. Others announce themselves by an entry point of the
 group `llmfoundry_lite.companions`. Each has a small `Companion` that names its parts, as `module:name`, and imports
-none of them. The core imports no companion: it asks for a part here, and a missing one is an error of one line.
-`commands` are free. `readers` and `builders` answer names that the core asks for: a new name needs a caller there.
+none of them. The core imports no companion: it asks for a part here. A missing one is an error of one line; energy, a
+fast encoder and a report's launches are done without. Any `commands` may be added. `readers` and `builders` answer
+names that the core asks for: a new name needs a caller there.
 """
 
 import importlib
@@ -86,7 +87,7 @@ class Companion:
     readers: Mapping[str, str] = field(default_factory=dict)
     """A kind of foreign file -> the function that reads it."""
     builders: Mapping[str, str] = field(default_factory=dict)
-    """A key or setting of a run -> the function that builds the object for it, or checks or estimates it."""
+    """A key or setting of a run, or what else the core asks for -> the function, class or table for it."""
 
 
 @cache

@@ -90,7 +90,7 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
 
     Raises DataError if there is no such folder, and ConfigError without the companion `llmfoundry_ops`.
     """
-    return companions.find("readers", "runs that are still written")(folder)
+    return companions.find("readers", "runs that are still written", "lf.runs")(folder)
 
 
 def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:

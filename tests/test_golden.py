@@ -28,6 +28,8 @@ def test_its_jobs_are_those_of_the_cases(tmp_path):
         ("errors/damaged/tensor/ls", CORE),
         ("errors/key/islands.name=a", "llmfoundry_islands"),
         ("data/parquet/files", "llmfoundry_formats"),
+        ("commands/report/keys", "llmfoundry_ops"),
+        ("errors/key/pp_config={pipeline_parallel_degree: 1, blocks: [1, 3]}", "llmfoundry_layouts"),
     ],
 )
 def test_a_key_belongs_to_the_companion_that_brings_what_it_shows(key, owner):

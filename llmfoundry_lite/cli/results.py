@@ -32,7 +32,7 @@ def report_runs(
         bool, typer.Option("--csv", help="Write report.csv too: a row for each batch and run, repeats removed.")
     ] = False,
 ) -> None:
-    """Show runs: losses, launches, what they took, a sample, a plot. Several runs are also compared, batch by batch."""
+    """Show runs: losses, devices, what they took, a sample, a plot. Several runs are also compared, batch by batch."""
     from llmfoundry_lite.report.report import report
 
     sampling = {"prompts": prompt or (), "temperature": temperature, "top_k": top_k}

@@ -96,9 +96,9 @@ def _check_own_loaders(config: TrainConfig, layers: Sequence[Layer]) -> None:
 
 def _is_from_run(key: str, block: Any, layers: Sequence[Layer]) -> bool:
     """Return whether the run itself, not an overlay, gives a key of `block` another value than its default."""
-    name = key.rpartition(".")[2]
-    is_given = any(get(layer.values, key)[0] for layer in layers if not layer.is_overlay)
-    return is_given and getattr(block, name) != keys_of(type(block))[name].default
+    default = keys_of(type(block))[key.rpartition(".")[2]].default
+    given = (get(layer.values, key) for layer in layers if not layer.is_overlay)
+    return any(is_there and value != default for is_there, value in given)
 
 
 def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None:
@@ -212,7 +212,7 @@ def _check_compilation(options: dict[str, Any]) -> None:
 def _check_layout(config: TrainConfig) -> None:
     """Check the rules that hold on any number of devices. Raises ConfigError. `check_batch` checks the others.
 
-    Without the companion nothing is checked: `preflight` refuses a launch that needs it.
+    Without the companion nothing is checked: `preflight` refuses a degree above 1, and other keys have no effect.
     """
     if config.tp_config or config.cp_config or config.pp_config:
         for _, check_division in companions.parts("builders", lambda name: name == DIVISION):

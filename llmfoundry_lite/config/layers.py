@@ -120,7 +120,7 @@ def read_file(name: str) -> Layer:
         names = [other.name for other in Path(name).parent.glob("*.y*ml")]
         near, shipped = nearest(Path(name).name, names), near_name(name, cutoff=0.8)
         meant = str(Path(name).with_name(near)) if near else shipped and f"{shipped}, which comes with the package"
-        raise ConfigError(f"{name}: no such file" + (f"; did you mean {meant}?" if meant else ""))
+        raise ConfigError((name or "''") + ": no such file" + (f"; did you mean {meant}?" if meant else ""))
     try:
         values = read_yaml(read_at_most(path, MAX_YAML_BYTES, "a YAML file").decode())
     except (YAMLError, UnicodeDecodeError) as error:

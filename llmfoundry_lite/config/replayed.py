@@ -91,7 +91,7 @@ def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
             return block
         kept = {key: block[key] for key in KEYS_OF_CODE if key in block}
         if isinstance(dataset := block.get("dataset"), dict):
-            kept["dataset"] = {key: dataset[key] for key in OF_THE_MODEL & dataset.keys()}
+            kept["dataset"] = {key: value for key, value in dataset.items() if key in OF_THE_MODEL}
         return kept
 
     return {name: plain(value) for name, value in values.items()}

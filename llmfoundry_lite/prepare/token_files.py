@@ -141,12 +141,12 @@ def make_token_files(
             bars.update(task, total=total)
         work.loss += files.loss(number)
         if work.loss.characters >= ENOUGH_CHARACTERS:
-            refuse_loss(work.loss, files.request, max_lost_text)
-    refuse_loss(work.loss, files.request, max_lost_text)
+            refuse_lost_text(work.loss, files.request, max_lost_text)
+    refuse_lost_text(work.loss, files.request, max_lost_text)
     return work
 
 
-def refuse_loss(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
+def refuse_lost_text(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
     """Raise DataError where a tokenizer loses more of the text than is allowed."""
     if loss.share > max_lost_text:
         raise DataError(
@@ -187,12 +187,17 @@ def make_in_processes(files: "TokenFiles", units: Units, num_workers: int) -> Ma
         initargs=(files.request, files.partial, files.is_fast),
     )
     running: deque[tuple[int, Unit, Future[tuple[int, int]] | None]] = deque()
+
+    def is_full() -> bool:
+        under_way = sum(future is not None for _, _, future in running)
+        return under_way > 2 * num_workers or len(running) > 16 * num_workers
+
     try:
         if files.is_fast:  # not here, where a crash of the library would end the command
             workers.submit(prove_in_worker).result()
         for number, unit, is_done in units:
             running.append((number, unit, None if is_done else workers.submit(make_in_worker, number, unit)))
-            while running and (running[0][2] is None or len(running) > 2 * num_workers):
+            while running and (running[0][2] is None or is_full()):
                 first, its_unit, future = running.popleft()
                 yield first, its_unit, future and future.result()
         for number, unit, future in running:

@@ -21,7 +21,7 @@ import numpy as np
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.checkpoint.log_lines import read_lines
-from llmfoundry_lite.errors import ConfigError, mask_credentials, printable
+from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.page import Additions, build_sections, markdown, print_sections
@@ -37,6 +37,7 @@ TAIL = 20
 NUM_PROMPTS, PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 3, 96, 3, 30
 LOOK_BACK_PARAMETERS = 50_000_000
 """Parameters of a model, at most, whose earlier texts are shown beside its last."""
+ADDITIONS = "additions to a report"
 MAX_READ_BYTES = 256 * 1024**2
 """Size of validation data, at most, from which prompts are read."""
 
@@ -66,16 +67,18 @@ def report(
     folder = out or runs[0].folder.path_here
     if folder is None:
         raise ConfigError(f"{runs[0].where} is not on this disk; say with --out DIR where the report goes")
-    added: Additions = (companions.look_for("builders", "additions to a report") or Additions)(runs, form)
+    added: Additions = (companions.look_for("builders", ADDITIONS) or Additions)(runs, form)
     answer = ("report.md", f"loss.{form}", f"report.{form}", *added.answers, "report.csv")
     check_replaceable(folder / "report.json", [folder / name for name in answer])
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [run.where for run in runs]
+    written = samples(runs[0], prompts, temperature=temperature, top_k=top_k) if len(runs) == 1 else []
+    note_on_relays(runs)
     facts: dict[str, Any] = {
         "runs": [describe(*each, by_device) for each in zip(runs, names, added.of_runs, strict=True)],
         "comparisons": [],
-        "samples": samples(runs[0], prompts, temperature=temperature, top_k=top_k) if len(runs) == 1 else [],
+        "samples": written,
         "prices_per_device_hour": by_device,
         "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",
         **added.facts,
@@ -96,6 +99,14 @@ def report(
         write_csv(folder / "report.csv", runs, names)
         print(printable(f"every batch: {folder / 'report.csv'}"))
     return facts
+
+
+def note_on_relays(runs: Sequence[Run]) -> None:
+    """Note where a run has moved between sites, and nobody here can tell of them."""
+    if ADDITIONS in companions.list_missing("builders"):
+        for run in runs:
+            if run.folder.path_here is not None and (run.folder.path_here / "relay.jsonl").exists():
+                run.notes.append(f"no sites and no allocations: relay.jsonl: {companions.missing(ADDITIONS)}")
 
 
 def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: str, reach: int | None) -> None:
@@ -296,6 +307,8 @@ def summary_of(folder: Path) -> dict[str, Any]:
 def samples(run: Run, prompts: Sequence[str], max_new_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
     """Return what the exported model writes after each prompt, and what it wrote before; nothing if none was exported.
 
+    Where a companion would read the export, the newest checkpoint is read. Without one there is a note.
+
     `sampling`: temperature, top_k.
     """
     folder = Path(run.folder.url) / "huggingface"
@@ -307,7 +320,15 @@ def samples(run: Run, prompts: Sequence[str], max_new_tokens: int = 80, **sampli
     from llmfoundry_lite.evaluation.loaded import generate_text, model_of
     from llmfoundry_lite.evaluation.models import load_subject
 
-    subject = load_subject(str(folder), device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    try:
+        subject = load_subject(str(folder), device=cpu)
+    except ConfigError as missing:
+        try:
+            subject = load_subject(run.folder.url, tokenizer=str(folder), device=cpu)
+        except DataError:
+            run.notes.append(f"no texts: {missing}")
+            return []
     prompts = prompts or first_words(run, subject.tokenizer) or ("",)
     found = [{"prompt": prompt, "texts": [], **sampling} for prompt in prompts]
     for batch, model in [*earlier_models(run, model_of(subject)), (int(run.log.batch[-1]), model_of(subject))]:

@@ -22,7 +22,8 @@ BY_HAND = {
         *("commands/checkpoint/*import*", "errors/command/import-pickle", "errors/command/compare-nowhere"),
     ),
     "llmfoundry_islands": ("errors/file/overlay-trains",),  # it lists the block
-    "llmfoundry_layouts": ("commands/dry-run/*gb",),  # overlays that divide layers or blocks
+    "llmfoundry_layouts": ("commands/dry-run/*gb", "errors/key/pp_config={*"),  # overlays that divide; a degree of 1
+    "llmfoundry_ops": ("commands/report/keys",),  # its additions to report.json
 }
 """Companion -> patterns of keys that need it by files or words, and not by arguments."""
 LISTED = re.compile(rf"^(  ({'|'.join(BRINGS)})  .*|({'|'.join(BRINGS)}): null)\n", re.M)

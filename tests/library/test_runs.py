@@ -1,9 +1,11 @@
 """`lf.runs` and `lf.batches`: what a run is at, and the samples it was trained on."""
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ import yaml
 
 import llmfoundry_lite as lf
 from llmfoundry_lite import companions
+from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.ranks.status import write_status
+from llmfoundry_lite.report.report import report
 from tests.helpers.launch import ROOT
 from tests.helpers.present import needs
 
@@ -21,8 +25,23 @@ watches = needs("runs that are still written")
 
 def test_without_the_companion_that_watches_runs_it_is_named(monkeypatch):
     monkeypatch.setattr(companions, "find_companions", list)
-    with pytest.raises(lf.UserError, match=r"^runs that are still written: needs the companion llmfoundry_ops$"):
+    with pytest.raises(
+        lf.UserError, match=r"^lf.runs: runs that are still written: needs the companion llmfoundry_ops$"
+    ):
         lf.runs()
+
+
+def test_a_report_without_the_reader_of_its_export_shows_texts_of_the_newest_checkpoint(here, tmp_path, monkeypatch):
+    moved = shutil.copytree(here / "runs/tiny", tmp_path / "tiny")
+    assert run_command(["checkpoint", "export", str(moved), str(moved / "huggingface")]) == 0
+    assert json.loads((moved / "huggingface/config.json").read_text())["model_type"] == "gpt2"
+    options: dict[str, Any] = {"prompts": ["def"], "temperature": 0.0}
+    (told,) = report([str(moved)], **options)["samples"]
+    monkeypatch.setattr(companions, "find_companions", list)
+    assert report([str(moved)], **options)["samples"] == [told]
+    shutil.rmtree(moved / "checkpoints")
+    without = report([str(moved)], **options)
+    assert without["samples"] == [] and without["runs"][0]["notes"][-1].startswith("no texts: ")
 
 
 @watches
