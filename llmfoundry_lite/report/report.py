@@ -379,16 +379,19 @@ def earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
     import torch
 
     from llmfoundry_lite.evaluation.loaded import model_of
-    from llmfoundry_lite.evaluation.models import find_all_checkpoints, load_subject
+    from llmfoundry_lite.evaluation.models import find_all_checkpoints, load_subject, model_config_of
+    from llmfoundry_lite.models.flops import count_parameters
     from llmfoundry_lite.models.initialise import initialise_weights
     from llmfoundry_lite.models.mpt import MPT
 
-    if not run.config.get("load_path"):
-        initial = MPT(model.config).eval().requires_grad_(False)
+    saves = find_all_checkpoints(run.folder.url)[0]
+    config = model_config_of(saves[-1]) if saves else model.config  # an export does not say how weights are drawn
+    if not run.config.get("load_path") and count_parameters(config) <= LOOK_BACK_PARAMETERS:
+        initial = MPT(config).eval().requires_grad_(False)
         initialise_weights(initial, run.config["seed"])
         yield 0, initial
     last = int(run.log.batch[-1])
-    saves = [save for save in find_all_checkpoints(run.folder.url)[0] if 0 < save.manifest.timestamp.batch < last]
+    saves = [save for save in saves if 0 < save.manifest.timestamp.batch < last]
     if saves:
         nearest = min(saves, key=lambda save: abs(save.manifest.timestamp.batch - last / 3))
         subject = load_subject(nearest.url, device=torch.device("cpu"))

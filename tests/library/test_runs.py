@@ -4,18 +4,24 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import llmfoundry_lite as lf
 from llmfoundry_lite import companions
 from llmfoundry_lite.cli.main import run as run_command
+from llmfoundry_lite.evaluation.loaded import model_of
+from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.ranks.status import write_status
-from llmfoundry_lite.report.report import report
+from llmfoundry_lite.report.reading import read_run
+from llmfoundry_lite.report.report import earlier_models, report
 from tests.helpers.launch import ROOT
 from tests.helpers.present import needs
 
@@ -42,6 +48,14 @@ def test_a_report_without_the_reader_of_its_export_shows_texts_of_the_newest_che
     shutil.rmtree(moved / "checkpoints")
     without = report([str(moved)], **options)
     assert without["samples"] == [] and without["runs"][0]["notes"][-1].startswith("no texts: ")
+
+
+def test_the_first_texts_are_of_the_run_s_own_initial_weights(here):
+    """Which an exported model's configuration cannot tell."""
+    own = model_of(load_subject("runs/tiny", device=torch.device("cpu"))).config
+    other = replace(own, init_config=replace(own.init_config, name="baseline_", init_std=9.0))
+    (batch, initial), *_ = earlier_models(read_run("runs/tiny"), MPT(other))
+    assert batch == 0 and max(parameter.std() for parameter in initial.parameters() if parameter.ndim > 1) < 3.0
 
 
 @watches
