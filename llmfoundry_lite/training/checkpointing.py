@@ -89,6 +89,8 @@ class Checkpointing(Callback):
         """The newest batch of which a save has begun."""
         self.has_logged_begun_digest = False
         """`digest_interval` has logged the digest that the save in flight logs when it is published."""
+        self.has_put_off_poll = False
+        """The save in flight was not moved on in the last batch, whose record has a digest of its own."""
         self.published_batch = -1
         """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
         self.microbatch_of_run: int | None = None
@@ -239,7 +241,9 @@ class Checkpointing(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         is_digest_due = self.policy.digest_span is not None and has_passed(state, self.policy.digest_span)
-        if not is_digest_due or self.has_logged_begun_digest:  # a record has room for one digest
+        # A record has room for one digest, but a save waits for it one batch only.
+        self.has_put_off_poll = is_digest_due and not self.has_logged_begun_digest and not self.has_put_off_poll
+        if not self.has_put_off_poll:
             self._advance_save(partial(self.saver.poll, all_idle=self.agreement.all_idle), logger)
         if is_digest_due:
             digest = self.saver.digest(self.model.model, state.optimizers[0])

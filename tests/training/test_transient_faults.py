@@ -111,7 +111,9 @@ def test_a_launch_that_left_before_its_first_save_does_not_name_the_checkpoint_i
     assert run.parts.preempted_text(run.state) == text
 
 
-def digests_by_record(monkeypatch, num_batches: int, digest_interval: int, save_at: list[int]) -> dict[int, int]:
+def digests_by_record(
+    monkeypatch, num_batches: int, digest_interval: int, save_at: list[int], polls_at: list[int] | None = None
+) -> dict[int, int]:
     """Return batch of a record -> the batch whose digest it has. A save is published at the second poll."""
     run, records, polls = Run(monkeypatch), {}, [0, 0]
 
@@ -121,7 +123,8 @@ def digests_by_record(monkeypatch, num_batches: int, digest_interval: int, save_
 
     run.parts.saver = SimpleNamespace(poll=poll, digest=lambda model, optimizer: "")
     run.parts.policy = SimpleNamespace(timer=None, digest_span=digest_interval, decide=lambda state: decision)
-    run.parts.has_logged_begun_digest, run.parts.published_batch = False, -1
+    run.parts.has_logged_begun_digest = run.parts.has_put_off_poll = False
+    run.parts.published_batch = -1
     run.parts.agreement, run.parts.model = SimpleNamespace(all_idle=True), SimpleNamespace(model=None)
     run.parts.run_state, run.state.optimizers = SimpleNamespace(), [None]
     run.parts._save = lambda state, logger: (
@@ -134,7 +137,16 @@ def digests_by_record(monkeypatch, num_batches: int, digest_interval: int, save_
         decision = Decision(saves=batch in save_at, preempted_by="", stops=False, owes_evaluation=False)
         run.parts.batch_checkpoint(run.state, SimpleNamespace(log_metrics=record.update))
         records |= {batch: record["state/batch"]} if "state/batch" in record else {}
+    if polls_at is not None:
+        polls_at += polls
     return records
+
+
+def test_a_save_whose_digest_is_not_logged_is_moved_on_though_every_batch_has_one(monkeypatch):
+    """As after a save that was slow: the first batches after it may be of another phase."""
+    polls: list[int] = []
+    digests_by_record(monkeypatch, 6, 1, [], polls)
+    assert polls == [0, 0, 2, 4, 6]
 
 
 def test_digests_between_saves_take_no_save_its_own(monkeypatch):

@@ -21,7 +21,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 
-PROTOCOL = "islands/6"
+PROTOCOL = "islands/7"
 """Version of the messages. A "beat" is a heartbeat; a rank's "hello" describes it."""
 TOKEN = "LLMFOUNDRY_LITE_ISLANDS_TOKEN"
 MIN_TOKEN_LENGTH = 16
