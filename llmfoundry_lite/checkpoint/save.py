@@ -162,6 +162,7 @@ class Saver:
 
     def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
         """Copy the state to the host and start writing it. Waits for the save in flight, if any, and returns it."""
+        assert self.has_lease, "take_lease comes before the first save"  # on all ranks, before any collective
         started = time.monotonic()
         earlier = self.wait()
         found = state.read_state(model, optimizer)

@@ -87,10 +87,8 @@ class Checkpointing(Callback):
         self.was_preempted_by = ""
         self.begun_batch = -1
         """The newest batch of which a save has begun."""
-        self.has_logged_begun_digest = False
-        """`digest_interval` has logged the digest that the save in flight logs when it is published."""
-        self.has_put_off_poll = False
-        """The save in flight was not moved on in the last batch, whose record has a digest of its own."""
+        self.digest_of_save: dict[str, Any] = {}
+        """What the log is to say of a published save's digest, in the next record that has none of its own."""
         self.published_batch = -1
         """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
         self.microbatch_of_run: int | None = None
@@ -240,11 +238,8 @@ class Checkpointing(Callback):
         self.agreement.meter.sample()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._advance_save(partial(self.saver.poll, all_idle=self.agreement.all_idle), logger)
         is_digest_due = self.policy.digest_span is not None and has_passed(state, self.policy.digest_span)
-        # A record has room for one digest, but a save waits for it one batch only.
-        self.has_put_off_poll = is_digest_due and not self.has_logged_begun_digest and not self.has_put_off_poll
-        if not self.has_put_off_poll:
-            self._advance_save(partial(self.saver.poll, all_idle=self.agreement.all_idle), logger)
         if is_digest_due:
             digest = self.saver.digest(self.model.model, state.optimizers[0])
             metrics: dict[str, Any] = {"state/digest": digest, "state/batch": int(state.timestamp.batch)}
@@ -252,9 +247,9 @@ class Checkpointing(Callback):
         decision = self.partners.decide(self.policy.decide(state))
         self.run_state.owes_evaluation = decision.owes_evaluation
         if decision.saves:
-            known = self.published_batch
             self._save(state, logger)
-            self.has_logged_begun_digest = is_digest_due and self.published_batch == known
+        if not is_digest_due:
+            self._log_digest_of_save(logger)
         self.was_preempted_by, self.was_stopped = decision.preempted_by, decision.stops
         if decision.preempted_by or decision.stops:
             state.stop_training()
@@ -338,15 +333,15 @@ class Checkpointing(Callback):
             self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")
             time.sleep(pause)
             self._save(state, logger)
+        self._log_digest_of_save(logger)
 
     def _log(self, saved: Saved | None, logger: Logger) -> None:
         if saved is None:
             return
         self.print_on_rank_0(f"saved {saved.name}")
         self.published_batch = int(saved.name.removeprefix("ba"))
+        self.digest_of_save = {"state/digest": saved.state_digest, "state/batch": self.published_batch}
         metrics: dict[str, Any] = {
-            "state/digest": saved.state_digest,
-            "state/batch": self.published_batch,
             "checkpoint/stall_seconds": saved.stall_seconds,
             "checkpoint/durable_seconds": saved.durable_seconds,
             SAVED: saved.num_bytes,
@@ -359,6 +354,11 @@ class Checkpointing(Callback):
             metrics["checkpoint/interval_seconds"] = timer.seconds
             self.print_on_rank_0(*([news] if news else []))
         logger.log_metrics(metrics)
+
+    def _log_digest_of_save(self, logger: Logger) -> None:
+        if self.digest_of_save:
+            logger.log_metrics(self.digest_of_save)
+            self.digest_of_save = {}
 
     def _about(self, state: State) -> About:
         stamp = state.timestamp
