@@ -75,7 +75,8 @@ class Folder(Protocol):
         ...
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
-        """Write a file durably, whole or not at all. With `only_if_new`, raise FileExistsError if its name is taken."""
+        """Write a file durably, whole or not at all. With `only_if_new`, raise FileExistsError if its name is taken; on
+        a disk the name is claimed first, by an empty file."""
         ...
 
     def remove(self, name: str) -> None:

@@ -26,7 +26,8 @@ from llmfoundry_lite.errors import CheckpointError
 class Start(NamedTuple):
     """Where a launch starts: at a checkpoint, or at batch 1.
 
-    the run's own folder (`is_own`)     restores weights, optimizer, place in the data, clocks, log; under its lease
+    the run's own folder (`is_own`)     restores weights, optimizer, place in the data, clocks, log; under its lease,
+                                        unless partners (islands) say which launch takes that
     `load_path`                         the same, without a lease: nothing there is moved or removed
     `load_path`, `load_weights_only`    restores weights; the run is new
     """

@@ -185,7 +185,7 @@ def test_the_order_of_several_blocks_is_this_one_for_ever():
     ]
 
 
-def test_every_block_of_every_batch_index_is_shuffled_in_its_own_way():
+def test_every_block_of_every_row_index_is_shuffled_in_its_own_way():
     order = make_order(shard_sizes=[64 * 16], batch_size=4, window_samples=4 * 16)
     places_bn = whole_epoch(order).T.reshape(-1, 16)
     assert len({tuple(np.argsort(block_n)) for block_n in places_bn}) == 64
