@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, UserError, printable
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER, UserError, printable
 from llmfoundry_lite.files import check_answer_replaceable
 
 BENCHMARKS = {
@@ -67,7 +67,7 @@ def run_benchmark(arguments: Sequence[str]) -> int:
     if isinstance(found, int):
         return found
     holds = found.get("passed", found.get("is_same", True)) if isinstance(found, dict) else True
-    return EXIT_DONE if holds else EXIT_BUG
+    return EXIT_DONE if holds else EXIT_FAILURE
 
 
 def build_parser(name: str, run: Callable[..., Any]) -> argparse.ArgumentParser:

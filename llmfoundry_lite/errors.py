@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 EXIT_DONE = 0
-EXIT_BUG = 1
+EXIT_FAILURE = 1
+"""A bug, or a fault that may pass and before whose end no save stands. status.json's reason says which."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C twice: the process left at once. It is 128 plus SIGINT's number, as in shells."""
 EXIT_USER = 2
@@ -189,7 +190,7 @@ class UserError(ValueError):
             return self._exit_code
         if not self.is_transient:
             return EXIT_USER
-        return EXIT_BUG if self.has_lost else EXIT_PREEMPTED
+        return EXIT_FAILURE if self.has_lost else EXIT_PREEMPTED
 
     @exit_code.setter
     def exit_code(self, code: int) -> None:

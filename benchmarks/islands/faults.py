@@ -40,7 +40,7 @@ from benchmarks.islands.links import Links, set_links
 from benchmarks.switch.band import judge, read_series
 from benchmarks.switch.workshop import NO_GPU
 from llmfoundry_islands.coordination.messages import TOKEN
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.ranks.lean_imports import HEAVY
 from llmfoundry_lite.ranks.rank import rendezvous
 from llmfoundry_lite.report.tables import Table
@@ -457,7 +457,8 @@ def run(
         and not report["other_data"]
         and report["bands"] <= MAX_BANDS
         and not (way == "exact" and report["other_bits"])
-        and not {code for some in codes.values() for code in some} - {EXIT_DONE, EXIT_BUG, EXIT_USER, EXIT_PREEMPTED}
+        and not {code for some in codes.values() for code in some}
+        - {EXIT_DONE, EXIT_FAILURE, EXIT_USER, EXIT_PREEMPTED}
     )
     how = f"{num_faults} faults in {minutes:.0f} minutes and {last} batches. Three islands of 2, 1 and 1 ranks."
     command = (

@@ -28,8 +28,8 @@ import psutil
 
 from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.errors import (
-    EXIT_BUG,
     EXIT_DONE,
+    EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_USER,
@@ -47,7 +47,7 @@ from llmfoundry_ops.server import BEAT_SECONDS, Beat, Left, Start, open_channel,
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses before restarts in a row without progress; the last one repeats."""
-CODES = {EXIT_RETRY: EXIT_PREEMPTED, EXIT_RETRY_LOST: EXIT_BUG}
+CODES = {EXIT_RETRY: EXIT_PREEMPTED, EXIT_RETRY_LOST: EXIT_FAILURE}
 """Exit code of ranks that met a transient fault -> of the launch, when it is not tried again."""
 LINES_QUOTED = 15
 GRACE_SECONDS = {
@@ -56,11 +56,11 @@ GRACE_SECONDS = {
     EXIT_RETRY_LOST: 10.0,
     EXIT_RETRY: 10.0,
     EXIT_INTERRUPTED: 5.0,
-    EXIT_BUG: 1.0,
+    EXIT_FAILURE: 1.0,
 }
 """Exit code of the first rank that leaves -> time for the others. The launch's own code is the first in this order that
 any rank has: a user's error, which every try would repeat, goes before a preemption. A signal or any other code counts
-as EXIT_BUG. Preempted ranks save, and end themselves when that takes too long."""
+as EXIT_FAILURE. Preempted ranks save, and end themselves when that takes too long."""
 SILENCE_SECONDS = 10.0
 """Time without a beat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
@@ -134,7 +134,7 @@ class Launcher:
     def run(self, arguments: Sequence[str]) -> int:
         """Return the exit code of the launch.
 
-        Ranks start again after EXIT_BUG and transient faults, unless a signal has asked them to leave. Raises
+        Ranks start again after EXIT_FAILURE and transient faults, unless a signal has asked them to leave. Raises
         ConfigError for a folder that takes no logs, and for arguments that are too long to be handed on.
         """
         make_room_for_logs(self.logs)
@@ -147,7 +147,7 @@ class Launcher:
                 outcome = self._try([*arguments, *again], {**environment, **rendezvous()})
                 is_transient = outcome.code in CODES
                 code = CODES.get(outcome.code, outcome.code)
-                if (outcome.code != EXIT_BUG and not is_transient) or self._ending.num_asked:
+                if (outcome.code != EXIT_FAILURE and not is_transient) or self._ending.num_asked:
                     if outcome.was_killed:
                         say(f"{outcome.culprit}; {SAVES_STAND}")
                     return code
@@ -326,8 +326,8 @@ class World:
         if self.asked_by is not None and not self.processes:
             return Outcome(EXIT_PREEMPTED)
         codes = [process.code or EXIT_DONE for process in self.processes.values()]
-        code = EXIT_BUG if self.is_server_gone else launch_code(codes)
-        if code == EXIT_BUG and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
+        code = EXIT_FAILURE if self.is_server_gone else launch_code(codes)
+        if code == EXIT_FAILURE and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
             return Outcome(EXIT_PREEMPTED, *self._first, was_killed=True)
         return Outcome(code, *self._first)
 
@@ -395,7 +395,7 @@ def log_of(logs: Path, rank: int) -> Path:
 
 def launch_code(codes: Iterable[int]) -> int:
     """Return the launch's exit code for its ranks' codes; negative ones are signals."""
-    known = {code if code in (EXIT_DONE, *GRACE_SECONDS) else EXIT_BUG for code in codes}
+    known = {code if code in (EXIT_DONE, *GRACE_SECONDS) else EXIT_FAILURE for code in codes}
     return next((code for code in GRACE_SECONDS if code in known), EXIT_DONE)
 
 

@@ -27,8 +27,8 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.schema import parse_seconds
 from llmfoundry_lite.errors import (
-    EXIT_BUG,
     EXIT_DONE,
+    EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_USER,
@@ -66,7 +66,7 @@ PERMANENT_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLON
 class GivenUp(UserError):
     """Raised when a transient fault has lasted for longer than `retry_for`."""
 
-    def __init__(self, text: str, exit_code: int = EXIT_BUG):
+    def __init__(self, text: str, exit_code: int = EXIT_FAILURE):
         super().__init__(text)
         self.exit_code = exit_code
 

@@ -17,7 +17,15 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.cli import checkpoint, data, listing, results
 from llmfoundry_lite.cli import run as runs
 from llmfoundry_lite.cli.examples import EXAMPLES, add_examples
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER, UserError, printable
+from llmfoundry_lite.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_UNREAD,
+    EXIT_USER,
+    UserError,
+    printable,
+)
 from llmfoundry_lite.release import read_release
 
 app = typer.Typer(
@@ -60,7 +68,7 @@ def main() -> None:
         if sys.stdout is not None:  # `>&-` closes it
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:  # typer makes the second of the first, with code 1
-        if is_output_read() or getattr(error, "code", EXIT_BUG) != EXIT_BUG:
+        if is_output_read() or getattr(error, "code", EXIT_FAILURE) != EXIT_FAILURE:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
         code = EXIT_UNREAD

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_PREEMPTED, ConfigError
+from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_PREEMPTED, ConfigError
 from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
 
@@ -74,4 +74,4 @@ def run_ranks(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code if code >= 0 else EXIT_PREEMPTED if asked else EXIT_BUG
+    return code if code >= 0 else EXIT_PREEMPTED if asked else EXIT_FAILURE

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
 from llmfoundry_lite.errors import (
-    EXIT_BUG,
     EXIT_DONE,
+    EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_USER,
@@ -227,7 +227,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def exit_code_of(error: BaseException) -> int:
     """Return this rank's exit code. A rank that has only lost another one has the code of the first to fail."""
-    code = error.exit_code if isinstance(error, UserError) else EXIT_BUG
+    code = error.exit_code if isinstance(error, UserError) else EXIT_FAILURE
     if isinstance(error, UserError) and error.is_transient and RANK_LOGS in os.environ:
         code = EXIT_RETRY_LOST if error.has_lost else EXIT_RETRY
     if isinstance(error, AnotherFailedError):
@@ -285,7 +285,7 @@ FIRST_ERROR = "llmfoundry_lite/first_error"
 def first_error(error: BaseException) -> FirstError:
     """Return the first failure of any rank, `error` if this rank is the first: from the process group's store, or this
     node's without one. Raises RuntimeError when the store is gone."""
-    code = EXIT_BUG if is_lost_peer(error) else exit_code_of(error)
+    code = EXIT_FAILURE if is_lost_peer(error) else exit_code_of(error)
     text = describe(error)
     first = siblings.note_end(code, text)
     if _process_group_store() is None:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from llmfoundry_lite.files import open_own
 from llmfoundry_lite.ranks.identity import describe_process, lives, start_ticks
 from llmfoundry_lite.ranks.rank import this_rank
@@ -77,7 +77,7 @@ def failure_of_another() -> FirstError | None:
         for rank, (pid, started, code, _) in others:
             if code is None and start_ticks(pid) != started:
                 words = "has ended without a word: it was killed, perhaps for want of memory, or has crashed"
-                return FirstError(int(rank), EXIT_BUG, f"error: rank {rank} {words}")
+                return FirstError(int(rank), EXIT_FAILURE, f"error: rank {rank} {words}")
             if code not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
                 return FirstError(int(rank), code, f"error: rank {rank} has left with exit code {code}")
     return failure_elsewhere()

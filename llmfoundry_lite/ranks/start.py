@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.errors import EXIT_BUG, ConfigError
+from llmfoundry_lite.errors import EXIT_FAILURE, ConfigError
 from llmfoundry_lite.ranks.ending import ending_in_time
 from llmfoundry_lite.ranks.exchange import open_host_group
 from llmfoundry_lite.ranks.rank import count_usable_cores, rank_variables, this_rank
@@ -20,7 +20,7 @@ RENDEZVOUS_GRACE_SECONDS = 5.0
 LOOPBACK = "127.0.0.1"
 
 
-def start_process_group(device_type: str, timeout_seconds: float, exit_code: int = EXIT_BUG) -> None:
+def start_process_group(device_type: str, timeout_seconds: float, exit_code: int = EXIT_FAILURE) -> None:
     """Start the process group, unless there is one. A process without a launcher is a world of one, on no network.
 
     torch raises after the timeout when a rank is missing. When rank 0 is frozen torch waits for ever: the process then

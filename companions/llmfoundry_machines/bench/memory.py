@@ -13,7 +13,7 @@ from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.devices import accelerator, device_name
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, ConfigError
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import GIB, Accelerator
 from llmfoundry_machines.bench.frame import (
@@ -75,7 +75,7 @@ def run(models: Sequence[str] = (), minutes: float = 3, most: int = 8, out: Path
         command="llmfoundry-lite bench memory",
         out=out,
     )
-    return EXIT_BUG if any(row["error"] for row in rows) else EXIT_DONE
+    return EXIT_FAILURE if any(row["error"] for row in rows) else EXIT_DONE
 
 
 def fits(config: TrainConfig, device: Accelerator, size: int, num_devices: int) -> bool:

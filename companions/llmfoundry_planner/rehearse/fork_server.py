@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER
 from llmfoundry_lite.hardware import Accelerator
 from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
 from llmfoundry_planner.rehearse.build import NAME, build_library
@@ -118,7 +118,7 @@ class ForkServer:
         said = folder / "stderr.txt"
         text = said.read_text(errors="replace") if said.is_file() else ""
         # Without an answer the server itself is gone, with its reason on our standard error.
-        code = int(answer) if answer.strip() else self._process.wait() or EXIT_BUG
+        code = int(answer) if answer.strip() else self._process.wait() or EXIT_FAILURE
         last = "collectives" if counts_operations else "allocated_bytes"
         return read_outcome(folder, code, text, time.monotonic() - began, last)
 
@@ -148,7 +148,7 @@ def read_outcome(folder: Path, code: int, said: str, seconds: float, last: str =
     if code < 0:
         reason = "; this machine may be out of memory" if code == -signal.SIGKILL else ""
         said += f"error: rehearse: the process was killed by {signal.Signals(-code).name}{reason}\n"
-        code = EXIT_BUG
+        code = EXIT_FAILURE
     result = folder / "result.json"
     found = json.loads(result.read_text()) if result.is_file() else {}
     if code == EXIT_DONE and last not in found:

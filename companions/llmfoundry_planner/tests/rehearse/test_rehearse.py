@@ -17,7 +17,7 @@ from llmfoundry_layouts.stage_memory import estimate_stages
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.errors import EXIT_BUG, EXIT_DONE, EXIT_USER
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import ACCELERATORS, GIB
 from llmfoundry_planner.rehearse.fork_server import ForkServer, Job
@@ -112,7 +112,7 @@ def test_a_device_between_those_that_torch_was_built_for_is_rehearsed(server):
 )
 def test_what_a_device_refuses_is_refused(server, name, words):
     outcome = rehearse(server, with_mistake(name), "model.n_layers=2", "compile_config=null")
-    assert outcome.exit_code == EXIT_BUG
+    assert outcome.exit_code == EXIT_FAILURE
     assert words in outcome.said
 
 
@@ -400,7 +400,7 @@ def test_a_rehearsal_that_is_killed_leaves_nothing_behind(tmp_path, victim):
     _, alive = psutil.wait_procs(processes, timeout=120)
     assert not alive and not list(tmp_path.glob("rehearse-*"))
     if victim == "rank":
-        assert parent.returncode == EXIT_BUG
+        assert parent.returncode == EXIT_FAILURE
         assert said.endswith("error: rehearse: the process was killed by SIGKILL; this machine may be out of memory\n")
 
 
