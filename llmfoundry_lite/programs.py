@@ -80,7 +80,8 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
     """List the runs in a folder by name, with the state of each. No torch is needed.
 
     A run that is still written stands as it is now; `look()` reads what has come since. It stands for its folder
-    wherever a path is asked for, as in `lf.load(run)`.
+    wherever a path is asked for, as in `lf.load(run)`. A folder of runs' checkpoints may be given too, and a URL such
+    as `s3://bucket`: runs there stand as their newest checkpoints tell.
 
     >>> lf.runs("runs")
     [<runs/tiny: done at batch 6, loss ..., saved ba6>]
@@ -88,7 +89,8 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
     >>> run.batch, run.has_ended, run.progress, run.last_checkpoint(), run.config["global_train_batch_size"]
     (6, True, 1.0, 'ba6', 8)
 
-    Raises DataError if there is no such folder, and ConfigError without the companion `llmfoundry_ops`.
+    Raises DataError if there is no such folder, CheckpointError for a URL that cannot be read, and ConfigError without
+    the companion `llmfoundry_ops`.
     """
     return companions.find("readers", "runs that are still written", "lf.runs")(folder)
 

@@ -217,7 +217,7 @@ def bench_memory(
 def doctor_command(
     context: typer.Context,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings there too, for fleets.")] = None,
-    folder: Annotated[Path, typer.Option(help="Check the folder where checkpoints will go.")] = Path("."),
+    folder: Annotated[str, typer.Option(help="Check the folder where checkpoints will go; may be a URL.")] = ".",
     num_ranks: Annotated[int | None, typer.Option(min=1, help="Run so many ranks [one per device; CPU: 2].")] = None,
     alone: Annotated[bool, typer.Option("--alone", help="Check this machine alone, in a launch too.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Measure less: under 10 s without a GPU.")] = False,
@@ -226,11 +226,13 @@ def doctor_command(
 
     Under torchrun or srun, checks all nodes together: each pair's link, each node's rate, clocks and versions.
     """
+    from llmfoundry_lite.checkpoint.open_folder import open_folder
     from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
     from llmfoundry_machines.doctor.examine import doctor, leave_without_waiting
     from llmfoundry_machines.doctor.finding import Machine
 
-    machine = Machine(folder=folder, num_ranks=num_ranks, quick=quick)
+    place = open_folder(folder)
+    machine = Machine(folder=place.path_here or place.url, num_ranks=num_ranks, quick=quick)
     if not alone:
         import llmfoundry_lite.ranks.ending  # noqa: F401 - before torch, of whose words in C++ it leaves the errors
 

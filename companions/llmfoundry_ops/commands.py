@@ -31,12 +31,20 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
     return Launcher(program, num_ranks, max_restarts, logs, batch, parse_seconds(config.retry_for)).run(arguments)
 
 
-def watch_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="Watch a run on this disk.")]) -> None:
-    """Show a run live, until it ends. Batch, loss, rate, remaining time, last checkpoint; Ctrl-C leaves it alone."""
-    from llmfoundry_ops.watch import watch
+def watch_command(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Watch a run directory, or a save_folder, which may be a URL.")
+    ],
+) -> None:
+    """Show a run live, until it ends. Batch, loss, rate, remaining time, last checkpoint; Ctrl-C leaves it alone.
+
+    The exit code is the run's: 0 done or stopped, 75 preempted, 1 failed, or gone without a word.
+    """
+    from llmfoundry_ops.watch import exit_code_of, watch
 
     with contextlib.suppress(KeyboardInterrupt):
-        watch(run)
+        status = watch(run)
+        raise typer.Exit(exit_code_of(status))
 
 
 def relay_command(

@@ -1,22 +1,42 @@
 """State of runs that may still be written, for `lf.runs` and `watch`. No torch.
 
-Reads status.json, config.yaml and, at each look, what metrics.jsonl has since the last one.
+Reads status.json, config.yaml and, at each look, what metrics.jsonl has since the last one. Of a folder of checkpoints,
+such as one in a bucket, it reads the newest checkpoint and the log that travels with it.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
+from llmfoundry_lite.checkpoint.commit import COMMITTED, Checkpoint
+from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.log_lines import POSITIONS, Record, number_of, read_lines, validation_losses
 from llmfoundry_lite.checkpoint.open_folder import open_folder
+from llmfoundry_lite.checkpoint.paths import INSIDE_A_RUN
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.config.spans import TIME_UNITS, Duration
 from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.ranks.identity import lives
 from llmfoundry_lite.ranks.status import STATUS, read_status
-from llmfoundry_lite.report.reading import LOSS, METRICS, folder_of_checkpoints, read_config, what_to_give
+from llmfoundry_lite.report.reading import (
+    LOSS,
+    METRICS,
+    add_carried_log,
+    folder_of_checkpoints,
+    read_config,
+    read_part,
+    what_to_give,
+)
+
+SAVED = "saved"
+"""Status of a run of which only the checkpoints are known: whether it still trains cannot be told from them."""
+LOOK_SECONDS = 1.0
+"""Time between two looks at a log on this machine."""
+BUCKET_SECONDS = 10.0
+"""Time between two looks at checkpoints. A look at a bucket lists it and asks for each of them."""
 
 
 class LiveRun:
@@ -25,9 +45,13 @@ class LiveRun:
     `status` is what `status.json` has, `last` the newest line of the log, `config` the run's YAML.
     """
 
+    look_seconds = LOOK_SECONDS
+
     def __init__(self, folder: Path):
         """Raises DataError if there is no run."""
-        self.folder = folder
+        self.folder: Path | str = folder
+        """The run directory; of a `SavedRun`, the path or URL of its checkpoints."""
+        self._path = folder
         self.config: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
         self.last: Record = {}
@@ -35,6 +59,8 @@ class LiveRun:
         self.validation: tuple[int, float] | None = None
         """(batch, loss)"""
         self.max_duration: Duration | None = None
+        self.trouble: str | None = None
+        """Why the last look could not read the checkpoints."""
         self._offset = 0
         self._opened = open_folder(str(folder))
         if not any((folder / name).is_file() for name in (STATUS, METRICS)):
@@ -42,20 +68,25 @@ class LiveRun:
 
     def look(self) -> None:
         """Read the status, and what the log has since the last look."""
-        self.status = {"status": "unknown", "batch": 0, "reason": None, **(read_status(self.folder) or {})}
+        self.status = {"status": "unknown", "batch": 0, "reason": None, **(read_status(self._path) or {})}
         if self.max_duration is None:
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not written yet, or not by us
                 self.config = read_config(self._opened, []) or {}
-                self.max_duration = Duration.parse(self.config["max_duration"])
+                self.max_duration = Duration.parse(self.config["max_duration"], TIME_UNITS)
         with contextlib.suppress(OSError):
-            for _, record in read_lines(self._new_lines()):
-                self.last = {key: value for key, value in record.items() if number_of(value) is not None}
-                if losses := [*validation_losses(self.last).values()]:
-                    self.validation = (record["batch"], losses[0])
+            self._take(self._new_lines())
+
+    def _take(self, lines: Iterable[bytes]) -> None:
+        """Note what lines of the log say."""
+        for _, record in read_lines(lines):
+            self.last = {key: value for key, value in record.items() if number_of(value) is not None}
+            losses = [*validation_losses(self.last).values()]
+            if losses:
+                self.validation = (record["batch"], losses[0])
 
     def _new_lines(self) -> Iterator[bytes]:
         """Yield lines of the log since the last look. One that is being written is for the next."""
-        for line in read_lines_at_most(self.folder / METRICS, MAX_LOG_BYTES, METRICS, begin=self._offset):
+        for line in read_lines_at_most(self._path / METRICS, MAX_LOG_BYTES, METRICS, begin=self._offset):
             if line.endswith(b"\n"):
                 self._offset += len(line)
                 yield line
@@ -90,7 +121,9 @@ class LiveRun:
 
     @property
     def batch(self) -> int:
-        return max(self.status["batch"], 0 if self.has_ended else self.last.get("batch", 0))
+        # Batches that were logged after the last save of a run that has ended are trained again.
+        counts_log = not self.has_ended or self.status["status"] == "unknown"
+        return max(self.status["batch"], self.last.get("batch", 0) if counts_log else 0)
 
     @property
     def progress(self) -> float | None:
@@ -112,13 +145,129 @@ class LiveRun:
         return None
 
 
+class SavedRun(LiveRun):
+    """State of a run as its checkpoints tell it: each `look` reads the newest one, if that is another than before.
+
+    The `status` is `done` when the newest checkpoint is the run's end, `ended` when the process that saved last is
+    known to be gone, else `saved`: no checkpoint says how a launch ended.
+    """
+
+    look_seconds = BUCKET_SECONDS
+
+    def __init__(self, opened: Folder, store: CheckpointStore):
+        self.folder = opened.url
+        self.config = {}
+        self.status = {"status": SAVED, "batch": 0, "reason": None}
+        self.last = {}
+        self.validation = None
+        self.max_duration = None
+        self.trouble = None
+        self._opened = opened
+        self._store = store
+        self._newest: Checkpoint | None = None
+
+    def look(self) -> None:
+        """Read the newest checkpoint. Raises CheckpointError if the first look finds none that can be read; a later one
+        notes the `trouble`, as a bucket that does not answer now may answer at the next look."""
+        try:
+            self._read_newest()
+            self.trouble = None
+        except (CheckpointError, OSError) as error:
+            if self._newest is None:
+                raise
+            self.trouble = str(error)
+
+    def _read_newest(self) -> None:
+        before = self._newest.manifest.save_id if self._newest is not None else None
+        listed = [candidate for candidate in self._store.candidates() if candidate.head is not None]
+        if not listed:
+            raise DataError(f"{self._store.root.url}: no checkpoint here can be read")
+        assert listed[0].head is not None
+        if listed[0].head.save_id != before:
+            self._newest = listed[0].open()
+            self._read_log(self._newest)
+        self.status = self._tell_status()
+
+    def _read_log(self, newest: Checkpoint) -> None:
+        config = newest.manifest.config
+        self.config = config if isinstance(config, dict) else {}
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # a configuration that is not ours
+            self.max_duration = Duration.parse(self.config["max_duration"], TIME_UNITS)
+        content = b""
+        if METRICS in self._opened.names():  # a run directory that was copied there
+            content = read_part(self._opened, METRICS, MAX_LOG_BYTES)
+        self.last = {"batch": newest.manifest.timestamp.batch}
+        self._take(add_carried_log(content, newest, []))
+
+    def _tell_status(self) -> dict[str, Any]:
+        assert self._newest is not None
+        stamp = self._newest.manifest.timestamp
+        if self.max_duration is not None:
+            position = {"ba": stamp.batch, "ep": stamp.epoch, "sp": stamp.sample, "tok": stamp.token}
+            if position[self.max_duration.unit] >= self.max_duration.value:
+                return {"status": "done", "batch": stamp.batch, "reason": None}
+        holder = self._store.leases.holder()
+        if holder is not None and {"host", "pid"} <= holder.owner.keys() and lives(holder.owner) is False:
+            reason = f"process {holder.owner['pid']} of this machine, the last that saved here, is gone"
+            return {"status": "ended", "batch": stamp.batch, "reason": reason}
+        return {"status": SAVED, "batch": stamp.batch, "reason": None}
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status["status"] != SAVED
+
+    def last_checkpoint(self) -> str | None:
+        return self._newest.name if self._newest is not None else None
+
+
+def open_run(folder: str | os.PathLike[str]) -> LiveRun:
+    """Open a run directory, or a folder of checkpoints: here, or behind a URL. Nothing is read before `look`.
+
+    Raises DataError if there is no run, CheckpointError for a URL that cannot be opened.
+    """
+    opened = open_folder(folder)
+    path = opened.path_here
+    if path is not None and any(os.path.isfile(path / name) for name in (STATUS, METRICS)):
+        return LiveRun(path)
+    store = _store_in(opened)
+    if store is not None:
+        return SavedRun(opened, store)
+    if path is not None:
+        return LiveRun(path)  # which says what to give instead
+    raise DataError(f"{opened.url}: no checkpoints here; expected a run's save_folder")
+
+
+def _store_in(folder: Folder) -> CheckpointStore | None:
+    """Return the checkpoints in a folder, or in a run directory; None if there are none."""
+    for place in (folder, folder.child(INSIDE_A_RUN)):
+        try:
+            names = place.names()
+        except OSError as error:
+            if folder.path_here is not None:
+                return None  # a folder into which this user may not look
+            raise DataError(f"{folder.url}: cannot be read: {error.strerror or error}") from error
+        if any(COMMITTED.fullmatch(name) for name in names):
+            return CheckpointStore(place.url)
+    return None
+
+
 def list_runs(folder: str | os.PathLike[str]) -> list[LiveRun]:
     """List the runs in a folder by name. Raises DataError if there is no such folder."""
-    if not os.path.isdir(folder):
+    opened = open_folder(folder)
+    if opened.path_here is not None and not opened.path_here.is_dir():
         raise DataError(f"{os.fspath(folder)} is no folder on this disk; expected one whose folders are runs")
+    try:
+        names = sorted(opened.names())
+    except OSError as error:
+        raise DataError(f"{opened.url}: cannot be read: {error.strerror or error}") from error
+
     found = []
-    for place in sorted(Path(folder).iterdir()):
-        if any(os.path.isfile(place / name) for name in (STATUS, METRICS)):  # False where it may not look
-            found.append(LiveRun(place))
-            found[-1].look()
+    for name in names:
+        child = opened.child(name)
+        if child.path_here is not None and not child.path_here.is_dir():
+            continue
+        with contextlib.suppress(DataError):  # not a run
+            run = open_run(child.url)
+            run.look()
+            found.append(run)
     return found

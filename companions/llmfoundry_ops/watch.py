@@ -1,12 +1,13 @@
 """Live line of a run: batch, loss, rate, remaining time, last checkpoint. No torch.
 
 llmfoundry-lite watch runs/mpt-1b
+llmfoundry-lite watch s3://bucket/mpt-1b     what its checkpoints tell
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,25 +15,29 @@ from rich.live import Live
 from rich.text import Text
 
 from llmfoundry_lite.checkpoint.log_lines import console_line
-from llmfoundry_lite.errors import printable
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_PREEMPTED, printable
 from llmfoundry_lite.report import tables
-from llmfoundry_ops.runs import LiveRun
+from llmfoundry_ops.runs import LiveRun, open_run
 
 PIPE_SECONDS = 10.0
 """Time between two lines that go to a file or pipe."""
-LOOK_SECONDS = 1.0
-"""Time between two looks at the log, on a terminal."""
+EXIT_CODES = {"done": EXIT_DONE, "stopped": EXIT_DONE, "preempted": EXIT_PREEMPTED}
+"""How a run ended -> the exit code of `watch`; EXIT_FAILURE for any other end."""
+
+
+def exit_code_of(status: dict[str, Any]) -> int:
+    return EXIT_CODES.get(status["status"], EXIT_FAILURE)
 
 
 def watch(
-    folder: Path, *, console: Console | None = None, pause: Callable[[float], None] = time.sleep
+    folder: str | os.PathLike[str], *, console: Console | None = None, pause: Callable[[float], None] = time.sleep
 ) -> dict[str, Any]:
     """Show the run at `folder` until it has ended; returns its status. Raises DataError if there is no run.
 
     A terminal has one line, written anew at each look; a file or pipe gets one whenever the run has moved on.
     """
     console = console or tables.console()
-    run, shown = LiveRun(folder), None
+    run, shown = open_run(folder), None
     run.look()
     with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
         while True:
@@ -44,7 +49,7 @@ def watch(
                 console.print(line)
             if run.has_ended:
                 break
-            pause(LOOK_SECONDS if console.is_terminal else PIPE_SECONDS)
+            pause(run.look_seconds if console.is_terminal else PIPE_SECONDS)
             run.look()
     console.print(Text(printable(f"{run.folder}: {run.ending}" if console.is_terminal else run.ending)))
     return run.status
@@ -59,6 +64,8 @@ def line_of(run: LiveRun) -> str:
         parts.append(f"local steps, every {run.last['islands/local_steps']}: losses are of this island's rows")
     if (saved := run.last_checkpoint()) is not None:
         parts.append(f"saved {saved}")
+    if run.trouble is not None:
+        parts.append(run.trouble)
     if not run.has_ended and (reason := run.status.get("reason")):
         parts.append(f"asked to leave: {reason}")
     return " · ".join(parts)

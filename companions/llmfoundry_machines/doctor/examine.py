@@ -1,6 +1,7 @@
 """The examination of one machine: each check in a process of its own, the table, the JSON. No torch here.
 
     llmfoundry-lite doctor --folder /checkpoints --json doctor.json
+    llmfoundry-lite doctor --folder s3://bucket/checkpoints
 
 A driver may hang and a library may crash, and this process must outlive both. The processes are forks of a server that
 has imported torch once and has not touched a device. Each sets itself an alarm, in case this process dies first.
@@ -64,10 +65,12 @@ CHECKS: Mapping[str, Check] = {
 def doctor(machine: Machine, json_file: Path | None = None) -> int:
     """Check this machine, print the table, write the JSON; returns 0 when nothing failed, else 2.
 
-    Raises UserError for a folder that is not local and for a JSON file that cannot be written.
+    Raises UserError for a folder that is neither here nor a URL, and for a JSON file that cannot be written.
     """
-    if ":/" in str(machine.folder):  # s3://…, of which Path keeps one slash
-        raise UserError(f"--folder: {machine.folder} is not a folder of this machine; name one that it has mounted")
+    if isinstance(machine.folder, Path) and ":/" in str(machine.folder):
+        raise UserError(
+            f"--folder: {machine.folder} is not a folder of this machine; a URL begins with s3://, gs://, …"
+        )
     check_json_file(json_file)
     forkserver.set_forkserver_preload(PRELOAD)
     findings = examine(machine)

@@ -22,8 +22,8 @@ class Status(StrEnum):
 class Machine:
     """The user's choices; a check finds out the rest itself."""
 
-    folder: Path = Path(".")
-    """The folder for checkpoints."""
+    folder: Path | str = Path(".")
+    """The folder for checkpoints; text if it is a URL."""
     num_ranks: int | None = None
     """Processes of the collectives; None is one per device, or 2 on CPUs."""
     quick: bool = False

@@ -1,9 +1,12 @@
 """The folder for checkpoints: free space, rates of writing and reading, fsync; and the clocks that date its files.
 
+Behind a URL: a file is put, read, listed and removed as a save does it, in a folder of its own that goes again.
+
 Leases of checkpoints compare times of several machines, so the file server's clock is compared with this one's.
 (`collectives.py` compares the ranks' clocks.)
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -11,12 +14,15 @@ import statistics
 import struct
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 
+from llmfoundry_lite.checkpoint.folder import Folder
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
 
@@ -85,8 +91,10 @@ def kernel_clock_status() -> int | None:
     return None if function(buffer) < 0 else struct.unpack_from("@iqqqqi", buffer.raw)[5]
 
 
-def check_server_clock(folder: Path) -> Finding:
+def check_server_clock(folder: Path | str) -> Finding:
     name = "clock of the folder"
+    if isinstance(folder, str):
+        return Finding(name, Status.SKIP, detail=f"nothing was compared: no clock counts for saves in {folder}")
     if not is_shared(folder):
         detail = f"nothing was compared: {folder.resolve()} gets its times from this machine's own clock"
         return Finding(name, Status.SKIP, detail=detail)
@@ -108,6 +116,9 @@ def check_server_clock(folder: Path) -> Finding:
 
 def check_disk(machine: Machine) -> Iterator[Finding]:
     folder = machine.folder
+    if isinstance(folder, str):
+        yield from check_bucket(open_folder(folder), machine.quick)
+        return
     if not folder.is_dir():
         fix = f"mkdir -p {folder}, or name another one with --folder"
         yield Finding("disk", Status.FAIL, detail=f"{folder} is not a folder", fix=fix)
@@ -206,6 +217,105 @@ def check_latency(descriptor: int, limit_seconds: float) -> Finding:
     detail = f"of 4 KiB, median of {len(seconds)}; the slowest took {max(seconds) * 1e3:,.1f} ms"
     problems = [f"{SLOW_FSYNC_SECONDS * 1e3:.0f} ms is the most"] if typical > SLOW_FSYNC_SECONDS else []
     return judge("disk fsync", problems, FASTER, Status.WARN, value=typical * 1e3, unit="ms", detail=detail)
+
+
+# ---------------------------------------------------------------------------------------------------------- bucket
+
+
+def check_bucket(folder: Folder, is_quick: bool) -> Iterator[Finding]:
+    """Check a folder behind a URL by what a save does there: upload, list, read, claim a lease, remove."""
+    place = folder.child(f".doctor-{uuid.uuid4().hex}")
+    num_blocks = PIECE_BLOCKS if is_quick else 4 * PIECE_BLOCKS
+    seed = time.time_ns()
+    name = "bucket write"
+    try:
+        num_written, finding = check_upload(place, num_blocks, seed)
+        yield finding
+        name = "bucket read"
+        yield check_download(place, num_written, seed)
+        name = "bucket lease"
+        yield check_claim(place)
+        name = "bucket remove"
+        place.remove_all()
+        left = place.names()
+        fix = "let these credentials delete objects: retention and `checkpoint prune` remove old saves"
+        problems = [f"{', '.join(left)} is still there"] if left else []
+        yield judge(name, problems, fix, detail=f"what was written to {folder.url} was removed again")
+    except OSError as error:
+        fix = f"check the credentials, and that they may read, write, list and delete in {folder.url}"
+        yield Finding(name, Status.FAIL, detail=f"{error.strerror or error}, in {place.url}", fix=fix)
+        with contextlib.suppress(OSError):
+            place.remove_all()
+
+
+UPLOADED = "data"
+"""Name of the file that is uploaded and read again."""
+
+
+def check_upload(place: Folder, num_blocks: int, seed: int) -> tuple[int, Finding]:
+    """Upload blocks until all are written or the time is up, as a save uploads a shard. Returns how many."""
+    blocks = [build_block(seed, index) for index in range(PIECE_BLOCKS)]
+    count = 0
+    began = time.perf_counter()
+    sink = place.sink(UPLOADED, num_blocks * MIB)
+    try:
+        while count < num_blocks and time.perf_counter() - began < LIMIT_SECONDS:
+            sink.write_at(count * MIB, [blocks[count % PIECE_BLOCKS]])
+            count += 1
+        sink.close()
+    except BaseException:
+        sink.abandon()
+        raise
+    rate = count * MIB / (time.perf_counter() - began)
+    detail = f"{count} MiB in one upload; 1 G parameters would take {ENOUGH_BYTES / 3 / rate:,.0f} s to save"
+    problems = [TOO_SLOW] if rate < SLOW_BYTES_PER_SECOND else []
+    fix = "name a bucket near this machine with save_folder; each rank uploads its own part, so ranks add up"
+    return count, judge("bucket write", problems, fix, Status.WARN, value=rate / 1e6, unit="MB/s", detail=detail)
+
+
+def check_download(place: Folder, num_blocks: int, seed: int) -> Finding:
+    """List the upload and read it again, in ranges, as a restore does."""
+    num_bytes = place.sizes().get(UPLOADED)
+    if num_bytes != num_blocks * MIB:
+        detail = f"the listing shows {num_bytes} bytes right after an upload of {num_blocks * MIB}"
+        fix = "do not save here: a save is only there when its listing shows it at once"
+        return Finding("bucket read", Status.FAIL, detail=detail, fix=fix)
+
+    blocks = [build_block(seed, index) for index in range(PIECE_BLOCKS)]
+    source = place.source(UPLOADED)
+    wrong: list[str] = []
+    count = 0
+    seconds = 0.0
+    while count < num_blocks and seconds < LIMIT_SECONDS:
+        buffer = bytearray(min(PIECE_BLOCKS, num_blocks - count) * MIB)
+        began = time.perf_counter()
+        source.read_into(count * MIB, [buffer])
+        seconds += time.perf_counter() - began
+        for offset in range(0, len(buffer), MIB):
+            if buffer[offset : offset + MIB] != blocks[count % PIECE_BLOCKS]:
+                wrong.append(f"MiB {count}")
+            count += 1
+    source.close()
+
+    rate = count * MIB / max(seconds, 1e-9) / 1e6
+    if wrong:
+        detail = f"{len(wrong)} of {count} MiB are not what was written"
+        return judge("bucket read", wrong, "do not save here", value=rate, unit="MB/s", detail=detail)
+    problems = [TOO_SLOW] if rate * 1e6 < SLOW_BYTES_PER_SECOND else []
+    detail = f"{count} MiB, the bytes that were written"
+    fix = "name a bucket near this machine with save_folder"
+    return judge("bucket read", problems, fix, Status.WARN, value=rate, unit="MB/s", detail=detail)
+
+
+def check_claim(place: Folder) -> Finding:
+    """Claim a name twice, as two launches do that want the same lease: the second must be refused."""
+    place.put("claim", b"first", only_if_new=True)
+    try:
+        place.put("claim", b"second", only_if_new=True)
+    except FileExistsError:
+        return Finding("bucket lease", Status.PASS, detail="a name that is taken cannot be taken again")
+    detail = "a name that was taken was taken again: two launches of a run could save at once"
+    return Finding("bucket lease", Status.FAIL, detail=detail, fix="name another bucket with save_folder")
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -4,10 +4,13 @@ import json
 
 import pytest
 
+import llmfoundry_lite as lf
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_ops.runs import LiveRun
+from llmfoundry_ops.tests.buckets import save_with_log
 from tests.checkpoint.saves import save as save_checkpoint
 from tests.helpers.reported import record, write_run
 
@@ -58,3 +61,30 @@ def test_a_folder_of_islands_says_which_of_them_to_watch(tmp_path):
     write_run(tmp_path / "run/b", [record(1), record(2)])
     with pytest.raises(DataError, match=f"no status.json here; its folders a, b are runs.* give {tmp_path}/run/b"):
         LiveRun(tmp_path / "run")
+
+
+def test_runs_in_a_bucket_are_listed_by_their_checkpoints():
+    save_with_log("memory://runs/list/one", 2)
+    save_with_log("memory://runs/list/two", 4)
+    open_folder("memory://runs/list/data").put("index.json", b"{}")
+    first, second = lf.runs("memory://runs/list")
+    assert (first.folder, first.batch, first.has_ended, first.last_checkpoint()) == (
+        *("memory://runs/list/one", 2, False, "ba2"),
+    )
+    assert (second.batch, second.progress, second.status["status"]) == (4, 1.0, "done")
+    assert repr(first) == "<memory://runs/list/one: saved at batch 2, loss 4.5000, saved ba2>"
+    assert lf.runs("memory://runs/empty") == []
+
+
+def test_a_folder_of_saves_on_a_shared_disk_is_listed_too(tmp_path):
+    save_with_log(str(tmp_path / "saves/tiny"), 2)
+    (tmp_path / "saves/notes.txt").write_text("")
+    (found,) = lf.runs(tmp_path / "saves")
+    assert (found.batch, found.last_checkpoint(), found.config["run_name"]) == (2, "ba2", "tiny")
+
+
+def test_a_max_duration_that_is_not_a_run_s_is_not_read(run):
+    (run / "config.yaml").write_text("max_duration: 0.5dur\n")
+    found = LiveRun(run)
+    found.look()
+    assert found.progress is None

@@ -9,7 +9,9 @@ from rich.console import Console
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.status import write_status
+from llmfoundry_ops.tests.buckets import end_last_writer, save_with_log
 from llmfoundry_ops.watch import watch
 from tests.checkpoint.saves import save as save_checkpoint
 
@@ -119,3 +121,79 @@ def test_local_steps_are_said(run):
     console = Console(file=io.StringIO(), width=200)
     watch(run, console=console)
     assert "local steps, every 100: losses are of this island's rows" in console.file.getvalue()
+
+
+# ----------------------------------------------------------------------------------------- exit codes, buckets
+
+
+def end_of_a_killed_process(folder):
+    """Leave a status that says `running`, of a process that is gone."""
+    content = json.loads((folder / "status.json").read_text())
+    content["process"]["pid"], content["process"]["started"] = 2**22 + 1, 1
+    (folder / "status.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("done", 0), ("stopped", 0), ("preempted", 75), ("failed", 1), ("running", 1)]
+)
+def test_the_exit_code_is_the_run_s(run, status, code, capsys):
+    append(run, 3)
+    write_status(run, status, 3)
+    if status == "running":
+        end_of_a_killed_process(run)
+    assert main.run(["watch", str(run)]) == code
+    assert ("is gone without a word" in capsys.readouterr().out) == (status == "running")
+
+
+def test_a_run_that_left_no_status_does_not_count_as_done(run, capsys):
+    (run / "status.json").unlink()
+    append(run, 3)
+    assert main.run(["watch", str(run)]) == 1
+    assert "unknown at batch 3" in capsys.readouterr().out
+
+
+def test_a_bucket_is_watched_by_its_checkpoints_until_the_run_is_done():
+    url = "memory://watch/ends/tiny"
+    lease = save_with_log(url, 2)
+    console = Console(file=io.StringIO(), width=200)
+    status = watch(url, console=console, pause=lambda seconds: save_with_log(url, 4, lease))
+    assert console.file.getvalue().splitlines() == [
+        "batch 2/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2",
+        "batch 4/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba4",
+        "done at batch 4",
+    ]
+    assert status["status"] == "done"
+
+
+def test_a_bucket_whose_last_writer_is_gone_is_not_done(capsys):
+    url = "memory://watch/gone/tiny"
+    save_with_log(url, 2)
+    end_last_writer(url)
+    assert main.run(["watch", url]) == 1
+    assert (
+        "ended at batch 2: process 4194305 of this machine, the last that saved here, is gone"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_bucket_that_does_not_answer_for_a_while_is_looked_at_again(monkeypatch):
+    url = "memory://watch/away/tiny"
+    lease = save_with_log(url, 2)
+    candidates = CheckpointStore.candidates
+
+    def refuse(self):
+        raise CheckpointError(f"{url}: cannot be listed: Connection refused")
+
+    steps = [
+        lambda: monkeypatch.setattr(CheckpointStore, "candidates", refuse),
+        lambda: (monkeypatch.setattr(CheckpointStore, "candidates", candidates), save_with_log(url, 4, lease)),
+    ]
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    assert watch(url, console=console, pause=lambda seconds: steps.pop(0)())["status"] == "done"
+    assert "saved ba2 · memory://watch/away/tiny: cannot be listed: Connection refused" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("url", ["memory://watch/nothing", "s4://bucket/run"])
+def test_a_url_without_a_run_is_one_line(url, capsys):
+    assert main.run(["watch", url]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {url}")

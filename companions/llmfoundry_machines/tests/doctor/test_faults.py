@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmfoundry_lite.checkpoint.open_folder import open_folder
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RemoteSource
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_machines.doctor import collectives, folder, speed
 from llmfoundry_machines.doctor.examine import examine
@@ -260,6 +262,56 @@ def test_a_full_disk_fails_and_says_what_to_do(small_disk):
 def test_a_folder_that_is_not_there_fails_with_the_command_that_makes_it(tmp_path):
     (finding,) = folder.check_disk(Machine(folder=tmp_path / "none"))
     assert finding.status is Status.FAIL and finding.fix.startswith(f"mkdir -p {tmp_path}/none")
+
+
+# ----------------------------------------------------------------------------------------------------- bucket
+
+
+def check_bucket(name: str) -> dict[str, Finding]:
+    return by_name(folder.check_disk(Machine(folder=f"memory://doctor/{name}", quick=True)))
+
+
+def test_a_sound_bucket_passes_and_nothing_stays_in_it():
+    found = check_bucket("sound")
+    assert [*found] == ["bucket write", "bucket read", "bucket lease", "bucket remove"]
+    assert {one.status for one in found.values()} == {Status.PASS}
+    assert open_folder("memory://doctor/sound").names() == []
+
+
+def test_a_bucket_where_a_lease_can_be_taken_twice_fails(monkeypatch):
+    put = RemoteFolder.put
+    monkeypatch.setattr(RemoteFolder, "put", lambda self, name, data, **_: put(self, name, data))
+    found = check_bucket("twice")["bucket lease"]
+    assert found.status is Status.FAIL and "two launches of a run could save at once" in found.detail
+
+
+def test_a_bucket_that_lists_late_or_returns_other_bytes_fails(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "sizes", lambda self: {})
+        found = check_bucket("late")["bucket read"]
+    assert found.status is Status.FAIL and "the listing shows None bytes" in found.detail
+
+    def read_zeros(self, offset, buffers):
+        for buffer in buffers:
+            buffer[:] = bytes(len(buffer))
+
+    monkeypatch.setattr(RemoteSource, "read_into", read_zeros)
+    found = check_bucket("zeros")["bucket read"]
+    assert found.status is Status.FAIL and "32 of 32 MiB are not what was written" in found.detail
+
+
+def test_credentials_that_may_not_write_or_remove_fail_with_what_they_lack(monkeypatch):
+    def refuse(self, *arguments, **options):
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "remove_all", refuse)
+        found = check_bucket("keeps")["bucket remove"]
+    assert found.status is Status.FAIL and "Access Denied" in found.detail
+    assert "read, write, list and delete in memory://doctor/keeps" in found.fix
+    monkeypatch.setattr(RemoteFolder, "sink", refuse)
+    (found,) = check_bucket("closed").values()
+    assert (found.check, found.status) == ("bucket write", Status.FAIL)
 
 
 # ------------------------------------------------------------------------------------------------ collectives

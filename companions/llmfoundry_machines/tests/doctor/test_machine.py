@@ -13,6 +13,7 @@ from rich.console import Console
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.hardware import GIB
+from llmfoundry_machines.doctor import examine as examination
 from llmfoundry_machines.doctor import machine
 from llmfoundry_machines.doctor.examine import CHECKS, as_dict, examine, exit_code, print_table
 from llmfoundry_machines.doctor.finding import Finding, Machine, Status
@@ -179,7 +180,8 @@ def test_the_table_keeps_every_word_at_any_width(width):
 @pytest.mark.parametrize(
     ("arguments", "message", "world_size"),
     [
-        (["--folder", "s3://bucket/run"], "is not a folder of this machine", "1"),
+        (["--folder", "s3:/bucket/run"], "is not a folder of this machine", "1"),
+        (["--folder", "s4://bucket/run"], "s4://bucket/run", "1"),
         (["--json", "none/doctor.json"], "--json: none is not a folder", "1"),
         (["--json", "none/doctor.json"], "--json: none is not a folder", "2"),
         (["--json", "."], "--json: . is a folder; name a file in it", "1"),
@@ -196,6 +198,14 @@ def test_options_that_cannot_be_end_in_one_line(arguments, message, world_size, 
     monkeypatch.setenv("WORLD_SIZE", world_size)
     assert main.run(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_bucket_is_examined_as_it_was_given(monkeypatch):
+    given = []
+    monkeypatch.setattr(examination, "doctor", lambda machine, json_file: given.append(machine.folder) or 0)
+    assert main.run(["doctor", "--folder", "memory://bucket/run"]) == 0
+    assert main.run(["doctor", "--folder", "/scratch"]) == 0
+    assert given == ["memory://bucket/run", Path("/scratch")]
 
 
 def run_doctor(tmp_path: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess, dict]:
