@@ -12,16 +12,23 @@ from typing import Any
 
 EXIT_DONE = 0
 EXIT_FAILURE = 1
-"""A bug, or a fault that may pass and before whose end no save stands. status.json's reason says which."""
-EXIT_INTERRUPTED = 130
-"""Ctrl-C twice: the process left at once. It is 128 plus SIGINT's number, as in shells."""
 EXIT_USER = 2
 EXIT_DIFFERS = 3
 """A replay is not bit-equal to the run."""
 EXIT_PREEMPTED = 75
 """State was saved; run the same command again (the number is BSD's EX_TEMPFAIL)."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C twice: the process left at once. It is 128 plus SIGINT's number, as in shells."""
 EXIT_UNREAD = 141
 """The reader of a command's output has left, as `head` does. It is 128 plus SIGPIPE's number, as in shells."""
+EXIT_MEANINGS = {
+    EXIT_DONE: "done",
+    EXIT_USER: "a mistake in the configuration or the data",
+    EXIT_PREEMPTED: "preempted, or stopped by a fault that may pass; run the same command again",
+    EXIT_INTERRUPTED: "ended at once by a second Ctrl-C",
+    EXIT_FAILURE: "failed: a bug, or a fault that may pass; status.json's reason says which",
+}
+"""What the exit codes of a run mean. Help and docs/moving-a-run.md say it in these words; other pages point there."""
 
 SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
 """Second command of an installation. These two exclude releases of torch, numpy and others that they do run with."""

@@ -24,13 +24,14 @@ from llmfoundry_lite import preflight
 from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, LoadedTrain, find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import printable
+from llmfoundry_lite.errors import EXIT_MEANINGS, printable
 from llmfoundry_lite.ranks.ending import checks, imports, run_and_exit
 from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 from llmfoundry_lite.ranks.rank import set_environment, this_rank
 from llmfoundry_lite.ranks.status import hear_of_other_nodes, refusals_recorded
 
-HELP = """\
+EXIT_CODES = "\n".join(f"{code:5}  {meaning}" for code, meaning in EXIT_MEANINGS.items())
+HELP = f"""\
 usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
        llmfoundry-lite train [-n RANKS] YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
 
@@ -43,8 +44,8 @@ hardware=auto    the overlay for the devices of this machine; hardware=h100-8 na
 
 With -n, ranks that die or freeze start again from the newest save: llmfoundry-lite train -n 8 --max-restarts 3 ...
 
-Exit codes: 0 done, 2 the configuration or the data is wrong, 1 a bug, 75 preempted or stopped by a fault that may pass
-(run the same command again).
+Exit codes:
+{EXIT_CODES}
 
 Example: llmfoundry-lite train -n 8 mpt-1b h100-8 variables.data=data/mine
 """

@@ -45,7 +45,7 @@ srun --kill-on-bad-exit=0 --wait=120 ${srun_options[@]+"${srun_options[@]}"} \
 code=$?
 
 # 75: preempted, run me again. If a signal ended a rank, the code is another (134: NCCL's watchdog aborts ranks whose peers
-# have left), and status.json tells. Any other code is the end: 0 done, 2 the configuration or the data, 1 a bug.
+# have left), and status.json tells. Any other code is the end; docs/moving-a-run.md says what each means.
 preempted=
 if [[ $code == 75 ]]; then
     preempted=yes

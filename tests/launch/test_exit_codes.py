@@ -21,19 +21,19 @@ from tests.helpers.tiny import tiny_config, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-COMPOSER = [Path(sys.executable).parent / "composer", "-n", "4"]
+COMPOSER = Path(sys.executable).parent / "composer"
 TRAIN = [ROOT / "scripts/train.py"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 @pytest.fixture
 def begin(tmp_path):
-    """Begin a launch of four ranks, which ends with the test."""
+    """Begin a launch, which ends with the test."""
     begun = []
 
-    def begin(*arguments):
+    def begin(*arguments, num_ranks=4):
         place = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        begun.append(subprocess.Popen([*COMPOSER, *arguments], cwd=tmp_path, env=place, **PIPES))
+        begun.append(subprocess.Popen([COMPOSER, "-n", str(num_ranks), *arguments], cwd=tmp_path, env=place, **PIPES))
         return begun[-1]
 
     yield begin
@@ -96,6 +96,33 @@ def test_a_rank_that_is_killed_while_it_starts_ends_the_launch_with_1(begin, tmp
     ranks[3].kill()
     code, output = end(launcher)
     assert (code, output.count("rank 3 has ended without a word"), output.count("preempted")) == (1, 1, 0), output
+
+
+def has_pending(process, number):
+    """Return whether a stopped process has yet to hear a signal."""
+    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(pending[1], 16) & 1 << (number - 1))
+
+
+def test_a_second_sigterm_ends_composer_with_143_and_the_run_is_saved(begin, tmp_path, data):
+    """143 is its launcher's own: the second signal ends it while it waits for its ranks, which still save."""
+    options = ["max_duration=3000ba", "save_interval=3000ba", "console_log_interval=1ba", "export_at_end=false"]
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, eval_interval=0))
+    launcher = begin(*TRAIN, path, *options, num_ranks=2)
+    while "batch 2/" not in launcher.stdout.readline():
+        assert launcher.poll() is None
+    ranks = psutil.Process(launcher.pid).children()
+    ranks[-1].suspend()  # so that the launcher still waits for it when the second signal comes
+    launcher.terminate()
+    while not has_pending(ranks[-1], signal.SIGTERM):
+        assert launcher.poll() is None
+    launcher.terminate()
+    assert launcher.wait(timeout=300) == 143
+    ranks[-1].resume()
+    _, running = psutil.wait_procs(ranks, timeout=300)
+    assert running == []
+    status = read_status(next((tmp_path / "runs").iterdir()))
+    assert status["status"] == "preempted" and "saved as ba" in status["reason"], status
 
 
 LAUNCHERS = {
