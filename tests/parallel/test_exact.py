@@ -92,6 +92,13 @@ def test_an_element_that_cannot_be_added_exactly_is_counted(value):
     assert sums.count_out_of_range() == 1
 
 
+def test_one_batch_out_of_range_does_not_count_in_the_next():
+    sums = ExactSums()
+    for value, count in ((40.0, 1), (0.5, 0), (math.inf, 1), (0.5, 0)):
+        collected([torch.tensor([0.0, value, 0.0])], sums)
+        assert sums.count_out_of_range() == count
+
+
 def test_the_most_that_an_element_may_be_follows_from_the_number_of_microbatches():
     sums = ExactSums()
     sums.begin([], 1024)

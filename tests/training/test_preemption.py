@@ -17,6 +17,7 @@ from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.ranks.status import read_status
+from llmfoundry_lite.training import preemption as preemption_module
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
@@ -281,6 +282,28 @@ def test_a_stop_file_that_cannot_be_removed_is_no_failure(tmp_path, capsys):
     preemption.set_agreed(REASONS.index("the file STOP"))
     preemption.consume_stop_file()
     assert "STOP cannot be removed: Is a directory" in capsys.readouterr().out
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("reason", "is_main", "stays"),
+    [
+        ("the file STOP", True, False),
+        ("the file STOP", False, True),  # rank 0 removes it
+        ("SIGTERM", True, True),  # the file was not why
+    ],
+)
+def test_a_stop_file_is_removed_by_a_launch_that_leaves_late(tmp_path, monkeypatch, reason, is_main, stays):
+    left = []
+    monkeypatch.setattr(preemption_module, "leave", left.append)
+    preemption = Preemption(tmp_path, 0.0, None, print, print)
+    preemption._is_main = is_main
+    (tmp_path / "STOP").touch()
+    preemption._request(REASONS.index(reason))
+    assert preemption.leave_by is not None
+    preemption._leave_if_late(preemption.leave_by)
+    assert left == [75]
+    assert (tmp_path / "STOP").exists() == stays
 
 
 def seconds_left(tmp_path, max_wall_seconds):

@@ -235,6 +235,15 @@ def test_an_island_that_leaves_has_trained_its_last_batch(play):
     assert play.coordinator.members == ["b"], "it does not come back while it leaves"
 
 
+def test_a_member_becomes_the_source_when_the_leader_leaves_as_another_joins(play):
+    """The newcomer has no weights yet, though its name comes first."""
+    play.come("aa")
+    play.prepare("a", leaving=True)
+    play.prepare("b")
+    view = play.last("aa")
+    assert (view["leader"], view["source"], view["joiners"]) == ("b", "b", ["aa"])
+
+
 def test_a_launch_under_a_name_that_is_here_takes_its_place(play):
     play.come("b", launch="2")
     assert play.coordinator.members == ["a"]

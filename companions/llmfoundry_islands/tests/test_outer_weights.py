@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from llmfoundry_islands.block import SyncConfig
@@ -40,3 +41,28 @@ def test_what_was_trained_while_a_fragment_travelled_counts_in_its_next_exchange
     departure: Any = SimpleNamespace(numbers=[0], weights=[3], label=1, changes={}, dropped={})
     assert not outer.land(departure, label=2)
     assert outer.pending == [2, 7]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_what_rounding_drops_is_sent_with_later_changes(monkeypatch, dtype):
+    """Of a change that rounding cuts off in every round, no more than one rounding is missing after 64 rounds."""
+    monkeypatch.setattr(Departure, "send", lambda *arguments: None)
+    weights = torch.nn.Parameter(torch.zeros(2))
+    change = torch.tensor([1.0, 1 / 1000])  # int8: the second is less than a step of 1 / 127
+    change[0] += 2.0**-10  # bf16: less than half a step of 1 / 128
+    outer = OuterWeights.__new__(OuterWeights)
+    outer.sync = SyncConfig(every="1ba", dtype=dtype, lr=1.0, momentum=0.0)
+    outer.held = SimpleNamespace(parameters={"w": weights}, pieces={}, views=lambda changes: (changes, changes))  # type: ignore[assignment]
+    outer.fragments, outer.dropped, outer.velocity = [["w"]], {}, {"w": torch.zeros(2)}
+    outer.begin()
+
+    sent = torch.zeros(2)
+    for label in range(64):
+        with torch.no_grad():
+            weights -= change
+        departure = outer.depart([0], None, label)  # type: ignore[arg-type]
+        sent += departure.encoded["w"].values
+        outer.land(departure, label)
+
+    step = {"bf16": 2.0**-7, "int8": 1.1 / 127}[dtype]
+    assert (sent - 64 * change).abs().max() <= step / 2

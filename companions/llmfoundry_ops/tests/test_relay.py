@@ -743,6 +743,19 @@ def test_a_step_of_the_clock_changes_no_rest_and_after_another_relay_there_is_no
     assert resting._rest_left("a", [last]) == pytest.approx(480, abs=30)
 
 
+def test_time_without_a_save_is_counted_from_the_last_one(monkeypatch):
+    """A launch that saved begins the count anew; one that was refused, and so never ran, changes nothing."""
+    vain, saved = allocation("a", "failed"), allocation("a", "failed", from_batch=10, to_batch=20)
+    checking, now = runner(loaded("on_preemption", retry_for="60s")), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for seconds, one in ((0, vain), (50, saved), (100, vain), (130, allocation("a", "refused")), (159, vain)):
+        now[0] = seconds
+        checking._check_progress(one)
+    now[0] = 160
+    with pytest.raises(GivenUp, match="no launch has saved anything for 60s"):
+        checking._check_progress(vain)
+
+
 def test_a_relay_keeps_names_of_sites(tmp_path):
     file = tmp_path / "relay.yaml"
     file.write_text(
